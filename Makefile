@@ -1,0 +1,63 @@
+# kvcast: every command sets up what it needs in .venv and runs without root.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvcast-installed
+SHELL_VENV := .venv-p4rt-shell
+PACKAGES := bench cli controller hostagent p4 protocol switchsim topologies
+FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
+
+.PHONY: help setup setup-shell demo test lint format p4 clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv and install kvcast and its test tools into it (nothing else)
+
+# The editable install links file by file, so it is repeated when a file appears or vanishes.
+$(STAMP): pyproject.toml $(VENV)/.kvcast-files
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvcast needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing kvcast into $(VENV) (a minute or so the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	    --config-settings editable_mode=strict --editable '.[test,lint]'
+	@touch $@
+
+$(VENV)/.kvcast-files: force
+	@mkdir -p $(VENV)
+	@echo "$(FILES)" | cmp -s - $@ || echo "$(FILES)" > $@
+
+.PHONY: force
+force:
+
+# p4runtime-shell pins an old protobuf, so it gets an environment of its own. It is an independent
+# client in the tests and the console of `kvcast shell`.
+setup-shell: $(SHELL_VENV)/.installed ## make .venv-p4rt-shell with p4runtime-shell
+$(SHELL_VENV)/.installed:
+	@$(PYTHON) -m venv $(SHELL_VENV)
+	@$(SHELL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    'p4runtime-shell==0.0.6' 'protobuf<3.21' 'setuptools<81'
+	@touch $@
+
+demo: setup ## eight inference nodes read the same prefixes, plainly and through kvcast
+	@$(BIN)/kvcast demo --out kvcast-out
+
+test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
+	@$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@MYPYPATH= $(BIN)/mypy $(foreach package,$(PACKAGES),-p kvcast.$(package))
+
+format: setup ## rewrite the sources in the project's format
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+p4: setup ## regenerate the P4 header file and, where p4c is installed, compile the P4 program
+	@$(BIN)/python -m kvcast.p4.build
+
+clean: ## remove what make and the tests leave behind
+	rm -rf $(VENV) $(SHELL_VENV) build kvcast-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The `kvcast` command and what all its daemons share (flags, configuration, logs)."""

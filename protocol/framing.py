@@ -1,0 +1,78 @@
+"""Length-prefixed MessagePack: the framing of every stream that kvcast's own parts speak.
+
+Owns: how a typed message becomes bytes on a stream and back. The control link (agent to
+controller), the local API (Unix socket) and the bulk link (agent to agent) differ only in their
+message types. Must not know: sockets, tasks, clocks, or what a message means.
+
+A frame is a 4-byte big-endian length N, 1 <= N <= limit, and N bytes of MessagePack: a map that
+msgspec decodes into one of a closed union of tagged structs. Anything else is a `FramingError`,
+after which the stream is useless and must be closed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Longest message accepted on a stream, in bytes; a bucket map of 32 nodes takes 20 KiB."""
+
+_LENGTH = struct.Struct("!I")
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class FramingError(ValueError):
+    """A peer sent bytes that are no message of this stream."""
+
+
+class MessageCodec(Generic[M]):
+    """Encodes and incrementally decodes the messages of one stream.
+
+    `types` is the union that `decode` accepts, e.g. ``Register | Renew``. One instance serves one
+    stream: `feed` keeps the bytes of an incomplete message, never more than
+    `max_message_bytes` + 4.
+    """
+
+    def __init__(self, types: Any, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types)
+        self._limit = max_message_bytes
+        self._buffer = bytearray()
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        """One message as bytes, length prefix included; FramingError if it exceeds the limit."""
+        body = self._encoder.encode(message)
+        if len(body) > self._limit:
+            raise FramingError(f"message of {len(body)} bytes exceeds the limit of {self._limit}")
+        return _LENGTH.pack(len(body)) + body
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Add received bytes; yield every message that they complete.
+
+        Raises FramingError for a length of 0 or over the limit, and for a body that is not one
+        of the stream's messages.
+        """
+        self._buffer += data
+        while True:
+            if len(self._buffer) < _LENGTH.size:
+                return
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if not 1 <= length <= self._limit:
+                raise FramingError(f"message length {length} is outside 1..{self._limit}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield self.decode(body)
+
+    def decode(self, body: bytes) -> M:
+        """One message from its body, without the length prefix; FramingError if malformed."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FramingError(f"not a message of this stream: {error}") from error
