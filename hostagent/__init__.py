@@ -1,0 +1,1 @@
+"""The daemon on every inference node, and the client library that engines link with."""

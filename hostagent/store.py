@@ -1,0 +1,362 @@
+"""What blocks this node holds in DRAM: the index, pins, quotas and eviction.
+
+Owns: every block's state (reserved, committed, doomed), who pins it, the namespaces' bytes, the
+LRU order, and so the choice of a victim. Must not know: sockets, the wire, clocks, homes of
+buckets (whoever commits a copy says whether it is a home's).
+
+A copy is first **reserved** (bytes set aside, unseen by lookups), then **committed** (whole,
+with its digest, immutable) or aborted. The first committed copy of a block wins: engines that
+compute the same block get bytes that differ in the last bits, and whoever reads one copy must
+not find another half way. Pins keep a copy's bytes where they are; a pinned copy that is dropped
+is **doomed**: gone from the index at once, its bytes free when the last pin goes.
+
+Eviction is least-recently-used over unpinned committed copies, of the namespace where its quota
+is what lacks, else of all. Where the victim's slab is cut for another size, the slab's other
+unpinned copies go with it, since one free slot of the wrong size helps nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcast.hostagent.arena import Allocator
+from kvcast.protocol.wire import MAX_BLOCK_BYTES, BlockId
+
+RESERVED: Final = 0
+COMMITTED: Final = 1
+DOOMED: Final = 2
+
+_VICTIMS_TRIED: Final = 256
+"""Candidates looked at for one that frees something, before an allocation gives up."""
+
+
+class StoreError(Exception):
+    """A copy cannot be stored; each subclass says why."""
+
+
+class NoRoomError(StoreError):
+    """Everything that could be evicted is pinned, or the block exceeds the arena."""
+
+
+class QuotaError(StoreError):
+    """The namespace's quota is smaller than the block, or taken by pinned copies."""
+
+
+class Copy:
+    """One copy of a block in the arena. `reserved_bytes` is what it takes, `size_bytes` what it
+    is; `home` whether this node held it as one of the block's homes when it was committed."""
+
+    __slots__ = (
+        "block",
+        "digest",
+        "home",
+        "offset",
+        "pins",
+        "reserved_bytes",
+        "size_bytes",
+        "state",
+    )
+
+    def __init__(self, block: BlockId, size_bytes: int, offset: int, reserved_bytes: int) -> None:
+        self.block = block
+        self.size_bytes = size_bytes
+        self.offset = offset
+        self.reserved_bytes = reserved_bytes
+        self.digest = 0
+        self.home = False
+        self.pins = 0
+        self.state = RESERVED
+
+    def __repr__(self) -> str:
+        state = ("reserved", "committed", "doomed")[self.state]
+        return f"<Copy {self.block} {self.size_bytes} B at {self.offset} {state} pins={self.pins}>"
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """A namespace's unpinned copies in LRU order, and its bytes (reserved and doomed included)."""
+
+    used_bytes: int = 0
+    copies: int = 0
+    evictable: OrderedDict[BlockId, Copy] = field(default_factory=OrderedDict)
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Totals since the start."""
+
+    commits: int = 0
+    duplicates: int = 0
+    """Commits of a block that was held already, with the same bytes."""
+    conflicts: int = 0
+    """Commits of a block that was held already, with other bytes; the first copy stayed."""
+    evictions: int = 0
+    evicted_bytes: int = 0
+    drops: int = 0
+    no_room: int = 0
+    over_quota: int = 0
+
+
+class Store:
+    """The blocks in one arena. `default_quota_bytes` 0 = namespaces without a quota of their own
+    may fill the arena; `quotas` by namespace, in bytes of arena."""
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        default_quota_bytes: int = 0,
+        quotas: dict[int, int] | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.counters = StoreCounters()
+        self._default_quota = default_quota_bytes
+        self._quotas = dict(quotas or {})
+        self._index: dict[BlockId, Copy] = {}
+        self._evictable: OrderedDict[BlockId, Copy] = OrderedDict()
+        self._evictable_bytes = 0
+        self._by_offset: dict[int, Copy] = {}
+        self._namespaces: dict[int, _Namespace] = {}
+
+    # --- lookups --------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of arena taken, in extents."""
+        return self.allocator.used_bytes
+
+    def namespace_bytes(self, namespace: int) -> int:
+        """Bytes of arena that a namespace takes."""
+        state = self._namespaces.get(namespace)
+        return state.used_bytes if state is not None else 0
+
+    def peek(self, block: BlockId) -> Copy | None:
+        """The committed copy of a block, without touching the LRU order."""
+        return self._index.get(block)
+
+    def get(self, block: BlockId) -> Copy | None:
+        """The committed copy of a block, now the most recently used."""
+        copy = self._index.get(block)
+        if copy is not None and copy.pins == 0:
+            self._evictable.move_to_end(block)
+            self._namespaces[block.namespace].evictable.move_to_end(block)
+        return copy
+
+    def blocks(self) -> list[BlockId]:
+        """All committed blocks, in no order."""
+        return list(self._index)
+
+    # --- a copy's life --------------------------------------------------------------------
+
+    def reserve(self, block: BlockId, size_bytes: int) -> Copy:
+        """Set bytes aside for a copy, evicting if need be; StoreError where that is not enough.
+
+        Several reservations of one block may exist; the first to be committed wins.
+        """
+        if not 0 < size_bytes <= MAX_BLOCK_BYTES:
+            raise NoRoomError(f"a block of {size_bytes} bytes is outside 1..{MAX_BLOCK_BYTES}")
+        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        state = self._namespaces.get(block.namespace)
+        if state is None:
+            state = self._namespaces[block.namespace] = _Namespace()
+        try:
+            self._respect_quota(block.namespace, state, reserved_bytes)
+            offset = self._allocate(size_bytes)
+        except StoreError:
+            self._forget_if_empty(block.namespace, state)
+            raise
+        copy = Copy(block, size_bytes, offset, reserved_bytes)
+        self._by_offset[offset] = copy
+        # Evicting the namespace's last copy may have made it forget the namespace.
+        state = self._namespaces.setdefault(block.namespace, state)
+        state.used_bytes += reserved_bytes
+        state.copies += 1
+        return copy
+
+    def commit(self, copy: Copy, digest: int, *, home: bool) -> Copy:
+        """Make a reserved copy visible; returns the copy in force, which is an older one where
+        the block was held already (the new one's bytes are then free again)."""
+        assert copy.state == RESERVED, copy
+        held = self._index.get(copy.block)
+        if held is not None:
+            if held.digest == digest:
+                self.counters.duplicates += 1
+            else:
+                self.counters.conflicts += 1
+            held.home = held.home or home
+            self._release_bytes(copy)
+            return held
+        copy.state = COMMITTED
+        copy.digest = digest
+        copy.home = home
+        self._index[copy.block] = copy
+        self._make_evictable(copy)
+        self.counters.commits += 1
+        return copy
+
+    def abort(self, copy: Copy) -> None:
+        """Give a reserved copy's bytes back."""
+        assert copy.state == RESERVED, copy
+        self._release_bytes(copy)
+
+    def pin(self, copy: Copy) -> None:
+        """Keep a committed copy's bytes where they are; pins are counted."""
+        assert copy.state != RESERVED, copy
+        if copy.pins == 0 and copy.state == COMMITTED:
+            self._make_unevictable(copy)
+        copy.pins += 1
+
+    def unpin(self, copy: Copy) -> None:
+        """Undo one pin; a copy without pins is the most recently used one."""
+        assert copy.pins > 0, copy
+        copy.pins -= 1
+        if copy.pins == 0:
+            if copy.state == DOOMED:
+                self._release_bytes(copy)
+            else:
+                self._make_evictable(copy)
+
+    def drop(self, block: BlockId) -> bool:
+        """Forget a block; whether it was held."""
+        copy = self._index.get(block)
+        if copy is None:
+            return False
+        self.counters.drops += 1
+        self._remove(copy)
+        return True
+
+    def drop_namespace(self, namespace: int) -> int:
+        """Forget every block of a namespace; how many there were."""
+        gone = [block for block in self._index if block.namespace == namespace]
+        for block in gone:
+            self.drop(block)
+        return len(gone)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _make_evictable(self, copy: Copy) -> None:
+        self._evictable[copy.block] = copy
+        self._namespaces[copy.block.namespace].evictable[copy.block] = copy
+        self._evictable_bytes += copy.reserved_bytes
+
+    def _make_unevictable(self, copy: Copy) -> None:
+        del self._evictable[copy.block]
+        del self._namespaces[copy.block.namespace].evictable[copy.block]
+        self._evictable_bytes -= copy.reserved_bytes
+
+    def _remove(self, copy: Copy) -> None:
+        """Out of the index; the bytes go now, or with the last pin."""
+        del self._index[copy.block]
+        if copy.pins:
+            copy.state = DOOMED
+            return
+        self._make_unevictable(copy)
+        self._release_bytes(copy)
+
+    def _release_bytes(self, copy: Copy) -> None:
+        copy.state = DOOMED
+        del self._by_offset[copy.offset]
+        self.allocator.free(copy.offset)
+        namespace = copy.block.namespace
+        state = self._namespaces[namespace]
+        state.used_bytes -= copy.reserved_bytes
+        state.copies -= 1
+        self._forget_if_empty(namespace, state)
+
+    def _forget_if_empty(self, namespace: int, state: _Namespace) -> None:
+        if state.copies == 0:
+            self._namespaces.pop(namespace, None)
+
+    def _evict(self, copy: Copy) -> None:
+        self.counters.evictions += 1
+        self.counters.evicted_bytes += copy.reserved_bytes
+        self._remove(copy)
+
+    def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:
+        quota = self._quotas.get(namespace, self._default_quota)
+        if quota == 0:
+            return
+        if more_bytes > quota:
+            self.counters.over_quota += 1
+            raise QuotaError(f"{more_bytes} bytes exceed namespace {namespace}'s quota of {quota}")
+        while state.used_bytes + more_bytes > quota:
+            if not state.evictable:
+                self.counters.over_quota += 1
+                raise QuotaError(f"namespace {namespace}'s quota of {quota} bytes is all pinned")
+            self._evict(next(iter(state.evictable.values())))
+
+    def _allocate(self, size_bytes: int) -> int:
+        offset = self.allocator.allocate(size_bytes)
+        while offset is None:
+            stuck_bytes = self.allocator.used_bytes - self._evictable_bytes
+            hopeless = (
+                self.allocator.extent_bytes(size_bytes)
+                > self.allocator.capacity_bytes - stuck_bytes
+            )
+            if hopeless or not self._make_room(size_bytes):
+                self.counters.no_room += 1
+                raise NoRoomError(
+                    f"no room for {size_bytes} bytes: {stuck_bytes} of "
+                    f"{self.allocator.capacity_bytes} bytes are pinned or being written"
+                )
+            offset = self.allocator.allocate(size_bytes)
+        return offset
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Free something that may help; False where nothing does.
+
+        Each call frees at least one copy, so the work is O(1) amortised over the copies stored.
+        """
+        wanted_bytes = self.allocator.extent_bytes(size_bytes)
+        fallback: Copy | None = None
+        for tried, victim in enumerate(self._evictable.values()):
+            if tried == _VICTIMS_TRIED:
+                break
+            if victim.reserved_bytes == wanted_bytes:
+                self._evict(victim)
+                return True
+            mates = [self._by_offset[o] for o in self.allocator.neighbours(victim.offset)]
+            if all(mate.pins == 0 and mate.state == COMMITTED for mate in mates):
+                for mate in mates:
+                    self._evict(mate)
+                return True
+            fallback = fallback or victim
+        if fallback is None:
+            return False
+        # Pinned neighbours everywhere: freeing single slots may still empty a slab in the end.
+        self._evict(fallback)
+        return True
+
+    def check(self) -> None:
+        """Assert every invariant of the store and its allocator; for tests."""
+        self.allocator.check()
+        evictable = {b: c for b, c in self._index.items() if c.pins == 0}
+        assert dict(self._evictable) == evictable
+        assert sum(c.reserved_bytes for c in evictable.values()) == self._evictable_bytes
+        used: dict[int, int] = {}
+        count: dict[int, int] = {}
+        spans = sorted((c.offset, c.offset + c.reserved_bytes) for c in self._by_offset.values())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "copies overlap"
+        for copy in self._by_offset.values():
+            namespace = copy.block.namespace
+            used[namespace] = used.get(namespace, 0) + copy.reserved_bytes
+            count[namespace] = count.get(namespace, 0) + 1
+            assert copy.size_bytes <= copy.reserved_bytes
+            if copy.state == COMMITTED:
+                assert self._index[copy.block] is copy
+            elif copy.state == DOOMED:
+                assert copy.pins > 0
+                assert self._index.get(copy.block) is not copy
+        assert set(used) == set(self._namespaces)
+        for namespace, state in self._namespaces.items():
+            assert state.used_bytes == used[namespace]
+            assert state.copies == count[namespace]
+            mine = {b: c for b, c in evictable.items() if b.namespace == namespace}
+            assert dict(state.evictable) == mine
+        assert sum(used.values()) == self.allocator.used_bytes

@@ -1,0 +1,296 @@
+"""The arena and the store keep their books under any sequence of operations.
+
+Oracle: the invariant checkers (`Allocator.check`, `Store.check`) and a model that is a plain
+dictionary. Cannot see: concurrency (there is none in the agent) and what clients write.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvcast.hostagent.arena import (
+    GRAIN_BYTES,
+    Allocator,
+    ArenaError,
+    ArenaFile,
+    ArenaInUseError,
+    size_classes,
+)
+from kvcast.hostagent.store import DOOMED, Copy, NoRoomError, QuotaError, Store, StoreError
+from kvcast.protocol.wire import BlockId
+
+SLAB = 64 * 1024
+
+
+def block(number: int, namespace: int = 1) -> BlockId:
+    return BlockId(namespace, number.to_bytes(16, "big"))
+
+
+def test_every_size_gets_the_smallest_class_that_holds_it() -> None:
+    allocator = Allocator(SLAB, SLAB)
+    classes = size_classes(SLAB)
+    for size in range(1, SLAB + 1, 97):
+        assert allocator.extent_bytes(size) == min(c for c in classes if c >= size)
+    assert all(c % GRAIN_BYTES == 0 for c in classes)
+
+
+def test_blocks_larger_than_a_slab_take_runs_of_slabs() -> None:
+    allocator = Allocator(4 * SLAB, SLAB)
+    first = allocator.allocate(2 * SLAB + 1)
+    assert first is not None
+    assert allocator.used_bytes == 3 * SLAB
+    assert allocator.allocate(2 * SLAB) is None
+    assert allocator.allocate(SLAB) is not None
+    allocator.free(first)
+    assert allocator.allocate(3 * SLAB) is not None
+    allocator.check()
+
+
+def test_an_empty_slab_serves_another_size() -> None:
+    allocator = Allocator(SLAB, SLAB)
+    small = [allocator.allocate(1024) for _ in range(SLAB // 1024)]
+    assert None not in small
+    assert allocator.allocate(2048) is None
+    for offset in small:
+        assert offset is not None
+        allocator.free(offset)
+    assert allocator.allocate(SLAB) == 0
+
+
+def test_freeing_twice_is_caught() -> None:
+    allocator = Allocator(SLAB, SLAB)
+    offset = allocator.allocate(1)
+    assert offset is not None
+    allocator.free(offset)
+    with pytest.raises(KeyError):
+        allocator.free(offset)
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = Allocator(16 * SLAB, SLAB)
+        self.live: dict[int, int] = {}
+
+    @rule(size=st.one_of(st.integers(1, SLAB), st.integers(SLAB, 6 * SLAB)))
+    def allocate(self, size: int) -> None:
+        offset = self.allocator.allocate(size)
+        if offset is None:
+            assert self.live, "an empty arena has room for everything up to its size"
+            return
+        end = offset + size
+        assert end <= self.allocator.capacity_bytes
+        for other, other_size in self.live.items():
+            assert end <= other or other + other_size <= offset, "extents overlap"
+        self.live[offset] = size
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.live)))
+        del self.live[offset]
+        self.allocator.free(offset)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.allocator.check()
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    QUOTA = 5 * SLAB
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store(Allocator(8 * SLAB, SLAB), quotas={2: self.QUOTA})
+        self.reserved: list[Copy] = []
+        self.pinned: list[Copy] = []
+
+    @rule(
+        number=st.integers(0, 12),
+        namespace=st.sampled_from([1, 2]),
+        size=st.one_of(st.integers(1, SLAB), st.integers(SLAB, 3 * SLAB)),
+    )
+    def reserve(self, number: int, namespace: int, size: int) -> None:
+        if len(self.reserved) > 6:
+            return
+        try:
+            self.reserved.append(self.store.reserve(block(number, namespace), size))
+        except StoreError:
+            assert self.reserved or self.pinned or size > self.QUOTA
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), digest=st.integers(1, 3), home=st.booleans())
+    def commit(self, data: st.DataObject, digest: int, home: bool) -> None:
+        copy = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        before = self.store.peek(copy.block)
+        after = self.store.commit(copy, digest, home=home)
+        assert after is (before if before is not None else copy)
+        assert self.store.peek(copy.block) is after
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.store.abort(self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1))))
+
+    @rule(number=st.integers(0, 12), namespace=st.sampled_from([1, 2]))
+    def get_and_pin(self, number: int, namespace: int) -> None:
+        copy = self.store.get(block(number, namespace))
+        if copy is not None and len(self.pinned) < 6:
+            self.store.pin(copy)
+            self.pinned.append(copy)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        copy = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.store.unpin(copy)
+
+    @rule(number=st.integers(0, 12), namespace=st.sampled_from([1, 2]))
+    def drop(self, number: int, namespace: int) -> None:
+        held = self.store.peek(block(number, namespace)) is not None
+        assert self.store.drop(block(number, namespace)) == held
+        assert self.store.peek(block(number, namespace)) is None
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.store.check()
+        assert self.store.namespace_bytes(2) <= self.QUOTA
+        for copy in self.pinned:
+            assert copy.pins > 0, "a pinned copy lost its bytes"
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+def put(store: Store, number: int, size: int = SLAB, namespace: int = 1) -> Copy:
+    return store.commit(store.reserve(block(number, namespace), size), 7, home=False)
+
+
+def test_the_least_recently_used_copy_is_evicted_first() -> None:
+    store = Store(Allocator(3 * SLAB, SLAB))
+    for number in range(3):
+        put(store, number)
+    assert store.get(block(0)) is not None
+    put(store, 3)
+    assert store.peek(block(1)) is None
+    assert {b.key[-1] for b in store.blocks()} == {0, 2, 3}
+
+
+def test_a_pinned_copy_survives_and_a_dropped_one_keeps_its_bytes_until_unpinned() -> None:
+    store = Store(Allocator(2 * SLAB, SLAB))
+    pinned = put(store, 0)
+    store.pin(pinned)
+    for number in range(1, 5):
+        put(store, number)
+    assert store.peek(block(0)) is pinned
+    assert store.drop(block(0))
+    assert store.peek(block(0)) is None
+    assert pinned.state == DOOMED
+    used = store.used_bytes
+    again = put(store, 0)
+    assert again.offset != pinned.offset
+    store.unpin(pinned)
+    assert store.used_bytes == used - SLAB
+    store.check()
+
+
+def test_an_arena_full_of_pins_refuses_and_evicts_nothing() -> None:
+    store = Store(Allocator(4 * SLAB, SLAB))
+    for number in range(2):
+        store.pin(put(store, number))
+    put(store, 2)
+    with pytest.raises(NoRoomError):
+        store.reserve(block(9), 3 * SLAB)
+    assert store.peek(block(2)) is not None
+    assert store.counters.no_room == 1
+
+
+def test_a_namespace_evicts_only_its_own_blocks_for_its_quota() -> None:
+    store = Store(Allocator(8 * SLAB, SLAB), default_quota_bytes=2 * SLAB)
+    put(store, 0, namespace=1)
+    for number in range(5):
+        put(store, number, namespace=2)
+    assert store.peek(block(0, 1)) is not None
+    assert store.namespace_bytes(2) == 2 * SLAB
+    with pytest.raises(QuotaError):
+        store.reserve(block(9, 2), 3 * SLAB)
+
+
+def test_another_size_empties_the_victims_slab() -> None:
+    store = Store(Allocator(2 * SLAB, SLAB))
+    for number in range(2 * SLAB // 1024):
+        put(store, number, 1024)
+    put(store, 10_000, SLAB)
+    assert store.counters.evictions == SLAB // 1024
+    store.check()
+
+
+def test_the_first_copy_of_a_block_wins() -> None:
+    store = Store(Allocator(4 * SLAB, SLAB))
+    first, second, third = (store.reserve(block(1), 100) for _ in range(3))
+    assert store.commit(second, 22, home=False) is second
+    assert store.commit(first, 11, home=True) is second
+    assert store.commit(third, 22, home=False) is second
+    assert second.home
+    assert (store.counters.conflicts, store.counters.duplicates) == (1, 1)
+
+
+def test_the_arena_file_is_private_and_gone_after_close(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "a.arena")
+    arena = ArenaFile(1 << 20, path)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    arena.memory[:5] = b"hello"
+    fd = arena.open_for_client()
+    assert os.pread(fd, 5, 0) == b"hello"
+    os.close(fd)
+    arena.close()
+    arena.close()
+    assert not os.path.exists(path)
+
+
+def test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced(
+    tmp_path: os.PathLike[str],
+) -> None:
+    path = os.path.join(tmp_path, "a.arena")
+    code = (
+        "import sys, os\n"
+        "from kvcast.hostagent.arena import ArenaFile\n"
+        f"arena = ArenaFile(1 << 20, {path!r})\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os._exit(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(ArenaInUseError):
+            ArenaFile(1 << 20, path)
+        other.communicate(b"die\n")
+    assert os.path.exists(path)
+    arena = ArenaFile(1 << 21, path)
+    assert os.stat(path).st_size == 1 << 21
+    arena.close()
+
+
+def test_an_arena_that_cannot_be_made_names_the_place_and_the_reason(
+    tmp_path: os.PathLike[str],
+) -> None:
+    with pytest.raises(ArenaError, match=r"nowhere/a: No such file"):
+        ArenaFile(1 << 20, os.path.join(tmp_path, "nowhere", "a"))
+    folder = os.path.join(tmp_path, "folder")
+    os.mkdir(folder)
+    with pytest.raises(ArenaError):
+        ArenaFile(1 << 20, folder)
