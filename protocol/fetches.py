@@ -1,0 +1,244 @@
+"""The requester's vocabulary: how it is configured, what it is told, and what it tells.
+
+Owns: the types that cross the border of `kvcast.protocol.requester`. Must not know: how a fetch
+proceeds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+from kvcast.protocol.wire import BlockId, Offer
+
+Allocate: TypeAlias = Callable[[BlockId, int], memoryview | None]
+"""A writable view of exactly so many bytes for a block that is about to arrive, or None."""
+Discard: TypeAlias = Callable[[BlockId, memoryview], None]
+"""Takes back a view that `Allocate` gave and that no `Fetched` has handed on."""
+
+
+@dataclass(frozen=True)
+class RequesterConfig:
+    """Tunables of the requester."""
+
+    max_fetches: int = 4096
+    """Fetches under way or waiting; one more is missed at once (QUEUE_FULL)."""
+    max_block_bytes: int = 64 * 1024 * 1024
+    """Largest block taken from the network."""
+    credit_segments: int = 64
+    """Segments in flight to this agent, from all homes together."""
+    window_initial: int = 8
+    """Segments in flight from one home, at first."""
+    window_max: int = 64
+    """Segments in flight from one home, at most."""
+    rto_initial_s: float = 0.2
+    """Time-out before the first round-trip sample."""
+    rto_min_s: float = 0.03
+    """Shortest time-out; above the pauses that a home's scheduler makes."""
+    rto_max_s: float = 2.0
+    """Longest time-out, back-off included."""
+    retry_jitter: float = 0.5
+    """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
+    for one lost answer, the first then asks again, and the switch gives the answer to all."""
+    reorder_min_s: float = 0.001
+    """A gap at the LAST chunk is asked for after the larger of this and a quarter of the
+    round-trip time (the reordering window of RFC 8985), not at once."""
+    tries_per_home: int = 4
+    """Time-outs in a row, on one segment and without any progress, after which a home is left."""
+    max_restarts: int = 3
+    """How often a fetch may throw away what it has and start anew."""
+    suspect_s: float = 2.0
+    """For so long after a home was left for silence, new fetches start at another."""
+    gather_ms: int = 0
+    """`gather` of READs, unless the fetch says otherwise."""
+    auto_gather_ms: int = 2
+    """`gather` of READs of full segments while reads are being shared."""
+    sharing_memory_s: float = 0.5
+    """Reads count as being shared for so long after a SHARED frame, in all fetches."""
+    expect_wait_s: float = 0.05
+    """How long a fetch that expects its group's DATA waits for some, again after each frame."""
+    read_padding: bool = False
+    """Whether READs carry padding, as the network's profile says."""
+    usable_offer_kinds: frozenset[int] = frozenset()
+    """Kinds of OFFER that the caller can use. If there are any, a fetch reads only its first
+    segment until it knows whether it gets an offer."""
+    bulk_available: bool = False
+    """Whether `TryBulk` may be raised."""
+
+
+class MissReason(enum.Enum):
+    """Why a fetch ended without the block."""
+
+    NOT_FOUND = "not_found"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    OVERLOADED = "overloaded"
+    NOT_HOME = "not_home"
+    CORRUPT = "corrupt"
+    WRONG_SIZE = "wrong_size"
+    DIVERGED = "diverged"
+    """The homes' copies differed, or changed, more often than a fetch may start anew."""
+    NO_MEMORY = "no_memory"
+    NO_HOME = "no_home"
+    QUEUE_FULL = "queue_full"
+    CANCELLED = "cancelled"
+
+
+WORST_FIRST: Final = (
+    MissReason.CORRUPT,
+    MissReason.DIVERGED,
+    MissReason.WRONG_SIZE,
+    MissReason.UNREACHABLE,
+    MissReason.OVERLOADED,
+    MissReason.NOT_HOME,
+    MissReason.NOT_FOUND,
+)
+"""Of what several homes did, the first of these is told."""
+
+BULK_MAY_HELP: Final = frozenset(
+    {
+        MissReason.CORRUPT,
+        MissReason.DIVERGED,
+        MissReason.UNREACHABLE,
+        MissReason.OVERLOADED,
+    }
+)
+
+
+class DuplicateFetchError(ValueError):
+    """The block is being fetched already; wait for that fetch (see `Requester.extend`)."""
+
+
+@dataclass(slots=True)
+class FetchReport:
+    """How a fetch went."""
+
+    chunks_resident: int = 0
+    """Chunks that came from a switch's memory."""
+    chunks_shared: int = 0
+    """Chunks that came in answers to several readers."""
+    chunks_plain: int = 0
+    """Chunks that a home sent to this reader only."""
+    bulk: bool = False
+    """The block came the bulk way."""
+    reads: int = 0
+    """READs sent, repeats included."""
+    retries: int = 0
+    """READs sent because something had not come."""
+    restarts: int = 0
+    """Times that the assembly was thrown away."""
+    payload_bytes: int = 0
+    """Bytes of blocks assembled, those thrown away for a wrong digest included."""
+    first_byte_s: float | None = None
+    """From the start to the first chunk."""
+    elapsed_s: float = 0.0
+    """From the start to the end."""
+
+    @property
+    def tier(self) -> str:
+        """ "switch" if any chunk came from a switch's memory, else "shared" if any was shared,
+        else "home"; "bulk" if the block came that way."""
+        if self.bulk:
+            return "bulk"
+        if self.chunks_resident:
+            return "switch"
+        return "shared" if self.chunks_shared else "home"
+
+
+class Fetched(NamedTuple):
+    """The block is whole and has its digest; `buffer` is the caller's from now on."""
+
+    fetch_id: int
+    block: BlockId
+    buffer: memoryview
+    size: int
+    digest: int
+    report: FetchReport
+
+
+class Missed(NamedTuple):
+    """The fetch ended without the block."""
+
+    fetch_id: int
+    block: BlockId
+    reason: MissReason
+    report: FetchReport
+
+
+class TryBulk(NamedTuple):
+    """Fetch the block from `home` the bulk way, and call `Requester.bulk_done`. The fetch waits
+    for that call, until its deadline."""
+
+    fetch_id: int
+    block: BlockId
+    home: int
+
+
+class OfferReceived(NamedTuple):
+    """`home` offers the block, of which `digest` and `size` are pinned, another way, and nobody
+    shares the reads. Take it and call `Requester.bulk_done`, as for TryBulk."""
+
+    fetch_id: int
+    block: BlockId
+    home: int
+    offer: Offer
+    size: int
+    digest: int
+
+
+class BulkCopy(NamedTuple):
+    """What came the bulk way: all bytes of the block, and the digest that they should have."""
+
+    buffer: memoryview
+    digest: int
+
+
+Event: TypeAlias = Fetched | Missed | TryBulk | OfferReceived
+
+
+@dataclass(slots=True)
+class RequesterCounters:
+    """Totals since the requester was made."""
+
+    reads: int = 0
+    reads_retry: int = 0
+    reads_partial: int = 0
+    data: int = 0
+    data_bytes: int = 0
+    data_resident: int = 0
+    data_shared: int = 0
+    duplicates: int = 0
+    """DATA of a chunk that was there already."""
+    unsolicited: int = 0
+    """Frames about a block that is not being fetched."""
+    wrong_source: int = 0
+    """Frames from a node that is no home of the block, or not listened to any more."""
+    other_copy: int = 0
+    """DATA of another copy than the one pinned, and MISSes about another copy."""
+    wrong_size: int = 0
+    """DATA of a copy that is larger than allowed, or not of the size expected."""
+    unexpected_op: int = 0
+    """READs, which are not for a requester, and MISSes with a contradictory reason."""
+    corrupt_blocks: int = 0
+    """Assembled blocks whose bytes had not the pinned digest."""
+    timeouts: int = 0
+    gaps: int = 0
+    """Segments whose LAST chunk came while others were missing."""
+    misses: int = 0
+    """MISS frames heeded."""
+    overloaded: int = 0
+    """Of them, those that asked for patience."""
+    homes_left: int = 0
+    restarts: int = 0
+    offers: int = 0
+    """OFFERs taken."""
+    offers_ignored: int = 0
+    bulk_tries: int = 0
+    outbox_dropped: int = 0
+    """READs not sent because the caller did not take what was to be sent."""
+    fetches: int = 0
+    fetched: int = 0
+    missed: dict[str, int] = field(default_factory=dict)
+    """Missed fetches by MissReason value."""
