@@ -34,7 +34,7 @@ MAX_LOCAL_MESSAGE_BYTES: Final = 1 << 20
 # Statuses of one key, or of a request that failed as a whole.
 OK: Final = "ok"
 MISS: Final = "miss"
-"""No copy could be had in time; the result's reason says why."""
+"""No copy could be had in time; the result's reason is a `requester.MissReason` value."""
 BUSY: Final = "busy"
 """A bound was met (handles, requests, fetches waiting); try again later."""
 NO_ROOM: Final = "no_room"
@@ -48,13 +48,6 @@ UNAVAILABLE: Final = "unavailable"
 """The agent has never reached a controller, or no home of the block took the put."""
 INVALID: Final = "invalid"
 """The request names something that does not exist (an unknown ticket, group, …)."""
-
-# Reasons of a miss.
-NOT_FOUND: Final = "not_found"
-DEADLINE: Final = "deadline"
-OVERLOADED: Final = "overloaded"
-UNREACHABLE: Final = "unreachable"
-"""No home answered, by UDP or TCP."""
 
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
@@ -319,13 +312,12 @@ class Failed(Struct, frozen=True, tag="failed"):
     reason: Text
 
 
-Request = (
+Numbered = (
     Get
     | Prefetch
     | Alloc
     | Commit
     | Abort
-    | Release
     | Exists
     | Drop
     | Pin
@@ -335,6 +327,8 @@ Request = (
     | FindGroup
     | DescribePool
 )
+"""Requests that are answered."""
+Request = Numbered | Release
 ClientMessage = Hello | Request
 AgentReply = (
     Got

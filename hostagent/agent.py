@@ -1,0 +1,176 @@
+"""The agent, assembled: cores in the middle, adapters around them, one start and one end.
+
+Owns: the order in which parts are made, started and closed. Must not know: command lines
+(`daemon`) or decisions (`core`). Tests start agents in their own process through this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from dataclasses import dataclass, field, replace
+
+from kvcast.hostagent.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.bulklink import BulkCaller, BulkOptions, BulkServer
+from kvcast.hostagent.controllink import ControlLink, ControlOptions
+from kvcast.hostagent.core import AgentCore, AgentOptions
+from kvcast.hostagent.localserver import LocalOptions, LocalServer
+from kvcast.hostagent.store import Store
+from kvcast.hostagent.transport import (
+    Transport,
+    TunnelTransport,
+    UdpTransport,
+    credit_of_buffer,
+    open_tunnel,
+    open_udp,
+)
+from kvcast.protocol.control import CONTROL_PROTOCOL_VERSION, Register
+from kvcast.protocol.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.wire import UDP_PORT
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Where the node is on the network."""
+
+    ip: str
+    mac: str
+    switch_port: int
+    udp_port: int = UDP_PORT
+    tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
+    """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
+    buffer_bytes: int = 8 << 20
+    """Socket buffers to ask the kernel for."""
+    bulk_host: str = "127.0.0.1"
+    bulk_port: int = 0
+
+
+@dataclass(frozen=True)
+class ArenaOptions:
+    """The DRAM tier."""
+
+    size_bytes: int = 256 << 20
+    path: str | None = None
+    reserve: bool = True
+    slab_bytes: int = SLAB_BYTES
+    default_quota_bytes: int = 0
+    quotas: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that an agent is started with."""
+
+    agent: AgentOptions
+    network: NetworkOptions
+    control: ControlOptions
+    local: LocalOptions
+    arena: ArenaOptions = field(default_factory=ArenaOptions)
+    bulk: BulkOptions = field(default_factory=BulkOptions)
+    credit_from_buffer: bool = True
+    """Lower the requester's credit to what the receive buffer holds."""
+    seed: int | None = None
+    """Of the agent's random numbers (tags, jitter); None = from the system."""
+
+
+class Agent:
+    """One agent. `start`, then `close`; `ready` is set when the first bucket map has come."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    async def start(self) -> None:
+        """Make the arena and the sockets and begin to serve. On failure nothing is left."""
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        options = self._options
+        network = options.network
+        rng = random.Random(options.seed)
+        self.arena = ArenaFile(
+            options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
+        )
+        stack.callback(self.arena.close)
+        store = Store(
+            Allocator(options.arena.size_bytes, options.arena.slab_bytes),
+            default_quota_bytes=options.arena.default_quota_bytes,
+            quotas=options.arena.quotas,
+        )
+        if network.tunnel is None:
+            sock, buffer_bytes = open_udp(network.ip, network.udp_port, network.buffer_bytes)
+        else:
+            sock, buffer_bytes = open_tunnel(*network.tunnel, network.buffer_bytes)
+        stack.callback(sock.close)
+        udp_port = sock.getsockname()[1] if network.tunnel is None else network.udp_port
+        self.tunnel_address: tuple[str, int] | None = (
+            sock.getsockname() if network.tunnel is not None else None
+        )
+        agent_options = self._with_credit(buffer_bytes)
+        self.core = AgentCore(agent_options, store, self.arena.memory, rng)
+        stack.callback(self.core.close)
+        self.transport: Transport = (
+            UdpTransport(self.core, sock)
+            if network.tunnel is None
+            else TunnelTransport(
+                self.core,
+                sock,
+                Endpoint(parse_mac(network.mac), parse_ip(network.ip), network.udp_port),
+            )
+        )
+        self._bulk_caller = BulkCaller(self.core, options.bulk, self.transport.pump)
+        self.transport.dispatch_calls = self._bulk_caller.dispatch
+        self.bulk_server = BulkServer(self.core, options.bulk)
+        self.bulk_address = await self.bulk_server.start(network.bulk_host, network.bulk_port)
+        stack.push_async_callback(self.bulk_server.close)
+        stack.push_async_callback(self._bulk_caller.close)
+        self._local_server = LocalServer(self.core, self.arena, options.local, self.transport.pump)
+        self._local_server.start()
+        stack.push_async_callback(self._local_server.close)
+        self.transport.start()
+        stack.callback(self.transport.close)
+        register = Register(
+            version=CONTROL_PROTOCOL_VERSION,
+            node_id=agent_options.node_id,
+            incarnation=secrets.randbits(63),
+            ip=network.ip,
+            mac=network.mac,
+            switch_port=network.switch_port,
+            udp_port=udp_port,
+            bulk_host=self.bulk_address[0],
+            bulk_port=self.bulk_address[1],
+            arena_bytes=options.arena.size_bytes,
+        )
+        self._control = ControlLink(self.core, options.control, register, rng, self.transport.pump)
+        self.ready = self._control.ready
+        control_task = asyncio.create_task(self._control.run())
+        stack.push_async_callback(self._end, control_task)
+
+    def _with_credit(self, buffer_bytes: int) -> AgentOptions:
+        options = self._options.agent
+        requester = replace(options.requester, bulk_available=True)
+        if self._options.credit_from_buffer:
+            credit = min(requester.credit_segments, credit_of_buffer(buffer_bytes))
+            if credit < requester.credit_segments:
+                log.info(
+                    "the receive buffer lets fewer segments be in flight than configured",
+                    extra={"credit_segments": credit, "buffer_bytes": buffer_bytes},
+                )
+            requester = replace(requester, credit_segments=credit)
+        return replace(options, requester=requester)
+
+    async def _end(self, control_task: asyncio.Task[None]) -> None:
+        await self._control.leave()
+        control_task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await control_task
+
+    async def close(self) -> None:
+        """Leave the pool, end everything, and unlink the arena."""
+        await self._stack.aclose()

@@ -1,0 +1,338 @@
+"""The agent's decisions, put together: one object that the adapters talk to.
+
+Owns: which core gets which event, the pool's membership as the controller states it, and the
+agent's report. Must not know: sockets, tasks, clocks; every method that needs the time is given
+it. After any call an adapter sends `frames_to_send` and makes the calls in `outbox.calls`, and
+it calls `handle_timer` when `get_timer` says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
+
+from kvcast.hostagent.asks import Asks
+from kvcast.hostagent.calls import Outbox
+from kvcast.hostagent.metrics import Metrics
+from kvcast.hostagent.pool import Pool, PoolMapError
+from kvcast.hostagent.reads import ReadOptions, Reads
+from kvcast.hostagent.serving import Serving
+from kvcast.hostagent.store import Copy, Store
+from kvcast.hostagent.writes import WriteOptions, Writes
+from kvcast.protocol import local
+from kvcast.protocol.control import (
+    CONTROL_PROTOCOL_VERSION,
+    AgentMessage,
+    ControllerMessage,
+    Credit,
+    Describe,
+    Described,
+    GroupInfo,
+    GroupReply,
+    GroupRequest,
+    HotBlock,
+    Keep,
+    Kept,
+    NamespaceInfo,
+    NamespaceReply,
+    NamespaceRequest,
+    PoolMap,
+    Refused,
+    Registered,
+    Renew,
+)
+from kvcast.protocol.owner import Owner, OwnerConfig
+from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.wire import OP_READ, BlockId, Frame
+
+MAX_HOT_BLOCKS: Final = 256
+MAX_ASKED: Final = 1024
+"""Questions to the controller without an answer yet; one more is "busy"."""
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Everything tunable about the agent's decisions."""
+
+    node_id: str
+    requester: RequesterConfig = field(default_factory=RequesterConfig)
+    owner: OwnerConfig = field(default_factory=OwnerConfig)
+    reads: ReadOptions = field(default_factory=ReadOptions)
+    writes: WriteOptions = field(default_factory=WriteOptions)
+    client_share: float = 0.5
+    """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
+
+
+class _Held:
+    """A block held for the owner while it is sent (the owner's `HeldBlock`)."""
+
+    __slots__ = ("_copy", "_store", "data", "digest")
+
+    def __init__(self, store: Store, copy: Copy, data: memoryview) -> None:
+        self._store = store
+        self._copy = copy
+        self.data = data
+        self.digest = copy.digest
+
+    def release(self) -> None:
+        self.data.release()
+        self._store.unpin(self._copy)
+
+
+Found = Callable[[NamespaceInfo | GroupInfo | None, str, str], None]
+"""(info, status, reason): the controller's answer to a question, or why there is none."""
+
+
+class AgentCore:
+    """See the module's description."""
+
+    def __init__(
+        self, options: AgentOptions, store: Store, memory: memoryview, rng: random.Random
+    ) -> None:
+        self.options = options
+        self.store = store
+        self.memory = memory
+        self.metrics = Metrics()
+        self.outbox = Outbox()
+        self.reads = Reads(options.reads, options.node_id, store, memory, self.outbox, self.metrics)
+        self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
+        self.asks = Asks(store, self.outbox)
+        self.serving = Serving(store, memory, self.outbox, self.metrics)
+        self.requester = Requester(
+            options.requester,
+            allocate=self.reads.allocate,
+            discard=self.reads.discard,
+            rng=rng,
+        )
+        self.reads.use(self.requester)
+        self.owner = Owner(options.owner, lookup=self._lookup)
+        self.connected = False
+        self.lease_s = 3.0
+        self._index = -1
+        self._tell: Callable[[AgentMessage], None] | None = None
+        self._asked: dict[int, Found] = {}
+        self._next_question = 1
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool as the controller last stated it; None before the first time."""
+        return self.outbox.pool
+
+    # --- frames -------------------------------------------------------------------------------
+
+    def receive(self, now: float, source: int, frame: Frame) -> None:
+        """A frame that came from node `source` of the present map."""
+        if frame.op == OP_READ:
+            pool = self.outbox.pool
+            assert pool is not None  # there are no node indices without it
+            if pool.may_use(frame.namespace, pool.nodes[source].node_id):
+                self.owner.receive(now, source, frame)
+            else:
+                self.metrics.frames_forbidden_total += 1
+            return
+        self.requester.receive(now, source, frame)
+
+    def after_receiving(self, now: float) -> None:
+        """Act on what the frames since the last call have brought about."""
+        self.reads.drain(now)
+
+    def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
+        """READs, and up to `budget` answers; encode them before anything else happens, since
+        their payloads are views of the arena."""
+        frames = self.requester.frames_to_send()
+        if budget > 0:
+            frames += self.owner.frames_to_send(now, budget)
+        return frames
+
+    def get_timer(self, now: float) -> float | None:
+        """When `handle_timer` and `frames_to_send` must be called next; None = no need."""
+        mine = self.reads.get_timer()
+        owners = self.owner.get_timer(now)
+        if mine is None or owners is None:
+            return owners if mine is None else mine
+        return min(mine, owners)
+
+    def handle_timer(self, now: float) -> None:
+        """Do what has become due by `now`."""
+        self.reads.handle_timer(now)
+
+    def _lookup(self, block: BlockId) -> _Held | None:
+        copy = self.store.get(block)
+        if copy is None:
+            return None
+        self.store.pin(copy)
+        return _Held(self.store, copy, self.memory[copy.offset : copy.offset + copy.size_bytes])
+
+    # --- the controller -----------------------------------------------------------------------
+
+    def control_connected(self, tell: Callable[[AgentMessage], None]) -> None:
+        """A connection to the controller stands, and took our registration; `tell` sends."""
+        self._tell = tell
+        self.connected = True
+
+    def control_lost(self) -> None:
+        """The connection is gone: open questions end, the last map stays in force."""
+        self._tell = None
+        self.connected = False
+        asked, self._asked = self._asked, {}
+        for found in asked.values():
+            found(None, local.UNAVAILABLE, "the connection to the controller was lost")
+
+    def control_message(self, now: float, message: ControllerMessage) -> None:
+        """Anything that the controller says after it took the registration."""
+        if isinstance(message, PoolMap):
+            self._new_map(message)
+        elif isinstance(message, Credit):
+            for namespace, key, hits in message.hits:
+                self.metrics.credits_total += hits
+                self.store.get(BlockId(namespace, key))
+        elif isinstance(message, Describe):
+            self._describe(message)
+        elif isinstance(message, Keep):
+            self._keep(now, message)
+        elif isinstance(message, Registered):
+            self.registered(message)
+        elif isinstance(message, Refused):
+            self._found(message.request, None, local.INVALID, message.reason)
+        elif isinstance(message, NamespaceReply):
+            if self.pool is not None:
+                self.pool.namespaces.setdefault(message.info.namespace, message.info)
+            self._found(message.request, message.info, local.OK, "")
+        else:
+            assert isinstance(message, GroupReply)
+            self._found(message.request, message.info, local.OK, "")
+
+    def registered(self, message: Registered) -> None:
+        """The controller took us: by which index, and with which profile of the network."""
+        if message.version != CONTROL_PROTOCOL_VERSION:
+            raise PoolMapError(f"controller speaks version {message.version}")
+        self._index = message.index
+        self.lease_s = message.lease_s
+        self.requester.config = replace(
+            self.requester.config, read_padding=message.read_padding_bytes > 0
+        )
+
+    def _new_map(self, message: PoolMap) -> None:
+        try:
+            pool = Pool(message, self._index, self.options.node_id)
+        except PoolMapError:
+            self.metrics.maps_refused_total += 1
+            raise
+        old = self.outbox.pool
+        self.outbox.pool = pool
+        if old is None:
+            return
+        for index in old.nodes.keys() - pool.nodes.keys():
+            self.owner.drop_reader(index)
+        # A number that now means something else must not serve what it meant before.
+        for namespace, info in old.namespaces.items():
+            new = pool.namespaces.get(namespace)
+            if new is None or _meaning(new) != _meaning(info):
+                self.store.drop_namespace(namespace)
+
+    def _say(self, message: AgentMessage) -> None:
+        if self._tell is not None:
+            self._tell(message)
+
+    def _describe(self, message: Describe) -> None:
+        held = []
+        for reference in message.blocks:
+            copy = self.store.peek(BlockId(reference.namespace, reference.key))
+            if copy is not None:
+                held.append((reference.namespace, reference.key, copy.size_bytes, copy.digest))
+        self._say(Described(message.request, held))
+
+    def _keep(self, now: float, message: Keep) -> None:
+        self.metrics.keeps_total += 1
+
+        def done(held: bool) -> None:
+            self.metrics.keeps_failed_total += not held
+            self._say(Kept(message.request, message.namespace, message.key, held))
+
+        self.reads.keep(now, BlockId(message.namespace, message.key), message.size_bytes, done)
+
+    def ask_controller(
+        self, make: Callable[[int], NamespaceRequest | GroupRequest], found: Found
+    ) -> None:
+        """Put a question to the controller; `found` is called once, perhaps at once."""
+        if self._tell is None:
+            found(None, local.UNAVAILABLE, "there is no connection to the controller")
+            return
+        if len(self._asked) >= MAX_ASKED:
+            found(None, local.BUSY, f"{MAX_ASKED} questions wait for the controller")
+            return
+        number = self._next_question
+        self._next_question += 1
+        self._asked[number] = found
+        self._tell(make(number))
+
+    def _found(
+        self, request: int, info: NamespaceInfo | GroupInfo | None, status: str, reason: str
+    ) -> None:
+        found = self._asked.pop(request, None)
+        if found is not None:
+            found(info, status, reason)
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """All numbers by name: totals since the start, and present values."""
+        values = self.metrics.snapshot()
+        values["payload_bytes_sent_udp_total"] = float(self.owner.counters.payload_bytes)
+        for prefix, counters in (
+            ("requester", self.requester.counters),
+            ("owner", self.owner.counters),
+            ("store", self.store.counters),
+        ):
+            for name, value in asdict(counters).items():
+                if isinstance(value, int):
+                    values[f"{prefix}_{name}_total"] = float(value)
+        values["wrong_digest_total"] = float(
+            self.requester.counters.corrupt_blocks + self.metrics.bulk_wrong_digest_total
+        )
+        values["retries_total"] = float(
+            self.requester.counters.reads_retry + self.requester.counters.reads_partial
+        )
+        values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
+        values["arena_used_bytes"] = float(self.store.used_bytes)
+        values["blocks"] = float(len(self.store))
+        values["fetches_waiting"] = float(self.reads.waiting)
+        values["segments_in_flight"] = float(self.requester.segments_in_flight)
+        values["answers_waiting"] = float(self.owner.segments_waiting)
+        values["replications_waiting"] = float(self.writes.replications)
+        values["epoch"] = float(self.pool.epoch if self.pool is not None else 0)
+        values["connected"] = float(self.connected)
+        return values
+
+    def renewal(self) -> Renew:
+        """The report that keeps the lease; begins a new period of heat."""
+        hot = [
+            HotBlock(
+                heat.block.namespace,
+                heat.block.key,
+                heat.reads,
+                heat.readers,
+                0,
+                heat.size,
+                heat.digest,
+            )
+            for heat in self.owner.take_heat(MAX_HOT_BLOCKS)
+        ]
+        return Renew(
+            counters=self.counters(),
+            hot=hot,
+            arena_used_bytes=self.store.used_bytes,
+            blocks=len(self.store),
+            epoch=self.pool.epoch if self.pool is not None else 0,
+        )
+
+    def close(self) -> None:
+        """Let go of everything that is held for others."""
+        self.control_lost()
+        self.owner.close()
+
+
+def _meaning(info: NamespaceInfo) -> tuple[str, str, str, str]:
+    return info.tenant, info.model, info.version, info.layout
