@@ -60,10 +60,9 @@ class PacketLoop:
         ports: Iterable[Port],
         process: Process,
         after_frame: Callable[[], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        now_us: Callable[[], int],
     ) -> None:
-        """`process(port, frame, now_us)` returns what to send; `after_frame` is called behind
+        """`process(port, frame, now_us())` returns what to send; `after_frame` is called behind
         each frame, for whatever the program left to be collected (digests)."""
         self._ports = list(ports)
         self._by_number = {port.number: port for port in self._ports}
@@ -71,8 +70,8 @@ class PacketLoop:
             raise ValueError("two ports have the same number")
         self._process = process
         self._after_frame = after_frame
-        self._clock = clock
-        self._start_s = clock()
+        self._now_us = now_us
+        self._clock = time.monotonic
         self._epoll = select.epoll()
         self._by_descriptor: dict[int, Port] = {}
         for port in self._ports:
@@ -86,10 +85,6 @@ class PacketLoop:
     @property
     def ports(self) -> list[Port]:
         return self._ports
-
-    def now_us(self) -> int:
-        """The program's clock: microseconds since the loop was made."""
-        return int((self._clock() - self._start_s) * 1e6)
 
     def wake(self) -> None:
         """A frame was queued by other means than a socket (packet-out, a test)."""
@@ -173,7 +168,7 @@ class PacketLoop:
         counters = self.counters
         counters.processed += 1
         try:
-            outputs = self._process(number, frame, self.now_us())
+            outputs = self._process(number, frame, self._now_us())
         except Exception:
             counters.process_errors += 1
             if counters.process_errors <= LOGGED_ERRORS:

@@ -283,7 +283,7 @@ def swap(port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
 
 
 def loop_of(*ports: Port, process: object = swap) -> PacketLoop:
-    return PacketLoop(ports, process, lambda: None)  # type: ignore[arg-type]
+    return PacketLoop(ports, process, lambda: None, lambda: 0)  # type: ignore[arg-type]
 
 
 def test_loop_takes_one_frame_of_each_port_in_turn() -> None:
