@@ -1,0 +1,338 @@
+"""`kvcast controller`: flags, files and signals around `ControllerService`.
+
+Owns: the command line. Must not know: anything that is decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvcast.cli.service import (
+    HelpFormatter,
+    add_common_options,
+    announce_ready,
+    is_loopback,
+    parse_host_port,
+    parse_with_config,
+    setup_logging,
+    stop_event,
+)
+from kvcast.p4 import artefact, profiles
+
+from .admission import ValueOptions
+from .pool import PoolOptions
+from .program import Settings
+from .service import ControllerService, ServiceOptions
+from .store import Store, StoreError
+from .tiers import AdmitMode
+
+log = logging.getLogger("kvcast.controller")
+
+DESCRIPTION = """\
+The controller of a kvcast pool: programs the switch over P4Runtime, keeps track of the agents,
+tells them who owns which bucket, and decides which blocks live in the switch's memory.
+
+It may stop at any time: the switch keeps what it was given, and reads go on. When it starts
+again it reads what the switch holds and writes only what differs.
+
+  kvcast controller --switch 127.0.0.1:9559 --state /var/lib/kvcast/controller.sqlite
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
+    parser = argparse.ArgumentParser(
+        prog="kvcast controller", description=DESCRIPTION, formatter_class=HelpFormatter
+    )
+    defaults = ValueOptions()
+    switch = parser.add_argument_group("switch")
+    switch.add_argument(
+        "--switch",
+        metavar="HOST:PORT",
+        default="127.0.0.1:9559",
+        help="P4Runtime address of the switch",
+    )
+    switch.add_argument("--device-id", type=_int(1, 2**64 - 1), default=1, help="P4Runtime device")
+    switch.add_argument(
+        "--election-id",
+        type=_int(1, 2**63),
+        default=10,
+        help="of several controllers the one with the highest id programs the switch",
+    )
+    switch.add_argument(
+        "--target",
+        choices=sorted(profiles),
+        default="v1model",
+        help="what kind of switch it is; sets slots, padding of READs, and ticks",
+    )
+    switch.add_argument(
+        "--plain",
+        action="store_true",
+        help="forwarding only: the switch treats kvcast's frames like any others",
+    )
+    switch.add_argument(
+        "--coalesce-lease",
+        metavar="SECONDS",
+        type=_seconds(0.001, 3600),
+        default=1.5,
+        help="how long a READ waits in the switch for its DATA before it may be taken over; two "
+        "to three times the round trip's 99th percentile",
+    )
+    switch.add_argument(
+        "--heat-threshold",
+        metavar="READS",
+        type=_int(1, 2**32 - 1),
+        default=3,
+        help="READs of a segment in a window that make the switch report it",
+    )
+    switch.add_argument(
+        "--router-mac",
+        metavar="MAC",
+        type=_mac,
+        help="address to which hosts send what is to be routed; without it nothing is",
+    )
+
+    pool = parser.add_argument_group("pool")
+    pool.add_argument(
+        "--agents-addr",
+        metavar="HOST:PORT",
+        type=parse_host_port,
+        default="127.0.0.1:9600",
+        help="where agents connect; port 0 = pick one",
+    )
+    pool.add_argument(
+        "--http-addr",
+        metavar="HOST:PORT",
+        type=parse_host_port,
+        default="127.0.0.1:9601",
+        help="where the HTTP API is served; port 0 = pick one",
+    )
+    pool.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow listening beyond loopback, although neither listener has encryption or "
+        "passwords",
+    )
+    pool.add_argument(
+        "--state",
+        metavar="FILE",
+        type=Path,
+        default="kvcast-controller.sqlite",
+        help="SQLite file of what must outlive the controller; one controller a file",
+    )
+    pool.add_argument(
+        "--lease",
+        metavar="SECONDS",
+        type=_seconds(0.1, 3600),
+        default=3.0,
+        help="an agent that has not renewed for so long is dead, and its buckets move",
+    )
+    pool.add_argument(
+        "--rebalance-after",
+        metavar="SECONDS",
+        type=_seconds(0, 3600),
+        default=2.0,
+        help="an agent that was dead gets buckets again when it has lived for so long",
+    )
+    pool.add_argument(
+        "--replicas",
+        metavar="N",
+        type=_int(0, 7),
+        default=2,
+        help="nodes that a bucket lists after its home, in the order in which they take over",
+    )
+    pool.add_argument(
+        "--tick",
+        metavar="SECONDS",
+        type=_seconds(0.05, 60),
+        default=0.5,
+        help="period of counters and of admission",
+    )
+
+    admission = parser.add_argument_group("admission to the switch's memory")
+    admission.add_argument(
+        "--admit",
+        choices=[mode.value for mode in AdmitMode],
+        default=AdmitMode.AUTO.value,
+        help="auto: by value; pin: only what is pinned over HTTP; off: nothing",
+    )
+    admission.add_argument(
+        "--half-life",
+        metavar="SECONDS",
+        type=_seconds(0.1, 86400),
+        default=defaults.half_life_s,
+        help="after which a read counts half",
+    )
+    admission.add_argument(
+        "--horizon",
+        metavar="SECONDS",
+        type=_seconds(0.1, 86400),
+        default=defaults.horizon_s,
+        help="how far ahead reads are expected",
+    )
+    admission.add_argument(
+        "--min-value",
+        metavar="BYTES",
+        type=_number(0, 1e18),
+        default=defaults.min_value,
+        help="bytes saved a cell over the horizon below which a block is not admitted",
+    )
+    admission.add_argument(
+        "--margin",
+        metavar="FACTOR",
+        type=_number(1, 1000),
+        default=defaults.margin,
+        help="by how much a block must beat those that it displaces",
+    )
+    admission.add_argument(
+        "--keep-value",
+        metavar="BYTES",
+        type=_number(0, 1e18),
+        default=defaults.keep_value,
+        help="value from which an evicted block is made sure to live in its home's memory",
+    )
+    admission.add_argument(
+        "--min-stay",
+        metavar="SECONDS",
+        type=_seconds(0, 86400),
+        default=defaults.min_stay_s,
+        help="how long a resident is safe from displacement",
+    )
+    admission.add_argument(
+        "--recirculation-wait",
+        metavar="SECONDS",
+        type=_seconds(0, 60),
+        default=0.2,
+        help="how long an evicted block's slots rest before another block gets them",
+    )
+    add_common_options(parser)
+    return parser
+
+
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is outside {low:g}..{high:g}")
+        return value
+
+    return parse
+
+
+_seconds = _number
+
+
+def _int(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is outside {low}..{high}")
+        return value
+
+    return parse
+
+
+def _mac(text: str) -> str:
+    mac = text.lower()
+    if not re.fullmatch(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", mac) or int(mac[:2], 16) & 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a unicast MAC address")
+    return mac
+
+
+def pool_options(options: argparse.Namespace) -> PoolOptions:
+    """The core's options from the parsed flags and the target's profile."""
+    profile = profiles[options.target]
+    return PoolOptions(
+        settings=Settings(
+            enabled=not options.plain,
+            lease_ticks=max(1, round(options.coalesce_lease * 1e6 / profile.tick_us)),
+            heat_threshold=options.heat_threshold,
+            recirculate_rid=profile.recirculate_rid,
+            router_mac=options.router_mac,
+        ),
+        slots=profile.slots,
+        read_padding_bytes=profile.read_padding_bytes,
+        lease_s=options.lease,
+        rebalance_after_s=options.rebalance_after,
+        replicas=options.replicas,
+        admit=AdmitMode(options.admit),
+        value=ValueOptions(
+            half_life_s=options.half_life,
+            horizon_s=options.horizon,
+            min_value=options.min_value,
+            margin=options.margin,
+            keep_value=options.keep_value,
+            min_stay_s=options.min_stay,
+        ),
+        drain_s=options.recirculation_wait,
+    )
+
+
+async def run(options: argparse.Namespace) -> int:
+    """Serve until a signal; the exit status."""
+    program = artefact(options.target)
+    try:
+        store = Store(options.state)
+        service = ControllerService(
+            ServiceOptions(
+                switch=options.switch,
+                device_id=options.device_id,
+                election_id=options.election_id,
+                p4info=program.p4info,
+                p4blob=program.json,
+                agents_addr=options.agents_addr,
+                http_addr=options.http_addr,
+                tick_s=options.tick,
+            ),
+            pool_options(options),
+            store,
+        )
+        await service.start()
+    except (StoreError, OSError) as error:
+        print(f"kvcast controller: {error}", file=sys.stderr)
+        return 1
+    stop = stop_event(asyncio.get_running_loop())
+    announce_ready(
+        agents_addr=_joined(service.agents_address),
+        http_addr=_joined(service.http_address),
+        switch=options.switch,
+        target=options.target,
+        plain=options.plain,
+    )
+    await service.run(stop)
+    log.info("stopped; the switch keeps what it holds")
+    return 0
+
+
+def _joined(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kvcast controller`."""
+    parser = build_parser()
+    options = parse_with_config(parser, argv)
+    for flag in ("agents_addr", "http_addr"):
+        host, _ = getattr(options, flag)
+        if not is_loopback(host) and not options.insecure:
+            name = flag.replace("_", "-")
+            parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
+    setup_logging(options.log_level, options.log_format)
+    return asyncio.run(run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The controller's HTTP API: health, status, reasons, metrics, pins.
+
+Owns: routes, bodies, status codes, bounds on what a client may send. Must not know: how anything
+is done; it asks a `Service`. Answers are JSON objects; an error is `{"error": "why"}`.
+
+| request | answer |
+|---|---|
+| GET /healthz | 200 `{"ok": true}` while the control loop runs; 503 with why otherwise |
+| GET /v1/status | the pool, the switch's counters, the controller (see docs) |
+| GET /v1/decisions | the last admissions, evictions and refusals, newest first, with reasons |
+| GET /metrics | Prometheus text |
+| POST /v1/pin `{"namespace": n, "key": hex}` | 200 resident; 409, 404 or 503 with why |
+| DELETE /v1/pin, the same body | 200; 404 if it was not pinned |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from aiohttp import web
+from kvcast.protocol.wire import BlockId
+from msgspec import Meta
+
+from .metrics import CONTENT_TYPE
+
+log = logging.getLogger("kvcast.controller.http")
+
+MAX_BODY_BYTES = 16 * 1024
+REQUEST_TIMEOUT_S = 15.0
+MAX_CONCURRENT = 64
+
+
+class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of both pin requests; `wait_s`: how long POST may wait for the block."""
+
+    namespace: Annotated[int, Meta(ge=1, le=0xFFFF)]
+    key: Annotated[str, Meta(pattern="^[0-9a-fA-F]{32}$")]
+    wait_s: Annotated[float, Meta(ge=0, le=10)] = 5.0
+
+    @property
+    def block(self) -> BlockId:
+        return BlockId(self.namespace, bytes.fromhex(self.key))
+
+
+class ApiError(Exception):
+    """An error for the client: an HTTP status and why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Service(Protocol):
+    """What the API needs of the controller."""
+
+    def health(self) -> str | None:
+        """Why the controller is not well; None if it is."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def decisions(self) -> list[dict[str, Any]]: ...
+
+    def metrics(self) -> bytes: ...
+
+    async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
+        """Pin and wait until the switch holds the entries; ApiError."""
+
+    def unpin(self, block: BlockId) -> bool: ...
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpApi:
+    """Serves a `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.counts: Counter[str] = Counter()
+        self._service = service
+        self._runner: web.AppRunner | None = None
+        self._busy = 0
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; returns the address, with the port that was picked for 0."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._bounded])
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthz),
+                web.get("/v1/status", self._status),
+                web.get("/v1/decisions", self._decisions),
+                web.get("/metrics", self._metrics),
+                web.post("/v1/pin", self._pin),
+                web.delete("/v1/pin", self._unpin),
+            ]
+        )
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=64)
+        await site.start()
+        address = self._runner.addresses[0]
+        return address[0], address[1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Bounds and errors of every request."""
+        self.counts["requests"] += 1
+        if self._busy >= MAX_CONCURRENT:
+            self.counts["requests_at_bound"] += 1
+            return _error(503, f"more than {MAX_CONCURRENT} requests at once")
+        self._busy += 1
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                return await handler(request)
+        except ApiError as error:
+            self.counts[f"errors_{error.status}"] += 1
+            return _error(error.status, str(error))
+        except web.HTTPException as error:
+            self.counts[f"errors_{error.status}"] += 1
+            return _error(error.status, error.reason)
+        except TimeoutError:
+            self.counts["errors_408"] += 1
+            return _error(408, "the request took too long")
+        finally:
+            self._busy -= 1
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        problem = self._service.health()
+        return web.json_response({"ok": True}) if problem is None else _error(503, problem)
+
+    async def _status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._service.status())
+
+    async def _decisions(self, _request: web.Request) -> web.Response:
+        return web.json_response({"decisions": self._service.decisions()})
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _pin(self, request: web.Request) -> web.Response:
+        body = await _pin_body(request)
+        return web.json_response(await self._service.pin(body.block, body.wait_s))
+
+    async def _unpin(self, request: web.Request) -> web.Response:
+        body = await _pin_body(request)
+        if not self._service.unpin(body.block):
+            raise ApiError(404, "the block is not pinned")
+        return web.json_response({"unpinned": True})
+
+
+async def _pin_body(request: web.Request) -> PinBody:
+    try:
+        return msgspec.json.decode(await request.read(), type=PinBody)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"body: {error}") from error
+
+
+def _error(status: int, reason: str) -> web.Response:
+    return web.json_response({"error": reason}, status=status)

@@ -1,0 +1,177 @@
+"""Store: the controller's durable state, in SQLite.
+
+Owns: the tables and how a `SavedState` is written and read. Must not know: what the rows mean to
+the pool. All of it is small (tens of nodes, hundreds of residents), so a table that changed is
+written whole, in one transaction with all others that changed: a crash leaves the state of before
+or after, never between.
+
+One controller a file: the file is locked while it is open, so that a second controller fails
+instead of overwriting the first one's numbers.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcast.protocol.control import NamespaceInfo
+from kvcast.protocol.wire import BlockId
+
+from .membership import Address, SavedNode
+from .names import Group
+from .pool import SavedState
+from .residency import SavedResident
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE epoch (epoch INTEGER NOT NULL) STRICT;
+CREATE TABLE nodes (
+    node_id TEXT PRIMARY KEY, node_index INTEGER NOT NULL, incarnation TEXT NOT NULL,
+    ip TEXT NOT NULL, mac TEXT NOT NULL, switch_port INTEGER NOT NULL, udp_port INTEGER NOT NULL,
+    bulk_host TEXT NOT NULL, bulk_port INTEGER NOT NULL, arena_bytes TEXT NOT NULL,
+    placed INTEGER NOT NULL
+) STRICT;
+CREATE TABLE namespaces (
+    namespace INTEGER PRIMARY KEY, tenant TEXT NOT NULL, model TEXT NOT NULL,
+    version TEXT NOT NULL, layout TEXT NOT NULL, nodes TEXT NOT NULL
+) STRICT;
+CREATE TABLE groups (
+    namespace INTEGER NOT NULL, reader_group INTEGER NOT NULL, ordinal INTEGER NOT NULL,
+    nodes TEXT NOT NULL, PRIMARY KEY (namespace, reader_group)
+) STRICT;
+CREATE TABLE residents (
+    namespace INTEGER NOT NULL, key BLOB NOT NULL, slots TEXT NOT NULL,
+    generation INTEGER NOT NULL, digest TEXT NOT NULL, size_bytes INTEGER NOT NULL,
+    pinned INTEGER NOT NULL, PRIMARY KEY (namespace, key)
+) STRICT;
+CREATE TABLE pins (
+    namespace INTEGER NOT NULL, key BLOB NOT NULL, PRIMARY KEY (namespace, key)
+) STRICT;
+"""
+# Numbers of 64 bits without a sign do not fit SQLite's INTEGER: incarnation, digest and
+# arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none).
+
+Row = tuple[Any, ...]
+_TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
+    "epoch": lambda s: [(s.epoch,)],
+    "nodes": lambda s: [
+        (
+            n.node_id, n.index, str(n.incarnation), n.address.ip, n.address.mac,
+            n.address.switch_port, n.address.udp_port, n.address.bulk_host, n.address.bulk_port,
+            str(n.arena_bytes), int(n.placed),
+        )
+        for n in s.nodes
+    ],
+    "namespaces": lambda s: [
+        (i.namespace, i.tenant, i.model, i.version, i.layout, " ".join(i.nodes))
+        for i in s.namespaces
+    ],
+    "groups": lambda s: [(g.namespace, g.group, g.ordinal, " ".join(g.nodes)) for g in s.groups],
+    "residents": lambda s: [
+        (
+            r.block.namespace, r.block.key, " ".join(map(str, r.slots)), r.generation,
+            str(r.digest), r.size_bytes, int(r.pinned),
+        )
+        for r in s.residents
+    ],
+    "pins": lambda s: [(b.namespace, b.key) for b in s.pins],
+}  # fmt: skip
+
+
+class StoreError(Exception):
+    """The state file cannot be used; the text says why."""
+
+
+class Store:
+    """An open state file. Every method raises StoreError where SQLite fails."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = str(path)
+        self._written: dict[str, list[Row]] = {}
+        try:
+            self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("BEGIN EXCLUSIVE")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise StoreError(f"{self._path}: {error}") from error
+        if version not in (0, SCHEMA_VERSION):
+            self._db.close()
+            raise StoreError(
+                f"{self._path}: state of version {version}, this controller reads {SCHEMA_VERSION}"
+            )
+
+    def load(self) -> SavedState:
+        """What was saved last; the empty state of a new file."""
+        try:
+            epochs = self._rows("SELECT epoch FROM epoch")
+            nodes = self._rows("SELECT * FROM nodes ORDER BY node_index")
+            namespaces = self._rows("SELECT * FROM namespaces ORDER BY namespace")
+            groups = self._rows(
+                "SELECT namespace, reader_group, ordinal, nodes FROM groups ORDER BY 1, 2"
+            )
+            residents = self._rows("SELECT * FROM residents ORDER BY generation")
+            pins = self._rows("SELECT * FROM pins ORDER BY namespace, key")
+        except sqlite3.Error as error:
+            raise StoreError(f"{self._path}: {error}") from error
+        try:
+            return SavedState(
+                epoch=epochs[0][0] if epochs else 0,
+                nodes=tuple(
+                    SavedNode(r[0], r[1], int(r[2]), Address(*r[3:9]), int(r[9]), bool(r[10]))
+                    for r in nodes
+                ),
+                namespaces=tuple(
+                    NamespaceInfo(r[0], r[1], r[2], r[3], r[4], r[5].split()) for r in namespaces
+                ),
+                groups=tuple(Group(r[0], r[1], tuple(r[3].split()), r[2]) for r in groups),
+                residents=tuple(
+                    SavedResident(
+                        BlockId(r[0], r[1]), tuple(map(int, r[2].split())), r[3], int(r[4]),
+                        r[5], bool(r[6]),
+                    )
+                    for r in residents
+                ),
+                pins=tuple(BlockId(*r) for r in pins),
+            )  # fmt: skip
+        except (TypeError, ValueError, IndexError) as error:
+            raise StoreError(f"{self._path}: unreadable row: {error}") from error
+
+    def save(self, state: SavedState) -> bool:
+        """Make `state` durable; whether anything had to be written."""
+        changed = {
+            table: rows
+            for table, rows_of in _TABLES.items()
+            if (rows := rows_of(state)) != self._written.get(table)
+        }
+        if not changed:
+            return False
+        try:
+            self._db.execute("BEGIN")
+            for table, rows in changed.items():
+                self._db.execute(f"DELETE FROM {table}")
+                if rows:
+                    marks = ", ".join("?" * len(rows[0]))
+                    self._db.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise StoreError(f"{self._path}: {error}") from error
+        self._written.update(changed)
+        return True
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _rows(self, query: str) -> list[Row]:
+        return self._db.execute(query).fetchall()

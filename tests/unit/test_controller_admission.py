@@ -1,0 +1,310 @@
+"""Admission: value, choice, hysteresis, and the slots' rest between two holders.
+
+Oracle: the formulas and rules of the modules' texts, on an invented clock; a state machine of
+random admissions and evictions checks that no slot is lost or held twice. Cannot see: the switch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcast.controller.admission import (
+    Contender,
+    HeatMap,
+    Holder,
+    ValueOptions,
+    choose,
+)
+from kvcast.controller.residency import NoSlotsError, Residency
+from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
+
+OPTIONS = ValueOptions(
+    half_life_s=10.0, horizon_s=10.0, min_value=1000.0, margin=1.25, min_stay_s=5.0
+)
+
+
+def block(number: int) -> BlockId:
+    return BlockId(1, number.to_bytes(16, "big"))
+
+
+def heat_with(reads: dict[int, float], now: float = 0.0, size: int = SEGMENT_BYTES) -> HeatMap:
+    heat = HeatMap(OPTIONS)
+    for number, count in reads.items():
+        heat.seen_by_home(block(number), reads=count, readers=1, depth=0, size_bytes=size, now=now)
+    return heat
+
+
+def contender(number: int, size: int = SEGMENT_BYTES, pinned: bool = False) -> Contender:
+    return Contender(block(number), size, digest=number, pinned=pinned)
+
+
+def holder(number: int, *, pinned: bool = False, since: float = -100.0, slots: int = 1) -> Holder:
+    return Holder(block(number), slots, pinned, since)
+
+
+# --- value ----------------------------------------------------------------------------------
+
+
+def test_value_halves_with_the_half_life() -> None:
+    heat = heat_with({1: 8})
+    assert heat.value(block(1), 10.0) == pytest.approx(heat.value(block(1), 0.0) / 2)
+
+
+def test_value_is_bytes_saved_a_cell() -> None:
+    heat = heat_with({1: 10})
+    # 10 reads, half-life = horizon: 10·ln 2 expected; 64 KiB a read over 64 cells.
+    assert heat.value(block(1), 0.0) == pytest.approx(10 * 0.6931 * 1024, rel=1e-3)
+
+
+def test_a_block_of_many_segments_is_worth_less_a_cell_for_the_same_reads() -> None:
+    one = heat_with({1: 16})
+    four = heat_with({1: 16}, size=4 * SEGMENT_BYTES)
+    assert four.value(block(1), 0.0) == pytest.approx(one.value(block(1), 0.0) / 4)
+
+
+def test_many_readers_at_once_are_worth_more_than_as_many_reads_of_one() -> None:
+    heat = HeatMap(OPTIONS)
+    heat.seen_by_switch(block(1), segment=0, reads=8, fan_out=1, now=0.0)
+    heat.seen_by_switch(block(2), segment=0, reads=8, fan_out=8, now=0.0)
+    assert heat.value(block(2), 0.0) == pytest.approx(2.5 * heat.value(block(1), 0.0))
+
+
+def test_the_two_sights_of_one_read_are_not_added() -> None:
+    heat = heat_with({1: 8})
+    before = heat.value(block(1), 0.0)
+    heat.seen_by_switch(block(1), segment=0, reads=8, fan_out=1, now=0.0)
+    assert heat.value(block(1), 0.0) == before
+
+
+def test_an_unknown_block_is_worth_nothing() -> None:
+    assert HeatMap(OPTIONS).value(block(1), 0.0) == 0.0
+
+
+def test_the_memory_of_heat_is_bounded_and_forgets_the_cold() -> None:
+    heat = HeatMap(OPTIONS, limit=16)
+    heat.seen_by_switch(block(0), segment=0, reads=1000, fan_out=4, now=0.0)
+    for number in range(1, 200):
+        heat.seen_by_switch(block(number), segment=0, reads=1, fan_out=1, now=0.0)
+    assert len(heat) <= 16
+    assert heat.forgotten >= 184
+    assert block(0) in heat
+
+
+def test_the_shallower_of_equal_blocks_comes_first() -> None:
+    heat = HeatMap(OPTIONS)
+    for number, depth in ((1, 5), (2, 1), (3, 3)):
+        heat.seen_by_home(
+            block(number), reads=50, readers=1, depth=depth, size_bytes=SEGMENT_BYTES, now=0.0
+        )
+    assert heat.best(3, 0.0, without=()) == [block(2), block(3), block(1)]
+
+
+def test_only_what_is_worth_it_is_among_the_best() -> None:
+    heat = heat_with({1: 1, 2: 100, 3: 50})
+    assert heat.best(10, 0.0, without=()) == [block(2), block(3)]
+    assert heat.best(10, 0.0, without=[block(2)]) == [block(3)]
+
+
+# --- choice ---------------------------------------------------------------------------------
+
+
+def test_free_slots_are_filled_by_value() -> None:
+    heat = heat_with({1: 10, 2: 30, 3: 20})
+    choice = choose(
+        [contender(1), contender(2), contender(3)],
+        [],
+        free=2,
+        coming_free=0,
+        heat=heat,
+        options=OPTIONS,
+        now=0.0,
+    )
+    assert [c.block for c, _ in choice.admit] == [block(2), block(3)]
+    assert [c.block for c, _ in choice.refused] == [block(1)]
+
+
+def test_a_block_enters_whole_or_not_at_all() -> None:
+    heat = heat_with({1: 100}, size=3 * SEGMENT_BYTES)
+    choice = choose(
+        [contender(1, size=3 * SEGMENT_BYTES)],
+        [],
+        free=2,
+        coming_free=0,
+        heat=heat,
+        options=OPTIONS,
+        now=0.0,
+    )
+    assert not choice.admit
+    assert "needs 3 slots, 2 can be had" in choice.refused[0][1]
+
+
+@pytest.mark.parametrize(("reads", "displaces"), [(10, False), (12, False), (13, True), (40, True)])
+def test_a_challenger_must_beat_its_victim_by_the_margin(reads: float, displaces: bool) -> None:
+    heat = heat_with({1: 10, 2: reads})
+    choice = choose(
+        [contender(2)], [holder(1)], free=0, coming_free=0, heat=heat, options=OPTIONS, now=0.0
+    )
+    assert [b for b, _ in choice.evict] == ([block(1)] if displaces else [])
+    assert not choice.admit, "the victim's slot must drain first"
+
+
+def test_two_blocks_of_about_one_value_do_not_take_turns() -> None:
+    heat = heat_with({1: 10, 2: 11})
+    for inside, outside in ((1, 2), (2, 1)):
+        choice = choose(
+            [contender(outside)],
+            [holder(inside)],
+            free=0,
+            coming_free=0,
+            heat=heat,
+            options=OPTIONS,
+            now=0.0,
+        )
+        assert not choice.evict
+
+
+def test_a_new_resident_is_safe_for_a_while() -> None:
+    heat = heat_with({1: 1, 2: 100})
+    for age, displaced in ((4.0, False), (5.0, True)):
+        choice = choose(
+            [contender(2)],
+            [holder(1, since=-age)],
+            free=0,
+            coming_free=0,
+            heat=heat,
+            options=OPTIONS,
+            now=0.0,
+        )
+        assert bool(choice.evict) is displaced
+
+
+def test_slots_that_come_free_anyway_are_not_evicted_for_twice() -> None:
+    heat = heat_with({1: 1, 2: 100})
+    choice = choose(
+        [contender(2)], [holder(1)], free=0, coming_free=1, heat=heat, options=OPTIONS, now=0.0
+    )
+    assert not choice.evict
+    assert choice.refused[0][1] == "waits for slots to drain"
+
+
+def test_pinned_blocks_are_never_evicted_and_displace_any_other() -> None:
+    heat = heat_with({1: 1000, 2: 1000})
+    choice = choose(
+        [contender(3, pinned=True)],
+        [holder(1, pinned=True), holder(2, since=0.0)],
+        free=0,
+        coming_free=0,
+        heat=heat,
+        options=OPTIONS,
+        now=0.0,
+    )
+    assert [b for b, _ in choice.evict] == [block(2)]
+    choice = choose(
+        [contender(3, pinned=True)],
+        [holder(1, pinned=True)],
+        free=0,
+        coming_free=0,
+        heat=heat,
+        options=OPTIONS,
+        now=0.0,
+    )
+    assert not choice.evict
+    assert "0 can be had" in choice.refused[0][1]
+
+
+# --- slots ----------------------------------------------------------------------------------
+
+
+def residency(slots: int = 4) -> Residency:
+    return Residency(slots, first_generation=100, drain_s=0.2)
+
+
+def test_a_slot_is_not_reused_before_its_entry_is_gone_and_a_recirculation_has_passed() -> None:
+    slots = residency(1)
+    slots.admit(block(1), digest=1, size_bytes=10, pinned=False, now=0.0)
+    slots.evict(block(1))
+    slots.advance(100.0)
+    assert slots.free == 0, "the entry is not known to be deleted"
+    assert slots.waiting_for_deletion() == {0}
+    slots.deleted({0}, 100.0)
+    slots.advance(100.1)
+    assert slots.free == 0
+    with pytest.raises(NoSlotsError):
+        slots.admit(block(2), digest=1, size_bytes=10, pinned=False, now=100.1)
+    assert slots.next_deadline() == pytest.approx(100.2)
+    slots.advance(100.2)
+    resident = slots.admit(block(2), digest=1, size_bytes=10, pinned=False, now=100.2)
+    assert resident.slots == (0,)
+    assert resident.generation == 101
+
+
+def test_chunk_masks_name_the_chunks_that_exist() -> None:
+    slots = residency()
+    resident = slots.admit(
+        block(1), digest=1, size_bytes=SEGMENT_BYTES + 2049, pinned=False, now=0.0
+    )
+    assert len(resident.slots) == 2
+    assert resident.chunk_mask(0) == 2**64 - 1
+    assert resident.chunk_mask(1) == 0b111
+
+
+def test_slots_with_strange_entries_rest_before_they_are_used() -> None:
+    slots = residency()
+    slots.admit(block(1), digest=1, size_bytes=10, pinned=False, now=0.0)
+    slots.foreign([0, 2, 77])
+    assert slots.waiting_for_deletion() == {2}
+    assert slots.free == 2
+    slots.check()
+
+
+def test_a_restart_keeps_residents_slots_and_generations() -> None:
+    before = residency()
+    before.admit(block(1), digest=7, size_bytes=2 * SEGMENT_BYTES, pinned=True, now=0.0)
+    before.admit(block(2), digest=8, size_bytes=10, pinned=False, now=0.0)
+    after = residency()
+    assert after.restore(before.saved(), 50.0) == 0
+    assert after.saved() == before.saved()
+    assert after.generation == 102
+    after.check()
+
+
+def test_a_saved_resident_that_does_not_fit_is_dropped() -> None:
+    before = residency(8)
+    for number in range(8):
+        before.admit(block(number), digest=7, size_bytes=10, pinned=False, now=0.0)
+    after = residency(4)
+    assert after.restore(before.saved(), 0.0) == 4
+    after.check()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["admit", "evict", "deleted", "wait"]), st.integers(0, 9)),
+        max_size=40,
+    )
+)
+def test_no_slot_is_ever_lost_or_held_twice(steps: list[tuple[str, int]]) -> None:
+    slots, now, generations = residency(6), 0.0, []
+    for verb, number in steps:
+        match verb:
+            case "admit" if block(number) not in slots.residents:
+                size = (number % 3 + 1) * SEGMENT_BYTES
+                try:
+                    resident = slots.admit(
+                        block(number), digest=1, size_bytes=size, pinned=False, now=now
+                    )
+                except NoSlotsError:
+                    assert slots.free < number % 3 + 1
+                else:
+                    generations.append(resident.generation)
+            case "evict" if block(number) in slots.residents:
+                slots.evict(block(number))
+            case "deleted":
+                slots.deleted(slots.waiting_for_deletion(), now)
+            case "wait":
+                now += 0.15
+                slots.advance(now)
+        slots.check()
+    assert generations == sorted(set(generations))

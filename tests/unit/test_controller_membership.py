@@ -1,0 +1,191 @@
+"""Membership: who is taken in, who is refused and why, and when buckets come and go.
+
+Oracle: the table in the module's text, played with an invented clock. Cannot see: connections.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from kvcast.controller.membership import MAX_LIVE_NODES, Membership, RegistrationError
+from kvcast.protocol.control import Register
+
+LEASE_S, STABLE_S = 3.0, 2.0
+
+
+def register_message(number: int, **changes: object) -> Register:
+    message = Register(
+        version=1,
+        node_id=f"node-{number}",
+        incarnation=1,
+        ip=f"10.77.0.{number}",
+        mac=f"02:6b:76:00:00:{number:02x}",
+        switch_port=(number - 1) % 32 + 1,
+        udp_port=19286,
+        bulk_host="127.0.0.1",
+        bulk_port=9700,
+        arena_bytes=1 << 20,
+    )
+    return msgspec.structs.replace(message, **changes)
+
+
+def new() -> Membership:
+    return Membership(lease_s=LEASE_S, rebalance_after_s=STABLE_S)
+
+
+def placed(membership: Membership) -> set[str]:
+    return {n.node_id for n in membership.nodes.values() if n.placed}
+
+
+def test_a_new_node_is_placed_at_the_next_advance() -> None:
+    membership = new()
+    node, changed = membership.register(register_message(1), 1, 0.0)
+    assert changed
+    assert node.index == 1
+    assert not node.placed
+    assert membership.advance(0.0)
+    assert placed(membership) == {"node-1"}
+    assert not membership.advance(0.1)
+
+
+def test_a_lease_that_runs_out_unplaces_the_node_but_keeps_its_index() -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    membership.register(register_message(2), 2, 0.0)
+    membership.advance(0.0)
+    membership.renew(membership.nodes["node-1"], 2.0)
+    assert membership.advance(LEASE_S)
+    assert placed(membership) == {"node-1"}
+    assert membership.nodes["node-2"].index == 2
+
+
+def test_a_node_that_comes_back_gets_buckets_only_when_it_is_stable() -> None:
+    membership = new()
+    for number in (1, 2):
+        membership.register(register_message(number), number, 0.0)
+    membership.advance(0.0)
+    membership.renew(membership.nodes["node-1"], 10.0)
+    membership.advance(10.0)
+    assert placed(membership) == {"node-1"}
+    membership.register(register_message(2, incarnation=2), 3, 10.0)
+    membership.advance(10.0 + STABLE_S / 2)
+    assert placed(membership) == {"node-1"}
+    assert membership.next_deadline() == 10.0 + STABLE_S
+    membership.advance(10.0 + STABLE_S)
+    assert placed(membership) == {"node-1", "node-2"}
+    assert membership.nodes["node-2"].index == 2
+
+
+def test_the_last_node_standing_need_not_wait() -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    membership.advance(0.0)
+    membership.advance(5.0)
+    assert placed(membership) == set()
+    membership.register(register_message(1, incarnation=2), 2, 6.0)
+    membership.advance(6.0)
+    assert placed(membership) == {"node-1"}
+
+
+def test_leaving_moves_the_buckets_at_once() -> None:
+    membership = new()
+    node, _ = membership.register(register_message(1), 1, 0.0)
+    membership.advance(0.0)
+    assert membership.leave(node, 0.5)
+    assert placed(membership) == set()
+    assert not membership.leave(node, 0.6)
+
+
+def test_the_same_incarnation_may_reconnect_and_changes_nothing() -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    membership.advance(0.0)
+    node, changed = membership.register(register_message(1), 2, 1.0)
+    assert not changed
+    assert node.connection == 2
+    assert node.placed
+    membership.disconnected(node, 1)
+    assert node.connection == 2
+
+
+def test_another_incarnation_is_refused_while_the_first_is_connected() -> None:
+    membership = new()
+    node, _ = membership.register(register_message(1), 1, 0.0)
+    with pytest.raises(RegistrationError, match="already connected"):
+        membership.register(register_message(1, incarnation=2), 2, 0.0)
+    membership.disconnected(node, 1)
+    again, _ = membership.register(register_message(1, incarnation=2), 2, 0.0)
+    assert again.incarnation == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "version"),
+        ({"ip": "10.77.0.300"}, "not an IPv4 address"),
+        ({"ip": "224.0.0.1"}, "not a host's address"),
+        ({"ip": "0.0.0.0"}, "not a host's address"),
+        ({"ip": "::1"}, "not an IPv4 address"),
+        ({"mac": "02:6b:76:00:00"}, "not a host's address"),
+        ({"mac": "01:00:5e:00:00:01"}, "not a host's address"),
+        ({"mac": "ff:ff:ff:ff:ff:ff"}, "not a host's address"),
+        ({"switch_port": 0}, "outside 1..32"),
+        ({"switch_port": 33}, "outside 1..32"),
+        ({"udp_port": 0}, "udp port 0"),
+        ({"ip": "10.77.0.1"}, "ip 10.77.0.1 is taken by node-1"),
+        ({"mac": "02:6B:76:00:00:01"}, "mac 02:6b:76:00:00:01 is taken by node-1"),
+        ({"switch_port": 1}, "switch port 1 is taken by node-1"),
+    ],
+)
+def test_what_no_node_can_have_is_refused_with_its_reason(
+    changes: dict[str, object], reason: str
+) -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    with pytest.raises(RegistrationError, match=reason):
+        membership.register(register_message(2, **changes), 2, 0.0)
+    assert set(membership.nodes) == {"node-1"}
+
+
+def test_a_dead_nodes_address_may_be_taken_over() -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    membership.advance(LEASE_S)
+    membership.register(register_message(2, ip="10.77.0.1", switch_port=1), 2, LEASE_S)
+    assert set(membership.nodes) == {"node-2"}
+
+
+def test_the_pool_takes_32_live_nodes_and_forgets_dead_ones_beyond_its_bound() -> None:
+    membership = new()
+    for number in range(1, MAX_LIVE_NODES + 1):
+        membership.register(register_message(number), number, 0.0)
+    with pytest.raises(RegistrationError, match=r"taken|full"):
+        membership.register(register_message(33), 33, 0.0)
+    for round_ in range(1, 6):
+        now = round_ * 10.0
+        membership.advance(now)
+        for number in range(1, MAX_LIVE_NODES + 1):
+            message = register_message(
+                number, node_id=f"round-{round_}-{number}", ip=f"10.78.{round_}.{number}"
+            )
+            membership.register(message, number, now)
+        assert len(membership.nodes) <= 64
+        indices = [n.index for n in membership.nodes.values()]
+        assert len(set(indices)) == len(indices)
+
+
+def test_a_restarted_controller_gives_its_nodes_time_to_come_back() -> None:
+    membership = new()
+    for number in (1, 2):
+        membership.register(register_message(number), number, 0.0)
+    membership.advance(0.0)
+    restored = Membership.restore(
+        membership.saved(), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
+    )
+    assert not restored.advance(100.0)
+    assert placed(restored) == {"node-1", "node-2"}
+    _, changed = restored.register(register_message(1), 1, 101.0)
+    assert not changed
+    restored.renew(restored.nodes["node-1"], 105.0)
+    assert restored.advance(100.0 + 2 * LEASE_S)
+    assert placed(restored) == {"node-1"}

@@ -1,0 +1,72 @@
+"""Placement moves as little as it can.
+
+Oracle: the properties of rendezvous hashing, checked over generated sets of nodes. Cannot see:
+whether the lists reach the switch or the agents.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcast.controller.placement import place
+from kvcast.protocol.wire import BUCKETS
+
+NODES = st.sets(st.integers(1, 40).map("node-{}".format), min_size=1, max_size=8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes=NODES, owners=st.integers(1, 4))
+def test_every_bucket_lists_distinct_nodes_as_many_as_there_are(
+    nodes: set[str], owners: int
+) -> None:
+    lists = place(nodes, owners)
+    assert len(lists) == BUCKETS
+    for owners_of in lists:
+        assert len(owners_of) == len(set(owners_of)) == min(owners, len(nodes))
+        assert set(owners_of) <= nodes
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes=NODES, owners=st.integers(1, 4), data=st.data())
+def test_a_node_that_goes_takes_only_its_own_places(
+    nodes: set[str], owners: int, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(nodes)))
+    before, after = place(nodes, owners), place(nodes - {gone}, owners)
+    for was, is_ in zip(before, after, strict=True):
+        rest = tuple(n for n in was if n != gone)
+        assert is_[: len(rest)] == rest
+        if gone not in was:
+            assert is_ == was
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes=NODES, data=st.data())
+def test_the_next_in_order_becomes_home_when_a_home_goes(
+    nodes: set[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(sorted(nodes)))
+    before, after = place(nodes, 3), place(nodes - {gone}, 3)
+    for was, is_ in zip(before, after, strict=True):
+        if len(was) > 1 and was[0] == gone:
+            assert is_[0] == was[1]
+
+
+def test_the_order_in_which_nodes_are_given_does_not_matter() -> None:
+    assert place(["a", "b", "c"], 2) == place(["c", "a", "b"], 2)
+
+
+def test_homes_are_spread_about_evenly() -> None:
+    homes = [owners[0] for owners in place([f"node-{i}" for i in range(1, 9)], 1)]
+    for node in set(homes):
+        assert BUCKETS / 8 * 0.6 < homes.count(node) < BUCKETS / 8 * 1.4
+
+
+def test_without_nodes_every_list_is_empty() -> None:
+    assert place([], 3) == ((),) * BUCKETS
+
+
+def test_a_bucket_needs_an_owner() -> None:
+    with pytest.raises(ValueError, match="at least one owner"):
+        place(["a"], 0)
