@@ -33,19 +33,22 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
-    rto_initial_s: float = 0.2
+    rto_initial_s: float = 0.1
     """Time-out before the first round-trip sample."""
     rto_min_s: float = 0.03
     """Shortest time-out; above the pauses that a home's scheduler makes."""
     rto_max_s: float = 2.0
     """Longest time-out, back-off included."""
+    backoff_max: int = 4
+    """A time-out doubles with each try in a row, up to so many times the first. Low, because a
+    silent home should be left soon, and the window already slows a reader down."""
     retry_jitter: float = 0.5
     """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
     for one lost answer, the first then asks again, and the switch gives the answer to all."""
     reorder_min_s: float = 0.001
     """A gap at the LAST chunk is asked for after the larger of this and a quarter of the
     round-trip time (the reordering window of RFC 8985), not at once."""
-    tries_per_home: int = 4
+    tries_per_home: int = 5
     """Time-outs in a row, on one segment and without any progress, after which a home is left."""
     max_restarts: int = 3
     """How often a fetch may throw away what it has and start anew."""

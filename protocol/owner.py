@@ -19,11 +19,12 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.pacing import TokenBucket
 from kvcast.protocol.wire import (
     CHUNK_BYTES,
+    CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     FLAG_PARTIAL,
     FLAG_RETRY,
@@ -59,6 +60,8 @@ class HeldBlock(Protocol):
     def release(self) -> None:
         """The owner is done with it; called exactly once a lookup."""
 
+
+_MAX_FRAMES_PER_JOB: Final = CHUNKS_PER_SEGMENT + 1  # the chunks, and an OFFER
 
 Lookup: TypeAlias = Callable[[BlockId], HeldBlock | None]
 """The block, held, or None if the node has not got it."""
@@ -230,7 +233,7 @@ class Owner:
         does something else: encode the frames first.
         """
         self._end_gathering(now)
-        waiting = len(self._replies) + 64 * self._ready
+        waiting = len(self._replies) + _MAX_FRAMES_PER_JOB * self._ready
         allowed = self._bucket.available(now, min(budget, waiting))
         frames: list[tuple[int, Frame]] = []
         while self._replies and len(frames) < allowed:

@@ -192,6 +192,7 @@ class _Fetch:
         "in_bulk",
         "offer",
         "offers_usable",
+        "others",
         "progress_at",
         "queued_at",
         "report",
@@ -212,6 +213,7 @@ class _Fetch:
         self.strict = False  # only the home asked is listened to
         self.verdicts: dict[int, MissReason] = {}  # homes not worth asking, and why
         self.gone: set[int] = set()  # homes that have another copy than the pinned one
+        self.others: set[int] = set()  # sources that sent DATA of another copy
         self.contributors: set[int] = set()
         self.started_at = now
         self.progress_at = now
@@ -458,6 +460,7 @@ class Requester:
         fetch.idle = deque(range(count))
         fetch.contributors.clear()
         fetch.gone.clear()
+        fetch.others.clear()
         fetch.offer = None
         self._enqueue(fetch)
 
@@ -559,7 +562,8 @@ class Requester:
 
     def _wait(self, now: float, flight: _Flight, home: _Home) -> None:
         """Set the time-out of what was asked for just now."""
-        wait = min(home.rtt.rto_s * (1 << min(flight.tries, 16)), self.config.rto_max_s)
+        backoff = min(1 << min(flight.tries, 16), self.config.backoff_max)
+        wait = min(home.rtt.rto_s * backoff, self.config.rto_max_s)
         wait *= 1 + self.config.retry_jitter * self._rng.random()
         flight.base_at = now
         flight.wait_s = wait + flight.gather_s
@@ -629,9 +633,13 @@ class Requester:
         if flight.tries < self.config.tries_per_home:
             self._ask(now, flight)
             return
-        home = self._homes[flight.home]
-        home.suspect_until = now + self.config.suspect_s
-        self._leave_home(now, flight.fetch, MissReason.UNREACHABLE)
+        fetch = flight.fetch
+        if flight.home in fetch.others:  # it answers, but with another copy than the pinned one
+            fetch.gone.add(flight.home)
+            self._next_home(now, fetch)
+            return
+        self._homes[flight.home].suspect_until = now + self.config.suspect_s
+        self._leave_home(now, fetch, MissReason.UNREACHABLE)
 
     def _setback(self, now: float, flight: _Flight) -> None:
         """A READ was not answered, or not with DATA."""
@@ -730,6 +738,7 @@ class Requester:
                 return
         elif assembly.digest != frame.digest or assembly.size != frame.size:
             counters.other_copy += 1
+            fetch.others.add(source)
             if frame.flags & FLAG_LAST:
                 self._swallowed(now, source, frame, fetch)
             return
@@ -743,8 +752,7 @@ class Requester:
         fetch.progress_at = now
         fetch.contributors.add(source)
         if flags & FLAG_SHARED:
-            fetch.saw_shared = True
-            self._shared_until = now + self.config.sharing_memory_s
+            self._note_sharing(now, fetch)
             counters.data_shared += 1
         if flags & FLAG_RESIDENT:
             report.chunks_resident += 1
@@ -766,6 +774,10 @@ class Requester:
             self._segment_whole(now, fetch, flight, assembly)
         elif flags & FLAG_LAST:
             self._gap(now, flight)
+
+    def _note_sharing(self, now: float, fetch: _Fetch) -> None:
+        fetch.saw_shared = True
+        self._shared_until = now + self.config.sharing_memory_s
 
     def _sample(self, now: float, source: int, flags: int, flight: _Flight) -> None:
         flight.tag = -1
@@ -791,6 +803,8 @@ class Requester:
             return None
         assembly = Assembly(fetch.block, frame.size, frame.digest, buffer)
         fetch.assembly = assembly
+        if frame.flags & FLAG_SHARED:  # known before the next READs are made
+            self._note_sharing(now, fetch)
         if fetch.report.first_byte_s is None:
             fetch.report.first_byte_s = now - fetch.started_at
         known = len(fetch.flights)

@@ -1,0 +1,362 @@
+"""A tiny seeded network between requesters and owners, for the property tests of the cores.
+
+Time is a number, and every frame crosses as bytes, so that corruption meets the codec. Nodes are
+integers. A switch, if there is one, sits in the middle of every path: a frame crosses one link
+to it and one from it, and each link loses, repeats, delays and damages on its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvcast.protocol import wire
+from kvcast.protocol.owner import Owner, OwnerConfig
+from kvcast.protocol.requester import (
+    Event,
+    Fetched,
+    Missed,
+    OfferReceived,
+    Requester,
+    RequesterConfig,
+    TryBulk,
+)
+from kvcast.protocol.wire import BlockId, Frame, WireError
+
+Delivery = tuple[int, int, Frame]  # source, destination, frame
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What a link does to a frame; probabilities, and seconds of delay."""
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    corruption: float = 0.0
+    delay_s: float = 0.0005
+    jitter_s: float = 0.0001
+
+
+class Middle(Protocol):
+    """What sits between the nodes."""
+
+    def cross(self, now: float, source: int, destination: int, frame: Frame) -> list[Delivery]:
+        """The frames that leave for a frame that came."""
+
+
+class PlainSwitch:
+    def cross(self, now: float, source: int, destination: int, frame: Frame) -> list[Delivery]:
+        return [(source, destination, frame)]
+
+
+@dataclass
+class CoalescingSwitch:
+    """The pending table of DESIGN section 5, without its hash: a READ of a full segment waits if
+    somebody waits for the same segment, and the answer goes to all who wait."""
+
+    lease_s: float = 0.25
+    pending: dict[tuple[BlockId, int], tuple[float, set[int]]] = field(default_factory=dict)
+    decisions: Counter[tuple[str, BlockId, int]] = field(default_factory=Counter)
+
+    def count(self, decision: str) -> int:
+        return sum(n for (name, _, _), n in self.decisions.items() if name == decision)
+
+    def cross(self, now: float, source: int, destination: int, frame: Frame) -> list[Delivery]:
+        name = (frame.block, frame.segment)
+        if frame.op == wire.OP_READ:
+            return self._read(now, name, source, destination, frame)
+        if frame.op == wire.OP_OFFER or frame.flags & wire.FLAG_PARTIAL:
+            return [(source, destination, frame)]
+        ports = self.pending.get(name, (0.0, set()))[1] | {destination}
+        if frame.op == wire.OP_MISS or frame.flags & wire.FLAG_LAST:
+            self.pending.pop(name, None)
+        if len(ports) == 1:
+            return [(source, destination, frame)]
+        shared = with_flags(frame, frame.flags | wire.FLAG_SHARED)
+        return [(source, port, shared) for port in sorted(ports)]
+
+    def _read(
+        self, now: float, name: tuple[BlockId, int], source: int, destination: int, frame: Frame
+    ) -> list[Delivery]:
+        forward = [(source, destination, frame)]
+        if frame.flags & wire.FLAG_PARTIAL:
+            self.decisions["partial", *name] += 1
+            return forward
+        expiry, ports = self.pending.get(name, (0.0, set()))
+        if now >= expiry:
+            self.pending[name] = (now + self.lease_s, {source})
+            self.decisions["new", *name] += 1
+            return forward
+        if frame.flags & wire.FLAG_RETRY or source in ports:
+            self.pending[name] = (now + self.lease_s, ports | {source})
+            self.decisions["retry", *name] += 1
+            return forward
+        ports.add(source)
+        self.decisions["join", *name] += 1
+        return []
+
+
+def with_flags(frame: Frame, flags: int) -> Frame:
+    values = {name: getattr(frame, name) for name in Frame.__struct_fields__}
+    return Frame(**(values | {"flags": flags}))
+
+
+class Held:
+    """A block in a node's store, counting who holds it."""
+
+    def __init__(self, data: bytes, digest: int | None = None) -> None:
+        self.data = memoryview(data)
+        self.digest = wire.digest_of(data) if digest is None else digest
+        self.holds = 0
+
+    def release(self) -> None:
+        self.holds -= 1
+        assert self.holds >= 0
+
+
+class Store:
+    """The blocks of one node."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[BlockId, Held] = {}
+
+    def put(self, block: BlockId, data: bytes, digest: int | None = None) -> None:
+        self.blocks[block] = Held(data, digest)
+
+    def lookup(self, block: BlockId) -> Held | None:
+        held = self.blocks.get(block)
+        if held is not None:
+            held.holds += 1
+        return held
+
+
+class Arena:
+    """Hands out buffers and notices when one is lost or given back twice."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit = limit
+        self.out: dict[int, memoryview] = {}
+
+    def allocate(self, block: BlockId, size: int) -> memoryview | None:
+        if sum(view.nbytes for view in self.out.values()) + size > self.limit:
+            return None
+        view = memoryview(bytearray(size))
+        self.out[id(view)] = view
+        return view
+
+    def discard(self, block: BlockId, view: memoryview) -> None:
+        del self.out[id(view)]
+
+
+class Reader:
+    """One node's requester with its arena and everything that it said."""
+
+    def __init__(self, index: int, config: RequesterConfig, rng: random.Random) -> None:
+        self.index = index
+        self.arena = Arena()
+        self.core = Requester(
+            config, allocate=self.arena.allocate, discard=self.arena.discard, rng=rng
+        )
+        self.deadlines: dict[int, float] = {}
+        self.ends: dict[int, Fetched | Missed] = {}
+        self.events: list[Event] = []
+
+
+class Network:
+    """Runs requesters and owners against each other until nothing is left to happen."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        faults: Faults = Faults(),
+        middle: Middle | None = None,
+        requester: RequesterConfig = RequesterConfig(),  # noqa: B008 (frozen)
+        owner: OwnerConfig = OwnerConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.faults = faults
+        self.middle = middle or PlainSwitch()
+        self.readers: dict[int, Reader] = {}
+        self.owners: dict[int, Owner] = {}
+        self.stores: dict[int, Store] = {}
+        self.down: set[int] = set()
+        self.on_bulk: Callable[[Reader, TryBulk | OfferReceived], None] | None = None
+        self.sent: Counter[tuple[int, int]] = Counter()  # (node, op) -> frames
+        self.lost = 0
+        self._requester = requester
+        self._owner = owner
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._wakes: dict[tuple[str, int], float] = {}
+
+    def add_owner(self, index: int) -> Store:
+        store = self.stores[index] = Store()
+        self.owners[index] = Owner(self._owner, lookup=store.lookup)
+        return store
+
+    def add_reader(self, index: int) -> Reader:
+        rng = random.Random(self.rng.getrandbits(64))
+        reader = self.readers[index] = Reader(index, self._requester, rng)
+        return reader
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._queue, (when, self._sequence, action))
+
+    def fetch(
+        self, reader: Reader, block: BlockId, homes: list[int], *, within_s: float, **rest: object
+    ) -> int:
+        fetch_id = reader.core.fetch(
+            self.now,
+            block,
+            homes,
+            deadline=self.now + within_s,
+            **rest,  # type: ignore[arg-type]
+        )
+        reader.deadlines[fetch_id] = self.now + within_s
+        self._after_reader(reader)
+        return fetch_id
+
+    def run(self, *, until: float = 1e9, max_steps: int = 2_000_000) -> None:
+        """Let everything happen; fails if it does not come to rest."""
+        for _ in range(max_steps):
+            if not self._queue or self._queue[0][0] > until:
+                self.now = max(self.now, min(until, self.now if until == 1e9 else until))
+                return
+            when, _, action = heapq.heappop(self._queue)
+            self.now = max(self.now, when)
+            action()
+        raise AssertionError(f"not at rest after {max_steps} steps, at {self.now} s")
+
+    # --- links ----------------------------------------------------------------------------
+
+    def send(self, source: int, destination: int, frame: Frame) -> None:
+        self.sent[source, frame.op] += 1
+        self._link(wire.encode(frame), lambda data: self._middle(source, destination, data))
+
+    def _link(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
+        faults, rng = self.faults, self.rng
+        if rng.random() < faults.loss:
+            self.lost += 1
+            return
+        copies = 2 if rng.random() < faults.duplication else 1
+        for _ in range(copies):
+            arriving = data
+            if rng.random() < faults.corruption:
+                damaged = bytearray(data)
+                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+                arriving = bytes(damaged)
+            delay = faults.delay_s + faults.jitter_s * rng.random()
+            self.at(self.now + delay, lambda arriving=arriving: arrive(arriving))  # type: ignore[misc]
+
+    def _middle(self, source: int, destination: int, data: bytes) -> None:
+        try:
+            frame = wire.decode(data)
+        except WireError:
+            return
+        for out_source, out_destination, out in self.middle.cross(
+            self.now, source, destination, frame
+        ):
+            self._link(
+                wire.encode(out),
+                lambda data, s=out_source, d=out_destination: self._arrive(s, d, data),  # type: ignore[misc]
+            )
+
+    def _arrive(self, source: int, destination: int, data: bytes) -> None:
+        if source in self.down or destination in self.down:
+            return
+        try:
+            frame = wire.decode(data)
+        except WireError:
+            return
+        if frame.op == wire.OP_READ:
+            owner = self.owners.get(destination)
+            if owner is not None:
+                owner.receive(self.now, source, frame)
+                self._wake_owner(destination)
+        else:
+            reader = self.readers.get(destination)
+            if reader is not None:
+                reader.core.receive(self.now, source, frame)
+                self._after_reader(reader)
+
+    # --- adapters -------------------------------------------------------------------------
+
+    def _wake(self, name: tuple[str, int], when: float | None, action: Callable[[], None]) -> None:
+        if when is None or self._wakes.get(name, 1e18) <= when:
+            return
+        self._wakes[name] = when
+
+        def wake() -> None:
+            if self._wakes.get(name) == when:
+                del self._wakes[name]
+                action()
+
+        self.at(when, wake)
+
+    def _wake_owner(self, index: int) -> None:
+        self._wake(
+            ("owner", index),
+            self.owners[index].get_timer(self.now),
+            lambda: self._run_owner(index),
+        )
+
+    def _run_owner(self, index: int) -> None:
+        for reader, frame in self.owners[index].frames_to_send(self.now, 64):
+            self.send(index, reader, frame)
+        self._wake_owner(index)
+
+    def _after_reader(self, reader: Reader) -> None:
+        while (event := reader.core.next_event()) is not None:
+            reader.events.append(event)
+            if isinstance(event, Fetched | Missed):
+                assert event.fetch_id not in reader.ends, "a fetch ended twice"
+                assert self.now <= reader.deadlines[event.fetch_id] + 1e-6, "ended too late"
+                reader.ends[event.fetch_id] = event
+                if isinstance(event, Fetched):
+                    reader.arena.out.pop(id(event.buffer), None)
+            else:
+                assert self.on_bulk is not None
+                self.on_bulk(reader, event)
+        for home, frame in reader.core.frames_to_send():
+            self.send(reader.index, home, frame)
+        self._wake(
+            ("reader", reader.index),
+            reader.core.get_timer(),
+            lambda: self._run_timer(reader),
+        )
+
+    def _run_timer(self, reader: Reader) -> None:
+        reader.core.handle_timer(self.now)
+        self._after_reader(reader)
+
+    # --- what must hold whenever everything has come to rest --------------------------------
+
+    def check_at_rest(self) -> None:
+        for reader in self.readers.values():
+            assert set(reader.ends) == set(reader.deadlines), "a fetch has not ended"
+            assert reader.core.fetches_under_way == 0
+            assert reader.core.segments_in_flight == 0
+            assert reader.core.get_timer() is None
+            assert reader.arena.out == {}, "a buffer was neither handed on nor discarded"
+        for index, owner in self.owners.items():
+            assert owner.segments_waiting == 0
+            assert all(held.holds == 0 for held in self.stores[index].blocks.values())
+
+
+def block_id(number: int, namespace: int = 1) -> BlockId:
+    return BlockId(namespace, number.to_bytes(16, "big"))
+
+
+def content(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def number_of(block: BlockId) -> int:
+    return int.from_bytes(block.key, "big")

@@ -1,0 +1,294 @@
+"""Requesters and owners over a network that loses, repeats, reorders, delays and damages.
+
+Oracle: the bytes that the homes hold, and the deadline. Invariants 1, 2, 4 and 6 of DESIGN
+section 9. Cannot see: the real switch program (a model of its pending table stands for it) and
+the adapters. A failure prints the parameters; the seed in them repeats it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcast.protocol import wire
+from kvcast.protocol.owner import OwnerConfig
+from kvcast.protocol.requester import Fetched, Missed, MissReason, RequesterConfig
+from kvcast.protocol.wire import Frame
+from protocol_network import (
+    CoalescingSwitch,
+    Faults,
+    Network,
+    PlainSwitch,
+    block_id,
+    content,
+    number_of,
+)
+
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = st.one_of(st.sampled_from([1, 1024, 65_536, 65_537, 131_072]), st.integers(1, 300_000))
+FAULTS = st.builds(
+    Faults,
+    loss=st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+    duplication=st.sampled_from([0.0, 0.05]),
+    corruption=st.sampled_from([0.0, 0.002, 0.02]),
+    delay_s=st.sampled_from([0.0001, 0.001]),
+    jitter_s=st.sampled_from([0.0, 0.0005, 0.01]),
+)
+IN_ORDER = Faults(jitter_s=0.0)
+"""Where DATA overtakes the LAST chunk of its answer before the switch, joiners lose it."""
+HOME_A, HOME_B, READER = 1, 2, 10
+
+
+def middle(coalescing: bool) -> CoalescingSwitch | PlainSwitch:
+    return CoalescingSwitch() if coalescing else PlainSwitch()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, SIZES, FAULTS, st.booleans(), st.integers(1, 5), st.booleans())
+def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
+    seed: int, size: int, faults: Faults, coalescing: bool, readers: int, size_known: bool
+) -> None:
+    network = Network(seed, faults=faults, middle=middle(coalescing))
+    copies = [content(seed, size), content(seed + 1, size)]
+    block = block_id(seed)
+    for index, home in enumerate((HOME_A, HOME_B)):
+        network.add_owner(home).put(block, copies[index])
+    for index in range(readers):
+        reader = network.add_reader(READER + index)
+        homes = [HOME_A, HOME_B] if index % 2 else [HOME_B, HOME_A]
+        expect_size = size if size_known else None
+        network.fetch(reader, block, homes, within_s=20, expect_size=expect_size)
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        (end,) = reader.ends.values()
+        if isinstance(end, Fetched):
+            assert end.buffer.tobytes() in copies
+            assert end.digest == wire.digest_of(end.buffer)
+        else:
+            assert faults.corruption or faults.loss >= 0.3, end
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, SIZES, st.booleans(), st.integers(1, 8), st.booleans())
+def test_without_faults_every_fetch_succeeds_and_nothing_is_asked_twice(
+    seed: int, size: int, coalescing: bool, blocks: int, size_known: bool
+) -> None:
+    network = Network(seed, middle=middle(coalescing))
+    store = network.add_owner(HOME_A)
+    reader = network.add_reader(READER)
+    for number in range(blocks):
+        store.put(block_id(number), content(number, size))
+        expect_size = size if size_known else None
+        network.fetch(reader, block_id(number), [HOME_A], within_s=20, expect_size=expect_size)
+    network.run()
+    network.check_at_rest()
+    for end in reader.ends.values():
+        assert isinstance(end, Fetched)
+        assert end.buffer == content(number_of(end.block), size)
+        assert end.report.retries == 0
+    counters = network.owners[HOME_A].counters
+    assert counters.payload_bytes == blocks * size
+    assert counters.segments_full == counters.reads == blocks * wire.segments_of(size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, SIZES, st.sampled_from(["digest", "bytes", "size"]), st.booleans())
+def test_a_lying_home_costs_time_but_never_bytes(
+    seed: int, size: int, lie: str, coalescing: bool
+) -> None:
+    network = Network(seed, middle=middle(coalescing))
+    block = block_id(seed)
+    truth = content(seed, size)
+    lies = {
+        "digest": (truth, wire.digest_of(truth) ^ 0xFF or 1),
+        "bytes": (content(seed + 1, size), wire.digest_of(truth)),
+        "size": (truth + b"x", wire.digest_of(truth)),
+    }
+    network.add_owner(HOME_A).put(block, *lies[lie])
+    network.add_owner(HOME_B).put(block, truth)
+    for index in range(3):
+        homes = [HOME_A, HOME_B]
+        network.fetch(network.add_reader(READER + index), block, homes, within_s=20)
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        (end,) = reader.ends.values()
+        assert isinstance(end, Fetched)
+        assert end.buffer == truth
+        assert reader.core.counters.corrupt_blocks >= 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, SIZES, st.booleans())
+def test_a_lie_with_no_honest_home_ends_as_corrupt(seed: int, size: int, coalescing: bool) -> None:
+    network = Network(seed, middle=middle(coalescing))
+    block = block_id(seed)
+    network.add_owner(HOME_A).put(block, content(seed, size), 42)
+    reader = network.add_reader(READER)
+    network.fetch(reader, block, [HOME_A], within_s=20)
+    network.run()
+    network.check_at_rest()
+    (end,) = reader.ends.values()
+    assert isinstance(end, Missed)
+    assert end.reason is MissReason.CORRUPT
+    assert network.owners[HOME_A].counters.payload_bytes == size * (
+        1 + reader.core.config.max_restarts
+    )
+
+
+HOSTILE = st.builds(
+    Frame,
+    st.sampled_from([wire.OP_DATA, wire.OP_MISS, wire.OP_OFFER, wire.OP_READ]),
+    st.just(1),
+    st.just(block_id(7).key),
+    segment=st.integers(0, 3),
+    flags=st.integers(0, 0x3F),
+    group=st.just(0),
+    digest=st.one_of(st.integers(0, 3), st.just(wire.digest_of(content(7, 150_000)))),
+    size=st.sampled_from([0, 1, 149_999, 150_000, 150_001, 1 << 20, 0xFFFFFFFF]),
+    chunk=st.integers(0, 70),
+    gather=st.sampled_from([0, 255]),
+    wanted=st.sampled_from([0, 1, wire.FULL_SEGMENT, 0xF0]),
+    tag=st.integers(0, 5),
+    payload=st.sampled_from([b"", bytes(24), bytes(1024), bytes(1025)]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SEEDS,
+    st.lists(
+        st.tuples(HOSTILE, st.sampled_from([HOME_A, HOME_B, 99]), st.floats(0, 0.02)),
+        max_size=40,
+    ),
+)
+def test_hostile_frames_neither_crash_nor_deliver_wrong_bytes(
+    seed: int, hostile: list[tuple[Frame, int, float]]
+) -> None:
+    network = Network(seed)
+    block = block_id(7)
+    truth = content(7, 150_000)
+    for home in (HOME_A, HOME_B):
+        network.add_owner(home).put(block, truth)
+    reader = network.add_reader(READER)
+
+    def inject(frame: Frame, source: int) -> None:
+        try:
+            arriving = wire.decode(wire.encode(frame))
+        except wire.WireError:
+            return
+        reader.core.receive(network.now, source, arriving)
+        network._after_reader(reader)
+        network.owners[HOME_A].receive(network.now, source, arriving)
+        network._wake_owner(HOME_A)
+
+    for frame, source, when in hostile:
+        network.at(when, lambda f=frame, s=source: inject(f, s))  # type: ignore[misc]
+    network.fetch(reader, block, [HOME_A, HOME_B], within_s=20)
+    network.run()
+    network.check_at_rest()
+    (end,) = reader.ends.values()
+    if isinstance(end, Fetched):
+        assert end.buffer == truth
+    if all(source == 99 for _, source, _ in hostile):
+        assert isinstance(end, Fetched)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, SIZES, st.integers(2, 12))
+def test_readers_at_once_cost_the_home_one_answer_a_segment(
+    seed: int, size: int, readers: int
+) -> None:
+    switch = CoalescingSwitch()
+    network = Network(seed, faults=IN_ORDER, middle=switch)
+    block = block_id(seed)
+    network.add_owner(HOME_A).put(block, content(seed, size))
+    for index in range(readers):
+        reader = network.add_reader(READER + index)
+        network.at(
+            network.rng.random() * 0.0005,
+            lambda reader=reader: network.fetch(reader, block, [HOME_A], within_s=20),  # type: ignore[misc]
+        )
+    network.run()
+    network.check_at_rest()
+    assert network.owners[HOME_A].counters.payload_bytes == size
+    for reader in network.readers.values():
+        (end,) = reader.ends.values()
+        assert isinstance(end, Fetched)
+        assert end.buffer == content(seed, size)
+        assert end.report.tier == "shared"
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(2, 10), st.sampled_from([0.002, 0.02, 0.1]))
+def test_the_home_sends_a_segment_once_a_window_and_loss(
+    seed: int, readers: int, loss: float
+) -> None:
+    """Every full answer is for a window that the switch opened or a READ that it let through
+    as a retry; chunks beyond are those of PARTIAL READs, which only losses cause."""
+    switch = CoalescingSwitch()
+    network = Network(seed, faults=replace(IN_ORDER, loss=loss), middle=switch)
+    block = block_id(seed)
+    size = 150_000
+    network.add_owner(HOME_A).put(block, content(seed, size))
+    for index in range(readers):
+        network.fetch(network.add_reader(READER + index), block, [HOME_A], within_s=20)
+    network.run()
+    network.check_at_rest()
+    counters = network.owners[HOME_A].counters
+    assert counters.segments_full <= switch.count("new") + switch.count("retry")
+    assert switch.count("retry") + switch.count("partial") <= network.lost * readers
+    repairs = sum(reader.core.counters.reads_partial for reader in network.readers.values())
+    if not network.lost:
+        assert counters.payload_bytes == size
+        assert repairs == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.integers(1, 6))
+def test_queues_stay_within_their_bounds_under_a_storm(seed: int, readers: int) -> None:
+    """Small bounds everywhere: what does not fit is refused, said, and asked for again."""
+    config = RequesterConfig(max_fetches=8, credit_segments=4, window_initial=4, window_max=4)
+    owner = OwnerConfig(
+        rate_frames_per_s=200_000, burst_frames=16, max_jobs=6, max_jobs_per_reader=3, max_replies=4
+    )
+    network = Network(seed, requester=config, owner=owner)
+    store = network.add_owner(HOME_A)
+    for number in range(12):
+        store.put(block_id(number), content(number, 100_000))
+    for index in range(readers):
+        reader = network.add_reader(READER + index)
+        for number in range(12):
+            network.fetch(reader, block_id(number), [HOME_A], within_s=30)
+            assert reader.core.segments_in_flight <= config.credit_segments
+            assert reader.core.fetches_under_way <= config.max_fetches
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        reasons = [end.reason for end in reader.ends.values() if isinstance(end, Missed)]
+        assert reasons.count(MissReason.QUEUE_FULL) == 4
+        for end in reader.ends.values():
+            if isinstance(end, Fetched):
+                assert end.buffer == content(number_of(end.block), 100_000)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.floats(0.0, 0.01), st.booleans())
+def test_a_home_that_dies_is_replaced_by_its_replica(
+    seed: int, dies_at: float, coalescing: bool
+) -> None:
+    network = Network(seed, middle=middle(coalescing))
+    block = block_id(seed)
+    truth = content(seed, 250_000)
+    for home in (HOME_A, HOME_B):
+        network.add_owner(home).put(block, truth)
+    reader = network.add_reader(READER)
+    network.at(dies_at, lambda: network.down.add(HOME_A))
+    network.fetch(reader, block, [HOME_A, HOME_B], within_s=20)
+    network.run()
+    network.check_at_rest()
+    (end,) = reader.ends.values()
+    assert isinstance(end, Fetched)
+    assert end.buffer == truth

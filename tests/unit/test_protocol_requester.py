@@ -1,0 +1,736 @@
+"""The requester, one behaviour at a time, with the network played by hand.
+
+Oracle: the READs, events and counters that each scenario must lead to. Cannot see: behaviour
+under many faults at once (tests/property/test_protocol_network_property.py).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from kvcast.protocol import wire
+from kvcast.protocol.requester import (
+    BulkCopy,
+    DuplicateFetchError,
+    Fetched,
+    Missed,
+    MissReason,
+    OfferReceived,
+    Requester,
+    RequesterConfig,
+    TryBulk,
+)
+from kvcast.protocol.wire import BlockId, Frame, Offer, digest_of, encode_offer
+
+BLOCK = BlockId(3, bytes(range(16)))
+HOME, REPLICA, STRANGER = 1, 2, 9
+SEGMENT = wire.SEGMENT_BYTES
+BYTES = random.Random(1).randbytes(2 * SEGMENT + 1500)  # segments of 64, 64 and 2 chunks
+DIGEST = digest_of(BYTES)
+OTHER = random.Random(2).randbytes(len(BYTES))
+
+
+class Bench:
+    """A requester, the frames that it sent last, and its arena."""
+
+    def __init__(self, memory: int = 1 << 30, seed: int = 1, **config: Any) -> None:
+        self.buffers: list[memoryview] = []
+        self.memory = memory
+        self.core = Requester(
+            RequesterConfig(**config),
+            allocate=self.allocate,
+            discard=lambda _block, view: self.buffers.remove(view),
+            rng=random.Random(seed),
+        )
+
+    def allocate(self, block: BlockId, size: int) -> memoryview | None:
+        if size > self.memory:
+            return None
+        self.buffers.append(memoryview(bytearray(size)))
+        return self.buffers[-1]
+
+    def fetch(self, now: float = 0.0, homes: tuple[int, ...] = (HOME,), **rest: Any) -> int:
+        return self.core.fetch(now, BLOCK, homes, **({"deadline": 100.0} | rest))
+
+    def reads(self) -> list[Frame]:
+        return [frame for _, frame in self.core.frames_to_send()]
+
+    def targets(self) -> list[int]:
+        return [home for home, _ in self.core.frames_to_send()]
+
+    def run_timers(self, until: float) -> list[tuple[float, int, Frame]]:
+        """Everything sent by `until`, with the time of its sending."""
+        sent = []
+        while (when := self.core.get_timer()) is not None and when <= until:
+            self.core.handle_timer(when)
+            sent += [(when, home, frame) for home, frame in self.core.frames_to_send()]
+        return sent
+
+    def events(self) -> list[Any]:
+        found = []
+        while (event := self.core.next_event()) is not None:
+            found.append(event)
+        return found
+
+    def data(
+        self,
+        now: float,
+        segment: int,
+        chunks: Any,
+        *,
+        source: int = HOME,
+        of: bytes = BYTES,
+        digest: int | None = None,
+        flags: int = 0,
+        last: int | None = None,
+        tag: int = 0xFFFF0000,
+    ) -> None:
+        """Let DATA arrive; `last` is the chunk that carries LAST."""
+        for chunk in chunks:
+            start = segment * SEGMENT + chunk * 1024
+            frame = Frame(
+                wire.OP_DATA,
+                *BLOCK,
+                segment=segment,
+                flags=flags | (wire.FLAG_LAST if chunk == last else 0),
+                digest=digest_of(of) if digest is None else digest,
+                size=len(of),
+                chunk=chunk,
+                tag=tag,
+                payload=of[start : start + 1024],
+            )
+            self.core.receive(now, source, wire.decode(wire.encode(frame)))
+
+    def whole(self, now: float, segment: int, **rest: Any) -> None:
+        count = wire.chunks_of(len(rest.get("of", BYTES)), segment)
+        self.data(now, segment, range(count), last=count - 1, **rest)
+
+    def miss(
+        self, now: float, reason: int, *, source: int = HOME, digest: int = 0, segment: int = 0
+    ) -> None:
+        frame = Frame(wire.OP_MISS, *BLOCK, segment=segment, chunk=reason, digest=digest)
+        self.core.receive(now, source, frame)
+
+    def offer(self, now: float, kind: int = wire.OFFER_TCP) -> None:
+        payload = encode_offer(Offer(kind, 1, 2, 3, 4))
+        frame = Frame(wire.OP_OFFER, *BLOCK, digest=DIGEST, size=len(BYTES), payload=payload)
+        self.core.receive(now, HOME, frame)
+
+
+# --- the straight way -------------------------------------------------------------------------
+
+
+def test_first_read_asks_for_the_whole_first_segment_of_any_copy() -> None:
+    bench = Bench(gather_ms=3)
+    bench.fetch(group=5)
+    (read,) = bench.reads()
+    assert (read.op, read.block, read.segment) == (wire.OP_READ, BLOCK, 0)
+    assert (read.wanted, read.flags, read.digest) == (wire.FULL_SEGMENT, 0, 0)
+    assert (read.gather, read.group) == (3, 5)
+    assert wire.decode(wire.encode(read)) == read
+
+
+def test_read_is_padded_where_the_network_needs_it() -> None:
+    bench = Bench(read_padding=True)
+    bench.fetch()
+    (read,) = bench.reads()
+    assert read.flags == wire.FLAG_PADDED
+
+
+def test_first_data_pins_the_copy_and_the_rest_is_asked_for() -> None:
+    bench = Bench()
+    bench.fetch()
+    bench.reads()
+    bench.data(0.001, 0, [5])
+    reads = bench.reads()
+    assert [read.segment for read in reads] == [1, 2]
+    assert all(read.digest == DIGEST and read.wanted == wire.FULL_SEGMENT for read in reads)
+
+
+def test_block_is_handed_on_when_whole_in_the_arenas_own_buffer() -> None:
+    bench = Bench()
+    fetch_id = bench.fetch(0.5)
+    bench.whole(1.0, 0)
+    bench.whole(1.5, 2)
+    bench.whole(2.0, 1)
+    (event,) = bench.events()
+    assert isinstance(event, Fetched)
+    assert event.buffer is bench.buffers[0]
+    assert event.buffer == BYTES
+    assert (event.fetch_id, event.block, event.digest) == (fetch_id, BLOCK, DIGEST)
+    assert event.report.tier == "home"
+    assert event.report.first_byte_s == 0.5
+    assert event.report.elapsed_s == 1.5
+    assert event.report.chunks_plain == 130
+    assert bench.core.get_timer() is None
+
+
+def test_known_size_asks_for_every_segment_at_once() -> None:
+    bench = Bench()
+    bench.fetch(expect_size=len(BYTES))
+    assert [read.segment for read in bench.reads()] == [0, 1, 2]
+
+
+def test_tier_tells_where_chunks_came_from() -> None:
+    for flags, tier in ((wire.FLAG_RESIDENT, "switch"), (wire.FLAG_SHARED, "shared")):
+        bench = Bench()
+        bench.fetch()
+        bench.data(0.001, 0, [0], flags=flags)
+        bench.whole(0.001, 0)
+        bench.whole(0.001, 1)
+        bench.whole(0.001, 2)
+        (event,) = bench.events()
+        assert event.report.tier == tier
+
+
+# --- windows and credit -----------------------------------------------------------------------
+
+
+def test_a_home_has_a_window_that_grows_with_every_segment_that_arrives() -> None:
+    bench = Bench(window_initial=2)
+    bench.fetch(expect_size=20 * SEGMENT)
+    assert len(bench.reads()) == 2
+    big = random.Random(3).randbytes(20 * SEGMENT)
+    bench.whole(0.001, 0, of=big)
+    assert len(bench.reads()) == 2  # one for the segment that landed, one for the growth
+
+
+def test_credit_bounds_the_segments_in_flight_from_all_homes() -> None:
+    bench = Bench(credit_segments=5)
+    bench.fetch(expect_size=20 * SEGMENT)
+    other = BlockId(3, bytes(16))
+    bench.core.fetch(0.0, other, [REPLICA], deadline=9.0, expect_size=20 * SEGMENT)
+    assert len(bench.reads()) == 5
+    assert bench.core.segments_in_flight == 5
+
+
+def test_a_dead_home_does_not_keep_others_waiting() -> None:
+    bench = Bench(window_initial=2, credit_segments=4)
+    bench.fetch(expect_size=20 * SEGMENT)
+    bench.core.fetch(0.0, BlockId(3, bytes(16)), [REPLICA], deadline=9.0, expect_size=9 * SEGMENT)
+    assert sorted(bench.targets()) == [HOME, HOME, REPLICA, REPLICA]
+
+
+def test_a_time_out_halves_the_window_once_for_all_that_was_in_flight() -> None:
+    bench = Bench(window_initial=8, tries_per_home=2, retry_jitter=0.0)
+    bench.fetch(expect_size=30 * SEGMENT)
+    assert len(bench.reads()) == 8
+    bench.run_timers(0.11)  # every segment has timed out once
+    big = random.Random(3).randbytes(30 * SEGMENT)
+    bench.reads()
+    for segment in range(5):  # in flight: 3, which the window of 4 lets grow again
+        bench.whole(0.12, segment, of=big)
+    assert len(bench.reads()) in (1, 2)
+
+
+def test_what_nobody_takes_is_dropped_and_counted() -> None:
+    bench = Bench(credit_segments=1, tries_per_home=99, retry_jitter=0.0)
+    bench.fetch()
+    for _ in range(10):
+        bench.core.handle_timer(bench.core.get_timer() or 0.0)
+    assert len(bench.reads()) == 4
+    assert bench.core.counters.outbox_dropped == 7
+
+
+# --- losses -----------------------------------------------------------------------------------
+
+
+def test_gap_is_asked_for_once_the_last_chunk_came_and_not_at_once() -> None:
+    bench = Bench()
+    bench.fetch()
+    bench.reads()
+    bench.data(0.001, 0, [c for c in range(64) if c not in (3, 60)], last=63)
+    assert [read.segment for read in bench.reads()] == [1, 2]
+    ((when, _, read),) = bench.run_timers(0.01)
+    assert 0.002 <= when < 0.005
+    assert read.segment == 0
+    assert read.wanted == 1 << 3 | 1 << 60
+    assert read.flags == wire.FLAG_PARTIAL
+    assert read.digest == DIGEST
+
+
+def test_chunk_that_is_only_late_is_not_asked_for() -> None:
+    bench = Bench()
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    bench.data(0.001, 0, [*range(62), 63], last=63)
+    bench.data(0.0015, 0, [62])
+    assert bench.run_timers(0.02) == []
+    assert bench.core.counters.gaps == 1
+
+
+def test_silence_is_answered_by_the_same_read_with_retry() -> None:
+    bench = Bench(gather_ms=5)
+    bench.fetch()
+    (first,) = bench.reads()
+    ((when, home, again),) = bench.run_timers(0.16)
+    assert 0.105 <= when <= 0.155  # time-out, gather and jitter
+    assert (home, again.wanted, again.flags) == (HOME, wire.FULL_SEGMENT, wire.FLAG_RETRY)
+    assert again.tag != first.tag
+    assert again.gather == 0
+
+
+def test_readers_spread_their_retries() -> None:
+    times = set()
+    for seed in range(8):
+        bench = Bench(seed=seed)
+        bench.fetch()
+        times.add(bench.core.get_timer())
+    assert len(times) == 8
+    assert max(times) - min(times) > 0.01  # type: ignore[operator, type-var]
+
+
+def test_progress_puts_the_retry_off() -> None:
+    bench = Bench(retry_jitter=0.0)
+    bench.fetch(expect_size=SEGMENT)
+    bench.reads()
+    alone = BYTES[:SEGMENT]
+    for chunk in range(20):
+        bench.data(0.05 * chunk, 0, [chunk], of=alone)
+        assert bench.run_timers(0.05 * chunk) == []
+    ((when, _, read),) = bench.run_timers(1.1)
+    assert when == pytest.approx(0.95 + 0.1)
+    assert read.wanted == wire.FULL_SEGMENT & ~0xFFFFF
+
+
+def test_time_out_follows_the_round_trip_of_ones_own_tag_only() -> None:
+    bench = Bench(rto_initial_s=0.5, rto_min_s=0.001)
+    bench.fetch()
+    (read,) = bench.reads()
+    bench.data(0.010, 0, [0])  # somebody else's tag
+    bench.data(0.010, 0, [1], tag=read.tag, flags=wire.FLAG_RESIDENT)
+    assert bench.core.rto_s(HOME) == 0.5
+    bench.core.cancel(0.01, 1)
+    bench.fetch(1.0)
+    (read,) = bench.reads()[-1:]
+    bench.data(1.010, 0, [0], tag=read.tag)
+    assert bench.core.rto_s(HOME) == pytest.approx(0.010 + 4 * 0.005)
+
+
+# --- other homes ------------------------------------------------------------------------------
+
+
+def test_silent_home_is_left_for_its_replica_and_avoided_for_a_while() -> None:
+    bench = Bench(tries_per_home=3)
+    bench.fetch(homes=(HOME, REPLICA))
+    assert bench.targets() == [HOME]
+    sent = bench.run_timers(1.0)
+    assert [home for _, home, _ in sent][:3] == [HOME, HOME, REPLICA]
+    moved = sent[2]
+    assert moved[2].flags == wire.FLAG_RETRY  # our port still waits at the switch
+    bench.core.cancel(1.0, 1)
+    bench.fetch(1.0, homes=(HOME, REPLICA))
+    assert bench.targets() == [REPLICA]
+    bench.core.cancel(9.0, 2)
+    bench.fetch(9.0, homes=(HOME, REPLICA))
+    assert bench.targets() == [HOME]
+
+
+def test_silence_everywhere_is_unreachable() -> None:
+    bench = Bench(tries_per_home=2)
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.run_timers(50.0)
+    (event,) = bench.events()
+    assert isinstance(event, Missed)
+    assert event.reason is MissReason.UNREACHABLE
+    assert bench.core.counters.missed == {"unreachable": 1}
+
+
+def test_what_has_arrived_is_kept_when_the_home_is_left() -> None:
+    bench = Bench(tries_per_home=2)
+    bench.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    alone = BYTES[:SEGMENT]
+    bench.data(0.001, 0, range(40), of=alone)
+    sent = bench.run_timers(2.0)
+    to_replica = next(read for _, home, read in sent if home == REPLICA)
+    assert to_replica.wanted == wire.FULL_SEGMENT >> 40 << 40
+    assert to_replica.digest == digest_of(alone)
+
+
+def test_not_found_goes_on_to_the_replica_and_then_misses() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    bench.miss(0.001, wire.MISS_NOT_FOUND)
+    assert bench.targets() == [REPLICA]
+    bench.miss(0.002, wire.MISS_NOT_FOUND, source=REPLICA)
+    (event,) = bench.events()
+    assert event.reason is MissReason.NOT_FOUND
+
+
+def test_a_replica_that_said_it_has_nothing_is_not_asked() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.miss(0.001, wire.MISS_NOT_FOUND, source=REPLICA)
+    assert bench.events() == []
+    bench.miss(0.002, wire.MISS_NOT_HOME)
+    (event,) = bench.events()
+    assert event.reason is MissReason.NOT_HOME
+
+
+def test_overload_is_met_with_patience_and_then_the_replica() -> None:
+    bench = Bench(tries_per_home=3, retry_jitter=0.0)
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    bench.miss(0.001, wire.MISS_OVERLOADED)
+    assert bench.reads() == []
+    ((when, home, _),) = bench.run_timers(0.25)
+    assert when == pytest.approx(0.201)  # twice the time-out
+    assert home == HOME
+    bench.miss(0.202, wire.MISS_OVERLOADED)
+    bench.miss(0.203, wire.MISS_OVERLOADED)
+    assert bench.targets() == [REPLICA]
+    assert bench.core.counters.overloaded == 3
+
+
+# --- copies -----------------------------------------------------------------------------------
+
+
+def test_chunks_of_another_copy_are_dropped() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.data(0.001, 0, [0])
+    bench.data(0.001, 0, range(64), of=OTHER, source=REPLICA)
+    bench.data(0.001, 0, [1], of=BYTES + b"longer", digest=DIGEST)
+    assert bench.core.counters.other_copy == 65
+    for segment in range(3):
+        bench.whole(0.002, segment)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
+def test_pinned_copy_that_is_gone_is_sought_at_the_replica_and_then_given_up() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.data(0.001, 0, [0])
+    bench.reads()
+    bench.miss(0.002, wire.MISS_DIGEST_GONE, digest=DIGEST)
+    reads = bench.core.frames_to_send()
+    assert {home for home, _ in reads} == {REPLICA}
+    assert {read.digest for _, read in reads} == {DIGEST}
+    bench.miss(0.003, wire.MISS_DIGEST_GONE, digest=DIGEST, source=REPLICA)
+    ((home, read),) = bench.core.frames_to_send()
+    assert (home, read.digest, read.segment) == (HOME, 0, 0)  # any copy, from the start
+    assert bench.buffers == []
+    for segment in range(3):
+        bench.whole(0.004, segment, of=OTHER)
+    (event,) = bench.events()
+    assert event.buffer == OTHER
+    assert event.report.restarts == 1
+
+
+def test_miss_about_another_copy_is_no_miss_but_ends_a_wait() -> None:
+    bench = Bench()
+    bench.fetch()
+    bench.reads()
+    bench.miss(0.001, wire.MISS_DIGEST_GONE, digest=77)
+    assert bench.events() == []
+    assert bench.core.counters.other_copy == 1
+    ((when, _, read),) = bench.run_timers(0.01)
+    assert when < 0.005
+    assert read.flags == wire.FLAG_RETRY
+
+
+def test_copies_that_keep_changing_end_in_a_miss() -> None:
+    bench = Bench(max_restarts=2)
+    bench.fetch()
+    for version in range(3):
+        copy = random.Random(version).randbytes(5000)
+        bench.data(0.001, 0, [0], of=copy)
+        bench.miss(0.001, wire.MISS_DIGEST_GONE, digest=digest_of(copy))
+    (event,) = bench.events()
+    assert event.reason is MissReason.DIVERGED
+    assert bench.buffers == []
+
+
+def test_a_pin_that_a_flipped_bit_made_is_given_up() -> None:
+    """The first DATA said a wrong size, so that nothing that follows belongs to the pin."""
+    bench = Bench(tries_per_home=2)
+    bench.fetch()
+    bench.data(0.001, 0, [0], of=BYTES + bytes(70_000), digest=DIGEST)
+    bench.whole(0.002, 0)
+    sent = bench.run_timers(0.6)
+    assert any(read.digest == 0 for _, _, read in sent)
+    for segment in range(3):
+        bench.whole(0.7, segment)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
+def test_wrong_bytes_are_thrown_away_and_asked_for_elsewhere() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    for segment in range(3):
+        bench.whole(0.001, segment, of=OTHER, digest=DIGEST)
+    assert bench.events() == []
+    assert bench.buffers == []
+    assert bench.core.counters.corrupt_blocks == 1
+    assert bench.targets()[-1] == REPLICA
+    bench.whole(0.002, 0, of=OTHER, digest=DIGEST)  # the liar is not listened to any more
+    assert bench.core.counters.wrong_source == 64
+    for segment in range(3):
+        bench.whole(0.003, segment, source=REPLICA)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
+def test_with_two_contributors_one_is_heard_alone_before_any_is_blamed() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.whole(0.001, 0)
+    bench.whole(0.001, 1)
+    bench.whole(0.001, 2, of=OTHER, digest=DIGEST, source=REPLICA)
+    bench.reads()
+    for segment in range(3):
+        bench.whole(0.002, segment, of=OTHER, digest=DIGEST, source=REPLICA)
+    assert bench.events() == []
+    for segment in range(3):
+        bench.whole(0.003, segment)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
+# --- bulk and offers --------------------------------------------------------------------------
+
+
+def silent_everywhere(bench: Bench) -> TryBulk:
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.run_timers(50.0)
+    (event,) = bench.events()
+    assert isinstance(event, TryBulk)
+    return event
+
+
+def test_bulk_is_the_last_resort_and_its_copy_is_checked() -> None:
+    bench = Bench(bulk_available=True, tries_per_home=2)
+    event = silent_everywhere(bench)
+    assert (event.block, event.home) == (BLOCK, HOME)
+    assert bench.core.bulk_done(51.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    (end,) = bench.events()
+    assert isinstance(end, Fetched)
+    assert end.buffer == BYTES
+    assert end.report.tier == "bulk"
+
+
+@pytest.mark.parametrize("copy", [None, BulkCopy(memoryview(OTHER), DIGEST)])
+def test_bulk_that_fails_ends_the_fetch(copy: BulkCopy | None) -> None:
+    bench = Bench(bulk_available=True, tries_per_home=2)
+    event = silent_everywhere(bench)
+    assert not bench.core.bulk_done(51.0, event.fetch_id, copy)
+    (end,) = bench.events()
+    assert isinstance(end, Missed)
+    assert end.reason is MissReason.UNREACHABLE
+
+
+def test_bulk_that_comes_after_the_deadline_is_not_taken() -> None:
+    bench = Bench(bulk_available=True, tries_per_home=2)
+    event = silent_everywhere(bench)
+    bench.run_timers(100.0)
+    (end,) = bench.events()
+    assert isinstance(end, Missed)
+    assert end.reason is MissReason.DEADLINE
+    assert not bench.core.bulk_done(101.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert bench.events() == []
+
+
+def test_block_that_is_nowhere_is_not_sought_in_bulk() -> None:
+    bench = Bench(bulk_available=True)
+    bench.fetch()
+    bench.miss(0.001, wire.MISS_NOT_FOUND)
+    (end,) = bench.events()
+    assert end.reason is MissReason.NOT_FOUND
+
+
+def test_usable_offer_is_told_once_the_first_segment_showed_no_sharing() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(expect_size=len(BYTES))
+    assert [read.segment for read in bench.reads()] == [0]
+    bench.offer(0.001)
+    bench.whole(0.001, 0)
+    (event,) = bench.events()
+    assert isinstance(event, OfferReceived)
+    assert (event.offer.port, event.size, event.digest) == (1, len(BYTES), DIGEST)
+    assert bench.reads() == []
+    assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+
+
+def test_offer_that_leads_nowhere_is_replaced_by_reads() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch()
+    bench.offer(0.001)
+    bench.whole(0.001, 0)
+    (event,) = bench.events()
+    bench.reads()
+    assert not bench.core.bulk_done(0.002, event.fetch_id, None)
+    assert [read.segment for read in bench.reads()] == [0]
+    for segment in range(3):
+        bench.whole(0.003, segment)
+    (end,) = bench.events()
+    assert end.buffer == BYTES
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flags"),
+    [({wire.OFFER_TCP}, wire.FLAG_SHARED), ({wire.OFFER_RDMA}, 0), (set(), 0)],
+    ids=["shared", "other kind", "no kind"],
+)
+def test_offer_is_ignored_where_it_does_not_help(kinds: set[int], flags: int) -> None:
+    bench = Bench(usable_offer_kinds=frozenset(kinds))
+    bench.fetch()
+    bench.offer(0.001)
+    bench.whole(0.001, 0, flags=flags)
+    assert bench.events() == []
+    assert [read.segment for read in bench.reads()] == [0, 1, 2]
+    assert bench.core.counters.offers_ignored == 1
+
+
+# --- sharing ----------------------------------------------------------------------------------
+
+
+def test_reads_gather_while_reads_are_being_shared() -> None:
+    bench = Bench(auto_gather_ms=4, sharing_memory_s=0.5)
+    bench.fetch()
+    bench.data(0.001, 0, [0])
+    assert [read.gather for read in bench.reads()] == [0, 0, 0]
+    bench.core.cancel(0.001, 1)
+    bench.fetch(0.002)
+    bench.data(0.003, 0, [0], flags=wire.FLAG_SHARED)
+    assert [read.gather for read in bench.reads()] == [0, 4, 4]
+    bench.core.cancel(0.004, 2)
+    bench.fetch(0.1)
+    assert [read.gather for read in bench.reads()] == [4]
+    bench.core.cancel(0.1, 3)
+    bench.fetch(0.6)
+    assert [read.gather for read in bench.reads()] == [0]
+
+
+def test_expected_data_is_waited_for_and_only_the_rest_is_asked_for() -> None:
+    bench = Bench(expect_wait_s=0.05, rto_initial_s=0.01, rto_min_s=0.01)
+    bench.fetch(group=4, expect=True)
+    assert bench.reads() == []
+    bench.whole(0.04, 0, flags=wire.FLAG_SHARED)
+    bench.data(0.04, 1, range(10), flags=wire.FLAG_SHARED)
+    assert bench.reads() == []
+    sent = bench.run_timers(0.091)
+    partial = next(read for _, _, read in sent if read.segment == 1)
+    assert (partial.flags, partial.wanted) == (wire.FLAG_PARTIAL, wire.FULL_SEGMENT >> 10 << 10)
+    unseen = next(read for _, _, read in sent if read.segment == 2)
+    assert (unseen.flags, unseen.wanted) == (0, wire.FULL_SEGMENT)
+    assert all(read.group == 4 for _, _, read in sent)
+    assert min(when for when, _, read in sent if read.segment == 2) >= 0.09
+
+
+def test_expected_data_that_never_comes_is_asked_for() -> None:
+    bench = Bench(expect_wait_s=0.05)
+    bench.fetch(expect=True)
+    ((when, _, read),) = bench.run_timers(0.06)
+    assert when == pytest.approx(0.05)
+    assert (read.segment, read.flags) == (0, 0)
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+def reason_of(bench: Bench) -> MissReason:
+    (event,) = bench.events()
+    assert isinstance(event, Missed)
+    assert bench.core.fetches_under_way == 0
+    reason: MissReason = event.reason
+    return reason
+
+
+def test_fetch_that_cannot_start_misses_at_once() -> None:
+    bench = Bench(max_block_bytes=1000)
+    bench.fetch(homes=())
+    assert reason_of(bench) is MissReason.NO_HOME
+    bench.fetch(5.0, deadline=5.0)
+    assert reason_of(bench) is MissReason.DEADLINE
+    bench.fetch(expect_size=1001)
+    assert reason_of(bench) is MissReason.WRONG_SIZE
+
+
+def test_one_fetch_too_many_is_missed() -> None:
+    bench = Bench(max_fetches=1)
+    bench.fetch()
+    bench.core.fetch(0.0, BlockId(1, bytes(16)), [HOME], deadline=9.0)
+    (event,) = bench.events()
+    assert event.reason is MissReason.QUEUE_FULL
+    assert bench.core.fetches_under_way == 1
+
+
+def test_block_that_is_too_large_or_of_another_size_is_refused() -> None:
+    bench = Bench(max_block_bytes=len(BYTES) - 1)
+    bench.fetch()
+    bench.data(0.001, 0, [0])
+    assert reason_of(bench) is MissReason.WRONG_SIZE
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA), expect_size=len(BYTES) + 1)
+    bench.data(0.001, 0, [0], source=REPLICA)
+    assert bench.events() == []
+    bench.data(0.001, 0, [0])
+    assert reason_of(bench) is MissReason.WRONG_SIZE
+    assert bench.core.counters.wrong_size == 2
+
+
+def test_no_memory_is_a_miss() -> None:
+    bench = Bench(memory=1000)
+    bench.fetch()
+    bench.data(0.001, 0, [0])
+    assert reason_of(bench) is MissReason.NO_MEMORY
+
+
+def test_deadline_ends_a_fetch_whatever_its_state_and_can_be_moved() -> None:
+    bench = Bench(tries_per_home=1000)
+    bench.fetch(deadline=1.0)
+    bench.data(0.001, 0, [0])
+    bench.core.extend(1, 2.0)
+    bench.core.extend(1, 1.5)
+    bench.run_timers(1.9)
+    assert bench.events() == []
+    bench.run_timers(2.0)
+    assert reason_of(bench) is MissReason.DEADLINE
+    assert bench.buffers == []
+    assert bench.core.get_timer() is None
+
+
+def test_cancelled_fetch_gives_its_buffer_back() -> None:
+    bench = Bench()
+    bench.fetch()
+    bench.data(0.001, 0, [0])
+    bench.core.cancel(0.002, 1)
+    assert reason_of(bench) is MissReason.CANCELLED
+    assert bench.buffers == []
+    bench.core.cancel(0.003, 1)
+    assert bench.events() == []
+
+
+def test_frames_that_are_none_of_our_business_are_counted() -> None:
+    bench = Bench()
+    bench.data(0.0, 0, [0])
+    bench.fetch()
+    bench.data(0.0, 0, [0], source=STRANGER)
+    bench.miss(0.0, wire.MISS_NOT_FOUND, source=STRANGER)
+    bench.data(0.0, 0, [0])
+    bench.data(0.0, 0, [0])
+    bench.core.receive(0.0, HOME, Frame(wire.OP_READ, *BLOCK, wanted=wire.FULL_SEGMENT))
+    bench.miss(0.0, wire.MISS_DIGEST_GONE)
+    counters = bench.core.counters
+    assert counters.unsolicited == 1
+    assert counters.wrong_source == 2
+    assert counters.duplicates == 1
+    assert counters.unexpected_op == 2
+    assert counters.data == 1
+    assert bench.events() == []
+
+
+def test_arguments_out_of_range_are_errors() -> None:
+    bench = Bench()
+    bench.fetch()
+    with pytest.raises(DuplicateFetchError):
+        bench.fetch()
+    bench.core.cancel(0.0, 1)
+    for wrong in ({"gather_ms": 256}, {"group": -1}, {"expect_size": 0}):
+        with pytest.raises(ValueError, match=r"out of range|not positive"):
+            bench.fetch(**wrong)
