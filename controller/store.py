@@ -92,6 +92,9 @@ class Store:
         self._written: dict[str, list[Row]] = {}
         try:
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
+        except sqlite3.Error as error:
+            raise StoreError(f"{self._path}: {error}") from error
+        try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -103,6 +106,7 @@ class Store:
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            self._db.close()
             raise StoreError(f"{self._path}: {error}") from error
         if version not in (0, SCHEMA_VERSION):
             self._db.close()

@@ -1,0 +1,589 @@
+"""The pool as a whole, without sockets or clocks: agents, plans, and the life of a resident.
+
+Oracle: the messages of `protocol/control.py` and the steps of `pool.py`. A small driver takes the
+steps that the service takes, against a model of the switch. Cannot see: real switches and agents
+(the integration tests have both).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TypeVar
+
+import msgspec
+import pytest
+from kvcast.controller import program
+from kvcast.controller.admission import ValueOptions
+from kvcast.controller.pool import Close, Pool, PoolOptions, SavedState, Send
+from kvcast.controller.reconcile import SwitchState, apply, diff
+from kvcast.controller.tiers import AdmitMode, HeatSample, PinError
+from kvcast.protocol.control import (
+    AgentMessage,
+    Credit,
+    Describe,
+    Described,
+    GroupReply,
+    GroupRequest,
+    HotBlock,
+    Keep,
+    Kept,
+    Leave,
+    NamespaceReply,
+    NamespaceRequest,
+    PoolMap,
+    Refused,
+    Register,
+    Registered,
+    Renew,
+)
+from kvcast.protocol.wire import SEGMENT_BYTES, BlockId, bucket_of
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+OPTIONS = PoolOptions(
+    settings=program.Settings(enabled=True, lease_ticks=100, heat_threshold=3, recirculate_rid=255),
+    slots=4,
+    read_padding_bytes=0,
+    lease_s=3.0,
+    rebalance_after_s=2.0,
+    replicas=1,
+    value=ValueOptions(half_life_s=10.0, horizon_s=10.0, min_value=2000.0, min_stay_s=0.0),
+    refresh_s=1e9,
+)
+
+
+class Driver:
+    """A pool, the model of its switch, and agents that only listen."""
+
+    def __init__(self, options: PoolOptions = OPTIONS, saved: SavedState | None = None) -> None:
+        self.now = 0.0
+        self.pool = Pool(options, saved or SavedState(), self.now, first_generation=1000)
+        self.switch: SwitchState | None = SwitchState()
+        self.heard: dict[int, list[msgspec.Struct]] = {}
+        self.closed: dict[int, str] = {}
+        self.writes = 0
+        self._requests = itertools.count(1)
+
+    def say(self, connection: int, message: AgentMessage) -> None:
+        self._do(self.pool.received(connection, message, self.now))
+
+    def round(self, seconds: float = 0.0) -> None:
+        """Time passes; then what the service does when it wakes."""
+        self.now += seconds
+        self._do(self.pool.advance(self.now))
+        plan = self.pool.plan()
+        if self.switch is not None:
+            changes = diff(self.switch, plan.desired)
+            for change in changes.upserts:
+                apply(self.switch, change)
+        self._do(self.pool.published(plan))
+        if self.switch is not None:
+            for change in changes.deletes:
+                apply(self.switch, change)
+            self.writes += len(changes)
+            self.pool.programmed(plan, self.now)
+        self.pool.tiers.residency.check()
+
+    def renew_all(self, **changes: object) -> None:
+        for node in list(self.pool.membership.nodes.values()):
+            if node.connection is not None:
+                self.say(node.connection, renew(**changes))
+
+    def take(self, connection: int, kind: type[M]) -> list[M]:
+        """The messages of this kind that the connection heard, and forget them."""
+        heard = self.heard.get(connection, [])
+        self.heard[connection] = [m for m in heard if not isinstance(m, kind)]
+        return [m for m in heard if isinstance(m, kind)]
+
+    def _do(self, actions: list[Send | Close]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.heard.setdefault(action.connection, []).append(action.message)
+            else:
+                self.closed[action.connection] = action.reason
+                self.pool.disconnected(action.connection)
+
+    def join(self, *numbers: int) -> None:
+        for number in numbers:
+            self.say(number, register(number))
+        self.round()
+
+    def namespace(self, connection: int = 1) -> int:
+        self.say(
+            connection,
+            NamespaceRequest(next(self._requests), tenant="t", model="m", version="1", layout="l"),
+        )
+        self.round()
+        return self.take(connection, NamespaceReply)[-1].info.namespace
+
+    def home_of(self, block: BlockId) -> int:
+        """The connection of the block's home; connection numbers are node numbers here."""
+        return int(self.pool.placement[bucket_of(block.key)][0].removeprefix("node-"))
+
+    def describe_all(self, held: dict[BlockId, tuple[int, int]]) -> int:
+        """Every agent answers what it was asked, from `held`; returns the questions answered."""
+        answered = 0
+        for connection in list(self.heard):
+            for question in self.take(connection, Describe):
+                blocks = [
+                    (ref.namespace, ref.key, *held[BlockId(ref.namespace, ref.key)])
+                    for ref in question.blocks
+                    if BlockId(ref.namespace, ref.key) in held
+                ]
+                self.say(connection, Described(request=question.request, blocks=blocks))
+                answered += 1
+        return answered
+
+
+def register(number: int, incarnation: int = 1) -> Register:
+    return Register(
+        version=1,
+        node_id=f"node-{number}",
+        incarnation=incarnation,
+        ip=f"10.77.0.{number}",
+        mac=f"02:6b:76:00:00:{number:02x}",
+        switch_port=number,
+        udp_port=19286,
+        bulk_host="127.0.0.1",
+        bulk_port=9700,
+        arena_bytes=1 << 20,
+    )
+
+
+def renew(**changes: object) -> Renew:
+    message = Renew(counters={}, hot=[], arena_used_bytes=0, blocks=0, epoch=0)
+    return msgspec.structs.replace(message, **changes)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def heat(driver: Driver, block: BlockId, count: int, ports: int = 0b110) -> None:
+    driver.pool.heat([HeatSample(block, 0, ports, count)], driver.now)
+
+
+# --- agents ---------------------------------------------------------------------------------
+
+
+def test_a_registered_agent_gets_its_index_and_then_the_map_that_the_switch_follows() -> None:
+    driver = Driver()
+    driver.say(1, register(1))
+    assert driver.take(1, Registered)[0].index == 1
+    assert not driver.take(1, PoolMap), "no map before the switch is programmed"
+    driver.round()
+    (map_,) = driver.take(1, PoolMap)
+    assert map_.epoch == 1
+    assert map_.buckets == [[1]] * 1024
+    assert [n.node_id for n in map_.nodes] == ["node-1"]
+    assert driver.switch is not None
+    assert ("bucket_owner", (0, 1)) in driver.switch.entries
+
+
+def test_every_agent_hears_of_a_change_once() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    for connection in (1, 2, 3):
+        (map_,) = driver.take(connection, PoolMap)
+        assert map_.epoch == 1
+        assert {index for owners in map_.buckets for index in owners} == {1, 2, 3}
+        assert all(len(owners) == 2 for owners in map_.buckets)
+    for _ in range(3):
+        driver.round(0.5)
+    assert not driver.take(1, PoolMap)
+    assert driver.pool.epoch == 1
+
+
+def test_without_a_switch_the_map_is_published_all_the_same() -> None:
+    driver = Driver()
+    driver.switch = None
+    driver.join(1)
+    assert driver.take(1, PoolMap)
+    assert not driver.pool.status(0.0)["nodes"][0]["programmed"]
+
+
+def test_a_dead_agents_buckets_move_to_the_next_in_order() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    before = driver.take(1, PoolMap)[0].buckets
+    for _ in range(3):
+        driver.round(1.0)
+        driver.say(1, renew())
+        driver.say(3, renew())
+    driver.round()
+    (map_,) = driver.take(1, PoolMap)
+    assert map_.epoch == 2
+    for was, is_ in zip(before, map_.buckets, strict=True):
+        assert 2 not in is_
+        assert is_[0] == next(index for index in was if index != 2)
+    assert driver.switch is not None
+    owners = {match for table, match in driver.switch.entries if table == "bucket_owner"}
+    assert not any(port == 2 for _, port in owners)
+    assert ("port_guard", (2, 0x0A4D0002)) in driver.switch.entries, "it may still read"
+
+
+def test_leave_moves_the_buckets_without_waiting() -> None:
+    driver = Driver()
+    driver.join(1, 2)
+    driver.say(2, Leave())
+    driver.round()
+    assert driver.take(1, PoolMap)[-1].buckets == [[1]] * 1024
+    assert driver.closed == {2: "left"}
+
+
+def test_a_refused_agent_is_told_why_and_closed() -> None:
+    driver = Driver()
+    driver.join(1)
+    driver.say(9, register(1, incarnation=2))
+    assert driver.take(9, Refused)[0].reason == "node-1 is already connected"
+    assert 9 in driver.closed
+    assert driver.pool.membership.nodes["node-1"].connection == 1
+
+
+def test_an_agent_that_reconnects_gets_the_map_again_and_its_old_connection_is_closed() -> None:
+    driver = Driver()
+    driver.join(1)
+    driver.take(1, PoolMap)
+    driver.say(7, register(1))
+    driver.round()
+    assert driver.take(7, PoolMap)[0].epoch == 1
+    assert 1 in driver.closed
+    assert driver.pool.membership.nodes["node-1"].connection == 7
+
+
+def test_whoever_speaks_before_registering_is_closed() -> None:
+    driver = Driver()
+    for number, message in enumerate(
+        (renew(), Leave(), Described(1, []), Kept(1, 1, key(1), True))
+    ):
+        driver.say(50 + number, message)
+        assert driver.closed[50 + number] == "not registered"
+
+
+def test_a_connection_cannot_register_a_second_node() -> None:
+    driver = Driver()
+    driver.join(1)
+    driver.say(1, register(2))
+    assert "node-1's" in driver.take(1, Refused)[0].reason
+    assert set(driver.pool.membership.nodes) == {"node-1"}
+
+
+def test_namespaces_are_answered_when_the_switch_lets_them_through() -> None:
+    driver = Driver()
+    driver.join(1, 2)
+    request = NamespaceRequest(5, tenant="t", model="m", version="1", layout="l")
+    driver.say(1, request)
+    assert not driver.take(1, NamespaceReply)
+    driver.round()
+    (reply,) = driver.take(1, NamespaceReply)
+    assert reply.info.namespace == 1
+    assert driver.switch is not None
+    assert ("namespace_guard", (2, 1)) in driver.switch.entries
+    driver.say(2, request)
+    assert driver.take(2, NamespaceReply)[0].info.namespace == 1, "known: answered at once"
+    assert driver.take(2, PoolMap)[-1].namespaces == [reply.info]
+
+
+def test_groups_are_found_or_made_and_bounded() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    driver.say(1, GroupRequest(1, namespace, ["node-2", "node-1", "node-2"]))
+    driver.round()
+    (made,) = driver.take(1, GroupReply)
+    driver.say(2, GroupRequest(9, namespace, ["node-1", "node-2"]))
+    (found,) = driver.take(2, GroupReply)
+    assert made.info == found.info
+    assert driver.switch is not None
+    assert driver.switch.entries["reader_group", (namespace, 1)].params == (0b11, 1024)
+    for bad in ([], ["node-9"], ["a"] * 40, [f"node-{i}" for i in range(40)]):
+        driver.say(1, GroupRequest(2, namespace, bad))
+        assert driver.take(1, Refused)[0].request == 2
+    driver.say(1, GroupRequest(3, 999, ["node-1"]))
+    assert "999" in driver.take(1, Refused)[0].reason
+
+
+def test_a_restarted_controller_changes_neither_epoch_nor_switch() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    driver.say(1, GroupRequest(1, namespace, ["node-1", "node-2"]))
+    block = BlockId(namespace, key(1))
+    heat(driver, block, 50)
+    heat(driver, block, 50)
+    driver.round()
+    driver.describe_all({block: (SEGMENT_BYTES, 7)})
+    driver.round()
+    assert block in driver.pool.tiers.residency.residents
+
+    restarted = Driver(saved=driver.pool.saved())
+    restarted.switch = driver.switch
+    assert restarted.switch is not None
+    restarted.pool.found(restarted.switch)
+    restarted.say(11, register(1))
+    restarted.round()
+    assert restarted.writes == 0
+    (map_,) = restarted.take(11, PoolMap)
+    assert map_.epoch == driver.pool.epoch
+    assert map_.buckets == driver.take(1, PoolMap)[-1].buckets
+
+
+def test_strange_counters_and_reports_are_ignored_and_counted() -> None:
+    driver = Driver()
+    driver.join(1, 2)
+    namespace = driver.namespace()
+    mine = next(BlockId(namespace, key(n)) for n in range(99) if driver.home_of(
+        BlockId(namespace, key(n))) == 1)  # fmt: skip
+    driver.say(
+        1,
+        renew(
+            counters={"ok": 1.0, "nan": float("nan"), "x" * 65: 1.0},
+            hot=[
+                HotBlock(namespace, mine.key, 5, 1, 0, 100, 1),
+                HotBlock(namespace + 1, mine.key, 5, 1, 0, 100, 1),
+                HotBlock(namespace, mine.key, 5, 1, 0, 0, 1),
+            ],
+        ),
+    )
+    assert driver.pool.agent_counters["node-1"] == {"ok": 1.0}
+    assert driver.pool.counts["agent_counters_ignored"] == 1
+    assert driver.pool.counts["reports_ignored"] == 2
+    assert mine in driver.pool.tiers.heat
+
+
+def test_heat_of_an_unknown_namespace_is_ignored() -> None:
+    driver = Driver()
+    driver.join(1)
+    heat(driver, BlockId(77, key(1)), 100)
+    assert driver.pool.counts["heat_ignored"] == 1
+    assert len(driver.pool.tiers.heat) == 0
+
+
+# --- residents ------------------------------------------------------------------------------
+
+
+def resident_driver(options: PoolOptions = OPTIONS) -> tuple[Driver, int]:
+    driver = Driver(options)
+    driver.join(1, 2, 3)
+    return driver, driver.namespace()
+
+
+def admit(
+    driver: Driver, block: BlockId, reads: int = 50, digest: int = 7, size: int = SEGMENT_BYTES
+) -> None:
+    heat(driver, block, reads)
+    driver.round()
+    assert driver.describe_all({block: (size, digest)}) == 1
+    driver.round()
+    assert block in driver.pool.tiers.residency.residents
+
+
+def test_a_hot_block_is_described_by_its_home_and_admitted_with_what_the_home_said() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(5))
+    heat(driver, block, 50)
+    driver.round()
+    home = driver.home_of(block)
+    (question,) = driver.heard[home][-1:]
+    assert isinstance(question, Describe)
+    driver.describe_all({block: (SEGMENT_BYTES + 1, 0xABC)})
+    driver.round()
+    assert driver.switch is not None
+    residents = {m: a for (t, m), a in driver.switch.entries.items() if t == "resident"}
+    assert residents.keys() == {(namespace, 5, 0), (namespace, 5, 1)}
+    assert {a.params[3:] for a in residents.values()} == {(0xABC, SEGMENT_BYTES + 1)}
+    assert driver.pool.decisions(driver.now)[0]["decision"] == "admit"
+
+
+def test_a_cold_block_and_one_that_its_home_lost_stay_out() -> None:
+    driver, namespace = resident_driver()
+    heat(driver, BlockId(namespace, key(1)), 1)
+    driver.round()
+    assert driver.describe_all({}) == 0
+    heat(driver, BlockId(namespace, key(2)), 50)
+    driver.round()
+    assert driver.describe_all({}) == 1
+    driver.round()
+    assert not driver.pool.tiers.residency.residents
+    driver.round(1.0)
+    assert driver.describe_all({}) == 0, "the answer is believed for a while"
+
+
+def test_no_answer_is_asked_for_again_after_its_deadline() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(2))
+    heat(driver, block, 500)
+    driver.round()
+    home = driver.home_of(block)
+    assert len(driver.take(home, Describe)) == 1
+    driver.round(1.0)
+    driver.renew_all()
+    assert not driver.take(home, Describe)
+    driver.round(1.5)
+    assert len(driver.take(home, Describe)) == 1
+
+
+def test_an_answer_of_another_node_or_to_no_question_is_ignored() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(2))
+    heat(driver, block, 500)
+    driver.round()
+    home = driver.home_of(block)
+    (question,) = driver.take(home, Describe)
+    stranger = next(n for n in (1, 2, 3) if n != home)
+    lie = [(namespace, block.key, 100, 666)]
+    driver.say(stranger, Described(question.request, lie))
+    driver.say(home, Described(question.request + 99, lie))
+    driver.round()
+    assert not driver.pool.tiers.residency.residents
+    assert driver.pool.tiers.counts["unexpected_answers"] == 2
+
+
+def test_a_displaced_block_of_value_is_kept_by_its_home_before_its_slot_is_taken() -> None:
+    driver, namespace = resident_driver()
+    old = [BlockId(namespace, key(n)) for n in range(4)]
+    for block in old:
+        admit(driver, block, reads=20)
+    new = BlockId(namespace, key(9))
+    heat(driver, new, 400)
+    driver.round()
+    driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    leaving = [r.block for r in driver.pool.tiers.residency.residents.values() if r.leaving]
+    (victim,) = leaving
+    home = driver.home_of(victim)
+    (keep,) = driver.take(home, Keep)
+    assert (keep.key, keep.digest, keep.size_bytes) == (victim.key, 7, SEGMENT_BYTES)
+    driver.round(0.5)
+    assert driver.switch is not None
+    number = int.from_bytes(victim.key, "big")
+    assert ("resident", (namespace, number, 0)) in driver.switch.entries, "serves until kept"
+    driver.say(home, Kept(keep.request, namespace, victim.key, True))
+    driver.round()
+    assert ("resident", (namespace, number, 0)) not in driver.switch.entries
+    assert new not in driver.pool.tiers.residency.residents, "the slot rests"
+    driver.round(0.1)
+    assert new not in driver.pool.tiers.residency.residents
+    driver.round(0.15)
+    assert new in driver.pool.tiers.residency.residents
+    assert driver.pool.tiers.counts["kept"] == 1
+
+
+def test_a_home_that_will_not_keep_it_is_asked_a_bounded_number_of_times() -> None:
+    driver, namespace = resident_driver()
+    for n in range(4):
+        admit(driver, BlockId(namespace, key(n)), reads=20)
+    new = BlockId(namespace, key(9))
+    heat(driver, new, 400)
+    driver.round()
+    driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    asked = []
+    for _ in range(10):
+        for connection in (1, 2, 3):
+            for keep in driver.take(connection, Keep):
+                asked.append(connection)
+                driver.say(connection, Kept(keep.request, namespace, keep.key, False))
+        driver.round(0.1)
+        driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    assert len(asked) == 3
+    assert asked[0] == asked[1] != asked[2], "its home twice, then the next owner"
+    assert driver.pool.tiers.counts["keeps_failed"] == 1
+    assert new in driver.pool.tiers.residency.residents
+
+
+def test_a_cold_resident_is_displaced_without_ceremony() -> None:
+    driver, namespace = resident_driver()
+    for n in range(4):
+        admit(driver, BlockId(namespace, key(n)), reads=20)
+    for _ in range(60):
+        driver.renew_all()
+        driver.round(1.0)
+    new = BlockId(namespace, key(9))
+    heat(driver, new, 100)
+    driver.round()
+    driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    assert not any(driver.take(c, Keep) for c in (1, 2, 3))
+    driver.round()
+    driver.round(0.25)
+    assert new in driver.pool.tiers.residency.residents
+
+
+def test_switch_hits_are_credited_to_the_home_once() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(3))
+    admit(driver, block)
+    (slot,) = driver.pool.tiers.residency.residents[block].slots
+    home = driver.home_of(block)
+    for total in (100, 140, 140, 5):
+        driver._do(driver.pool.hits({slot: total, (slot + 1) % 4: 9}, driver.now))
+    credits_ = driver.take(home, Credit)
+    assert [c.hits for c in credits_] == [[(namespace, block.key, 40)], [(namespace, block.key, 5)]]
+    assert driver.pool.tiers.residency.residents[block].hits == 45
+
+
+def test_other_bytes_at_the_home_end_the_residency_and_the_new_ones_are_admitted() -> None:
+    driver, namespace = resident_driver()
+    block = BlockId(namespace, key(3))
+    admit(driver, block, reads=500, digest=7)
+    driver.round(3.0 - 0.5)
+    driver.renew_all()
+    driver.pool.tiers.wrong_digests_seen()
+    driver.round(0.1)
+    driver.describe_all({block: (SEGMENT_BYTES, 8)})
+    resident = driver.pool.tiers.residency.residents[block]
+    assert driver.pool.tiers.residency.coming_free == 1, "the former slot rests"
+    driver.round()
+    assert (resident.digest, resident.generation) == (8, 1001)
+    reasons = [d["reason"] for d in driver.pool.decisions(driver.now)]
+    assert "its home holds other bytes now" in reasons
+
+
+def test_a_pinned_block_enters_without_heat_stays_and_leaves_when_unpinned() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, admit=AdmitMode.PIN))
+    block = BlockId(namespace, key(3))
+    driver.pool.tiers.pin(block)
+    driver.round()
+    driver.describe_all({block: (SEGMENT_BYTES, 7)})
+    driver.round()
+    assert driver.pool.tiers.residency.residents[block].pinned
+    assert driver.pool.saved().pins == (block,)
+    hot = BlockId(namespace, key(4))
+    heat(driver, hot, 500)
+    driver.round()
+    assert driver.describe_all({hot: (SEGMENT_BYTES, 7)}) == 0, "--admit pin takes only pins"
+    assert driver.pool.tiers.unpin(block)
+    assert not driver.pool.tiers.unpin(block)
+    assert not driver.pool.tiers.residency.residents[block].pinned
+
+
+def test_pins_are_refused_while_admission_is_off() -> None:
+    driver, namespace = resident_driver(dataclasses.replace(OPTIONS, admit=AdmitMode.OFF))
+    with pytest.raises(PinError, match="off"):
+        driver.pool.tiers.pin(BlockId(namespace, key(3)))
+    heat(driver, BlockId(namespace, key(3)), 500)
+    driver.round()
+    assert driver.describe_all({}) == 0
+
+
+def test_a_plain_pool_programs_forwarding_only() -> None:
+    settings = program.Settings(False, 100, 3, 255)
+    driver = Driver(dataclasses.replace(OPTIONS, settings=settings))
+    driver.join(1, 2)
+    driver.namespace()
+    assert driver.switch is not None
+    assert {table for table, _ in driver.switch.entries} == {"settings", "l2_forward"}
+    assert driver.switch.entries["settings", ()].params[0] == 0
+    assert set(driver.switch.groups) == {1}
+    assert all(node["programmed"] for node in driver.pool.status(driver.now)["nodes"])
+
+
+def test_a_set_of_ports_that_recurs_gets_a_group_of_its_own() -> None:
+    driver, namespace = resident_driver()
+    for n in range(2):
+        heat(driver, BlockId(namespace, key(n)), 1, ports=0b110)
+        heat(driver, BlockId(namespace, key(n)), 1, ports=0b100)
+    driver.round()
+    assert driver.switch is not None
+    assert driver.switch.entries["port_set", (0b110,)].params == (2048,)
+    assert driver.switch.groups[2048] == frozenset({(2, 0), (3, 0)})
+    assert ("port_set", (0b100,)) not in driver.switch.entries
