@@ -1,0 +1,320 @@
+"""The question: N nodes read the same blocks at once; how often does each byte leave its owner?
+
+Owns: the incast bench, `kvcast bench incast`. Must not know: how the switch answers.
+
+One home (node 1) holds K blocks; N further nodes ask for all of them at the same moment: all
+clients are connected and armed, then released together, so that every get starts within one
+round trip of the first (`start_spread_ms` says how far apart they really were). It runs twice, on
+two pools of separate processes: with the switch program off (plain) and on.
+
+owner_egress_ratio = payload bytes that the home sent to readers, over UDP and TCP, divided by the
+bytes of the distinct blocks. Every byte of every block is checked against what its key demands.
+
+`--resident` asks something else: the blocks are pinned into the switch, one node reads them once
+so that they pass and fill it, the home is stopped (SIGSTOP), and N other nodes read. The home's
+egress is read after it was woken again, so that a READ that had reached it would show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcast.bench import content, facts
+from kvcast.bench.replay import TIERS, EgressMeter, NodeLink, links_to
+from kvcast.bench.workloads import chain
+from kvcast.controller.placement import place
+from kvcast.protocol.wire import CHUNK_BYTES, bucket_of
+from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
+from kvcast.topologies.star import MAX_HOSTS, Star
+
+_BLOCKS_AT_MOST = 4096
+_FILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class IncastOptions:
+    """One incast."""
+
+    readers: int = 8
+    """Nodes that read at once; the home is one more."""
+    blocks: int = 4
+    """Distinct blocks that every reader asks for, in one get."""
+    block_bytes: int = 64 * 1024
+    """Size of each block; a segment has 64 KiB."""
+    rounds: int = 1
+    """Repetitions on the same pool, each with fresh blocks."""
+    loss: float = 0.0
+    """Probability with which the switch loses a frame each time it crosses a link."""
+    seed: int = 1
+    """Seeds the loss and the keys."""
+    gather_ms: int = 50
+    """What the readers, who know of the storm, allow the home to wait for joiners (0 to 255)."""
+    deadline_s: float = 60.0
+    """How long a get may take before its blocks count as misses."""
+    resident: bool = False
+    """Ask the resident question instead."""
+    runner: Runner = "processes"
+    switch: Switch = "switchsim"
+    run_dir: Path | None = None
+    """Where the logs go; None: removed at the end."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        most = MAX_HOSTS - (2 if self.resident else 1)
+        if not 1 <= self.readers <= most:
+            raise PoolError(f"{self.readers} readers: a star has room for 1 to {most} of them")
+        if not 1 <= self.blocks <= _BLOCKS_AT_MOST:
+            raise PoolError(f"{self.blocks} blocks: choose 1 to {_BLOCKS_AT_MOST}")
+        if not 1 <= self.block_bytes <= 256 << 20:
+            raise PoolError("a block has 1 byte to 256 MiB")
+        if not 0 <= self.gather_ms <= 255:
+            raise PoolError("the gather time is 0 to 255 ms")
+        if self.rounds < 1:
+            raise PoolError("there is at least one round")
+
+
+@dataclass
+class Outcome:
+    """What one way of running the incast counted."""
+
+    gets: int = 0
+    misses: int = 0
+    wrong_bytes: int = 0
+    home_sent_bytes: float = 0.0
+    distinct_bytes: int = 0
+    fetch_ms: list[float] = field(default_factory=list)
+    start_spread_ms: float = 0.0
+    hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    switch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def egress_ratio(self) -> float | None:
+        return facts.ratio(self.home_sent_bytes, self.distinct_bytes)
+
+    def report(self) -> dict[str, Any]:
+        """The numbers as plain data."""
+        return {
+            "gets": self.gets,
+            "misses": self.misses,
+            "wrong_bytes": self.wrong_bytes,
+            "hits": self.hits,
+            "owner_egress_bytes": int(self.home_sent_bytes),
+            "owner_egress_ratio": self.egress_ratio,
+            "distinct_bytes": self.distinct_bytes,
+            "fetch_ms": facts.summary_ms(self.fetch_ms),
+            "switch": self.switch,
+        }
+
+
+async def run(options: IncastOptions) -> dict[str, Any]:
+    """Run the incast and return its report; PoolError if a pool does not start or dies."""
+    if options.resident:
+        return await _run_resident(options)
+    plain = await _run_pool(options, plain=True)
+    kvcast = await _run_pool(options, plain=False)
+    return _report(options, kvcast, plain)
+
+
+def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
+    held = options.blocks * options.rounds * _slab(options.block_bytes)
+    pool_options = PoolOptions(
+        runner=options.runner,
+        switch=options.switch,
+        replicas=0,  # one home: the question is about its link
+        loss=options.loss,
+        seed=options.seed,
+        arena_bytes=max(16 << 20, 2 * held),
+        log_level=options.log_level,
+        **more,
+    )
+    return Pool(Star.of(nodes), pool_options, options.run_dir and options.run_dir / name)
+
+
+def _slab(size_bytes: int) -> int:
+    """What a block may take in an arena: the next power of two."""
+    return 1 << (size_bytes - 1).bit_length()
+
+
+async def _run_pool(options: IncastOptions, *, plain: bool) -> Outcome:
+    name = "plain" if plain else "kvcast"
+    pool = _pool(options, options.readers + 1, name, plain=plain, admit="off")
+    outcome = Outcome()
+    async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
+        namespace = await _namespace(links[0], options)
+        for round_number in range(options.rounds):
+            keys = await home_keys(pool, "node-1", options.blocks, (options.seed, round_number))
+            await _put(links[0], namespace, keys, options.block_bytes)
+            await _read_at_once(options, outcome, links[0], links[1:], namespace, keys)
+            pool.check_alive()
+        outcome.switch = await _switch_counters(pool)
+    return outcome
+
+
+async def _run_resident(options: IncastOptions) -> dict[str, Any]:
+    # A long lease: the stopped home shall still count as a member, and its READs go its way.
+    pool = _pool(options, options.readers + 2, "resident", admit="pin", lease_s=30.0)
+    outcome = Outcome()
+    async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
+        namespace = await _namespace(links[0], options)
+        keys = await home_keys(pool, "node-1", options.blocks, (options.seed, 0))
+        await _put(links[0], namespace, keys, options.block_bytes)
+        for key in keys:
+            await pool.http("POST", "/v1/pin", {"namespace": namespace, "key": key.hex()})
+        await _check(await _get(links[1], namespace, keys, options), keys, options, Outcome())
+        await _wait_filled(pool, len(keys) * -(-options.block_bytes // CHUNK_BYTES))
+        await _read_at_once(
+            options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
+        )
+        outcome.switch = await _switch_counters(pool)
+    return _report(options, outcome, None)
+
+
+async def home_keys(pool: Pool, node_id: str, count: int, label: object) -> list[bytes]:
+    """`count` keys whose home is that node, by the pool's present map."""
+    ids = [host.node_id for host in pool.star.hosts]
+    homes = place(ids, 1)
+    mine = (key for key in _candidates(label) if homes[bucket_of(key)][0] == node_id)
+    return list(itertools.islice(mine, count))
+
+
+def _candidates(label: object) -> Iterator[bytes]:
+    """An endless stream of keys."""
+    return (chain(b"incast", (label, number)) for number in itertools.count())
+
+
+async def _namespace(link: NodeLink, options: IncastOptions) -> int:
+    client = await link.client()
+    return await client.namespace("bench", "incast", "1", f"{options.block_bytes} bytes")
+
+
+async def _put(link: NodeLink, namespace: int, keys: list[bytes], size_bytes: int) -> None:
+    client = await link.client()
+    batch = max(1, (4 << 20) // size_bytes)
+    for first in range(0, len(keys), batch):
+        part = keys[first : first + batch]
+        await client.put(namespace, {key: content.block_bytes(key, size_bytes) for key in part})
+
+
+async def _get(link: NodeLink, namespace: int, keys: list[bytes], options: IncastOptions) -> Any:
+    client = await link.client()
+    return await client.get(
+        namespace, keys, deadline_s=options.deadline_s, gather_ms=options.gather_ms
+    )
+
+
+async def _read_at_once(
+    options: IncastOptions,
+    outcome: Outcome,
+    home: NodeLink,
+    readers: list[NodeLink],
+    namespace: int,
+    keys: list[bytes],
+    stopped: tuple[Pool, str] | None = None,
+) -> None:
+    """All readers get all keys, released together; counts and checks what they get."""
+    meter = EgressMeter([home])
+    before = await meter.read()
+    for reader in readers:
+        await reader.client()
+    if stopped is not None:
+        stopped[0].pause(stopped[1])
+    release = asyncio.Event()
+    started: list[float] = []
+
+    async def one(reader: NodeLink) -> tuple[float, Any]:
+        await release.wait()
+        began = time.monotonic()
+        started.append(began)
+        blocks = await _get(reader, namespace, keys, options)
+        return (time.monotonic() - began) * 1e3, blocks
+
+    try:
+        tasks = [asyncio.create_task(one(reader)) for reader in readers]
+        await asyncio.sleep(0)
+        release.set()
+        for waited_ms, blocks in await asyncio.gather(*tasks):
+            outcome.fetch_ms.append(waited_ms)
+            await _check(blocks, keys, options, outcome)
+    finally:
+        if stopped is not None:
+            stopped[0].resume(stopped[1])
+    if stopped is not None:
+        await asyncio.sleep(0.5)  # what waits in the home's socket is answered now, if anything
+    outcome.start_spread_ms = max(outcome.start_spread_ms, (max(started) - min(started)) * 1e3)
+    outcome.home_sent_bytes += await meter.read() - before
+    outcome.distinct_bytes += len(keys) * options.block_bytes
+
+
+async def _check(blocks: Any, keys: list[bytes], options: IncastOptions, outcome: Outcome) -> None:
+    for key, block in zip(keys, blocks, strict=True):
+        outcome.gets += 1
+        if block is None:
+            outcome.misses += 1
+            outcome.hits["miss"] += 1
+            continue
+        with block:
+            outcome.wrong_bytes += content.wrong_bytes(key, options.block_bytes, block.data)
+            outcome.hits[block.tier] += 1
+        await asyncio.sleep(0)
+
+
+async def _wait_filled(pool: Pool, cells: int) -> None:
+    """Wait until the switch says that it has filled that many cells; PoolError if it does not."""
+    filled = 0.0
+    for _ in range(round(_FILL_TIMEOUT_S / pool.options.tick_s)):
+        fills = (await pool.status()).get("fills") or {}
+        filled = sum(float(n) for name, n in fills.items() if name.lower() == "filled")
+        if filled >= cells:
+            return
+        await asyncio.sleep(pool.options.tick_s)
+    raise PoolError(f"the switch filled {filled:.0f} of {cells} cells of the pinned blocks")
+
+
+async def _switch_counters(pool: Pool) -> dict[str, Any]:
+    """The switch's decisions and fills; the controller reads them once a tick, so wait one."""
+    await asyncio.sleep(2 * pool.options.tick_s)
+    status = await pool.status()
+    return {name: status.get(name) for name in ("decisions", "fills")}
+
+
+def _report(options: IncastOptions, kvcast: Outcome, plain: Outcome | None) -> dict[str, Any]:
+    """The report: the kvcast run's numbers on top, both runs' in full below.
+
+    `wrong_bytes` counts those of both runs.
+    """
+    outcomes = {"kvcast": kvcast} | ({} if plain is None else {"plain": plain})
+    return {
+        "bench": "incast-resident" if options.resident else "incast",
+        "owner_egress_ratio": kvcast.egress_ratio,
+        "plain_owner_egress_ratio": None if plain is None else plain.egress_ratio,
+        "owner_egress_bytes": int(kvcast.home_sent_bytes),
+        "gets": kvcast.gets,
+        "misses": kvcast.misses,
+        "wrong_bytes": sum(outcome.wrong_bytes for outcome in outcomes.values()),
+        "hits": kvcast.hits,
+        "fetch_ms": {name: facts.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
+        "start_spread_ms": {name: round(o.start_spread_ms, 2) for name, o in outcomes.items()},
+        "distinct_bytes": kvcast.distinct_bytes,
+        "runs": {name: outcome.report() for name, outcome in outcomes.items()},
+        "parameters": {
+            "readers": options.readers,
+            "blocks": options.blocks,
+            "block_bytes": options.block_bytes,
+            "rounds": options.rounds,
+            "loss": options.loss,
+            "seed": options.seed,
+            "gather_ms": options.gather_ms,
+            "deadline_s": options.deadline_s,
+            "resident": options.resident,
+            "runner": options.runner,
+            "switch": options.switch,
+            "replicas": 0,
+        },
+        **facts.provenance(),
+    }

@@ -1,0 +1,211 @@
+"""`kvcast bench`: flags and tables for the benches. The benches themselves are in kvcast.bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.cli.common import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.cli.service import HelpFormatter
+
+_INCAST = """\
+N nodes read the same blocks, which one home holds, at the same moment: first through a plain
+switch, then through kvcast. How often does each byte leave its owner?
+
+owner_egress_ratio = payload bytes that the home sent / bytes of the distinct blocks.
+
+With --resident: the blocks are pinned into the switch and filled by one node's read; then the
+home is stopped, and N other nodes read. The home must send nothing."""
+
+_INCAST_EXAMPLES = """\
+examples:
+  kvcast bench incast --readers 8 --json incast.json
+  kvcast bench incast --readers 8 --loss 0.01 --rounds 3
+  kvcast bench incast --readers 4 --runner namespaces --switch bmv2     (root, BMv2 installed)
+  kvcast bench incast --resident --readers 8"""
+
+_HOSTILE = """\
+Mutated frames into the switch's ports and into an agent's UDP port, mutated bytes into the Unix
+socket and into the HTTP API of a running pool: nothing may crash or hang, memory stays flat,
+everything is counted, and the pool still works afterwards."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast bench`."""
+    parser = argparse.ArgumentParser(
+        prog="kvcast bench", description="Measure one thing.", formatter_class=HelpFormatter
+    )
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    incast = benches.add_parser(
+        "incast",
+        help="N nodes read the same blocks at once",
+        description=_INCAST,
+        epilog=_INCAST_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    incast.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
+    incast.add_argument("--blocks", type=int, default=4, metavar="K", help="distinct blocks")
+    incast.add_argument(
+        "--block-size", type=byte_size, default="64KiB", metavar="SIZE", help="size of each block"
+    )
+    incast.add_argument(
+        "--rounds", type=int, default=1, help="repetitions on one pool, each with fresh blocks"
+    )
+    incast.add_argument(
+        "--loss",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="probability of losing a frame each time it crosses a link (switchsim)",
+    )
+    incast.add_argument("--seed", type=int, default=1, help="seeds the loss and the keys")
+    incast.add_argument(
+        "--gather-ms",
+        type=int,
+        default=50,
+        help="how long the readers, who know of the storm, let the home wait for joiners",
+    )
+    incast.add_argument("--resident", action="store_true", help="ask the resident question")
+    incast.add_argument(
+        "--runner",
+        choices=["processes", "namespaces", "mininet"],
+        default="processes",
+        help="UDP tunnels (no root), network namespaces or Mininet (root)",
+    )
+    incast.add_argument(
+        "--switch",
+        choices=["switchsim", "bmv2"],
+        default="switchsim",
+        help="kvcast's software switch, or simple_switch_grpc from the PATH or "
+        "KVCAST_SIMPLE_SWITCH_GRPC",
+    )
+    _report_options(incast)
+    hostile = benches.add_parser(
+        "hostile",
+        help="mutated frames and bytes into every door of a pool",
+        description=_HOSTILE,
+        formatter_class=HelpFormatter,
+    )
+    hostile.add_argument(
+        "--frames", type=int, default=100_000, metavar="N", help="frames or messages into each door"
+    )
+    hostile.add_argument("--nodes", type=int, default=3, help="nodes of the pool")
+    hostile.add_argument("--seed", type=int, default=1, help="seeds the mutations")
+    _report_options(hostile)
+    return parser
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="warning",
+        help="debug shows tracebacks",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a bench; 1 if it failed or delivered a wrong byte."""
+    options = build_parser().parse_args(argv)
+    command = {"incast": _run_incast, "hostile": _run_hostile}[options.bench]
+    return run_command(lambda: command(options), log_level=options.log_level)
+
+
+async def _run_incast(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts, incast
+
+    report = await incast.run(
+        incast.IncastOptions(
+            readers=options.readers,
+            blocks=options.blocks,
+            block_bytes=options.block_size,
+            rounds=options.rounds,
+            loss=options.loss,
+            seed=options.seed,
+            gather_ms=options.gather_ms,
+            resident=options.resident,
+            runner=options.runner,
+            switch=options.switch,
+            run_dir=options.run_dir,
+        )
+    )
+    if options.json:
+        facts.write_json(options.json, report)
+    if options.json != "-":
+        _print_incast(report)
+    return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
+
+
+def _print_incast(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parameters, runs = report["parameters"], report["runs"]
+    columns = [name for name in ("plain", "kvcast") if name in runs]
+    table = Table(
+        title=(
+            f"{report['bench']}: {parameters['readers']} readers, {parameters['blocks']} blocks "
+            f"of {parameters['block_bytes']:,} bytes, loss {parameters['loss']:g}, "
+            f"{parameters['switch']} over {parameters['runner']}"
+        ),
+        title_justify="left",
+    )
+    table.add_column("")
+    for name in columns:
+        table.add_column("plain switch" if name == "plain" else name, justify="right")
+
+    def row(label: str, value: Any) -> None:
+        table.add_row(label, *(str(value(runs[name])) for name in columns))
+
+    row("owner egress ratio", lambda run: run["owner_egress_ratio"])
+    row("bytes that left the owner", lambda run: f"{run['owner_egress_bytes']:,}")
+    for share in ("p50", "p99", "max"):
+        row(f"fetch time {share}, ms", lambda run, share=share: run["fetch_ms"][share])
+    for tier in next(iter(runs.values()))["hits"]:
+        if any(run["hits"][tier] for run in runs.values()):
+            row(f"blocks: {tier}", lambda run, tier=tier: run["hits"][tier])
+    row("gets", lambda run: run["gets"])
+    row("misses", lambda run: run["misses"])
+    row("wrong bytes", lambda run: run["wrong_bytes"])
+    Console().print(table)
+
+
+async def _run_hostile(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts, hostile
+
+    report = await hostile.run(
+        hostile.HostileOptions(
+            frames=options.frames, nodes=options.nodes, seed=options.seed, run_dir=options.run_dir
+        )
+    )
+    if options.json:
+        facts.write_json(options.json, report)
+    if options.json != "-":
+        _print_hostile(report)
+    return EXIT_OK if report["passed"] else EXIT_FAILED
+
+
+def _print_hostile(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="hostile input", title_justify="left")
+    for name in ("door", "sent", "counted", "memory before, MiB", "after", "growth"):
+        table.add_column(name, justify="left" if name == "door" else "right")
+    for door in report["doors"]:
+        table.add_row(
+            door["door"],
+            f"{door['sent']:,}",
+            f"{door['counted']:,}",
+            f"{door['rss_before_mib']:.1f}",
+            f"{door['rss_after_mib']:.1f}",
+            f"{door['rss_growth_mib']:+.1f}",
+        )
+    Console().print(table)
+    for problem in report["problems"]:
+        print(f"kvcast: {problem}")
+    print("passed" if report["passed"] else "failed")

@@ -1,0 +1,233 @@
+"""`kvcast demo`: flags, progress and the final table of the demo (kvcast.bench.demo)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcast.bench import workloads
+from kvcast.bench.demo import DemoOptions, Reporter, run
+from kvcast.cli.common import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.cli.service import HelpFormatter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_EVERY_S = 5.0
+"""How often progress is told where there is no terminal."""
+
+_DESCRIPTION = """\
+Starts a whole pool as processes (one software switch, one controller, an agent for every node),
+replays a workload through a plain switch, then again through kvcast, checks every byte, and ends
+with a table and a picture. Block size and count are scaled to this machine, and said.
+
+workloads (--workload):
+"""
+
+_EPILOG = """\
+owner egress ratio = payload bytes that homes sent to readers / bytes of the distinct blocks that
+at least one node fetched from elsewhere. 1: each byte left its owner once.
+
+examples:
+  kvcast demo
+  kvcast demo --workload chat              where kvcast gains nothing, the table shows it
+  kvcast demo --trace requests.jsonl --json report.json
+  kvcast demo --nodes 16 --seconds-budget 180"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast demo`."""
+    listed = "".join(f"  {name:8}  {text}\n" for name, text in workloads.DESCRIPTIONS.items())
+    parser = argparse.ArgumentParser(
+        prog="kvcast demo",
+        description=_DESCRIPTION + listed,
+        epilog=_EPILOG,
+        formatter_class=HelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--workload", choices=workloads.NAMES, default="mix", help="see above")
+    what.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a trace in Mooncake's JSONL form: timestamp (ms), input_length, output_length, "
+        "hash_ids; as much of it as fits is replayed",
+    )
+    parser.add_argument("--nodes", type=int, default=8, help="inference nodes, 1 to 32")
+    parser.add_argument(
+        "--seconds-budget", type=float, default=90.0, metavar="S", help="about how long it may take"
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=float,
+        metavar="X",
+        help="seconds of the trace in one second of replay (default: what makes it fit)",
+    )
+    parser.add_argument(
+        "--dispatch",
+        choices=workloads.DISPATCHES,
+        default="round-robin",
+        help="how chats and traces are spread over the nodes: by a stateless router, or to the "
+        "node that last served the prefix",
+    )
+    parser.add_argument(
+        "--block-size", type=byte_size, metavar="SIZE", help="(default: scaled to the machine)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seeds the workload")
+    parser.add_argument(
+        "--runner",
+        choices=["processes", "namespaces", "mininet"],
+        default="processes",
+        help="UDP tunnels (no root), network namespaces or Mininet (root)",
+    )
+    parser.add_argument("--switch", choices=["switchsim", "bmv2"], default="switchsim")
+    parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("kvcast-out"), metavar="DIR", help="picture, page, logs"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="warning",
+        help="debug shows tracebacks",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 1 if it failed or a wrong byte was delivered."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.time_scale is not None and not options.time_scale > 0:
+        parser.error("--time-scale must be positive")
+    if options.time_scale is not None and options.trace is None:
+        parser.error("--time-scale goes with --trace")
+    if not 20 <= options.seconds_budget <= 3600:
+        parser.error("--seconds-budget must be between 20 and 3600")
+    if not 1 <= options.nodes <= 32:
+        parser.error("--nodes must be between 1 and 32")
+    if options.block_size is not None and not 1024 <= options.block_size <= 1 << 20:
+        parser.error("--block-size must be between 1 KiB and 1 MiB")
+    return run_command(lambda: _demo(options), log_level=options.log_level)
+
+
+async def _demo(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts
+    from rich.console import Console
+
+    # With the report on standard output, everything for people goes to standard error.
+    console = Console(stderr=options.json == "-")
+    report = await run(
+        DemoOptions(
+            workload=options.workload,
+            trace=options.trace,
+            nodes=options.nodes,
+            seconds_budget=options.seconds_budget,
+            seed=options.seed,
+            dispatch=options.dispatch,
+            time_scale=options.time_scale,
+            block_bytes=options.block_size,
+            runner=options.runner,
+            switch=options.switch,
+            run_dir=options.out / "logs",
+        ),
+        _TerminalReporter(console) if console.is_terminal else _LineReporter(console),
+    )
+    from kvcast.bench import picture
+
+    png, page = picture.draw(report, options.out)
+    if options.json:
+        facts.write_json(options.json, report)
+    _print_table(console, report)
+    console.print(f"picture: {png}\npage:    {page}", highlight=False, soft_wrap=True)
+    return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
+
+
+def _print_table(console: Console, report: dict[str, Any]) -> None:
+    from kvcast.bench import picture
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report['workload']['name']}, {report['parameters']['nodes']} nodes",
+        title_justify="left",
+    )
+    table.add_column("")
+    table.add_column("plain switch", justify="right")
+    table.add_column("kvcast", justify="right", style="bold green")
+    for name, plain, kvcast in picture.table_rows(report):
+        table.add_row(name, plain, kvcast)
+    console.print(table)
+    console.print(verdict(report), highlight=False)
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One sentence that says what the two ratios mean for this workload."""
+    plain, kvcast = report["plain_owner_egress_ratio"], report["owner_egress_ratio"]
+    if plain is None or kvcast is None:
+        return "No block was fetched from another node: there was nothing for a switch to do."
+    both = (
+        f"Owners sent each fetched byte {plain:.2f} times through the plain switch and "
+        f"{kvcast:.2f} times through kvcast: "
+    )
+    if kvcast > 0.9 * plain:
+        return both + "reads hardly coincided, and kvcast gained nothing here."
+    return both + f"{100 * (1 - kvcast / plain):.0f} % less on their links."
+
+
+class _LineReporter(Reporter):
+    """Progress as a line every few seconds, for pipes and logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def phase(self, name: str, total: int) -> Callable[[int, int], None]:
+        last = time.monotonic()
+        self.say(f"{name}: {total} requests")
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _EVERY_S:
+                last = time.monotonic()
+                self.say(f"{name}: {done} of {total} requests done")
+                sys.stdout.flush()
+
+        return progress
+
+
+class _TerminalReporter(Reporter):
+    """Progress as a bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Any = None
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    def phase(self, name: str, total: int) -> Callable[[int, int], None]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+
+        bar = Progress(
+            TextColumn("{task.description:>13}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Elapsed(),
+            console=self._console,
+        )
+        bar.start()
+        task = bar.add_task(name, total=total)
+        self._bar = bar
+        return lambda done, _total: bar.update(task, completed=done)
+
+    def end_phase(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,104 @@
+"""The `kvcast` command: a table of subcommands, each imported only when it is called.
+
+Owns: the names of the subcommands and which module serves each. Must not know: their options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcast.cli.common import EXIT_OK, EXIT_USAGE
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module whose `main(argv)` serves it, and a line of help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast"),
+    "bench": Command("kvcast.cli.bench", "measure one thing: incast, hostile"),
+    "switch": Command("kvcast.switchsim.daemon", "run a software switch (P4Runtime server)"),
+    "controller": Command("kvcast.controller.daemon", "run the controller of one switch"),
+    "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node"),
+    "status": Command("kvcast.cli.status", "show a running pool: nodes, tiers, hits, links"),
+    "put": Command("kvcast.cli.put", "store a file as a block"),
+    "get": Command("kvcast.cli.get", "fetch a block"),
+    "shell": Command("kvcast.cli.shell", "open a P4Runtime console on a running switch"),
+}
+
+_EXAMPLES = """\
+examples:
+  kvcast demo                          eight nodes, a mix of workloads, a table and a picture
+  kvcast demo --trace requests.jsonl   the same for a trace of yours
+  kvcast bench incast --readers 8      how often does a byte leave its owner?
+
+a pool by hand (each in a terminal of its own):
+  kvcast switch --grpc-addr 127.0.0.1:9559 \\
+      --port 1=udp:127.0.0.1:20001:127.0.0.1:21001 --port 2=udp:127.0.0.1:20002:127.0.0.1:21002
+  kvcast controller --switch 127.0.0.1:9559 --http-addr 127.0.0.1:9601
+  kvcast agent --node-id node-1 --ip 10.77.0.1 --mac 02:6b:76:00:00:01 --switch-port 1 \\
+      --transport tunnel --tunnel 127.0.0.1:21001:127.0.0.1:20001 --socket /tmp/node-1.sock
+  kvcast agent --node-id node-2 --ip 10.77.0.2 --mac 02:6b:76:00:00:02 --switch-port 2 \\
+      --transport tunnel --tunnel 127.0.0.1:21002:127.0.0.1:20002 --socket /tmp/node-2.sock
+  kvcast status
+  kvcast put --socket /tmp/node-1.sock README.md
+  kvcast get --socket /tmp/node-2.sock KEY
+
+kvcast COMMAND --help says more. Exit status: 0 done, 1 failed, 2 wrong usage, 3 block not in the
+pool, 130 interrupted."""
+
+
+def usage() -> str:
+    """The text of `kvcast --help`."""
+    width = max(len(name) for name in COMMANDS)
+    listed = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "usage: kvcast [--version] COMMAND ...\n\n"
+        "An in-network memory pool for the KV caches of LLM inference: a P4 switch answers,\n"
+        "joins and multicasts reads of KV blocks, so that a byte that many nodes want at once\n"
+        f"leaves its owner once.\n\ncommands:\n{listed}\n\n{_EXAMPLES}\n"
+    )
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version("kvcast")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return EXIT_OK if words else EXIT_USAGE
+    if words[0] in ("-V", "--version", "version"):
+        print(f"kvcast {version()}")
+        return EXIT_OK
+    command = COMMANDS.get(words[0])
+    if command is None:
+        print(
+            f"kvcast: no command {words[0]!r}; there are {', '.join(COMMANDS)} "
+            "(kvcast --help says what they do)",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    # argparse names the program by argv[0]; every subcommand's help then says "kvcast NAME".
+    sys.argv[0] = f"kvcast {words[0]}"
+    module = importlib.import_module(command.module)
+    status = module.main(words[1:])
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

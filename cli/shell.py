@@ -1,0 +1,92 @@
+"""`kvcast shell`: p4runtime-shell on a running switch.
+
+Owns: where p4runtime-shell is looked for. Must not know: P4Runtime. The shell pins an old
+protobuf and therefore lives in an environment of its own (`make setup-shell`), whose Python is
+started here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcast.cli.common import EXIT_FAILED
+from kvcast.cli.service import HelpFormatter, parse_host_port
+
+_DESCRIPTION = """\
+Opens p4runtime-shell on a running switch. It joins with a low election id, so that a running
+controller stays the one that writes, and the shell reads.
+
+The shell is found through KVCAST_P4RT_SHELL (the python of its environment) or in
+.venv-p4rt-shell beside the sources, which `make setup-shell` makes."""
+
+_EXAMPLES = """\
+examples:
+  kvcast shell --switch 127.0.0.1:9559
+  then, in the shell:  tables   table_entry["l2_forward"].read()   counter_entry   exit"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast shell`."""
+    parser = argparse.ArgumentParser(
+        prog="kvcast shell",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--switch",
+        type=parse_host_port,
+        default="127.0.0.1:9559",
+        metavar="HOST:PORT",
+        help="the switch's P4Runtime address",
+    )
+    parser.add_argument("--device-id", type=int, default=1, help="the switch's device id")
+    parser.add_argument("--election-id", default="0,1", help="high,low; the highest may write")
+    return parser
+
+
+def find_shell_python() -> Path | None:
+    """The Python of the environment that holds p4runtime-shell, or None."""
+    named = os.environ.get("KVCAST_P4RT_SHELL")
+    candidates = [Path(named)] if named else []
+    checkout = Path(__file__).resolve().parent.parent
+    candidates += [
+        folder / ".venv-p4rt-shell" / "bin" / "python" for folder in (checkout, Path.cwd())
+    ]
+    for python in candidates:
+        if not python.is_file():
+            continue
+        if any(python.parent.parent.glob("lib/python3*/site-packages/p4runtime_sh")):
+            return python
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replace this process by p4runtime-shell; 1 if it is not installed."""
+    options = build_parser().parse_args(argv)
+    python = find_shell_python()
+    if python is None:
+        print(
+            "kvcast: p4runtime-shell is not installed; `make setup-shell` makes an environment "
+            "for it, or set KVCAST_P4RT_SHELL to the python of one",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    host, port = options.switch
+    command = [
+        str(python),
+        "-m",
+        "p4runtime_sh",
+        f"--grpc-addr={host}:{port}",
+        f"--device-id={options.device_id}",
+        f"--election-id={options.election_id}",
+    ]
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        print(f"kvcast: {python}: {error.strerror or error}", file=sys.stderr)
+    return EXIT_FAILED

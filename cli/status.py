@@ -1,0 +1,254 @@
+"""`kvcast status`: a live view of a pool, from the controller's HTTP API.
+
+Owns: how /v1/status is shown to people. Must not know: how its numbers come about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcast.cli.common import EXIT_OK, CommandError, run_command
+from kvcast.cli.service import HelpFormatter
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_TIMEOUT_S = 5.0
+_TIERS = ("local", "switch", "shared", "home", "bulk")
+
+_EXAMPLES = """\
+examples:
+  kvcast status                     a live view, every second; Ctrl-C ends it
+  kvcast status --once              one table
+  kvcast status --once --json -     the controller's answer as it is"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast status`."""
+    parser = argparse.ArgumentParser(
+        prog="kvcast status",
+        description="Shows a running pool: its nodes and their tiers, links, the switch's "
+        "decisions and what lives in its memory.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--http",
+        default="http://127.0.0.1:9601",
+        metavar="URL",
+        help="the controller's HTTP address (kvcast controller --http-addr)",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, not over and over")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="between two views"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the status there (- = stdout)")
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="warning",
+        help="debug shows tracebacks",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show a pool; 1 if the controller does not answer."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if "://" not in options.http:
+        options.http = f"http://{options.http}"
+    if not options.http.startswith(("http://", "https://")):
+        parser.error("--http must be an http:// address")
+    if not 0.1 <= options.interval <= 3600:
+        parser.error("--interval must be between 0.1 and 3600 seconds")
+    return run_command(lambda: _status(options), log_level=options.log_level)
+
+
+async def _status(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts
+    from rich.console import Console
+
+    status = await asyncio.to_thread(fetch_status, options.http)
+    if options.json:
+        facts.write_json(options.json, status)
+        if options.json == "-":
+            return EXIT_OK
+    console = Console()
+    if options.once or not console.is_terminal:
+        console.print(render(status, None))
+        return EXIT_OK
+    await _live(console, options, status)
+    return EXIT_OK
+
+
+async def _live(console: Console, options: argparse.Namespace, status: dict[str, Any]) -> None:
+    """Redraw until interrupted; a controller that does not answer is said, and asked again."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    at, before = time.monotonic(), None
+    with Live(render(status, None), console=console, screen=False, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(options.interval)
+            try:
+                now, fresh = time.monotonic(), await asyncio.to_thread(fetch_status, options.http)
+            except CommandError as error:
+                live.update(Group(render(status, before), Text(str(error), "red")), refresh=True)
+                continue
+            before, status, at = (status, now - at), fresh, now
+            live.update(render(status, before), refresh=True)
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """/v1/status of the controller at that address; CommandError if it does not answer so."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/status", timeout=_TIMEOUT_S) as answer:
+            status = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{url}: the controller answers {error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise CommandError(f"{url}: no controller answers: {error.reason}") from error
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{url}: {error}") from error
+    if not isinstance(status, dict) or "nodes" not in status:
+        raise CommandError(f"{url}: this is no kvcast controller")
+    return status
+
+
+def render(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
+    """The view; `before` is an earlier status and its age in seconds, for rates."""
+    from rich.columns import Columns
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_summary(status), _nodes(status, before)]
+    tables = [
+        _counts("switch decisions", status.get("decisions")),
+        _counts("fills", status.get("fills")),
+    ]
+    parts.append(Columns([table for table in tables if table is not None]))
+    if status.get("residents"):
+        parts.append(_residents(status))
+    return Group(*parts)
+
+
+def _summary(status: dict[str, Any]) -> RenderableType:
+    from rich.text import Text
+
+    switch, slots = status.get("switch", {}), status.get("slots", {})
+    alive = sum(1 for node in status["nodes"] if node["alive"])
+    text = Text()
+    text.append(f"epoch {status['epoch']}", "bold")
+    text.append(f"   {alive} of {len(status['nodes'])} nodes alive")
+    text.append(f"   {len(status.get('namespaces', []))} namespaces")
+    text.append(f"   {len(status.get('groups', []))} reader groups")
+    text.append("   plain switch" if status.get("plain") else f"   admission {status['admit']}")
+    text.append(
+        f"   slots {slots.get('total', 0) - slots.get('free', 0)} of {slots.get('total', 0)}"
+    )
+    if not switch.get("connected", True):
+        text.append(f"\nswitch {switch.get('address')}: not connected", "red")
+        if switch.get("last_error"):
+            text.append(f" ({switch['last_error']})", "red")
+    elif not switch.get("programmed", True):
+        text.append(f"\nswitch {switch.get('address')}: being programmed", "yellow")
+    return text
+
+
+def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
+    """A row a node: state, memory, hits by tier, misses, fetch times, what its link carries."""
+    from rich.table import Table
+
+    table = Table(title="nodes", title_justify="left")
+    table.add_column("node")
+    table.add_column("port", justify="right")
+    table.add_column("state")
+    for name in ("buckets", "blocks", "DRAM MiB", *_TIERS, "misses"):
+        table.add_column(name, justify="right")
+    for name in ("p50 ms", "p99 ms", "out MiB", "out MiB/s"):
+        table.add_column(name, justify="right")
+    for node in status["nodes"]:
+        counters = status.get("agents", {}).get(node["node_id"], {})
+        misses = sum(v for k, v in counters.items() if k.startswith("misses_"))
+        table.add_row(
+            node["node_id"],
+            str(node["switch_port"]),
+            _state(node),
+            str(node["buckets"]),
+            str(node["blocks"]),
+            f"{node['arena_used_bytes'] / 2**20:.1f}/{node['arena_bytes'] / 2**20:.0f}",
+            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
+            f"{misses:.0f}",
+            f"{counters.get('fetch_ms_p50', 0):.1f}",
+            f"{counters.get('fetch_ms_p99', 0):.1f}",
+            f"{_sent(counters) / 2**20:.1f}",
+            _rate(node["node_id"], counters, before),
+        )
+    return table
+
+
+def _state(node: dict[str, Any]) -> str:
+    if not node["alive"]:
+        return "[red]dead[/]"
+    if not node["connected"]:
+        return "[yellow]silent[/]"
+    return "alive" if node["programmed"] else "[yellow]joining[/]"
+
+
+def _sent(counters: dict[str, float]) -> float:
+    """Payload bytes that the node's link carried to readers."""
+    return counters.get("payload_bytes_sent_udp_total", 0) + counters.get(
+        "payload_bytes_sent_bulk_get_total", 0
+    )
+
+
+def _rate(
+    node_id: str, counters: dict[str, float], before: tuple[dict[str, Any], float] | None
+) -> str:
+    if before is None or before[1] <= 0:
+        return "–"
+    earlier = before[0].get("agents", {}).get(node_id, {})
+    return f"{max(0.0, _sent(counters) - _sent(earlier)) / before[1] / 2**20:.2f}"
+
+
+def _counts(title: str, counts: dict[str, float] | None) -> RenderableType | None:
+    from rich.table import Table
+
+    if not counts:
+        return None
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name, value in counts.items():
+        table.add_row(str(name).lower(), f"{value:,.0f}")
+    return table
+
+
+def _residents(status: dict[str, Any]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="in the switch's memory", title_justify="left")
+    for name in ("namespace", "key", "KiB", "hits", "value", "age s", ""):
+        table.add_column(name, justify="left" if name in ("key", "") else "right")
+    residents = sorted(status["residents"], key=lambda resident: -resident["hits"])
+    for resident in residents[:12]:
+        table.add_row(
+            str(resident["namespace"]),
+            resident["key"],
+            f"{resident['size_bytes'] / 1024:.0f}",
+            str(resident["hits"]),
+            f"{resident['value']:,.0f}",
+            f"{resident['age_s']:.0f}",
+            " ".join(word for word in ("pinned", "leaving") if resident.get(word)),
+        )
+    if len(residents) > 12:
+        table.caption = f"and {len(residents) - 12} more"
+    return table

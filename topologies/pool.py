@@ -1,0 +1,447 @@
+"""A whole pool as separate processes: one switch, one controller, an agent for every node.
+
+Owns: which processes run, with which flags, in which order, until when they count as ready, and
+that none is left behind. Must not know: what connects them (network.py and its runners), nor what
+a block is.
+
+    async with Pool(Star.of(8), PoolOptions()) as pool:
+        client = AsyncClient(pool.sockets["node-1"])
+
+The switch starts first, then the controller, then all agents; the pool is ready when the
+controller reports every node as registered and programmed. A part that dies meanwhile ends the
+wait with the tail of its log. All logs are in `run_dir`, which is kept if the caller named it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import http.client
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from kvcast.topologies.network import Network, NetworkError
+from kvcast.topologies.part import Part, PartError
+from kvcast.topologies.processes import TunnelNetwork
+from kvcast.topologies.star import Star
+
+Runner = Literal["processes", "namespaces", "mininet"]
+Switch = Literal["switchsim", "bmv2"]
+RUNNERS: tuple[Runner, ...] = ("processes", "namespaces", "mininet")
+SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
+
+HTTP_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+
+
+class PoolError(RuntimeError):
+    """The pool cannot start, or one of its parts died; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How a pool is run; the defaults suit a laptop."""
+
+    runner: Runner = "processes"
+    """What connects the parts: UDP tunnels (no root), namespaces, or Mininet."""
+    switch: Switch = "switchsim"
+    """The switch: kvcast's own, or BMv2's simple_switch_grpc."""
+    plain: bool = False
+    """Whether the switch only forwards (settings.enabled = 0)."""
+    admit: Literal["auto", "off", "pin"] = "auto"
+    """Which blocks the controller puts into the switch."""
+    replicas: int = 1
+    """Further nodes that keep each block, beside its home."""
+    lease_s: float = 3.0
+    """A node that has not renewed for so long is dead."""
+    tick_s: float = 0.5
+    """The controller's period."""
+    arena_bytes: int = 64 * 1024 * 1024
+    """DRAM tier of each agent."""
+    loss: float = 0.0
+    """Probability with which switchsim loses a frame, each time it crosses a link."""
+    seed: int = 1
+    """Seed of that loss."""
+    start_timeout_s: float = 60.0
+    """How long the whole pool may take to be ready."""
+    log_level: str = "info"
+    """Log level of every part."""
+    switch_flags: tuple[str, ...] = ()
+    """Further flags of `kvcast switch`."""
+    controller_flags: tuple[str, ...] = ()
+    """Further flags of `kvcast controller`."""
+    agent_flags: tuple[str, ...] = ()
+    """Further flags of every `kvcast agent`."""
+
+
+def find_simple_switch() -> str | None:
+    """The path of BMv2's simple_switch_grpc: KVCAST_SIMPLE_SWITCH_GRPC, else the PATH's."""
+    named = os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC")
+    return shutil.which(named) if named else shutil.which("simple_switch_grpc")
+
+
+def make_network(runner: Runner, star: Star) -> Network:
+    """The network of that runner, not up yet."""
+    if runner == "processes":
+        return TunnelNetwork(star)
+    if runner == "namespaces":
+        from kvcast.topologies.namespaces import NamespaceNetwork
+
+        return NamespaceNetwork(star)
+    from kvcast.topologies.mininet_bmv2 import MininetNetwork
+
+    return MininetNetwork(star)
+
+
+@dataclass
+class Pool:
+    """An asynchronous context manager that is a running pool. See the module's text."""
+
+    star: Star
+    options: PoolOptions = field(default_factory=PoolOptions)
+    run_dir: Path | None = None
+    """Where logs, sockets and state are kept; None: a temporary folder, removed at the end."""
+
+    def __post_init__(self) -> None:
+        self.network = make_network(self.options.runner, self.star)
+        self.parts: dict[str, Part] = {}
+        self.sockets: dict[str, Path] = {}
+        self._folder = Path()
+        self._sockets_folder: Path | None = None
+        self._arenas: list[Path] = []
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Pool:
+        try:
+            await self._start()
+        except (PartError, NetworkError) as error:
+            await self._close()
+            raise PoolError(str(error)) from error
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    async def _start(self) -> None:
+        self._check_options()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.options.start_timeout_s
+        self._make_folders()
+        atexit.register(self._close_now)
+        self.network.up()
+        self._describe_parts()
+        await self._start_part("switch", deadline)
+        await self._start_part("controller", deadline)
+        agents = [self.parts[host.node_id] for host in self.star.hosts]
+        for agent in agents:
+            await agent.start()
+        for agent in agents:
+            await agent.wait_ready(max(0.1, deadline - loop.time()))
+        await self.wait_programmed(max(0.1, deadline - loop.time()))
+
+    def _check_options(self) -> None:
+        options = self.options
+        if options.switch == "bmv2":
+            if options.runner == "processes":
+                raise PoolError(
+                    "BMv2 needs network interfaces: use the namespaces or mininet runner"
+                )
+            if options.loss or options.switch_flags:
+                raise PoolError("BMv2 takes neither loss nor flags of kvcast switch")
+            if find_simple_switch() is None:
+                raise PoolError(
+                    "simple_switch_grpc is not on the PATH and KVCAST_SIMPLE_SWITCH_GRPC does "
+                    "not name it; docs/ says how to build BMv2"
+                )
+        if not 0 <= options.loss < 1:
+            raise PoolError(f"loss {options.loss} is no probability below 1")
+
+    def _make_folders(self) -> None:
+        if self.run_dir is not None:
+            self._folder = self.run_dir.resolve()
+            self._folder.mkdir(parents=True, exist_ok=True)
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="kvcast-run-"))
+        # A Unix socket's path holds at most 107 bytes, so the sockets get a short one.
+        self._sockets_folder = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
+
+    def _describe_parts(self) -> None:
+        """Every part with the command that starts it, now and after it was killed."""
+        environment = dict(os.environ)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            environment.setdefault(name, "1")  # dozens of processes share a few cores
+        commands = {"switch": self._switch_command(), "controller": self._controller_command()}
+        assert self._sockets_folder is not None
+        for host in self.star.hosts:
+            self.sockets[host.node_id] = self._sockets_folder / f"{host.node_id}.sock"
+            commands[host.node_id] = self._agent_command(host.node_id)
+        for name, command in commands.items():
+            self.parts[name] = Part(
+                name,
+                [*self.network.prefix(name), *command],
+                log_path=self._folder / f"{name}.log",
+                environment=environment,
+                announces=not (name == "switch" and self.options.switch == "bmv2"),
+            )
+
+    def _switch_command(self) -> list[str]:
+        options, device = self.options, self.star.device_id
+        grpc = _joined(self.network.grpc_address)
+        ports = [(h.switch_port, self.network.switch_port(h)) for h in self.star.hosts]
+        if options.switch == "bmv2":
+            binary = find_simple_switch()
+            assert binary is not None
+            interfaces = [f"{port}@{name.removeprefix('if:')}" for port, name in ports]
+            return [
+                binary,
+                "--no-p4",
+                f"--device-id={device}",
+                *(word for each in interfaces for word in ("-i", each)),
+                "--",
+                f"--grpc-server-addr={grpc}",
+                "--cpu-port=255",
+            ]
+        return [
+            *_daemon("switchsim", options),
+            f"--grpc-addr={grpc}",
+            f"--device-id={device}",
+            *(f"--port={port}={name}" for port, name in ports),
+            f"--stats-json={self.switch_stats_path}",
+            f"--seed={options.seed}",
+            *([f"--loss={options.loss}"] if options.loss else []),
+            *options.switch_flags,
+        ]
+
+    def _controller_command(self) -> list[str]:
+        options, network = self.options, self.network
+        return [
+            *_daemon("controller", options),
+            f"--switch={_joined(network.grpc_address)}",
+            f"--device-id={self.star.device_id}",
+            f"--target={'bmv2' if options.switch == 'bmv2' else 'v1model'}",
+            f"--agents-addr={_joined(network.agents_address)}",
+            f"--http-addr={_joined(network.http_address)}",
+            "--insecure",  # the management network of namespaces is no loopback
+            f"--state={self._folder / 'controller.sqlite'}",
+            f"--lease={options.lease_s:g}",
+            f"--tick={options.tick_s:g}",
+            f"--admit={options.admit}",
+            f"--replicas={options.replicas}",
+            *(["--plain"] if options.plain else []),
+            *options.controller_flags,
+        ]
+
+    def _agent_command(self, node_id: str) -> list[str]:
+        options, host = self.options, self.star.host(node_id)
+        arena = Path("/dev/shm") if Path("/dev/shm").is_dir() else self._folder
+        arena /= f"kvcast-{self._folder.name}-{os.getpid()}-{node_id}.arena"
+        self._arenas.append(arena)
+        return [
+            *_daemon("hostagent", options),
+            f"--node-id={node_id}",
+            f"--controller={_joined(self.network.agents_address)}",
+            f"--ip={host.ip}",
+            f"--mac={host.mac}",
+            f"--switch-port={host.switch_port}",
+            f"--udp-port={host.udp_port}",
+            f"--socket={self.sockets[node_id]}",
+            f"--arena-bytes={options.arena_bytes}",
+            f"--arena-path={arena}",
+            "--no-arena-reserve",  # dozens of agents share this machine's memory
+            *self.network.agent_flags(host),
+            *options.agent_flags,
+        ]
+
+    async def _start_part(self, name: str, deadline: float) -> None:
+        part = self.parts[name]
+        await part.start()
+        await part.wait_ready(max(0.1, deadline - asyncio.get_running_loop().time()))
+
+    async def _close(self) -> None:
+        """End every part and take the network away, whatever else happens meanwhile."""
+        closing = asyncio.create_task(self._close_parts())
+        interrupted: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                interrupted = error
+        self._close_now()
+        closing.result()
+        if interrupted is not None:
+            raise interrupted
+
+    async def _close_parts(self) -> None:
+        agents = [part for name, part in self.parts.items() if name not in ("switch", "controller")]
+        await asyncio.gather(*(part.stop() for part in agents))
+        for name in ("controller", "switch"):
+            if name in self.parts:
+                await self.parts[name].stop()
+
+    def _close_now(self) -> None:
+        """The part of closing that needs no loop; also runs when the interpreter ends."""
+        for part in self.parts.values():
+            part.kill_now()
+        self.network.down()
+        for arena in self._arenas:
+            arena.unlink(missing_ok=True)
+        if self._sockets_folder is not None:
+            shutil.rmtree(self._sockets_folder, ignore_errors=True)
+        if self.run_dir is None and self._folder != Path():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self._close_now)
+
+    # --- use ----------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The run directory with every part's log."""
+        return self._folder
+
+    @property
+    def switch_stats_path(self) -> Path:
+        """Where switchsim writes all of its counters, every second."""
+        return self._folder / "switch-stats.json"
+
+    @property
+    def pids(self) -> dict[str, int | None]:
+        """Process ids by part; None for one that does not run."""
+        return {name: part.pid for name, part in self.parts.items()}
+
+    @property
+    def http_url(self) -> str:
+        """The controller's HTTP API; inside of its namespace where the runner has one."""
+        return f"http://{_joined(self.network.http_address)}"
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL a part."""
+        await self.parts[name].kill()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP a part: it neither answers nor dies."""
+        self.parts[name].send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT a paused part."""
+        self.parts[name].send_signal(signal.SIGCONT)
+
+    async def restart(self, name: str, timeout_s: float = 30.0) -> None:
+        """Start a part that was killed again, with the command it had; waits for its ready line."""
+        try:
+            await self._start_part(name, asyncio.get_running_loop().time() + timeout_s)
+        except PartError as error:
+            raise PoolError(str(error)) from error
+
+    def check_alive(self, *, except_for: frozenset[str] = frozenset()) -> None:
+        """PoolError with the log's tail if a part that should run does not."""
+        for name, part in self.parts.items():
+            if part.starts and not part.running and name not in except_for:
+                raise PoolError(str(part.failure("died")))
+
+    async def http(self, method: str, path: str, body: Any = None) -> Any:
+        """One request to the controller's HTTP API; the decoded JSON (or text) it answers.
+
+        OSError if nobody answers, PoolError for a status of 400 or more.
+        """
+        return await asyncio.to_thread(self._http, method, path, body)
+
+    def _http(self, method: str, path: str, body: Any) -> Any:
+        host, port = self.network.http_address
+        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+        connection.sock = self.network.open_socket()
+        try:
+            connection.sock.settimeout(HTTP_TIMEOUT_S)
+            connection.sock.connect((host, port))
+            payload = None if body is None else json.dumps(body)
+            headers = {"Content-Type": "application/json"} if payload is not None else {}
+            connection.request(method, path, payload, headers)
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+            if response.status >= 400:
+                raise PoolError(f"{method} {path}: {response.status}: {text.strip()}")
+            is_json = (response.headers.get_content_type()) == "application/json"
+            return json.loads(text) if is_json else text
+        except http.client.HTTPException as error:
+            raise OSError(f"{method} {path}: {error!r}") from error
+        finally:
+            connection.close()
+
+    async def status(self) -> dict[str, Any]:
+        """The controller's /v1/status."""
+        status = await self.http("GET", "/v1/status")
+        if not isinstance(status, dict):
+            raise PoolError("/v1/status did not answer with a JSON object")
+        return status
+
+    async def wait_programmed(
+        self, timeout_s: float, *, without: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
+        """Wait until the controller reports every node but `without` as alive and programmed.
+
+        PoolError, with what was missing, after `timeout_s` or when a part dies.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        wanted = {host.node_id for host in self.star.hosts} - without
+        while True:
+            self.check_alive(except_for=without)
+            try:
+                status = await self.status()
+                missing = what_is_missing(status, wanted)
+            except (OSError, PoolError) as error:
+                missing = f"the controller's status ({error})"
+                status = {}
+            if not missing:
+                return status
+            if loop.time() >= deadline:
+                raise PoolError(
+                    f"the pool is not ready after {timeout_s:.0f} s: waiting for {missing}; "
+                    f"logs are in {self.folder}; the controller's ends:\n"
+                    f"{self.parts['controller'].log_tail()}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
+    """What /v1/status lacks for these nodes to be usable; "" if nothing."""
+    nodes = {node["node_id"]: node for node in status.get("nodes", [])}
+    absent = sorted(wanted - nodes.keys())
+    if absent:
+        return f"the registration of {', '.join(absent)}"
+    for what in ("alive", "connected", "placed", "programmed"):
+        lacking = sorted(name for name in wanted if not nodes[name].get(what))
+        if lacking:
+            return f"{', '.join(lacking)} to be {what}"
+    late = sorted(name for name in wanted if nodes[name].get("epoch") != status.get("epoch"))
+    return f"the map of epoch {status.get('epoch')} at {', '.join(late)}" if late else ""
+
+
+def _joined(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _daemon(package: str, options: PoolOptions) -> list[str]:
+    """The words that start a daemon with this interpreter."""
+    return [
+        sys.executable,
+        "-m",
+        f"kvcast.{package}.daemon",
+        f"--log-level={options.log_level}",
+    ]
