@@ -24,6 +24,7 @@ LOG_TAIL_BYTES = 4096
 """How much of a dead part's log an error quotes."""
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.02
 
 
 class PartError(RuntimeError):
@@ -72,8 +73,7 @@ class Part:
         self._environment = dict(environment) if environment is not None else None
         self._announces = announces
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._ready_line: asyncio.Future[dict[str, Any]] | None = None
+        self._log_start = 0
 
     @property
     def pid(self) -> int | None:
@@ -92,15 +92,15 @@ class Part:
         """Start the command (again); PartError if it cannot be executed."""
         if self.running:
             raise PartError(f"{self.name} runs already, as process {self.pid}")
-        await self._drain_reader()
         log = self.log_path.open("ab")
         try:
             log.write(f"$ {' '.join(self.command)}\n".encode())
             log.flush()
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=log,
                 stderr=log,
                 env=self._environment,
                 preexec_fn=die_with_parent(),
@@ -112,19 +112,20 @@ class Part:
             log.close()
         self.starts += 1
         self.ready = {}
-        self._ready_line = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(self._read_output(), name=f"output of {self.name}")
 
     async def wait_ready(self, timeout_s: float) -> dict[str, Any]:
         """The ready line's facts; PartError with the log's tail if the part dies or is late."""
         if not self._announces:
             return {}
-        assert self._ready_line is not None
-        try:
-            self.ready = await asyncio.wait_for(asyncio.shield(self._ready_line), timeout_s)
-        except TimeoutError:
-            raise self.failure(f"not ready after {timeout_s:g} s") from None
-        return self.ready
+        for _ in range(max(1, round(timeout_s / _POLL_S))):
+            ended = not self.running
+            self.ready = self._ready_facts()
+            if self.ready:
+                return self.ready
+            if ended:
+                raise self.failure("ended before it was ready")
+            await asyncio.sleep(_POLL_S)
+        raise self.failure(f"not ready after {timeout_s:g} s")
 
     async def wait(self) -> int:
         """Wait for the process to end; its exit status."""
@@ -144,7 +145,6 @@ class Part:
         self.send_signal(signal.SIGKILL)
         if self._process is not None:
             await self._process.wait()
-            await self._drain_reader()
 
     async def stop(self, grace_s: float = TERM_GRACE_S) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; waits until the process is gone."""
@@ -158,7 +158,6 @@ class Part:
             except TimeoutError:
                 self.send_signal(signal.SIGKILL)
                 await self._process.wait()
-        await self._drain_reader()
 
     def kill_now(self) -> None:
         """SIGKILL without waiting: for exit paths on which no loop runs any more."""
@@ -183,46 +182,17 @@ class Part:
         status = "" if self.running else f" (exit status {self.returncode})"
         return PartError(f"{self.name}: {what}{status}; {self.log_path} ends:\n{self.log_tail()}")
 
-    async def _read_output(self) -> None:
-        """Copy standard output into the log; the first JSON line with "ready" is the ready line."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        assert self._ready_line is not None
-        stream, ready = self._process.stdout, self._ready_line
-        with self.log_path.open("ab") as log:
-            while True:
-                try:
-                    line = await stream.readline()
-                except ValueError:  # a line longer than the stream's limit
+    def _ready_facts(self) -> dict[str, Any]:
+        """The ready line, if this start of the part has printed it; else {}."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            for line in log:
+                if not line.startswith(b"{"):
                     continue
-                if not line:
-                    break
-                log.write(line)
-                log.flush()
-                if not ready.done():
-                    facts = _ready_facts(line)
-                    if facts is not None:
-                        ready.set_result(facts)
-        await self._process.wait()
-        if not ready.done():
-            ready.set_exception(self.failure("ended before it was ready"))
-            ready.exception()  # marked as seen: nobody has to wait for it
-
-    async def _drain_reader(self) -> None:
-        """Wait for the output to end; a grandchild that holds the pipe open does not hold us up."""
-        if self._reader is not None:
-            reader, self._reader = self._reader, None
-            done, _ = await asyncio.wait([reader], timeout=1.0)
-            if not done:
-                reader.cancel()
-                await asyncio.wait([reader])
-
-
-def _ready_facts(line: bytes) -> dict[str, Any] | None:
-    try:
-        facts = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(facts, dict) and facts.get("event") == "ready":
-        return facts
-    return None
+                try:
+                    facts = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(facts, dict) and facts.get("event") == "ready":
+                    return facts
+        return {}
