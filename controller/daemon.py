@@ -143,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     pool.add_argument(
         "--replicas",
         metavar="N",
-        type=_int(0, 7),
+        type=_int(0, 3),
         default=2,
         help="nodes that a bucket lists after its home, in the order in which they take over",
     )
@@ -331,6 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = flag.replace("_", "-")
             parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
     setup_logging(options.log_level, options.log_format)
+    for library in ("finsy", "grpc", "asyncio", "aiohttp"):
+        # At "debug" finsy prints every entity that it reads or writes.
+        logging.getLogger(library).setLevel(logging.WARNING)
     return asyncio.run(run(options))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvcast.protocol.control import GroupInfo, NamespaceInfo
 
-MAX_NAMESPACES = 256
+MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
 MAX_GROUPS = 512
 """Over all namespaces: each holds a multicast group of the switch, from 1024 up."""

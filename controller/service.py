@@ -38,6 +38,9 @@ GATHER_EVENTS_S = 0.02
 """After a first event the loop waits so long for others, so that a start of 32 agents is a few
 epochs and not 32."""
 RETRY_SWITCH_S = 1.0
+SWITCH_GRACE_S = 3.0
+"""While the switch has been away for less than this, changes wait for it, so that agents are not
+told of what the switch does not let through yet; after that they are told all the same."""
 STUCK_AFTER_S = 60.0
 """A loop that has not come round for so long makes /healthz fail."""
 
@@ -54,9 +57,10 @@ DECISION_NAMES = {
     10: "guarded",
     11: "dropped",
     12: "forwarded",
+    13: "serving",
 }
 """The `decisions` table's constant entries; a number that is not here shows as itself."""
-FILL_NAMES = {1: "filled", 2: "wrong_digest"}
+FILL_NAMES = {1: "filled", 2: "wrong_digest", 3: "no_chunk"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class ControllerService:
         self._ticked_at = 0.0
         self._tick_took_s = 0.0
         self._loop_at = time.monotonic()
+        self._lost_at: float | None = self._loop_at
+        """Since when the switch has not been writable; None while it is."""
         self._switch = SwitchLink(
             options.switch,
             device_id=options.device_id,
@@ -177,7 +183,9 @@ class ControllerService:
         try:
             decisions = await self._switch.table_counters("decisions")
             fills = await self._switch.table_counters("fills")
-            hits = await self._switch.indexed_counters("resident_hits")
+            hits: dict[int, int] = {}
+            if self._pool.tiers.hits_matter:
+                hits = await self._switch.indexed_counters("resident_hits")
         except SwitchError as error:
             self._switch_failed("counters", error)
             return
@@ -199,6 +207,10 @@ class ControllerService:
             except SwitchError as error:
                 self._switch_failed("read", error)
                 usable = False
+        if usable:
+            self._lost_at = None
+        elif self._waits_for_switch():
+            return
         plan = self._pool.plan()
         self._save()
         try:
@@ -211,6 +223,13 @@ class ControllerService:
             await self._clean_up(plan)
         self._settled.set()
         self._settled = asyncio.Event()
+
+    def _waits_for_switch(self) -> bool:
+        """Whether the switch is away, but not for so long that agents must go on without it."""
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        return now - self._lost_at < SWITCH_GRACE_S
 
     async def _write(self, plan: Plan) -> None:
         assert self._switch.mirror is not None

@@ -135,6 +135,11 @@ class Tiers:
             now=now,
         )
 
+    @property
+    def hits_matter(self) -> bool:
+        """Whether `resident_hits` must be read: for its base, and while anything is resident."""
+        return not self._hits or bool(self.residency.residents)
+
     def heard_hits(self, hits: Mapping[int, int], now: float) -> Outgoing:
         """Readings of `resident_hits` by slot; the growth is credited to the homes.
 
