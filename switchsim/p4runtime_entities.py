@@ -15,6 +15,7 @@ BMv2's P4Runtime server (p4lang/PI) does not implement is refused with UNIMPLEME
 | reads filtered by action, metadata or priority alone | watch ports, backup replicas |
 | digest configurations read by wildcard | direct resources of default entries |
 | metadata of multicast groups; empty one-shots | selection modes of one-shots |
+| clone sessions that truncate | |
 
 Specification: P4Runtime 1.4, "P4 Entity Messages".
 """
@@ -405,6 +406,8 @@ class EntityStore:
         else:
             if message.class_of_service:
                 raise unimplemented("class of service on clone sessions")
+            if message.packet_length_bytes and self._strict:
+                raise unimplemented("truncated clones are not implemented (strict)")
             if not 0 <= message.packet_length_bytes <= MAX_CLONE_BYTES:
                 raise invalid_argument(
                     f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, "

@@ -255,15 +255,17 @@ control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
             picked.apply();
             fixed_entries.apply();
             small.apply();
-            cells.count((bit<32>) hdr.probe.index);
-            packets_only.count((bit<32>) hdr.probe.index);
+            // BMv2 does not survive an index beyond the end of an array.
+            bit<32> index = (bit<32>) hdr.probe.index;
+            cells.count(index & 15);
+            packets_only.count(index & 3);
             if (hdr.probe.op == 7) {
-                policer.execute_meter((bit<32>) hdr.probe.index, meta.color);
+                policer.execute_meter(index & 7, meta.color);
             }
             if (hdr.probe.op == 8) {
-                words.write((bit<32>) hdr.probe.index, hdr.probe.value);
+                words.write(index & 15, hdr.probe.value);
             }
-            words.read(hdr.probe.register_value, (bit<32>) hdr.probe.index);
+            words.read(hdr.probe.register_value, index & 15);
             hdr.probe.color = (bit<8>) meta.color;
         }
     }
