@@ -21,7 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvcast.hostagent.calls import UNREACHABLE, BulkCall, DropCall, ExistsCall, GetCall, PutCall
+from kvcast.hostagent.calls import (
+    EVICTED,
+    UNREACHABLE,
+    BulkCall,
+    DropCall,
+    ExistsCall,
+    GetCall,
+    PutCall,
+)
 from kvcast.hostagent.core import AgentCore
 from kvcast.hostagent.pool import Pool
 from kvcast.hostagent.store import Copy
@@ -202,6 +210,8 @@ class BulkCaller:
 
     async def _make(self, node: NodeInfo, peer: _Peer, call: BulkCall) -> str:
         loop = asyncio.get_running_loop()
+        if isinstance(call, PutCall) and not call.begin():
+            return EVICTED
         while True:
             if call.deadline <= loop.time():
                 return UNREACHABLE

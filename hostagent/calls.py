@@ -20,18 +20,23 @@ UNREACHABLE: Final = "unreachable"
 """Outcome of a call whose peer could not be asked, or did not answer in time; beside the
 statuses of `kvcast.protocol.bulk`."""
 
+EVICTED: Final = "evicted"
+"""Outcome of a put whose copy was no longer there when its turn came."""
+
 Done = Callable[[float, str], None]
 """(now, outcome)"""
 
 
 @dataclass(slots=True, eq=False)
 class PutCall:
-    """Send a copy to a node. The core keeps it pinned until `done`."""
+    """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
+    it waited, and there is nothing to send. After it and whatever happens, `done`."""
 
     node: int
     copy: Copy
     epoch: int
     deadline: float
+    begin: Callable[[], bool]
     done: Done
 
 

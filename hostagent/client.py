@@ -46,8 +46,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _READ_BYTES: Final = 256 * 1024
 _PUT_BATCH_BYTES: Final = 16 << 20
-"""Bytes that a put writes before it commits them, so that a large put needs no large part of
-the arena at once."""
+_PUT_BATCH_SHARE: Final = 8
+"""A put writes this many bytes, or an eighth of the arena, before it commits them, so that a large
+put needs no large part of the arena at once."""
 _GRACE_S: Final = 5.0
 """Beyond a request's own deadline, how long the agent may take to answer."""
 _SLOW_REQUEST_S: Final = 60.0
@@ -220,6 +221,7 @@ class _Arena:
             self._map = mmap.mmap(fd, size_bytes)
         finally:
             os.close(fd)
+        self.put_batch_bytes = min(_PUT_BATCH_BYTES, size_bytes // _PUT_BATCH_SHARE)
         self._memory = memoryview(self._map)
         self._readable = self._memory.toreadonly()
 
@@ -265,12 +267,14 @@ def _batches(keys: list[bytes]) -> Iterator[list[bytes]]:
         yield keys[start : start + MAX_KEYS]
 
 
-def _put_batches(blocks: Mapping[bytes, Buffer]) -> Iterator[list[tuple[bytes, memoryview]]]:
+def _put_batches(
+    blocks: Mapping[bytes, Buffer], batch_bytes: int
+) -> Iterator[list[tuple[bytes, memoryview]]]:
     batch: list[tuple[bytes, memoryview]] = []
     size_bytes = 0
     for key, data in blocks.items():
         view = _as_bytes(data)
-        if batch and (len(batch) == MAX_KEYS or size_bytes + len(view) > _PUT_BATCH_BYTES):
+        if batch and (len(batch) == MAX_KEYS or size_bytes + len(view) > batch_bytes):
             yield batch
             batch, size_bytes = [], 0
         batch.append((key, view))
@@ -522,7 +526,7 @@ class Client:
         """
         _check_keys(list(blocks))
         failed: dict[bytes, str] = {}
-        for batch in _put_batches(blocks):
+        for batch in _put_batches(blocks, self._arena.put_batch_bytes):
             keys = [key for key, _ in batch]
             sizes = [len(view) for _, view in batch]
             alloc = local.Alloc(next(self._numbers), namespace, keys, sizes)
@@ -635,6 +639,11 @@ class AsyncClient:
         self._waiting: dict[int, asyncio.Future[local.AgentReply]] = {}
         self._gone: str = ""
         self._task = asyncio.create_task(self._read())
+
+    @property
+    def connected(self) -> bool:
+        """False once the agent is gone or the client was closed; then make a new client."""
+        return not self._gone
 
     @classmethod
     async def connect(
@@ -829,7 +838,7 @@ class AsyncClient:
         """See `Client.put`."""
         _check_keys(list(blocks))
         failed: dict[bytes, str] = {}
-        for batch in _put_batches(blocks):
+        for batch in _put_batches(blocks, self._arena.put_batch_bytes):
             keys = [key for key, _ in batch]
             sizes = [len(view) for _, view in batch]
             allocated = await self._ask(

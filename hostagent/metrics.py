@@ -71,7 +71,8 @@ class Metrics:
     replications_total: int = 0
     replications_failed_total: int = 0
     replications_dropped_total: int = 0
-    """Copies for further replicas that were not sent because the queue was full."""
+    """Copies for further replicas that were not sent: the queue was full, or they were evicted
+    while they waited in it."""
     # bytes of blocks, headers not counted
     payload_bytes_sent_bulk_get_total: int = 0
     payload_bytes_sent_bulk_put_total: int = 0

@@ -36,6 +36,7 @@ class Session:
         self._tickets: dict[int, Copy] = {}
         self._pins: dict[BlockId, list[Copy]] = {}
         self._pin_count = 0
+        self._held: dict[Copy, int] = {}  # how many handles, tickets and pins name a copy
         self._held_bytes = 0
         self._max_held_bytes = int(core.options.client_share * core.store.allocator.capacity_bytes)
 
@@ -58,6 +59,7 @@ class Session:
         self._handles.clear()
         self._tickets.clear()
         self._pins.clear()
+        self._held.clear()
         self._held_bytes = 0
 
     def handle(self, now: float, request: local.Request) -> None:
@@ -152,14 +154,28 @@ class Session:
 
     # --- what a client holds ------------------------------------------------------------------
 
-    def _may_hold(self, reserved_bytes: int) -> bool:
+    def _may_hold(self, copy: Copy | None, reserved_bytes: int) -> bool:
+        """Whether one more handle, ticket or pin is within bounds; a copy's bytes count once."""
         count = len(self._handles) + len(self._tickets) + self._pin_count
-        fits = (
-            count < local.MAX_HANDLES and self._held_bytes + reserved_bytes <= self._max_held_bytes
-        )
+        more_bytes = 0 if copy in self._held else reserved_bytes
+        fits = count < local.MAX_HANDLES and self._held_bytes + more_bytes <= self._max_held_bytes
         if not fits:
             self._core.metrics.local_busy_total += 1
         return fits
+
+    def _hold(self, copy: Copy) -> None:
+        times = self._held.get(copy, 0)
+        self._held[copy] = times + 1
+        if times == 0:
+            self._held_bytes += copy.reserved_bytes
+
+    def _let_go(self, copy: Copy) -> None:
+        times = self._held[copy]
+        if times > 1:
+            self._held[copy] = times - 1
+        else:
+            del self._held[copy]
+            self._held_bytes -= copy.reserved_bytes
 
     def _number(self) -> int:
         number = self._next_handle
@@ -192,13 +208,13 @@ class Session:
             if copy is None:
                 blocks.append(local.GotBlock(item.status, item.reason))
                 continue
-            if self._closed or not self._may_hold(copy.reserved_bytes):
+            if self._closed or not self._may_hold(copy, copy.reserved_bytes):
                 self._core.store.unpin(copy)
                 blocks.append(local.GotBlock(local.BUSY))
                 continue
             handle = self._number()
             self._handles[handle] = copy
-            self._held_bytes += copy.reserved_bytes
+            self._hold(copy)
             blocks.append(
                 local.GotBlock(
                     local.OK, "", item.tier, handle, copy.offset, copy.size_bytes, copy.digest
@@ -212,7 +228,7 @@ class Session:
             if copy is None:
                 self._core.metrics.local_unknown_handles_total += 1
                 continue
-            self._held_bytes -= copy.reserved_bytes
+            self._let_go(copy)
             self._core.store.unpin(copy)
 
     def _alloc(self, request: local.Alloc) -> None:
@@ -231,7 +247,7 @@ class Session:
             store.allocator.capacity_bytes, self._core.options.requester.max_block_bytes
         ):
             return local.Extent(local.NO_ROOM)
-        if not self._may_hold(store.allocator.extent_bytes(size_bytes)):
+        if not self._may_hold(None, store.allocator.extent_bytes(size_bytes)):
             return local.Extent(local.BUSY)
         try:
             copy = store.reserve(block, size_bytes)
@@ -241,7 +257,7 @@ class Session:
             return local.Extent(local.NO_ROOM)
         ticket = self._number()
         self._tickets[ticket] = copy
-        self._held_bytes += copy.reserved_bytes
+        self._hold(copy)
         return local.Extent(local.OK, ticket, copy.offset)
 
     def _take_tickets(self, tickets: list[int]) -> list[Copy] | None:
@@ -250,7 +266,8 @@ class Session:
         if len(set(tickets)) != len(tickets) or any(t not in self._tickets for t in tickets):
             return None
         copies = [self._tickets.pop(ticket) for ticket in tickets]
-        self._held_bytes -= sum(copy.reserved_bytes for copy in copies)
+        for copy in copies:
+            self._let_go(copy)
         return copies
 
     def _commit(self, now: float, request: local.Commit) -> None:
@@ -279,12 +296,12 @@ class Session:
         for key in request.keys:
             block = BlockId(request.namespace, key)
             copy = self._core.store.get(block)
-            if copy is None or not self._may_hold(copy.reserved_bytes):
+            if copy is None or not self._may_hold(copy, copy.reserved_bytes):
                 continue
             self._core.store.pin(copy)
             self._pins.setdefault(block, []).append(copy)
             self._pin_count += 1
-            self._held_bytes += copy.reserved_bytes
+            self._hold(copy)
             count += 1
         self._reply(local.Ack(request.request, count))
 
@@ -299,7 +316,7 @@ class Session:
             if not pins:
                 del self._pins[block]
             self._pin_count -= 1
-            self._held_bytes -= copy.reserved_bytes
+            self._let_go(copy)
             self._core.store.unpin(copy)
             count += 1
         self._reply(local.Ack(request.request, count))

@@ -9,6 +9,10 @@ homes, it counts as one that acknowledged. The copy then goes to every other hom
 where that one cannot be reached, when all others were tried and one has it; with "local" at
 once. A put of which no home has a copy ends as "unavailable": the bytes stay here as a cached
 copy, and the caller may try again.
+
+A copy is pinned while somebody waits for its acknowledgement, and while it is being sent. One
+that merely waits for its turn towards a further replica may be evicted, and is then left out: a
+put is never refused because replication is slow.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.calls import Outbox, PutCall
+from kvcast.hostagent.calls import EVICTED, Outbox, PutCall
 from kvcast.hostagent.metrics import Metrics
-from kvcast.hostagent.store import Copy, Store
+from kvcast.hostagent.store import COMMITTED, Copy, Store
 from kvcast.protocol import bulk, local
 from kvcast.protocol.wire import digest_of
 
@@ -38,8 +42,8 @@ class WriteOptions:
     replicate_timeout_s: float = 10.0
     """How long one home may take to receive one copy."""
     max_replications: int = 4096
-    """Copies on their way or waiting for it, each of them pinned. Beyond this, a copy for a
-    replica is left out (and counted), and a put that needs the first home ends as "busy"."""
+    """Copies on their way or waiting for it. Beyond this, a copy for a replica is left out (and
+    counted), and a put that needs the first home ends as "busy"."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,16 +124,30 @@ class Writes:
         self.replications += 1
         self._metrics.replications_total += 1
         put.waiting.add(node)
-        self._store.pin(put.copy)
+        copy = put.copy
+        pinned = False
+
+        def begin() -> bool:
+            nonlocal pinned
+            if not pinned and copy.state == COMMITTED:
+                self._store.pin(copy)
+                pinned = True
+            return pinned
+
+        if not put.acknowledged:
+            begin()
 
         def done(_now: float, outcome: str) -> None:
             self.replications -= 1
-            self._store.unpin(put.copy)
+            if pinned:
+                self._store.unpin(copy)
             put.waiting.discard(node)
             if outcome in _LANDED:
                 put.copies += 1
                 if node == put.first_home:
                     self._answer(batch, put, local.OK)
+            elif outcome == EVICTED:
+                self._metrics.replications_dropped_total += 1
             else:
                 self._metrics.replications_failed_total += 1
                 if outcome == bulk.NO_ROOM:
@@ -139,7 +157,7 @@ class Writes:
             self._settle(batch, put)
 
         deadline = now + self._options.replicate_timeout_s
-        self._outbox.calls.append(PutCall(node, put.copy, epoch, deadline, done))
+        self._outbox.calls.append(PutCall(node, copy, epoch, deadline, begin, done))
 
     def _settle(self, batch: PutBatch, put: _Put) -> None:
         """All homes were tried: whoever has it acknowledges."""

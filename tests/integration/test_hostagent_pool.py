@@ -1,0 +1,452 @@
+"""Agents, a plain switch and a controller: blocks travel, and bad days are survived.
+
+Oracle: the bytes that were put. Cannot see: anything that needs the P4 program (coalescing,
+residency), which the plain switch of these tests has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hostagent_harness import MIB, key_of, mac_of, running_pool, until
+from kvcast.hostagent.agent import Options
+from kvcast.hostagent.client import (
+    AgentGoneError,
+    Block,
+    Client,
+    InvalidRequestError,
+    PutError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+from kvcast.hostagent.writes import WriteOptions
+from kvcast.protocol.control import BlockRef as Ref
+from kvcast.protocol.control import Credit, Describe, Keep
+from kvcast.protocol.wire import digest_of
+
+
+def noise(seed: int, size_bytes: int) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
+
+
+def the(blocks: list[Block | None]) -> Block:
+    (block,) = blocks
+    assert block is not None
+    return block
+
+
+async def test_a_block_put_on_one_node_is_read_whole_on_another(tmp_path: Path) -> None:
+    sizes = [1, 1023, 1024, 1025, 65536, 65537, 200_000]
+    async with running_pool(tmp_path, 3) as pool:
+        blocks = {key_of(i): noise(i, size) for i, size in enumerate(sizes)}
+        await pool.clients[1].put(1, blocks)
+        got = await pool.clients[3].get(1, list(blocks), deadline_s=5)
+        for block, (key, data) in zip(got, blocks.items(), strict=True):
+            assert block is not None
+            assert block.key == key
+            assert bytes(block.data) == data
+            assert block.tier == "home"
+            assert block.verify()
+            block.release()
+        again = the(await pool.clients[3].get(1, [key_of(3)]))
+        assert again.tier == "local"
+        stats = await pool.clients[1].stats()
+        assert stats["payload_bytes_sent_udp_total"] == sum(sizes)
+        assert stats["hits_home_total"] == 0
+        assert (await pool.clients[3].stats())["hits_home_total"] == len(sizes)
+
+
+async def test_a_put_reaches_home_and_replica_before_or_soon_after_it_is_acknowledged(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.clients[3].put(1, {key_of(1): b"x" * 5000})
+        held = (await pool.clients[1].describe(1, [key_of(1)])).held
+        assert [(h.size_bytes, h.digest, h.home) for h in held] == [
+            (5000, digest_of(b"x" * 5000), True)
+        ]
+        await pool.holds(2, key_of(1))
+        own = (await pool.clients[3].describe(1, [key_of(1)])).held
+        assert [h.home for h in own] == [False]
+
+
+async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 150_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        gets = [pool.clients[3].get(1, [key_of(1)], deadline_s=5) for _ in range(20)]
+        for blocks in await asyncio.gather(*gets):
+            assert bytes(the(blocks).data) == data
+        stats = await pool.clients[3].stats()
+        assert stats["fetches_total"] == 1
+        assert stats["gets_joined_total"] == 19
+        assert (await pool.clients[1].stats())["payload_bytes_sent_udp_total"] == len(data)
+
+
+async def test_a_lossy_network_costs_time_and_never_a_byte(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    async with running_pool(tmp_path, 3) as pool:
+        pool.switch.lose = lambda _port, _frame: rng.random() < 0.05
+        blocks = {key_of(i): noise(i, 100_000) for i in range(10)}
+        await pool.clients[1].put(1, blocks)
+        got = await pool.clients[3].get(1, list(blocks), deadline_s=30)
+        for block, data in zip(got, blocks.values(), strict=True):
+            assert block is not None
+            assert bytes(block.data) == data
+        assert (await pool.clients[3].stats())["retries_total"] > 0
+
+
+async def test_a_block_nobody_has_is_a_miss_with_a_reason(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        (outcome,) = await pool.clients[3].get_outcomes(1, [key_of(99)], deadline_s=5)
+        assert (outcome.block, outcome.status, outcome.reason) == (None, "miss", "not_found")
+        assert (await pool.clients[3].stats())["misses_not_found_total"] == 1
+
+
+async def test_the_only_home_of_a_block_misses_it_within_the_probe(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        pool.controller.homes_of = lambda _bucket: ["node-1"]
+        pool.controller.publish()
+        await pool.settled()
+        (outcome,) = await pool.clients[1].get_outcomes(1, [key_of(5)], deadline_s=30)
+        assert outcome.status == "miss"
+
+
+async def test_a_dead_homes_blocks_come_from_the_replica(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 80_000)
+        await pool.clients[3].put(1, {key_of(1): data})
+        await pool.holds(2, key_of(1))
+        assert await pool.clients[3].drop(2, [key_of(1)]) == 1  # another namespace's: no effect
+        await pool.kill(1)
+        pool.drop_here(3, key_of(1))
+        before = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=10))
+        assert bytes(before.data) == data
+        assert (await pool.clients[2].stats())["payload_bytes_sent_udp_total"] == len(data)
+        before.release()
+        pool.controller.forget("node-1")
+        await pool.settled()
+        pool.drop_here(3, key_of(1))
+        after = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=10))
+        assert bytes(after.data) == data
+
+
+async def test_a_blocked_udp_path_is_replaced_by_tcp(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 300_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        pool.switch.lose = lambda _port, _frame: True
+        block = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=20))
+        assert block.tier == "bulk"
+        assert bytes(block.data) == data
+        stats = [await pool.clients[n].stats() for n in (1, 2)]
+        assert sum(s["payload_bytes_sent_bulk_get_total"] for s in stats) == len(data)
+        assert (await pool.clients[3].stats())["hits_bulk_total"] == 1
+
+
+async def test_nobody_reachable_is_a_miss_by_the_deadline(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.clients[1].put(1, {key_of(1): b"x" * 3000})
+        pool.switch.lose = lambda _port, _frame: True
+        (outcome,) = await pool.clients[3].get_outcomes(1, [key_of(1)], deadline_s=0.05)
+        assert (outcome.status, outcome.reason) == ("miss", "deadline")
+        await pool.kill(1)
+        await pool.kill(2)
+        (outcome,) = await pool.clients[3].get_outcomes(1, [key_of(1)], deadline_s=20)
+        assert (outcome.status, outcome.reason) == ("miss", "unreachable")
+
+
+async def test_a_short_get_that_joins_a_long_one_ends_by_its_own_deadline(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        pool.switch.lose = lambda _port, _frame: True
+        await pool.kill(1)
+        long = asyncio.create_task(pool.clients[3].get_outcomes(1, [key_of(1)], deadline_s=60))
+        await asyncio.sleep(0.02)
+        (short,) = await pool.clients[3].get_outcomes(1, [key_of(1)], deadline_s=0.01)
+        assert short.reason == "deadline"
+        assert not long.done()
+        long.cancel()
+
+
+async def test_a_home_that_sends_wrong_bytes_is_found_out_and_another_asked(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 70_000)
+        await pool.clients[3].put(1, {key_of(1): data})
+        await pool.holds(2, key_of(1))
+        pool.drop_here(3, key_of(1))
+        # The home's memory lies: its bytes are no longer those of its digest.
+        home = pool.agents[1].core
+        copy = home.store.peek(home.store.blocks()[0])
+        assert copy is not None
+        home.memory[copy.offset + 1000] ^= 1
+        block = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=20))
+        assert bytes(block.data) == data
+        assert (await pool.clients[3].stats())["wrong_digest_total"] >= 1
+
+
+async def test_bulk_checks_digests_too(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        pool.controller.homes_of = lambda _bucket: ["node-1"]
+        pool.controller.publish()
+        await pool.settled()
+        await pool.clients[1].put(1, {key_of(1): noise(1, 70_000)})
+        home = pool.agents[1].core
+        copy = home.store.peek(home.store.blocks()[0])
+        assert copy is not None
+        home.memory[copy.offset] ^= 1
+        pool.switch.lose = lambda _port, _frame: True
+        (outcome,) = await pool.clients[3].get_outcomes(1, [key_of(1)], deadline_s=20)
+        assert outcome.status == "miss"
+        stats = await pool.clients[3].stats()
+        assert stats["wrong_digest_total"] == 1
+        assert stats["arena_used_bytes"] == 0
+
+
+async def test_the_first_copy_of_a_key_stays(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.clients[2].put(1, {key_of(1): b"a" * 2000})
+        await pool.clients[3].put(1, {key_of(1): b"b" * 2000})
+        block = the(await pool.clients[1].get(1, [key_of(1)]))
+        assert bytes(block.data) == b"a" * 2000
+        assert (await pool.clients[1].stats())["store_conflicts_total"] == 1
+
+
+async def test_exists_counts_the_prefix_over_all_homes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 4) as pool:
+        pool.controller.homes_of = lambda bucket: [f"node-{1 + bucket % 3}"]
+        pool.controller.publish()
+        await pool.settled()
+        keys = [key_of(i, bucket=i) for i in range(12)]
+        await pool.clients[4].put(1, {key: b"z" * 100 for i, key in enumerate(keys) if i != 9})
+        for block in pool.agents[4].core.store.blocks():
+            pool.agents[4].core.store.drop(block)
+        assert await pool.clients[4].exists(1, keys) == 9
+        assert await pool.clients[1].exists(1, keys) == 9
+        assert await pool.clients[4].exists(1, keys[10:]) == 2
+        assert await pool.clients[4].exists(2, keys) == 0
+        assert await pool.clients[4].exists(1, []) == 0
+
+
+async def test_a_dropped_block_is_gone_from_its_homes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        keys = [key_of(i, bucket=i % 2) for i in range(4)]
+        await pool.clients[3].put(1, dict.fromkeys(keys, b"z" * 100))
+        await pool.holds(2, *keys)
+        assert await pool.clients[3].drop(1, keys[:2]) == 2
+        assert await pool.clients[3].exists(1, keys) == 0
+        assert await pool.clients[1].exists(1, keys[2:]) == 2
+        assert len((await pool.clients[2].describe(1, keys)).held) == 2
+
+
+async def test_prefetched_blocks_are_local_afterwards(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        blocks = {key_of(i): noise(i, 5000) for i in range(4)}
+        await pool.clients[1].put(1, blocks)
+        assert await pool.clients[3].prefetch(1, list(blocks)) == 4
+        await pool.holds(3, *blocks)
+        for block in await pool.clients[3].get(1, list(blocks)):
+            assert block is not None
+            assert block.tier == "local"
+
+
+async def test_a_client_that_disconnects_leaves_nothing_pinned(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        blocks = {key_of(i): noise(i, 60_000) for i in range(10)}
+        await pool.clients[1].put(1, blocks)
+        await until(lambda: pool.agents[1].core.writes.replications == 0)
+        loop = asyncio.get_running_loop()
+        other = await loop.run_in_executor(None, Client, str(tmp_path / "1.sock"))
+        held = await loop.run_in_executor(None, other.get, 1, list(blocks))
+        assert all(block is not None for block in held)
+        assert await loop.run_in_executor(None, other.pin, 1, list(blocks)) == 10
+        store = pool.agents[1].core.store
+        pins = [store.peek(block).pins for block in store.blocks()]  # type: ignore[union-attr]
+        assert pins == [2] * 10
+        other.close()
+        await until(lambda: not any(store.peek(b).pins for b in store.blocks()))  # type: ignore[union-attr]
+        store.check()
+
+
+async def test_a_clients_share_of_the_arena_bounds_what_it_pins(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        blocks = {key_of(i): noise(i, 60_000) for i in range(40)}
+        await pool.clients[1].put(1, blocks)
+        outcomes = await pool.clients[1].get_outcomes(1, list(blocks))
+        held = [o.block for o in outcomes if o.block is not None]
+        assert len(held) == (2 * MIB) // 65536
+        assert {o.status for o in outcomes if o.block is None} == {"busy"}
+        for block in held:
+            block.release()
+        assert await pool.clients[1].pin(1, list(blocks)) == (2 * MIB) // 65536
+        assert await pool.clients[1].unpin(1, list(blocks)) == (2 * MIB) // 65536
+
+
+async def test_a_pool_larger_than_an_arena_evicts_and_stays_within_bounds(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        for start in range(0, 200, 20):
+            blocks = {key_of(i): noise(i, 60_000) for i in range(start, start + 20)}
+            await pool.clients[1].put(1, blocks)
+            for agent in pool.agents.values():
+                assert agent.core.store.used_bytes <= 4 * MIB
+        newest = the(await pool.clients[2].get(1, [key_of(199)]))
+        assert bytes(newest.data) == noise(199, 60_000)
+        assert (await pool.clients[1].stats())["store_evictions_total"] > 0
+
+
+async def test_namespaces_and_groups_come_from_the_controller(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        number = await pool.clients[1].namespace("acme", "m", "1", "bf16")
+        await pool.clients[1].put(number, {key_of(1): b"hello"})
+        await pool.settled()
+        assert await pool.clients[2].namespace("acme", "m", "1", "bf16") == number
+        assert bytes(the(await pool.clients[2].get(number, [key_of(1)])).data) == b"hello"
+        group = await pool.clients[1].group(number, ["node-1", "node-2"])
+        await pool.settled()
+        described = await pool.clients[2].describe()
+        assert [(g.group, g.nodes) for g in described.groups] == [(group, ["node-1", "node-2"])]
+        with pytest.raises(UnknownNamespaceError):
+            await pool.clients[1].get(7777, [key_of(1)])
+        with pytest.raises(InvalidRequestError, match="no such tenant"):
+            await pool.clients[1].namespace("nobody", "m", "1", "bf16")
+
+
+async def test_a_namespace_of_other_nodes_is_closed_to_this_one(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        pool.controller.add_namespace(9, ["node-1"])
+        pool.controller.publish()
+        await pool.settled()
+        await pool.clients[1].put(9, {key_of(1): b"secret"})
+        (held,) = (await pool.clients[2].describe(9, [key_of(1)])).held or [None]
+        assert held is None, "the replica may not use the namespace, so it holds nothing of it"
+
+
+async def test_with_the_controller_away_the_pool_goes_on_and_joins_it_again(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 9000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        await pool.controller.stop()
+        assert bytes(the(await pool.clients[3].get(1, [key_of(1)])).data) == data
+        await pool.clients[3].put(1, {key_of(2): data})
+        with pytest.raises(UnavailableError):
+            await pool.clients[3].namespace("late", "m", "1", "l")
+        assert not (await pool.clients[3].describe()).connected
+        await pool.controller.start()
+        await until(lambda: pool.agents[3].core.connected)
+        await pool.clients[3].namespace("late", "m", "1", "l")
+
+
+async def test_agents_renew_and_report_their_heat(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.clients[1].put(1, {key_of(1): noise(1, 70_000)})
+        the(await pool.clients[3].get(1, [key_of(1)]))
+        renewals = pool.controller.renewals
+        await until(lambda: "node-1" in renewals and len(renewals["node-1"].hot) > 0)
+        seen = renewals["node-1"].hot
+        assert (seen[0].key, seen[0].readers, seen[0].size_bytes) == (key_of(1), 1, 70_000)
+
+
+async def test_describe_credit_and_keep_from_the_controller(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 70_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        await pool.holds(2, key_of(1))
+        controller = pool.controller
+        refs = [Ref(1, key_of(1)), Ref(1, key_of(2))]
+        controller.send("node-2", Describe(5, refs))
+        controller.send("node-2", Credit([(1, key_of(1), 3)]))
+        await until(lambda: len(controller.answers) == 1)
+        described = controller.answers.pop()
+        assert described.request == 5
+        assert described.blocks == [(1, key_of(1), 70_000, digest_of(data))]  # type: ignore[union-attr]
+        store = pool.agents[2].core.store
+        store.drop(store.blocks()[0])
+        controller.send("node-2", Keep(6, 1, key_of(1), 70_000, digest_of(data)))
+        controller.send("node-2", Keep(7, 1, key_of(2), 70_000, 1))
+        await until(lambda: len(controller.answers) == 2)
+        assert {(a.request, a.held) for a in controller.answers} == {(6, True), (7, False)}  # type: ignore[union-attr]
+        assert store.peek(store.blocks()[0]).home  # type: ignore[union-attr]
+
+
+async def test_a_namespace_that_changes_its_meaning_is_emptied(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        await pool.clients[1].put(1, {key_of(1): b"old"})
+        await pool.clients[1].put(2, {key_of(1): b"other"})
+        pool.controller.namespaces = [n for n in pool.controller.namespaces if n.namespace == 2]
+        pool.controller.publish()
+        await pool.settled()
+        assert {b.namespace for b in pool.agents[1].core.store.blocks()} == {2}
+
+
+async def test_put_ack_local_does_not_wait_and_unreachable_homes_are_told(
+    tmp_path: Path,
+) -> None:
+    def local_ack(options: Options) -> Options:
+        writes = WriteOptions(put_ack="local", replicate_timeout_s=0.5)
+        return replace(options, agent=replace(options.agent, writes=writes))
+
+    async with running_pool(tmp_path, 3, local_ack) as pool:
+        await pool.kill(1)
+        await pool.kill(2)
+        await pool.clients[3].put(1, {key_of(1): b"x" * 100})
+        await until(lambda: pool.agents[3].core.writes.replications == 0)
+        assert (await pool.clients[3].stats())["replications_failed_total"] == 2
+
+
+async def test_a_put_whose_homes_are_all_dead_fails_and_says_so(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.kill(1)
+        await pool.clients[3].put(1, {key_of(1): b"x" * 100})  # the replica took it
+        await pool.kill(2)
+        with pytest.raises(PutError) as error:
+            await pool.clients[3].put(1, {key_of(2): b"x" * 100})
+        assert error.value.failed == {key_of(2): "unavailable"}
+
+
+async def test_a_block_larger_than_the_arena_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        with pytest.raises(PutError) as error:
+            await pool.clients[1].put(1, {key_of(1): bytes(5 * MIB), key_of(2): b"small"})
+        assert error.value.failed == {key_of(1): "no_room"}
+        assert the(await pool.clients[2].get(1, [key_of(2)])).size_bytes == 5
+
+
+async def test_a_restarted_agent_is_empty_and_serves(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        data = noise(1, 50_000)
+        await pool.clients[2].put(1, {key_of(1): data})
+        await pool.kill(1)
+        assert not os.path.exists(tmp_path / "1.arena")
+        await pool.start_agent(1)
+        await pool.settled()
+        client = await pool.client(1)
+        assert bytes(the(await client.get(1, [key_of(1)], deadline_s=10)).data) == data
+
+
+async def test_an_agent_that_stops_says_so_to_controller_and_clients(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        agent = pool.agents.pop(2)
+        await agent.close()
+        await asyncio.sleep(0.05)
+        assert pool.controller.left == ["node-2"]
+        with pytest.raises(AgentGoneError):
+            await pool.clients[2].stats()
+        assert not os.path.exists(tmp_path / "2.arena")
+        assert not os.path.exists(tmp_path / "2.sock")
+
+
+async def test_frames_of_unknown_nodes_and_for_others_are_counted(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        before = (await pool.clients[1].stats())["frames_misaddressed_total"]
+        pool.switch._port_by_mac[bytes.fromhex(mac_of(2).replace(":", ""))] = 1  # misdelivers
+        await pool.clients[1].get(1, [key_of(1)], deadline_s=0.1)
+        stats = await pool.clients[1].stats()
+        assert stats["frames_misaddressed_total"] > before
