@@ -132,6 +132,7 @@ class AgentCore:
             else:
                 self.metrics.frames_forbidden_total += 1
             return
+        self.metrics.frames_answers_total += 1
         self.requester.receive(now, source, frame)
 
     def after_receiving(self, now: float) -> None:

@@ -81,6 +81,9 @@ class Metrics:
     payload_bytes_received_bulk_put_total: int = 0
     # frames
     frames_received_total: int = 0
+    frames_answers_total: int = 0
+    """DATA, MISS and OFFER handed to the requester. With the READs (`owner_reads_total`), and
+    the frames malformed, misaddressed, of unknown sources and forbidden: all that was received."""
     frames_sent_total: int = 0
     frames_malformed_total: int = 0
     """Bytes that are no frame of ours: the header, Ethernet, IPv4 or UDP is wrong."""
