@@ -336,11 +336,12 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
                 if isinstance(error, P4RuntimeError):
                     await _abort(context, error)
         finally:
+            # First what must not be lost: gRPC may cancel this task at any await.
+            del self._streams[stream.id]
+            self._disconnect(stream)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            del self._streams[stream.id]
-            self._disconnect(stream)
 
     # --- pre-loading, statistics --------------------------------------------------------------
 
