@@ -1,0 +1,167 @@
+"""The compiled data plane on the reference engine, with hosts on its ports: for the tests beside it.
+
+`PoolSwitch` programs the tables as a controller would, by hand: host i is 10.77.0.i with MAC
+02:6b:76:00:00:ii on port i. Frames go in and come out as `protocol` encodes them, so a test reads
+as "host 2 asks host 1". The oracle of these tests is the architecture, written out case by case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcast.p4 import artefact, profiles
+from kvcast.protocol import ethernet, wire
+from kvcast.switchsim import bmv2json
+from kvcast.switchsim.program import Exact
+from kvcast.switchsim.switch import Switch
+from kvcast.switchsim.tables import Table
+
+NAMESPACE = 7
+KEY = bytes(range(16))
+LEASE_US = 1_000_000
+TICK_US = profiles["v1model"].tick_us
+RECIRCULATE = profiles["v1model"].recirculate_rid
+DECISIONS = {
+    "hit": 1, "join": 2, "new": 3, "collide": 4, "expired": 5, "retry": 6, "partial": 7,
+    "shared": 8, "unicast": 9, "guarded": 10, "dropped": 11, "forwarded": 12, "serving": 13,
+}  # fmt: skip
+FILLS = {"filled": 1, "wrong_digest": 2, "no_chunk": 3}
+
+
+def endpoint(host: int) -> ethernet.Endpoint:
+    mac = ethernet.parse_mac(f"02:6b:76:00:00:{host:02x}")
+    return ethernet.Endpoint(mac, ethernet.parse_ip(f"10.77.0.{host}"), wire.UDP_PORT)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A frame that left the switch: the port, the addresses in it, and the kvcast frame."""
+
+    port: int
+    source: ethernet.Endpoint
+    destination: ethernet.Endpoint
+    frame: wire.Frame
+
+
+class PoolSwitch:
+    """A switch with `hosts` hosts; host 1 owns every bucket, all may read NAMESPACE."""
+
+    def __init__(self, hosts: int = 4, *, enabled: bool = True, heat_threshold: int = 0) -> None:
+        self.switch = Switch()
+        self.switch.load(bmv2json.load(artefact("v1model").json.read_bytes(), "kvcast"))
+        self.now_us = 10_000_000
+        self.hosts = hosts
+        self.table("settings").set_default(
+            self.action("settings", "set_settings"),
+            (int(enabled), LEASE_US // TICK_US, heat_threshold),
+        )
+        self.add("l2_forward", (0xFFFFFFFFFFFF,), "flood")
+        for host in range(1, hosts + 1):
+            at = endpoint(host)
+            mac = int.from_bytes(at.mac, "big")
+            bit = 1 << (host - 1)
+            self.add("l2_forward", (mac,), "to_port", host, bit)
+            self.add("port_guard", (host, at.ip), "admit", bit, 256 + host)
+            self.add("namespace_guard", (host, NAMESPACE), "allow")
+            self.add("egress_host", (host,), "rewrite", mac, at.ip, at.udp_port, bit)
+            self.switch.set_multicast_group(256 + host, [(host, 0), (host, RECIRCULATE)])
+        self.switch.set_multicast_group(1, [(host, 0) for host in range(1, hosts + 1)])
+        for bucket in range(wire.BUCKETS):
+            self.add("bucket_owner", (bucket, 1), "owner")
+
+    def table(self, alias: str) -> Table:
+        (found,) = (t for name, t in self.switch.tables.items() if name.endswith("." + alias))
+        return found
+
+    def action(self, table: str, alias: str) -> str:
+        (found,) = (n for n in self.table(table)._names if n.endswith("." + alias))
+        return found
+
+    def add(self, table: str, key: Iterable[int], action: str, *params: int) -> int:
+        match = [Exact(value) for value in key]
+        return self.table(table).add(match, 0, self.action(table, action), params)
+
+    def make_resident(self, key: bytes, content: bytes, *, slot: int = 3, generation: int = 1,
+                      segment: int = 0) -> int:  # fmt: skip
+        return self.add(
+            "resident",
+            (NAMESPACE, int.from_bytes(key, "big"), segment),
+            "resident_at",
+            slot,
+            generation,
+            wire.segment_bitmap(len(content), segment),
+            wire.digest_of(content),
+            len(content),
+        )
+
+    def send(self, sender: int, receiver: int, frame: wire.Frame) -> list[Received]:
+        """Host `sender` sends `frame` to host `receiver`; what the switch puts out for it."""
+        wrap = ethernet.Encapsulation(endpoint(sender), endpoint(receiver)).wrap
+        return self.send_raw(sender, wrap(wire.encode(frame)))
+
+    def send_raw(self, port: int, data: bytes) -> list[Received]:
+        out = []
+        for out_port, frame in self.switch.process(port, data, self.now_us):
+            datagram = ethernet.unwrap(frame)
+            decoded = wire.decode(datagram.payload)
+            out.append(Received(out_port, datagram.src, datagram.dst, decoded))
+        return out
+
+    def decided(self, name: str) -> int:
+        """Packets with this decision since the start."""
+        return self._count("decisions", DECISIONS[name])
+
+    def fills(self, name: str) -> int:
+        return self._count("fills", FILLS[name])
+
+    def _count(self, table: str, code: int) -> int:
+        entry = self.table(table).find([Exact(code)])
+        return entry.packets
+
+    def read(
+        self, reader: int, *, key: bytes = KEY, home: int = 1, **fields: int
+    ) -> list[Received]:
+        wanted = fields.pop("wanted", wire.FULL_SEGMENT)
+        return self.send(
+            reader, home, wire.Frame(wire.OP_READ, NAMESPACE, key, wanted=wanted, **fields)
+        )
+
+    def data(self, reader: int, content: bytes, chunk: int, *, key: bytes = KEY, home: int = 1,
+             segment: int = 0, flags: int = 0, digest: int | None = None) -> list[Received]:  # fmt: skip
+        at = segment * wire.SEGMENT_BYTES + chunk * wire.CHUNK_BYTES
+        return self.send(
+            home,
+            reader,
+            wire.Frame(
+                wire.OP_DATA,
+                NAMESPACE,
+                key,
+                segment=segment,
+                flags=flags,
+                digest=wire.digest_of(content) if digest is None else digest,
+                size=len(content),
+                chunk=chunk,
+                payload=content[at : at + wire.CHUNK_BYTES],
+            ),
+        )
+
+    def answer(self, reader: int, content: bytes, *, key: bytes = KEY) -> list[Received]:
+        """The home's whole answer to a READ of segment 0 by `reader`."""
+        chunks = wire.chunks_of(len(content), 0)
+        out = []
+        for chunk in range(chunks):
+            flags = wire.FLAG_LAST if chunk == chunks - 1 else 0
+            out += self.data(reader, content, chunk, key=key, flags=flags)
+        return out
+
+
+def ports(received: Iterable[Received]) -> list[int]:
+    return sorted(r.port for r in received)
+
+
+def content_of(size: int, seed: int = 0) -> bytes:
+    """Bytes in which every chunk differs."""
+    return b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(size // 8 + 1))[
+        :size
+    ]

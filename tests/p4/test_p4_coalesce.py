@@ -1,0 +1,175 @@
+"""What the pending table does with READs of one segment, and DATA with those who wait."""
+
+from __future__ import annotations
+
+import pytest
+from kvcast.protocol import wire
+from pool_switch import KEY, LEASE_US, NAMESPACE, PoolSwitch, content_of, endpoint, ports
+
+CONTENT = content_of(3 * wire.CHUNK_BYTES)
+
+
+@pytest.fixture
+def pool() -> PoolSwitch:
+    return PoolSwitch()
+
+
+def test_the_first_read_is_forwarded_and_the_others_wait(pool: PoolSwitch) -> None:
+    assert ports(pool.read(2)) == [1]
+    assert pool.read(3) == []
+    assert pool.read(4) == []
+    assert (pool.decided("new"), pool.decided("join")) == (1, 2)
+
+
+def test_data_reaches_everybody_who_waits_addressed_to_them(pool: PoolSwitch) -> None:
+    for reader in (2, 3, 4):
+        pool.read(reader)
+    out = pool.data(2, CONTENT, 0)
+    assert ports(out) == [2, 3, 4]
+    for received in out:
+        assert received.destination == endpoint(received.port)
+        assert received.source == endpoint(1)
+        assert received.frame.flags == wire.FLAG_SHARED
+        assert bytes(received.frame.payload) == CONTENT[: wire.CHUNK_BYTES]
+
+
+def test_the_last_chunk_ends_the_wait(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.read(3)
+    assert ports(pool.data(2, CONTENT, 2, flags=wire.FLAG_LAST)) == [2, 3]
+    assert ports(pool.data(2, CONTENT, 1)) == [2]
+    assert ports(pool.read(3)) == [1]
+    assert pool.decided("new") == 2
+
+
+def test_data_for_one_reader_is_left_as_it_is(pool: PoolSwitch) -> None:
+    pool.read(2)
+    (received,) = pool.data(2, CONTENT, 0)
+    assert received.port == 2
+    assert received.frame.flags == 0
+    assert pool.decided("unicast") == 1
+
+
+def test_data_nobody_waits_for_goes_to_its_addressee(pool: PoolSwitch) -> None:
+    assert ports(pool.data(4, CONTENT, 0)) == [4]
+
+
+def test_a_repeat_is_forwarded_although_others_wait(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.read(3)
+    assert ports(pool.read(3, flags=wire.FLAG_RETRY)) == [1]
+    assert pool.decided("retry") == 1
+    assert ports(pool.data(3, CONTENT, 0)) == [2, 3]
+
+
+def test_a_repeat_without_the_flag_is_known_by_its_own_bit(pool: PoolSwitch) -> None:
+    pool.read(2)
+    assert ports(pool.read(2)) == [1]
+    assert pool.decided("retry") == 1
+
+
+def test_a_repeat_refreshes_the_lease(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.now_us += LEASE_US * 3 // 4
+    pool.read(2, flags=wire.FLAG_RETRY)
+    pool.now_us += LEASE_US * 3 // 4
+    assert pool.read(3) == []
+
+
+def test_a_lease_that_ran_out_is_taken_over_by_the_next_read(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.now_us += LEASE_US + 1000
+    assert ports(pool.read(3)) == [1]
+    assert pool.decided("expired") == 1
+    assert ports(pool.data(3, CONTENT, 0)) == [3]
+
+
+def test_joining_does_not_refresh_the_lease(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.now_us += LEASE_US * 3 // 4
+    assert pool.read(3) == []
+    pool.now_us += LEASE_US * 3 // 4
+    assert ports(pool.read(4)) == [1]
+
+
+def test_a_read_for_part_of_a_segment_never_coalesces(pool: PoolSwitch) -> None:
+    pool.read(2)
+    assert ports(pool.read(3, wanted=6, flags=wire.FLAG_PARTIAL)) == [1]
+    assert ports(pool.data(3, CONTENT, 1, flags=wire.FLAG_PARTIAL)) == [3]
+    partial_last = wire.FLAG_PARTIAL | wire.FLAG_LAST
+    assert ports(pool.data(3, CONTENT, 2, flags=partial_last)) == [3]
+    assert pool.read(4) == [], "the answer to a part does not end the wait for the whole"
+
+
+def test_a_miss_reaches_everybody_and_ends_the_wait(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.read(3)
+    miss = wire.Frame(wire.OP_MISS, NAMESPACE, KEY, chunk=wire.MISS_NOT_FOUND)
+    out = pool.send(1, 2, miss)
+    assert ports(out) == [2, 3]
+    assert [r.destination for r in out] == [endpoint(r.port) for r in out]
+    assert ports(pool.read(3)) == [1]
+
+
+def test_an_offer_goes_to_its_addressee_alone(pool: PoolSwitch) -> None:
+    pool.read(2)
+    pool.read(3)
+    offer = wire.encode_offer(wire.Offer(wire.OFFER_TCP, 9000, 1, 2, 0))
+    frame = wire.Frame(wire.OP_OFFER, NAMESPACE, KEY, digest=1, size=len(CONTENT), payload=offer)
+    assert ports(pool.send(1, 2, frame)) == [2]
+    assert pool.read(4) == []
+
+
+def test_segments_and_keys_do_not_wait_for_each_other(pool: PoolSwitch) -> None:
+    assert ports(pool.read(2)) == [1]
+    assert ports(pool.read(3, segment=1)) == [1]
+    assert ports(pool.read(4, key=b"another key, yes")) == [1]
+
+
+def colliding_key() -> bytes:
+    """A key whose segment 0 shares KEY's pending entry (same CRC-16), with another fingerprint."""
+    seen = PoolSwitch(2)
+    seen.read(2)
+    for number in range(1, 1 << 18):
+        key = number.to_bytes(16, "big")
+        if crc16(key) == crc16(KEY):
+            return key
+    raise AssertionError("no collision in 2^18 keys")
+
+
+def crc16(key: bytes) -> int:
+    """CRC-16/ARC over (namespace, key, segment), which indexes the pending table."""
+    value = 0
+    for byte in NAMESPACE.to_bytes(2, "big") + key + bytes(2):
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0xA001 if value & 1 else 0)
+    return value
+
+
+def test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it(pool: PoolSwitch) -> None:
+    other = colliding_key()
+    pool.read(2)
+    assert ports(pool.read(3, key=other)) == [1]
+    assert pool.decided("collide") == 1
+    assert ports(pool.data(3, CONTENT, 0, key=other, flags=wire.FLAG_LAST)) == [3]
+    assert pool.read(4) == []
+    assert ports(pool.data(2, CONTENT, 0)) == [2, 4]
+
+
+def test_a_port_set_of_its_own_carries_the_copies(pool: PoolSwitch) -> None:
+    pool.switch.set_multicast_group(2048, [(2, 0), (3, 0)])
+    pool.add("port_set", (0b110,), "set_group", 2048)
+    pool.read(2)
+    pool.read(3)
+    out = pool.data(2, CONTENT, 0)
+    assert ports(out) == [2, 3]
+    assert pool.switch.stats.dropped_egress == 0, "the group has no port to filter out"
+
+
+def test_with_the_program_off_frames_are_ordinary_traffic() -> None:
+    pool = PoolSwitch(enabled=False)
+    for reader in (2, 3, 4):
+        assert ports(pool.read(reader)) == [1]
+        assert ports(pool.data(reader, CONTENT, 0)) == [reader]
+    assert pool.decided("forwarded") == 6
