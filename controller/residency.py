@@ -12,11 +12,10 @@ a moment ago).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcast.protocol.wire import CHUNK_BYTES, CHUNKS_PER_SEGMENT, FULL_SEGMENT, BlockId, segments_of
+from kvcast.protocol.wire import BlockId, segment_bitmap, segments_of
 
 MAX_GENERATION = 0xFFFFFFFF
 
@@ -42,8 +41,7 @@ class Resident:
 
     def chunk_mask(self, segment: int) -> int:
         """Which chunks of the segment exist; bit i = chunk i."""
-        chunks = math.ceil(self.size_bytes / CHUNK_BYTES) - segment * CHUNKS_PER_SEGMENT
-        return FULL_SEGMENT if chunks >= CHUNKS_PER_SEGMENT else (1 << max(chunks, 1)) - 1
+        return segment_bitmap(self.size_bytes, segment)
 
 
 @dataclass(frozen=True)
