@@ -21,6 +21,8 @@ from kvcast.switchsim.program import ProgramError, UnsupportedConstruct
 Json: TypeAlias = Any
 
 MAX_FIELD_BITS = 1 << 16
+MAX_DEPTH = 100
+"""Operators in one another; each costs the interpreter a few Python frames of its thousand."""
 MAX_ARRAY_SIZE = 1 << 26
 """Cells of one register, counter or meter array; more is a malformed or hostile file."""
 
@@ -126,6 +128,13 @@ def _number(text: Json, where: str) -> int:
         raise ProgramError(f"{where}: {text!r} is not a hexadecimal string") from None
 
 
+def _name(item: Json) -> str:
+    name = item["name"]
+    if not isinstance(name, str):
+        raise ProgramError(f"{name!r} is not a name")
+    return name
+
+
 def _integer(value: Json, where: str, low: int = 0, high: int = 1 << 62) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ProgramError(f"{where}: {value!r} is not an integer in {low}..{high}")
@@ -156,12 +165,26 @@ def _find(table: Mapping[str, int], name: Json, what: str, where: str) -> int:
         raise ProgramError(f"{where}: no {what} is called {name!r}") from None
 
 
+def _successors(node: p.Node) -> list[int]:
+    match node:
+        case p.Conditional():
+            following = [node.if_true, node.if_false]
+        case p.ActionCall():
+            following = [node.next]
+        case p.Table():
+            following = [*node.next_by_action, node.next_hit, node.next_miss]
+    return [n for n in following if n is not None]
+
+
 class _Loader:
     """One load. The methods run in the order in which `program` calls them."""
 
     def __init__(self, root: dict[str, Json], name: str) -> None:
         self.root = root
         self.name = name
+        self.depth = 0
+        self.parameter_count = 0
+        """Parameters of the action that is being read."""
 
     def section(self, key: str) -> Sequence[Json]:
         return _items(self.root.get(key), key)
@@ -235,7 +258,7 @@ class _Loader:
     def headers_and_stacks(self) -> None:
         types: dict[str, tuple[tuple[p.Field, ...], int | None]] = {}
         for item in self.section("header_types"):
-            types[item["name"]] = self.header_type(item)
+            types[_name(item)] = self.header_type(item)
 
         id_to_header: dict[int, int] = {}
         names: list[str] = []
@@ -245,23 +268,23 @@ class _Loader:
             if type_name not in types:
                 raise ProgramError(f"header {item['name']}: no header type {type_name!r}")
             id_to_header[item["id"]] = len(draft)
-            names.append(item["name"])
-            draft.append((item["name"], type_name, bool(item.get("metadata", False))))
+            names.append(_name(item))
+            draft.append((_name(item), type_name, bool(item.get("metadata", False))))
         self.header_index = _index(names, "header")
 
         union_types = {
-            item["name"]: tuple(str(m[0]) for m in _items(item["headers"], item["name"]))
+            _name(item): tuple(str(m[0]) for m in _items(item["headers"], _name(item)))
             for item in self.section("header_union_types")
         }
         union_of: dict[int, int] = {}
         unions: list[p.HeaderUnion] = []
         id_to_union: dict[int, int] = {}
         for item in self.section("header_unions"):
-            members = tuple(id_to_header[i] for i in _items(item["header_ids"], item["name"]))
+            members = tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item)))
             id_to_union[item["id"]] = len(unions)
             for header in members:
                 union_of[header] = len(unions)
-            unions.append(p.HeaderUnion(item["name"], union_types[item["union_type"]], members))
+            unions.append(p.HeaderUnion(_name(item), union_types[item["union_type"]], members))
         self.unions = tuple(unions)
         self.union_index = _index([u.name for u in unions], "header union")
 
@@ -279,16 +302,16 @@ class _Loader:
 
         self.stacks = tuple(
             p.HeaderStack(
-                item["name"],
-                tuple(id_to_header[i] for i in _items(item["header_ids"], item["name"])),
+                _name(item),
+                tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item))),
             )
             for item in self.section("header_stacks")
         )
         self.stack_index = _index([s.name for s in self.stacks], "header stack")
         self.union_stacks = tuple(
             p.HeaderUnionStack(
-                item["name"],
-                tuple(id_to_union[i] for i in _items(item["header_union_ids"], item["name"])),
+                _name(item),
+                tuple(id_to_union[i] for i in _items(item["header_union_ids"], _name(item))),
             )
             for item in self.section("header_union_stacks")
         )
@@ -378,7 +401,9 @@ class _Loader:
             case "field":
                 return self.field(value, where)
             case "local" | "runtime_data":
-                return p.Local(_integer(value, where))
+                if self.parameter_count == 0:
+                    raise ProgramError(f"{where}: an action parameter where there is none")
+                return p.Local(_integer(value, where, 0, self.parameter_count - 1))
             case "header":
                 return p.HeaderOf(_find(self.header_index, value, "header", where))
             case "header_stack":
@@ -405,6 +430,15 @@ class _Loader:
         return p.LastField(stack, _find(self.field_index[first], value[1], "field", where))
 
     def operation(self, j: dict[str, Json], where: str) -> p.Expr:
+        if self.depth >= MAX_DEPTH:
+            raise UnsupportedConstruct(f"expression nested deeper than {MAX_DEPTH}", where)
+        self.depth += 1
+        try:
+            return self.operator(j, where)
+        finally:
+            self.depth -= 1
+
+    def operator(self, j: dict[str, Json], where: str) -> p.Expr:
         op, left, right = j["op"], j.get("left"), j.get("right")
         operand = right if right is not None else left
         if op in _ARITHMETIC:
@@ -710,17 +744,17 @@ class _Loader:
     def externs(self) -> None:
         self.registers = tuple(
             p.RegisterArray(
-                r["name"],
-                _integer(r["size"], r["name"], 0, MAX_ARRAY_SIZE),
-                _integer(r["bitwidth"], r["name"], 1, MAX_FIELD_BITS),
+                _name(r),
+                _integer(r["size"], _name(r), 0, MAX_ARRAY_SIZE),
+                _integer(r["bitwidth"], _name(r), 1, MAX_FIELD_BITS),
             )
             for r in self.section("register_arrays")
         )
         self.register_index = _index([r.name for r in self.registers], "register array")
         self.counters = tuple(
             p.CounterArray(
-                c["name"],
-                0 if c.get("is_direct") else _integer(c["size"], c["name"], 0, MAX_ARRAY_SIZE),
+                _name(c),
+                0 if c.get("is_direct") else _integer(c["size"], _name(c), 0, MAX_ARRAY_SIZE),
                 c["binding"] if c.get("is_direct") else None,
             )
             for c in self.section("counter_arrays")
@@ -730,12 +764,12 @@ class _Loader:
         for m in self.section("meter_arrays"):
             direct = bool(m.get("is_direct"))
             if m["type"] not in ("bytes", "packets"):
-                raise UnsupportedConstruct(f"meter of type {m['type']!r}", m["name"])
-            size = 0 if direct else _integer(m["size"], m["name"], 0, MAX_ARRAY_SIZE)
-            rates = _integer(m["rate_count"], m["name"], 1, 16)
-            target = self.field(m["result_target"], m["name"]) if direct else None
+                raise UnsupportedConstruct(f"meter of type {m['type']!r}", _name(m))
+            size = 0 if direct else _integer(m["size"], _name(m), 0, MAX_ARRAY_SIZE)
+            rates = _integer(m["rate_count"], _name(m), 1, 16)
+            target = self.field(m["result_target"], _name(m)) if direct else None
             binding = m["binding"] if direct else None
-            meters.append(p.MeterArray(m["name"], size, m["type"], rates, binding, target))
+            meters.append(p.MeterArray(_name(m), size, m["type"], rates, binding, target))
         self.meters = tuple(meters)
         self.meter_index = _index([m.name for m in self.meters], "meter array")
         self.calculations = tuple(self.calculation(c) for c in self.section("calculations"))
@@ -761,7 +795,7 @@ class _Loader:
                     payload = True
                 case other:
                     raise UnsupportedConstruct(f"calculation over {other!r}", where)
-        return p.Calculation(j["name"], j["algo"], tuple(items), payload)
+        return p.Calculation(_name(j), j["algo"], tuple(items), payload)
 
     def check_algorithm(self, name: Json, where: str) -> None:
         if name not in hashing.ALGORITHMS:
@@ -776,7 +810,7 @@ class _Loader:
             condition = j.get("if_cond")
             result.append(
                 p.Checksum(
-                    name=j["name"],
+                    name=_name(j),
                     target=self.field(j["target"], where),
                     calculation=_find(
                         self.calculation_index, j["calculation"], "calculation", where
@@ -814,10 +848,12 @@ class _Loader:
         for j in self.section("actions"):
             where = f"action {j['name']}"
             parameters = tuple(
-                p.Parameter(str(d["name"]), _integer(d["bitwidth"], where, 0, MAX_FIELD_BITS))
+                p.Parameter(_name(d), _integer(d["bitwidth"], where, 0, MAX_FIELD_BITS))
                 for d in _items(j["runtime_data"], where)
             )
+            self.parameter_count = len(parameters)
             body = self.body(j["primitives"], where)
+            self.parameter_count = 0
             for statement in body:
                 if isinstance(statement, (p.Jump, p.JumpIfZero)) and not (
                     0 <= statement.target <= len(body)
@@ -826,7 +862,7 @@ class _Loader:
             if j["id"] in self.action_by_id:
                 raise ProgramError(f"{where}: id {j['id']} is used twice")
             self.action_by_id[j["id"]] = len(actions)
-            actions.append(p.Action(j["name"], j["id"], parameters, body))
+            actions.append(p.Action(_name(j), j["id"], parameters, body))
         self.actions = tuple(actions)
 
     def body(self, primitives: Json, where: str) -> tuple[p.Statement, ...]:
@@ -852,10 +888,10 @@ class _Loader:
 
     def parser(self, j: dict[str, Json]) -> p.Parser:
         states = _items(j["parse_states"], "parser")
-        index = _index([s["name"] for s in states], "parser state")
+        index = _index([_name(s) for s in states], "parser state")
         start = j.get("init_state")
         return p.Parser(
-            j["name"],
+            _name(j),
             tuple(self.parser_state(s, index) for s in states),
             None if start is None else _find(index, start, "parser state", "parser"),
         )
@@ -889,7 +925,7 @@ class _Loader:
             if value > full or mask > full:
                 raise ProgramError(f"{where}: a transition value is wider than the key")
             transitions.append(p.Transition(value & mask, mask, state))
-        return p.ParserState(j["name"], ops, tuple(key), tuple(widths), tuple(transitions), default)
+        return p.ParserState(_name(j), ops, tuple(key), tuple(widths), tuple(transitions), default)
 
     def key_part(self, j: dict[str, Json], where: str) -> tuple[p.KeyPart, int]:
         kind, value = j.get("type"), j.get("value")
@@ -1003,7 +1039,7 @@ class _Loader:
         statements = self.body(j.get("primitives"), "deparser")
         if any(isinstance(s, (p.Jump, p.JumpIfZero)) for s in statements):
             raise ProgramError("deparser: a jump")
-        return p.Deparser(j["name"], statements, order)
+        return p.Deparser(_name(j), statements, order)
 
     # --- pipelines --------------------------------------------------------------------------
 
@@ -1012,7 +1048,7 @@ class _Loader:
         names: list[str] = []
         for s in sections:
             for kind in ("tables", "conditionals", "action_calls"):
-                names += [str(n["name"]) for n in _items(s.get(kind), kind)]
+                names += [_name(n) for n in _items(s.get(kind), kind)]
         self.node_index = _index(names, "control node")
 
         profiles: list[p.ActionProfile] = []
@@ -1030,7 +1066,7 @@ class _Loader:
                 where = f"condition {c['name']}"
                 nodes.append(
                     p.Conditional(
-                        c["name"],
+                        _name(c),
                         self.boolean(c["expression"], where),
                         self.node(c.get("true_next"), where),
                         self.node(c.get("false_next"), where),
@@ -1041,12 +1077,33 @@ class _Loader:
                 action = self.action(c["action_id"], where)
                 if self.actions[action].parameters:
                     raise ProgramError(f"{where}: the action has parameters")
-                nodes.append(p.ActionCall(c["name"], action, self.node(c.get("next_node"), where)))
+                nodes.append(p.ActionCall(_name(c), action, self.node(c.get("next_node"), where)))
         self.nodes = tuple(nodes)
+        self.check_acyclic()
         ingress, egress = (
-            p.Pipeline(s["name"], self.node(s.get("init_table"), s["name"])) for s in sections
+            p.Pipeline(_name(s), self.node(s.get("init_table"), _name(s))) for s in sections
         )
         return ingress, egress
+
+    def check_acyclic(self) -> None:
+        """P4 has no loops in a control; a file with one would keep a packet for ever."""
+        finished: set[int] = set()
+        for start in range(len(self.nodes)):
+            path: list[int] = []
+            on_path: set[int] = set()
+            todo: list[tuple[int, bool]] = [(start, False)]
+            while todo:
+                number, leaving = todo.pop()
+                if leaving:
+                    finished.add(path.pop())
+                    on_path.discard(number)
+                elif number in on_path:
+                    raise ProgramError(f"node {self.nodes[number].name} is part of a cycle")
+                elif number not in finished:
+                    path.append(number)
+                    on_path.add(number)
+                    todo.append((number, True))
+                    todo += [(n, False) for n in _successors(self.nodes[number])]
 
     def node(self, name: Json, where: str) -> int | None:
         return None if name is None else _find(self.node_index, name, "control node", where)
@@ -1063,7 +1120,7 @@ class _Loader:
                 fields.append(self.field(item["value"], where))
             selector = p.Selector(j["selector"]["algo"], tuple(fields))
         return p.ActionProfile(
-            j["name"], _integer(j["max_size"], where, 0, MAX_ARRAY_SIZE), selector
+            _name(j), _integer(j["max_size"], where, 0, MAX_ARRAY_SIZE), selector
         )
 
     def table(self, j: dict[str, Json]) -> p.Table:
@@ -1095,7 +1152,7 @@ class _Loader:
         if entries and profile is not None:
             raise UnsupportedConstruct("const entries in an indirect table", where)
         return p.Table(
-            name=j["name"],
+            name=_name(j),
             match=match,
             key=key,
             size=_integer(j.get("max_size", 1024), where, 0, MAX_ARRAY_SIZE),

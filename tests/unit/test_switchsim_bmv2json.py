@@ -138,7 +138,7 @@ REFUSALS: list[tuple[str, str, Change]] = [
     (
         "hash over the payload",
         "externs",
-        lambda r: [c["input"].append({"type": "payload"}) for c in r["calculations"]] and None,
+        lambda r: r["calculations"][0]["input"].append({"type": "payload"}),
     ),
 ]
 
@@ -172,6 +172,7 @@ ERRORS: list[tuple[str, str, Change]] = [
         "forwarding",
         lambda r: _primitive(r, "mark_to_drop").update(parameters=[]),
     ),
+    ("is part of a cycle", "forwarding", lambda r: _make_cycle(r["pipelines"][0])),
     ("two lpm fields", "forwarding", lambda r: _two_lpm(_table(r, "I.route"))),
     (
         "is not an integer",
@@ -193,6 +194,11 @@ ERRORS: list[tuple[str, str, Change]] = [
 ]
 
 
+def _make_cycle(pipeline: dict[str, Any]) -> None:
+    for conditional in pipeline["conditionals"]:
+        conditional["false_next"] = pipeline["init_table"]
+
+
 def _two_lpm(table: dict[str, Any]) -> None:
     table["key"].append(copy.deepcopy(table["key"][0]))
 
@@ -204,6 +210,18 @@ def test_inconsistent_file_is_a_program_error(message: str, name: str, change: C
     root = source(name)
     change(root)
     with pytest.raises(ProgramError, match=message):
+        load(root)
+
+
+def test_expression_that_is_nested_too_deep_is_refused() -> None:
+    root = source("forwarding")
+    conditional = root["pipelines"][0]["conditionals"][0]
+    for _ in range(bmv2json.MAX_DEPTH + 1):
+        conditional["expression"] = {
+            "type": "expression",
+            "value": {"op": "not", "left": None, "right": conditional["expression"]},
+        }
+    with pytest.raises(UnsupportedConstruct, match="nested deeper than"):
         load(root)
 
 
