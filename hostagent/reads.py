@@ -23,7 +23,7 @@ from typing import Final
 from kvcast.hostagent.calls import GetCall, Outbox
 from kvcast.hostagent.metrics import Metrics
 from kvcast.hostagent.pool import NO_NODE
-from kvcast.hostagent.store import Copy, QuotaError, Store, StoreError
+from kvcast.hostagent.store import Copy, QuotaError, StaleReservationError, Store, StoreError
 from kvcast.protocol import bulk, local
 from kvcast.protocol.requester import (
     BulkCopy,
@@ -309,7 +309,11 @@ class Reads:
         reserved = self._buffers.pop(id(event.buffer))
         event.buffer.release()
         home = pool is not None and pool.is_home(event.block)
-        copy = self._store.commit(reserved, event.digest, home=home)
+        try:
+            copy = self._store.commit(reserved, event.digest, home=home)
+        except StaleReservationError:
+            self._end_without(fetch, MissReason.CANCELLED)
+            return
         tier = event.report.tier
         if tier == "bulk":
             self._metrics.payload_bytes_received_bulk_get_total += event.size
@@ -327,13 +331,15 @@ class Reads:
         self._store.unpin(copy)
 
     def _on_missed(self, event: Missed) -> None:
-        fetch = self._fetches.pop(event.block)
-        status = _STATUS_OF_MISS.get(event.reason, local.MISS)
+        self._end_without(self._fetches.pop(event.block), event.reason)
+
+    def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
+        status = _STATUS_OF_MISS.get(reason, local.MISS)
         if status == local.NO_ROOM:
             status = fetch.refusal
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
-                self._missed(batch, position, status, event.reason)
+                self._missed(batch, position, status, reason)
         for done in fetch.keeps:
             done(False)
 

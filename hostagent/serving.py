@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvcast.hostagent.calls import Outbox
 from kvcast.hostagent.metrics import Metrics
-from kvcast.hostagent.store import Copy, Store, StoreError
+from kvcast.hostagent.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol import bulk
 from kvcast.protocol.bulk import BulkDone, BulkDrop, BulkExists, BulkGet, BulkHeld, BulkPut
 from kvcast.protocol.wire import BlockId, digest_of
@@ -69,7 +69,10 @@ class Serving:
             self._store.abort(copy)
             self._metrics.bulk_wrong_digest_total += 1
             return BulkDone(bulk.WRONG_DIGEST)
-        in_force = self._store.commit(copy, put.digest, home=True)
+        try:
+            in_force = self._store.commit(copy, put.digest, home=True)
+        except StaleReservationError:
+            return BulkDone(bulk.FORBIDDEN)
         return BulkDone(bulk.DONE if in_force is copy else bulk.HELD)
 
     def abort_put(self, copy: Copy) -> None:

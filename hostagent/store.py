@@ -45,6 +45,10 @@ class QuotaError(StoreError):
     """The namespace's quota is smaller than the block, or taken by pinned copies."""
 
 
+class StaleReservationError(StoreError):
+    """The namespace was dropped while the copy was being written; its bytes are given back."""
+
+
 class Copy:
     """One copy of a block in the arena. `reserved_bytes` is what it takes, `size_bytes` what it
     is; `home` whether this node held it as one of the block's homes when it was committed."""
@@ -52,6 +56,7 @@ class Copy:
     __slots__ = (
         "block",
         "digest",
+        "generation",
         "home",
         "offset",
         "pins",
@@ -60,11 +65,19 @@ class Copy:
         "state",
     )
 
-    def __init__(self, block: BlockId, size_bytes: int, offset: int, reserved_bytes: int) -> None:
+    def __init__(
+        self,
+        block: BlockId,
+        size_bytes: int,
+        offset: int,
+        reserved_bytes: int,
+        generation: int,
+    ) -> None:
         self.block = block
         self.size_bytes = size_bytes
         self.offset = offset
         self.reserved_bytes = reserved_bytes
+        self.generation = generation
         self.digest = 0
         self.home = False
         self.pins = 0
@@ -120,6 +133,8 @@ class Store:
         self._evictable_bytes = 0
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
+        self._generation = 0
+        self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
 
     # --- lookups --------------------------------------------------------------------------
 
@@ -171,7 +186,7 @@ class Store:
         except StoreError:
             self._forget_if_empty(block.namespace, state)
             raise
-        copy = Copy(block, size_bytes, offset, reserved_bytes)
+        copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
         self._by_offset[offset] = copy
         # Evicting the namespace's last copy may have made it forget the namespace.
         state = self._namespaces.setdefault(block.namespace, state)
@@ -181,8 +196,12 @@ class Store:
 
     def commit(self, copy: Copy, digest: int, *, home: bool) -> Copy:
         """Make a reserved copy visible; returns the copy in force, which is an older one where
-        the block was held already (the new one's bytes are then free again)."""
+        the block was held already (the new one's bytes are then free again). Raises
+        StaleReservationError where the namespace was dropped meanwhile."""
         assert copy.state == RESERVED, copy
+        if copy.generation < self._dropped_in.get(copy.block.namespace, 0):
+            self._release_bytes(copy)
+            raise StaleReservationError(f"namespace {copy.block.namespace} was dropped")
         held = self._index.get(copy.block)
         if held is not None:
             if held.digest == digest:
@@ -232,7 +251,10 @@ class Store:
         return True
 
     def drop_namespace(self, namespace: int) -> int:
-        """Forget every block of a namespace; how many there were."""
+        """Forget every block of a namespace, and what is being written to it; how many blocks
+        there were."""
+        self._generation += 1
+        self._dropped_in[namespace] = self._generation
         gone = [block for block in self._index if block.namespace == namespace]
         for block in gone:
             self.drop(block)

@@ -23,7 +23,7 @@ from typing import Final
 
 from kvcast.hostagent.calls import EVICTED, Outbox, PutCall
 from kvcast.hostagent.metrics import Metrics
-from kvcast.hostagent.store import COMMITTED, Copy, Store
+from kvcast.hostagent.store import COMMITTED, Copy, StaleReservationError, Store
 from kvcast.protocol import bulk, local
 from kvcast.protocol.wire import digest_of
 
@@ -103,8 +103,12 @@ class Writes:
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
-        copy = self._store.commit(copy, digest, home=here)
         put = _Put(position, copy, homes[0] if homes else -1, copies=int(here))
+        try:
+            put.copy = copy = self._store.commit(copy, digest, home=here)
+        except StaleReservationError:
+            self._answer(batch, put, local.UNKNOWN_NAMESPACE)
+            return
         if pool is None or not homes:
             self._answer(batch, put, local.UNAVAILABLE)
             return

@@ -133,6 +133,7 @@ class MiniController:
         self.answers: list[Described | Kept] = []
         self.left: list[str] = []
         self.refuse = ""
+        self.refused = 0
         self.lease_s = 0.6
         self.address = ("127.0.0.1", 0)
         self._indices: dict[str, int] = {}
@@ -190,6 +191,7 @@ class MiniController:
                     if isinstance(message, Register):
                         node_id = message.node_id
                         if self.refuse:
+                            self.refused += 1
                             writer.write(codec.encode(Refused(self.refuse)))
                             continue
                         self._register(message, writer)
@@ -279,8 +281,8 @@ class Pool:
     ) -> Agent:
         agent = Agent(change(self.options(number)))
         await agent.start()
-        assert agent.tunnel_address is not None
-        self.switch.attach(number, mac_of(number), agent.tunnel_address)
+        if agent.tunnel_address is not None:
+            self.switch.attach(number, mac_of(number), agent.tunnel_address)
         self.agents[number] = agent
         await agent.ready.wait()
         return agent

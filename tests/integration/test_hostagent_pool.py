@@ -24,10 +24,11 @@ from kvcast.hostagent.client import (
     UnavailableError,
     UnknownNamespaceError,
 )
+from kvcast.hostagent.store import StaleReservationError
 from kvcast.hostagent.writes import WriteOptions
 from kvcast.protocol.control import BlockRef as Ref
 from kvcast.protocol.control import Credit, Describe, Keep
-from kvcast.protocol.wire import digest_of
+from kvcast.protocol.wire import BlockId, digest_of
 
 
 def noise(seed: int, size_bytes: int) -> bytes:
@@ -450,3 +451,47 @@ async def test_frames_of_unknown_nodes_and_for_others_are_counted(tmp_path: Path
         await pool.clients[1].get(1, [key_of(1)], deadline_s=0.1)
         stats = await pool.clients[1].stats()
         assert stats["frames_misaddressed_total"] > before
+
+
+async def test_kernel_udp_serves_as_well_as_the_tunnel(tmp_path: Path) -> None:
+    def kernel_udp(options: Options) -> Options:
+        number = options.network.switch_port
+        network = replace(options.network, ip=f"127.77.0.{number}", tunnel=None, udp_port=0)
+        return replace(options, network=network)
+
+    async with running_pool(tmp_path, 3, kernel_udp) as pool:
+        blocks = {key_of(i): noise(i, 150_000) for i in range(5)}
+        await pool.clients[1].put(1, blocks)
+        for block, data in zip(
+            await pool.clients[3].get(1, list(blocks), deadline_s=10), blocks.values(), strict=True
+        ):
+            assert block is not None
+            assert block.tier == "home"
+            assert bytes(block.data) == data
+        assert pool.switch.frames == 0
+
+
+async def test_a_put_that_meets_the_end_of_its_namespace_is_refused(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 2) as pool:
+        store = pool.agents[1].core.store
+        copy = store.reserve(BlockId(1, key_of(1)), 1000)
+        pool.controller.namespaces = []
+        pool.controller.publish()
+        await pool.settled()
+        with pytest.raises(StaleReservationError):
+            store.commit(copy, 5, home=True)
+        assert store.used_bytes == 0
+
+
+async def test_the_refusal_of_a_controller_is_heard_and_tried_again(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 1) as pool:
+        pool.controller.refuse = "the switch has no port 2"
+        starting = asyncio.create_task(pool.start_agent(2))
+        await until(lambda: pool.controller.refused > 1)
+        assert not starting.done()
+        client = await pool.client(2)
+        with pytest.raises(UnavailableError):
+            await client.get(1, [key_of(1)])
+        pool.controller.refuse = ""
+        await starting
+        assert await client.get(1, [key_of(1)], deadline_s=0.1) == [None]
