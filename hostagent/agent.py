@@ -154,7 +154,7 @@ class Agent:
 
     def _with_credit(self, buffer_bytes: int) -> AgentOptions:
         options = self._options.agent
-        requester = replace(options.requester, bulk_available=True)
+        requester = options.requester
         if self._options.credit_from_buffer:
             credit = min(requester.credit_segments, credit_of_buffer(buffer_bytes))
             if credit < requester.credit_segments:

@@ -101,7 +101,7 @@ class AgentCore:
         self.asks = Asks(store, self.outbox)
         self.serving = Serving(store, memory, self.outbox, self.metrics)
         self.requester = Requester(
-            options.requester,
+            replace(options.requester, bulk_available=True),
             allocate=self.reads.allocate,
             discard=self.reads.discard,
             rng=rng,

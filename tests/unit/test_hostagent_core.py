@@ -1,0 +1,584 @@
+"""The agent's cores without I/O: a virtual clock, frames and calls delivered by hand.
+
+Oracle: what DESIGN section 7 and the modules' own descriptions promise. Cannot see: sockets,
+asyncio, timing of real machines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from kvcast.hostagent.arena import Allocator
+from kvcast.hostagent.calls import (
+    EVICTED,
+    UNREACHABLE,
+    BulkCall,
+    DropCall,
+    ExistsCall,
+    GetCall,
+    PutCall,
+)
+from kvcast.hostagent.core import AgentCore, AgentOptions
+from kvcast.hostagent.metrics import LogHistogram
+from kvcast.hostagent.pool import Pool, PoolMapError
+from kvcast.hostagent.reads import GetBatch, GetItem
+from kvcast.hostagent.sessions import Session
+from kvcast.hostagent.store import Store
+from kvcast.hostagent.writes import PutBatch, WriteOptions
+from kvcast.protocol import bulk, local
+from kvcast.protocol.bulk import BulkPut, pack_bitmap, unpack_bitmap
+from kvcast.protocol.control import (
+    AgentMessage,
+    Credit,
+    Keep,
+    Kept,
+    NamespaceInfo,
+    NodeInfo,
+    PoolMap,
+    Registered,
+)
+from kvcast.protocol.wire import BUCKETS, OP_READ, BlockId, Frame, digest_of
+
+SLAB = 64 * 1024
+
+
+def key(number: int, bucket: int = 0) -> bytes:
+    return ((number << 10) | bucket).to_bytes(16, "big")
+
+
+def pool_map(
+    homes: list[int],
+    epoch: int = 1,
+    namespaces: tuple[int, ...] = (1,),
+    nodes: int = 3,
+    allowed: list[str] | None = None,
+) -> PoolMap:
+    return PoolMap(
+        epoch,
+        [
+            NodeInfo(
+                n, f"node-{n}", f"10.77.0.{n}", f"02:6b:76:00:00:0{n}", n, 19286, "127.0.0.1", n
+            )
+            for n in range(1, nodes + 1)
+        ],
+        [list(homes) for _ in range(BUCKETS)],
+        [NamespaceInfo(n, "t", "m", str(n), "l", allowed or []) for n in namespaces],
+        [],
+    )
+
+
+class Node:
+    """One core with its clock at `now`; frames and calls are taken by the test."""
+
+    def __init__(self, index: int, slabs: int = 16, writes: WriteOptions | None = None) -> None:
+        self.now = 100.0
+        self.index = index
+        self.memory = memoryview(bytearray(slabs * SLAB))
+        options = AgentOptions(node_id=f"node-{index}", writes=writes or WriteOptions())
+        self.core = AgentCore(
+            options, Store(Allocator(slabs * SLAB, SLAB)), self.memory, random.Random(index)
+        )
+        self.said: list[AgentMessage] = []
+        self.core.registered(Registered(1, index, 3.0, 0))
+
+    def take_map(self, message: PoolMap) -> None:
+        self.core.control_message(self.now, message)
+
+    def hold(self, number: int, data: bytes, namespace: int = 1) -> None:
+        block = BlockId(namespace, key(number))
+        copy = self.core.store.reserve(block, len(data))
+        self.memory[copy.offset : copy.offset + len(data)] = data
+        self.core.store.commit(copy, digest_of(data), home=False)
+
+    def get(self, number: int, deadline_s: float = 1.0) -> list[GetItem]:
+        """Start a get; the list fills when it ends."""
+        items: list[GetItem] = []
+
+        def done(batch: GetBatch) -> None:
+            items.extend(item for item in batch.items if item is not None)
+
+        self.core.reads.get(self.now, 1, [key(number)], self.now + deadline_s, done)
+        return items
+
+    def put(self, number: int, data: bytes) -> list[local.PutBlock]:
+        """Start a put; the list fills when it is acknowledged."""
+        results: list[local.PutBlock] = []
+
+        def done(batch: PutBatch) -> None:
+            results.extend(item for item in batch.results if item is not None)
+
+        copy = self.core.store.reserve(BlockId(1, key(number)), len(data))
+        self.memory[copy.offset : copy.offset + len(data)] = data
+        self.core.writes.commit(self.now, [copy], done)
+        return results
+
+    def calls(self) -> list[BulkCall]:
+        calls = list(self.core.outbox.calls)
+        self.core.outbox.calls.clear()
+        return calls
+
+    def frames(self) -> list[tuple[int, Frame]]:
+        return self.core.frames_to_send(self.now, 1000)
+
+    def bytes_of(self, item: GetItem) -> bytes:
+        assert item.copy is not None
+        return bytes(self.memory[item.copy.offset : item.copy.offset + item.copy.size_bytes])
+
+
+def exchange(*nodes: Node) -> int:
+    """Deliver frames between nodes until none is left; how many there were."""
+    by_index = {node.index: node for node in nodes}
+    total = 0
+    while True:
+        moved = 0
+        for node in nodes:
+            for target, frame in node.frames():
+                moved += 1
+                if target in by_index:
+                    payload = bytes(frame.payload)
+                    copied = Frame(
+                        frame.op,
+                        frame.namespace,
+                        frame.key,
+                        frame.segment,
+                        frame.flags,
+                        frame.group,
+                        frame.digest,
+                        frame.size,
+                        frame.chunk,
+                        frame.gather,
+                        frame.wanted,
+                        frame.tag,
+                        payload + bytes(-len(payload) % 1024),
+                    )
+                    by_index[target].core.receive(by_index[target].now, node.index, copied)
+        for node in nodes:
+            node.core.after_receiving(node.now)
+        total += moved
+        if not moved:
+            return total
+
+
+def pool_of(homes: list[int], count: int = 3) -> list[Node]:
+    nodes = [Node(index) for index in range(1, count + 1)]
+    for node in nodes:
+        node.take_map(pool_map(homes, nodes=count))
+    return nodes
+
+
+def test_before_the_first_map_a_namespace_is_unavailable() -> None:
+    assert Node(1).core.reads.refusal(1) == local.UNAVAILABLE
+
+
+def test_a_namespace_is_checked_against_the_map() -> None:
+    node = Node(1)
+    node.take_map(pool_map([2], allowed=["node-2"]))
+    assert node.core.reads.refusal(1) == local.FORBIDDEN
+    assert node.core.reads.refusal(5) == local.UNKNOWN_NAMESPACE
+
+
+def test_gets_of_one_block_share_one_fetch_and_each_pins() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"x" * 70_000)
+    first, second = reader.get(1), reader.get(1)
+    reads = [frame for _, frame in reader.frames() if frame.op == OP_READ]
+    assert len(reads) == 1
+    home.core.receive(home.now, 1, reads[0])
+    exchange(reader, home)
+    assert first[0].status == second[0].status == local.OK
+    assert reader.bytes_of(first[0]) == b"x" * 70_000
+    assert first[0].copy is second[0].copy
+    assert first[0].copy is not None
+    assert first[0].copy.pins == 2
+    assert home.core.store.peek(BlockId(1, key(1))).pins == 0  # type: ignore[union-attr]
+
+
+def test_a_local_block_asks_nobody() -> None:
+    node = pool_of([2])[0]
+    node.hold(1, b"here")
+    (item,) = node.get(1)
+    assert (item.status, item.tier) == (local.OK, "local")
+    assert node.frames() == []
+
+
+def test_the_sole_home_asks_the_switch_through_another_node_and_only_briefly() -> None:
+    node, other, _ = pool_of([1])
+    items = node.get(1, deadline_s=60)
+    ((target, frame),) = node.frames()
+    assert (target, frame.op) == (other.index, OP_READ)
+    node.now += 0.06
+    node.core.handle_timer(node.now)
+    assert items[0].status == local.MISS
+
+
+def test_every_get_ends_by_its_own_deadline_and_the_fetch_goes_on() -> None:
+    node = pool_of([2])[0]
+    long, short = node.get(1, 10.0), node.get(1, 0.01)
+    node.now += 0.02
+    node.core.handle_timer(node.now)
+    assert short[0].reason == "deadline"
+    assert long == []
+    assert node.core.reads.waiting == 1
+
+
+def test_no_room_for_a_block_is_said_and_leaves_nothing_behind() -> None:
+    reader, home, _ = pool_of([2])
+    big = Node(1, slabs=1)
+    big.take_map(pool_map([2]))
+    home.hold(1, b"y" * 70_000)
+    items = big.get(1)
+    exchange(big, home)
+    assert items[0].status == local.NO_ROOM
+    assert big.core.store.used_bytes == 0
+    assert reader.core.reads.waiting == 0
+
+
+def test_when_the_udp_way_fails_the_bulk_way_is_tried_and_its_digest_checked() -> None:
+    for lie in (False, True):
+        node = pool_of([2])[0]
+        items = node.get(1, deadline_s=60)
+        calls: list[BulkCall] = []
+        while not calls:
+            node.frames()
+            when = node.core.get_timer(node.now)
+            assert when is not None
+            node.now = max(when, node.now)
+            node.core.handle_timer(node.now)
+            calls = node.calls()
+        (call,) = calls
+        assert isinstance(call, GetCall)
+        assert call.node == 2
+        data = b"z" * 3000
+        view = call.begin(len(data), digest_of(data))
+        assert view is not None
+        view[:] = data if not lie else b"!" * 3000
+        call.done(node.now, bulk.DONE)
+        if lie:
+            assert items[0].status == local.MISS
+            assert node.core.store.used_bytes == 0
+        else:
+            assert (items[0].status, items[0].tier) == (local.OK, "bulk")
+            assert node.bytes_of(items[0]) == data
+        node.core.store.check()
+
+
+def test_a_bulk_answer_after_the_deadline_gives_its_room_back() -> None:
+    node = pool_of([2])[0]
+    items = node.get(1, deadline_s=30)
+    calls: list[BulkCall] = []
+    while not calls:
+        node.frames()
+        node.now = max(node.core.get_timer(node.now) or 0.0, node.now)
+        node.core.handle_timer(node.now)
+        calls = node.calls()
+    (call,) = calls
+    assert isinstance(call, GetCall)
+    view = call.begin(1000, 5)
+    assert view is not None
+    node.now += 60
+    node.core.handle_timer(node.now)
+    assert items[0].reason == "deadline"
+    call.done(node.now, UNREACHABLE)
+    assert node.core.store.used_bytes == 0
+
+
+def test_a_put_is_acknowledged_when_its_home_has_it() -> None:
+    node = pool_of([2, 3])[0]
+    results = node.put(1, b"data")
+    to_home, to_replica = node.calls()
+    assert isinstance(to_home, PutCall)
+    assert isinstance(to_replica, PutCall)
+    assert (to_home.node, to_replica.node) == (2, 3)
+    assert to_replica.begin()
+    to_replica.done(node.now, bulk.DONE)
+    assert results == []
+    assert to_home.begin()
+    to_home.done(node.now, bulk.HELD)
+    assert results == [local.PutBlock(local.OK, 2, digest_of(b"data"))]
+    assert node.core.store.peek(BlockId(1, key(1))).pins == 0  # type: ignore[union-attr]
+
+
+def test_a_put_whose_home_is_dead_is_acknowledged_by_the_replica() -> None:
+    node = pool_of([2, 3])[0]
+    results = node.put(1, b"data")
+    to_home, to_replica = node.calls()
+    to_home.done(node.now, UNREACHABLE)
+    assert results == []
+    to_replica.done(node.now, bulk.DONE)
+    assert [r.status for r in results] == [local.OK]
+
+
+def test_a_put_on_the_home_itself_is_acknowledged_at_once() -> None:
+    node = pool_of([1, 3])[0]
+    assert [r.status for r in node.put(1, b"data")] == [local.OK]
+    assert len(node.calls()) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        (UNREACHABLE, local.UNAVAILABLE),
+        (bulk.NO_ROOM, local.NO_ROOM),
+        (bulk.FORBIDDEN, local.FORBIDDEN),
+        (bulk.WRONG_DIGEST, local.UNAVAILABLE),
+    ],
+)
+def test_a_put_that_no_home_took_says_why(outcome: str, status: str) -> None:
+    node = pool_of([2])[0]
+    results = node.put(1, b"data")
+    (call,) = node.calls()
+    call.done(node.now, outcome)
+    assert [r.status for r in results] == [status]
+
+
+def test_a_waiting_replication_may_be_evicted_and_a_waited_for_one_may_not() -> None:
+    node = Node(1, slabs=2)
+    node.take_map(pool_map([1, 3]))
+    node.put(1, b"a" * SLAB)
+    (waiting,) = node.calls()
+    for number in (2, 3):
+        node.put(number, b"b" * SLAB)
+    assert isinstance(waiting, PutCall)
+    assert not waiting.begin()
+    waiting.done(node.now, EVICTED)
+    assert node.core.metrics.replications_dropped_total == 1
+
+    node = Node(1, slabs=2)
+    node.take_map(pool_map([3]))
+    node.put(1, b"a" * SLAB)
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    assert copy.pins == 1
+
+
+def test_replications_are_bounded() -> None:
+    node = Node(1, writes=WriteOptions(max_replications=2))
+    node.take_map(pool_map([2]))
+    results = [node.put(number, b"x") for number in range(3)]
+    assert [r.status for r in results[2]] == [local.BUSY]
+    assert node.core.metrics.replications_dropped_total == 1
+
+
+def test_exists_asks_each_home_once_a_round_and_stops_at_the_gap() -> None:
+    node = Node(1)
+    node.take_map(pool_map([2, 3]))
+    node.hold(0, b"here")
+    answers: list[int] = []
+    keys = [key(number) for number in range(5)]
+    node.core.asks.exists(1, keys, node.now + 1, answers.append)
+    (first,) = node.calls()
+    assert isinstance(first, ExistsCall)
+    assert (first.node, first.keys) == (2, keys[1:])
+    first.answer([True, False, True, False])
+    first.done(node.now, bulk.DONE)
+    (second,) = node.calls()
+    assert isinstance(second, ExistsCall)
+    assert (second.node, second.keys) == (3, [keys[2], keys[4]])
+    assert answers == []
+    second.answer([True, False])
+    second.done(node.now, bulk.DONE)
+    assert answers == [4]
+    assert node.calls() == []
+
+
+def test_exists_counts_a_silent_home_as_one_without_the_block() -> None:
+    node = pool_of([2, 3])[0]
+    answers: list[int] = []
+    node.core.asks.exists(1, [key(1)], node.now + 1, answers.append)
+    for _ in range(2):
+        (call,) = node.calls()
+        call.done(node.now, UNREACHABLE)
+    assert answers == [0]
+
+
+def test_drop_reports_only_what_every_home_has_forgotten() -> None:
+    node = pool_of([2, 3])[0]
+    node.hold(1, b"x")
+    answers: list[int] = []
+    node.core.asks.drop(1, [key(1), key(2)], node.now + 1, answers.append)
+    assert node.core.store.peek(BlockId(1, key(1))) is None
+    first, second = node.calls()
+    assert isinstance(first, DropCall)
+    first.done(node.now, bulk.DONE)
+    second.done(node.now, UNREACHABLE)
+    assert answers == [0]
+
+
+def test_a_credit_keeps_a_block_from_being_the_next_victim() -> None:
+    node = Node(1, slabs=2)
+    node.take_map(pool_map([2]))
+    node.hold(1, b"a" * SLAB)
+    node.hold(2, b"b" * SLAB)
+    node.core.control_message(node.now, Credit([(1, key(1), 10)]))
+    node.hold(3, b"c" * SLAB)
+    assert {b.key for b in node.core.store.blocks()} == {key(1), key(3)}
+
+
+def test_keep_fetches_what_is_missing_and_answers_either_way() -> None:
+    node, replica, _ = pool_of([1, 2])
+    node.core.control_connected(node.said.append)
+    replica.hold(1, b"k" * 2000)
+    node.core.control_message(node.now, Keep(1, 1, key(1), 2000, digest_of(b"k" * 2000)))
+    node.core.control_message(node.now, Keep(2, 1, key(2), 2000, 1))
+    exchange(node, replica)
+    assert {(m.request, m.held) for m in node.said if isinstance(m, Kept)} == {
+        (1, True),
+        (2, False),
+    }
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    assert copy.home
+
+
+def test_a_read_of_a_namespace_its_sender_may_not_use_is_dropped() -> None:
+    node = Node(1)
+    node.take_map(pool_map([1], allowed=["node-1"]))
+    node.hold(1, b"secret")
+    node.core.receive(node.now, 2, Frame(OP_READ, 1, key(1), wanted=1, flags=2))
+    assert node.frames() == []
+    assert node.core.metrics.frames_forbidden_total == 1
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda m: PoolMap(m.epoch, m.nodes, m.buckets[:-1], m.namespaces, m.groups),
+        lambda m: PoolMap(m.epoch, m.nodes[:1], m.buckets, m.namespaces, m.groups),
+        lambda m: PoolMap(m.epoch, m.nodes + m.nodes[:1], m.buckets, m.namespaces, m.groups),
+    ],
+    ids=["a bucket too few", "a bucket of an unknown node", "a node twice"],
+)
+def test_a_map_that_contradicts_itself_is_refused(
+    break_it: Callable[[PoolMap], PoolMap],
+) -> None:
+    node = pool_of([2])[0]
+    before = node.core.pool
+    with pytest.raises(PoolMapError):
+        node.take_map(break_it(pool_map([2], epoch=2)))
+    assert node.core.pool is before
+    assert node.core.metrics.maps_refused_total == 1
+
+
+def test_nodes_are_found_by_index_and_address() -> None:
+    pool = Pool(pool_map([2, 3]), 2, "node-2")
+    assert pool.homes_of(BlockId(1, key(1))) == (2, 3)
+    assert pool.other_homes_of(BlockId(1, key(1))) == [3]
+    assert pool.is_home(BlockId(1, key(1)))
+    assert pool.another_node() == 3
+    assert Pool(pool_map([1], nodes=1), 1, "node-1").another_node() == -1
+
+
+def test_a_namespace_with_another_meaning_starts_empty() -> None:
+    node = pool_of([2])[0]
+    node.hold(1, b"old")
+    changed = pool_map([2], epoch=2)
+    info = NamespaceInfo(1, "t", "m", "another version", "l")
+    node.take_map(PoolMap(2, changed.nodes, changed.buckets, [info], []))
+    assert len(node.core.store) == 0
+
+
+def test_a_bulk_put_by_a_newer_map_is_believed_and_by_an_older_one_not() -> None:
+    node = pool_of([2])[0]
+    refused = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 1))
+    assert refused == bulk.BulkDone(bulk.NOT_HOME)
+    room = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 2))
+    assert not isinstance(room, bulk.BulkDone)
+    node.core.serving.abort_put(room)
+    assert node.core.store.used_bytes == 0
+
+
+def session_of(node: Node) -> tuple[Session, list[local.AgentReply]]:
+    replies: list[local.AgentReply] = []
+    return Session(node.core, replies.append), replies
+
+
+def test_a_session_answers_every_request_once_and_gives_all_back_at_its_end() -> None:
+    node = pool_of([1])[0]
+    session, replies = session_of(node)
+    keys = [key(number) for number in range(4)]
+    session.handle(node.now, local.Alloc(1, 1, keys, [100, 200, 300, SLAB * 99]))
+    allocated = replies.pop()
+    assert isinstance(allocated, local.Allocated)
+    assert [e.status for e in allocated.extents] == ["ok", "ok", "ok", "no_room"]
+    tickets = [e.ticket for e in allocated.extents[:3]]
+    session.handle(node.now, local.Commit(2, tickets[:1]))
+    session.handle(node.now, local.Abort(3, tickets[1:2]))
+    session.handle(node.now, local.Commit(4, tickets[:1]))
+    session.handle(node.now, local.Commit(5, [tickets[2], tickets[2]]))
+    assert [type(r).__name__ for r in replies] == ["Committed", "Ack", "Failed", "Failed"]
+    session.handle(node.now, local.Get(6, 1, keys[:1], 1.0))
+    session.handle(node.now, local.Get(7, 1, keys[:1], 1.0))
+    session.handle(node.now, local.Pin(8, 1, keys[:2]))
+    copy = node.core.store.peek(BlockId(1, keys[0]))
+    assert copy is not None
+    assert copy.pins == 3
+    got = replies[4]
+    assert isinstance(got, local.Got)
+    session.handle(node.now, local.Release([got.blocks[0].handle, 999_999]))
+    assert copy.pins == 2
+    assert node.core.metrics.local_unknown_handles_total == 1
+    assert session.in_flight == 0
+    session.close()
+    assert copy.pins == 0
+    assert node.core.store.used_bytes == copy.reserved_bytes
+    node.core.store.check()
+
+
+def test_a_get_that_ends_after_its_client_leaves_nothing_pinned() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"late")
+    session, replies = session_of(reader)
+    session.handle(reader.now, local.Get(1, 1, [key(1)], 1.0))
+    session.close()
+    exchange(reader, home)
+    copy = reader.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    assert copy.pins == 0
+    assert replies == []
+
+
+def test_a_request_for_an_unknown_namespace_fails_as_a_whole() -> None:
+    node = pool_of([1])[0]
+    session, replies = session_of(node)
+    session.handle(node.now, local.Get(1, 9, [key(1)], 1.0))
+    session.handle(node.now, local.Alloc(2, 1, [key(1)], []))
+    session.handle(node.now, local.FindNamespace(3, "t", "m", "v", "l"))
+    statuses = [r.status for r in replies if isinstance(r, local.Failed)]
+    assert statuses == [local.UNKNOWN_NAMESPACE, local.INVALID, local.UNAVAILABLE]
+
+
+def test_counters_have_one_name_each_and_cover_every_part() -> None:
+    counters = pool_of([1])[0].core.counters()
+    assert all(isinstance(value, float) for value in counters.values())
+    for name in (
+        "payload_bytes_sent_udp_total",
+        "payload_bytes_sent_bulk_get_total",
+        "payload_bytes_sent_bulk_put_total",
+        "hits_switch_total",
+        "misses_not_found_total",
+        "wrong_digest_total",
+        "fetch_ms_p99",
+        "arena_used_bytes",
+        "store_evictions_total",
+    ):
+        assert name in counters
+
+
+def test_the_histogram_is_right_within_an_eighth_of_an_octave() -> None:
+    histogram = LogHistogram()
+    for millis in range(1, 1001):
+        histogram.add(millis / 1000)
+    assert 0.5 <= histogram.quantile_s(0.5) <= 0.5 * 1.125
+    assert 0.99 <= histogram.quantile_s(0.99) <= 1.0
+    assert histogram.max_s == 1.0
+    histogram.add(1e9)
+    histogram.add(0.0)
+    assert histogram.count == 1002
+
+
+def test_bitmaps_survive_the_way() -> None:
+    bits = [True, False, True] * 7
+    assert unpack_bitmap(pack_bitmap(bits), len(bits)) == bits
+    assert unpack_bitmap(b"", 3) == [False] * 3
