@@ -5,7 +5,7 @@
 // The whole data plane can be driven by packet-out and watched by packet-in, so the same tests
 // run on any P4Runtime target, with no port attached.
 //
-// Rebuild: make p4-test-programs
+// Rebuild: p4c-bm2-ss --p4runtime-files everything.p4info.txtpb -o everything.json everything.p4
 
 #include <core.p4>
 #include <v1model.p4>
