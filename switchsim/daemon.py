@@ -310,6 +310,8 @@ class Daemon:
             self.loop = PacketLoop(
                 self.ports, self.service.process, self.service.after_frame, self._now_us
             )
+            if options.stats_json is not None:
+                self._store_stats(options.stats_json)
             await self.server.start()
         except (DaemonError, PortError, OSError, RuntimeError) as error:
             for port in self.ports:
@@ -429,11 +431,11 @@ class Daemon:
 
     async def _write_stats(self, path: Path) -> None:
         while True:
+            await asyncio.sleep(STATS_INTERVAL_S)
             try:
                 self._store_stats(path)
             except OSError as error:
                 log.warning("statistics not written", extra={"file": str(path), "error": error})
-            await asyncio.sleep(STATS_INTERVAL_S)
 
     def _store_stats(self, path: Path) -> None:
         """Readers see the old file or the new one, never a part."""

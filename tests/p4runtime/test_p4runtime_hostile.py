@@ -29,6 +29,8 @@ BLOB = BLOB_PATH.read_bytes()
 PROGRAM = load(BLOB)
 SERVICE = "/p4.v1.P4Runtime/"
 
+on_one_loop = pytest.mark.asyncio(loop_scope="session")
+
 IDS = {
     "table_id": [t.preamble.id for t in P4INFO.tables],
     "action_id": [a.preamble.id for a in P4INFO.actions],
@@ -355,6 +357,7 @@ def requests(generator: Generator) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@on_one_loop
 async def test_the_server_outlives_nonsense(switchsim: Target, seed: int) -> None:
     generator = Generator(seed)
     async with grpc.aio.insecure_channel(switchsim.address) as channel:
@@ -392,6 +395,7 @@ async def test_the_server_outlives_nonsense(switchsim: Target, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@on_one_loop
 async def test_streams_of_nonsense_end_or_are_ignored(switchsim: Target, seed: int) -> None:
     generator = Generator(seed)
     async with grpc.aio.insecure_channel(switchsim.address) as channel:
