@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from kvcast.hostagent.asks import Asks
@@ -45,7 +45,7 @@ from kvcast.protocol.control import (
 )
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import Requester, RequesterConfig
-from kvcast.protocol.wire import OP_READ, BlockId, Frame
+from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, Frame
 
 MAX_HOT_BLOCKS: Final = 256
 MAX_ASKED: Final = 1024
@@ -209,6 +209,10 @@ class AgentCore:
         """The controller took us: by which index, and with which profile of the network."""
         if message.version != CONTROL_PROTOCOL_VERSION:
             raise PoolMapError(f"controller speaks version {message.version}")
+        if not 0.1 <= message.lease_s <= 3600.0:
+            raise PoolMapError(f"a lease of {message.lease_s} s is outside 0.1..3600")
+        if message.read_padding_bytes not in (0, READ_PADDING_BYTES):
+            raise PoolMapError(f"READs cannot carry {message.read_padding_bytes} bytes of padding")
         self._index = message.index
         self.lease_s = message.lease_s
         self.requester.config = replace(
@@ -287,9 +291,10 @@ class AgentCore:
             ("owner", self.owner.counters),
             ("store", self.store.counters),
         ):
-            for name, value in asdict(counters).items():
+            for item in fields(counters):
+                value = getattr(counters, item.name)
                 if isinstance(value, int):
-                    values[f"{prefix}_{name}_total"] = float(value)
+                    values[f"{prefix}_{item.name}_total"] = float(value)
         values["wrong_digest_total"] = float(
             self.requester.counters.corrupt_blocks + self.metrics.bulk_wrong_digest_total
         )

@@ -152,6 +152,7 @@ class LocalServer:
                 reason = f"version {hello.version} is not {LOCAL_PROTOCOL_VERSION}"
                 await self._reject(connection, codec, reason)
                 return
+            log.debug("local API: %s (user %d) connects", hello.client, uid)
             welcome = local.Welcome(
                 LOCAL_PROTOCOL_VERSION, self._core.options.node_id, self._arena.size_bytes
             )

@@ -35,6 +35,8 @@ SEND_QUEUE: Final = 1024
 _RECEIVE_BYTES: Final = 2048
 _KERNEL_BYTES_A_FRAME: Final = 2304
 """What the kernel charges a socket's buffer for a datagram of up to 2 KiB, measured."""
+_FULL_PAUSE_S: Final = 0.001
+"""How soon a timer that is due is looked at again while the socket takes nothing."""
 _SO_SNDBUFFORCE: Final = 32
 _SO_RCVBUFFORCE: Final = 33
 
@@ -192,9 +194,13 @@ class Transport(ABC):
     # --- time ---------------------------------------------------------------------------------
 
     def _set_timer(self, now: float) -> None:
-        when = self._core.get_timer(now)
-        if self._queue and when is not None and when <= now:
-            when = None if self._core.reads.get_timer() is None else now + 0.001
+        if self._queue:
+            # The owner waits for the socket, and `_writable` will pump: only fetches have timers.
+            when = self._core.reads.get_timer()
+            if when is not None and when <= now:
+                when = now + _FULL_PAUSE_S
+        else:
+            when = self._core.get_timer(now)
         if when is None:
             if self._timer is not None:
                 self._timer.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvcast.hostagent.client import (
     Client,
     InvalidRequestError,
     PutError,
+    ReleasedError,
     UnavailableError,
     UnknownNamespaceError,
 )
@@ -495,3 +497,62 @@ async def test_the_refusal_of_a_controller_is_heard_and_tried_again(tmp_path: Pa
         pool.controller.refuse = ""
         await starting
         assert await client.get(1, [key_of(1)], deadline_s=0.1) == [None]
+
+
+async def test_a_home_that_dies_in_the_middle_of_an_answer_is_replaced(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 2_000_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        await pool.holds(2, key_of(1))
+        from_home = 0
+
+        def lose(port: int, _frame: bytes) -> bool:
+            nonlocal from_home
+            from_home += port == 1
+            return port == 1 and from_home > 200  # the last thing that the network hears of it
+
+        pool.switch.lose = lose
+        getting = asyncio.create_task(pool.clients[3].get(1, [key_of(1)], deadline_s=30))
+        await until(lambda: from_home > 200)
+        await pool.kill(1)
+        block = the(await getting)
+        assert bytes(block.data) == data
+        assert (await pool.clients[2].stats())["payload_bytes_sent_udp_total"] < len(data)
+
+
+async def test_a_cancelled_get_leaves_nothing_pinned(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        await pool.clients[1].put(1, {key_of(1): noise(1, 500_000)})
+        getting = asyncio.create_task(pool.clients[3].get(1, [key_of(1)], deadline_s=30))
+        await asyncio.sleep(0.002)
+        getting.cancel()
+        await asyncio.gather(getting, return_exceptions=True)
+        await pool.holds(3, key_of(1))
+        store = pool.agents[3].core.store
+        await until(lambda: store.peek(store.blocks()[0]).pins == 0)  # type: ignore[union-attr]
+
+
+async def test_the_blocking_client_serves_several_threads(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        blocks = {key_of(i): noise(i, 20_000) for i in range(16)}
+        await pool.clients[1].put(1, blocks)
+
+        def read(client: Client, key: bytes) -> bool:
+            with the(client.get(1, [key], deadline_s=10)) as block:
+                same = bytes(block.data) == blocks[key]
+            try:
+                _ = block.data
+            except ReleasedError:
+                return same
+            return False
+
+        def work() -> list[bool]:
+            with (
+                Client(str(tmp_path / "3.sock")) as client,
+                ThreadPoolExecutor(8) as threads,
+            ):
+                return list(threads.map(lambda key: read(client, key), list(blocks) * 4))
+
+        assert all(await asyncio.get_running_loop().run_in_executor(None, work))
+        store = pool.agents[3].core.store
+        await until(lambda: not any(store.peek(b).pins for b in store.blocks()))  # type: ignore[union-attr]
