@@ -23,8 +23,19 @@ from pathlib import Path
 from typing import Any
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the description's line breaks and prints the defaults."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the description's line breaks and prints the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help
+        default = action.default
+        if not action.option_strings or default in (None, False, argparse.SUPPRESS) or not text:
+            return text
+        if default == [] or "%(default)" in text:
+            return text
+        if isinstance(default, tuple):  # (host, port)
+            return f"{text} (default: {':'.join(map(str, default))})"
+        return f"{text} (default: %(default)s)"
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
