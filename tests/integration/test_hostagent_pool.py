@@ -556,3 +556,12 @@ async def test_the_blocking_client_serves_several_threads(tmp_path: Path) -> Non
         assert all(await asyncio.get_running_loop().run_in_executor(None, work))
         store = pool.agents[3].core.store
         await until(lambda: not any(store.peek(b).pins for b in store.blocks()))  # type: ignore[union-attr]
+
+
+async def test_a_get_that_expects_its_groups_answer_asks_when_none_comes(tmp_path: Path) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 70_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        group = await pool.clients[3].group(1, ["node-2", "node-3"])
+        got = await pool.clients[3].get(1, [key_of(1)], 10, group=group, expect=True)
+        assert bytes(the(got).data) == data
