@@ -63,7 +63,9 @@ def compile_target(compiler: str, target: str, out: Path) -> None:
         str(out / "kvcast.p4info.txtpb"),
         "-o",
         str(out / "kvcast.json"),
-        "--Wdisable",
+        "--Wdisable=unused",  # the generated headers name all that the protocol knows
+        "--Wdisable=shadow",  # an action's parameter may be called like one of the core's externs
+        "--Werror",
         f"{target}/kvcast.p4",
     ]
     result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)

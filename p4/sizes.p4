@@ -1,32 +1,54 @@
-// Table and register sizes, each with its reason. One file, so that a target's budget is read in
-// one place; a target that holds less has a profile that says so.
+// Sizes of the data plane, each with its hardware reason. The numbers that the controller must
+// know reach it through P4Info (table sizes, counter sizes) and through the target's profile.
 
 #ifndef KVCAST_SIZES_P4_
 #define KVCAST_SIZES_P4_
 
-// Hosts behind the switch: a top-of-rack switch with its rack and the fabric's host routes.
-#define FORWARD_ENTRIES 16384
-// One source address a port is usual; a few more for containers.
-#define PORT_GUARD_ENTRIES 4096
-// 32 ports by 128 namespaces.
-#define NAMESPACE_GUARD_ENTRIES 4096
-// 1024 buckets by up to four owners.
-#define BUCKET_OWNER_ENTRIES 4096
-#define READER_GROUP_ENTRIES 4096
-// Port sets that recur; the controller keeps at most this many multicast groups for them.
-#define PORT_SET_ENTRIES 1024
+// Hosts behind one switch. A set of ports is one 32-bit word: the widest that one stateful ALU of
+// a Tofino 1 reads, changes and returns in one access. Port 0 is never used.
+#define MAX_PORTS 32
 
-// 2^16 entries of 12 bytes: 768 KiB, one and a half stages of Tofino 1. At 64 KiB a segment they
-// stand for 4 GiB in flight.
+// Reads in flight. An entry is three 32-bit words; on a Tofino 64 Ki entries of a dual ALU (64 bit)
+// take 36 RAM blocks of one stage and the bitmaps 18 of the next (notes in docs/). The hash that
+// indexes the array gives 16 bits.
 #define PENDING_ENTRIES 65536
 
-// Segments resident at once. On v1model a cell is host memory; 256 slots of 64 KiB are 16 MiB,
-// more than either Tofino holds, so that a laptop can show what a switch would do.
+// The heat sketch: three rows of 32-bit words. 16 Ki words are 64 KiB, four RAM blocks and a
+// spare; the 14 bits of the index are cut from hashes that exist anyway.
+#define HEAT_CELLS 16384
+
+// A window of the heat sketch is 2^14 ticks of 64 us, about a second: a shift, since no pipeline
+// divides.
+#define HEAT_WINDOW_SHIFT 14
+
+// Ethernet and IPv4 forwarding beside kvcast: what a top-of-rack switch holds.
+#define L2_HOSTS 16384
+#define IPV4_ROUTES 4096
+
+// Source addresses by port: 32 ports and 128 addresses behind each.
+#define GUARDED_SOURCES 4096
+
+// Namespaces by port: 32 ports and 256 namespaces on each.
+#define GUARDED_NAMESPACES 8192
+
+// 1024 buckets with up to eight replicas, each behind one port.
+#define OWNED_BUCKETS 8192
+
+// Reader groups alive at once; each has multicast state of its own, which is the scarcer.
+#define READER_GROUPS 4096
+
+// Port sets that recur and have a tight multicast group. Ids 2048 to 32767 are theirs; P4Runtime's
+// PI reserves the ids above.
+#define PORT_SETS 4096
+
+// Segments in switch memory. A slot is 64 cells of 1 KiB, so that slot and chunk concatenate to
+// the cell's index. 256 slots are 16 MiB on v1model, the order of what a Tofino 2 has in a pipe
+// (about 11 MiB of registers).
 #define SLOTS 256
 #define CELLS 16384
 
-// Three rows of a count-min sketch (Cormode and Muthukrishnan, 2005): with 2^14 counters a row and
-// 10^4 reads a window an overestimate by more than one read has a probability below 1 in 4.
-#define HEAT_COUNTERS 16384
+// A slot holds one segment at a time; two more entries' worth covers an entry that is replaced
+// before its predecessor goes.
+#define RESIDENT_SEGMENTS 512
 
 #endif

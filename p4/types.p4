@@ -1,115 +1,149 @@
-// What one packet carries through the pipeline, and the codes that name decisions.
+// What the controls say to each other: the frame's headers, and the state of one frame on its way
+// through the pipeline. No target's types: those live under v1model/.
 
 #ifndef KVCAST_TYPES_P4_
 #define KVCAST_TYPES_P4_
 
+#include "generated/kvcast_headers.p4"
+#include "sizes.p4"
+
 struct headers_t {
-    ethernet_h ethernet;
-    ipv4_h ipv4;
-    udp_h udp;
-    kvcast_h kvcast;
-    read_padding_h padding;
-    cell_h cell;
+    ethernet_h     ethernet;
+    ipv4_h         ipv4;
+    udp_h          udp;
+    kvcast_h       kvcast;
+    cell_h         cell;         // DATA's chunk
+    read_padding_h padding;      // what a PADDED READ brings, so that a target may grow it
 }
 
-// One packet, one fate: keys of the table `decisions`.
-const bit<8> DECIDE_NOTHING = 0;
-const bit<8> DECIDE_HIT = 1;         // READ: served from SRAM
-const bit<8> DECIDE_JOIN = 2;        // READ: waits for an answer that is on its way
-const bit<8> DECIDE_NEW = 3;         // READ: the first of its segment, forwarded
-const bit<8> DECIDE_COLLIDE = 4;     // READ: its entry is another segment's, forwarded plain
-const bit<8> DECIDE_EXPIRED = 5;     // READ: took over an entry whose lease had run out, forwarded
-const bit<8> DECIDE_RETRY = 6;       // READ: repeated, entry refreshed, forwarded
-const bit<8> DECIDE_PARTIAL = 7;     // READ: for part of a segment, forwarded plain
-const bit<8> DECIDE_SHARED = 8;      // DATA, MISS: to everybody who waits
-const bit<8> DECIDE_UNICAST = 9;     // DATA, MISS, OFFER: to the reader it is addressed to
-const bit<8> DECIDE_GUARDED = 10;    // kvcast: not from a port that may send it, dropped
-const bit<8> DECIDE_DROPPED = 11;    // malformed, or nowhere to go
-const bit<8> DECIDE_FORWARDED = 12;  // ordinary traffic
-const bit<8> DECIDE_SERVING = 13;    // a served READ on a later pass
+// ---- what a frame is (control FrameClass) --------------------------------------------------
+const bit<8> KIND_ORDINARY     = 0;   // not kvcast, or the switch is told to be a plain one
+const bit<8> KIND_MALFORMED    = 1;
+const bit<8> KIND_READ         = 2;   // of a full segment: the only one that coalesces
+const bit<8> KIND_PARTIAL_READ = 3;
+const bit<8> KIND_SERVING      = 4;   // a READ that comes round again for its next chunk
+const bit<8> KIND_DATA         = 5;
+const bit<8> KIND_LAST_DATA    = 6;   // ends the wait
+const bit<8> KIND_MISS         = 7;   // ends the wait
+const bit<8> KIND_PLAIN_DATA   = 8;   // answers a PARTIAL READ: touches nobody else's wait
+const bit<8> KIND_PLAIN_ANSWER = 9;   // OFFER, and a MISS that answers a PARTIAL READ
 
-// What became of DATA of a resident segment: keys of the table `fills`.
-const bit<8> FILL_NONE = 0;
-const bit<8> FILL_FILLED = 1;
-const bit<8> FILL_WRONG_DIGEST = 2;  // another copy's bytes
-const bit<8> FILL_NO_CHUNK = 3;      // a chunk that the segment does not have
+// ---- what became of it (table decisions, one counter each) ---------------------------------
+const bit<8> DECISION_NONE      = 0;  // not decided yet; never counted
+const bit<8> DECISION_HIT       = 1;  // READ answered from switch memory (counted once a READ)
+const bit<8> DECISION_JOIN      = 2;  // READ dropped: its answer is already on the way
+const bit<8> DECISION_NEW       = 3;  // READ opened a pending entry, and went to the home
+const bit<8> DECISION_COLLIDE   = 4;  // READ met another key's live entry, and went plain
+const bit<8> DECISION_EXPIRED   = 5;  // READ took over an entry past its lease, and went
+const bit<8> DECISION_RETRY     = 6;  // READ repeated by its reader: refreshed the entry, and went
+const bit<8> DECISION_PARTIAL   = 7;  // READ of a part of a segment: went plain
+const bit<8> DECISION_SHARED    = 8;  // DATA or MISS multicast to several ports
+const bit<8> DECISION_UNICAST   = 9;  // DATA, MISS or OFFER sent to its destination alone
+const bit<8> DECISION_GUARDED   = 10; // kvcast frame of a source, namespace or bucket not allowed
+const bit<8> DECISION_DROPPED   = 11; // no route, malformed, parser error, TTL
+const bit<8> DECISION_FORWARDED = 12; // ordinary traffic
+const bit<8> DECISION_SERVING   = 13; // one more chunk served to a READ already counted as HIT
 
-// What the pending table found.
-const bit<8> PENDING_FREE = 1;       // nothing, taken
-const bit<8> PENDING_EXPIRED = 2;    // an entry whose lease had run out, taken over
-const bit<8> PENDING_SAME = 3;       // this segment's
-const bit<8> PENDING_OTHER = 4;      // another segment's
+// ---- what became of a chunk of a resident segment that passed (table fills) ----------------
+const bit<8> FILL_NONE         = 0;
+const bit<8> FILL_FILLED       = 1;
+const bit<8> FILL_WRONG_DIGEST = 2;   // another copy of the block than the admitted one
+const bit<8> FILL_NO_CHUNK     = 3;   // a chunk that the admitted segment does not have
 
-// Where a packet goes.
-const bit<8> ROUTE_NONE = 0;
-const bit<8> ROUTE_PORT = 1;
-const bit<8> ROUTE_FLOOD = 2;
-const bit<8> ROUTE_ROUTER = 3;
+// ---- where it goes (per-target control Delivery, and egress) -------------------------------
+const bit<8> DELIVER_NOWHERE     = 0; // the default: a frame that nobody decided on is dropped
+const bit<8> DELIVER_UNICAST     = 1; // to out_port
+const bit<8> DELIVER_FLOOD       = 2; // to all ports but the one it came from
+const bit<8> DELIVER_SERVE       = 3; // a chunk to the reader, and the READ round again
+const bit<8> DELIVER_SERVE_GROUP = 4; // a chunk to every port of the reader's group, likewise
+const bit<8> DELIVER_SHARED      = 5; // to port_bits, by multicast, filter and rewrite
 
-// What egress does with a copy.
-const bit<8> COPY_PLAIN = 0;
-const bit<8> COPY_FLOOD = 1;         // not back to where it came from
-const bit<8> COPY_SHARED = 2;        // to the ports in copy_bits, addressed to their hosts
-const bit<8> COPY_SERVE = 3;         // likewise, as DATA made of a READ
-
+// Multicast group of all host ports: always right, since egress filters by port_bits.
 const bit<16> ALL_PORTS_GROUP = 1;
+// The replica of a serve group that goes round again instead of out.
 const bit<16> RECIRCULATE_RID = 255;
-#define FIELDS_SERVING 1
 
-struct meta_t {
+// One pending entry, as read and as to be written back. Free: all zero.
+struct pending_entry_t {
+    bit<32> fingerprint;  // [31:16] namespace, whole, so that no two tenants ever share an entry;
+                          // [15:1] hash of key and segment; [0] 1, so that it is never 0
+    bit<32> stamp;        // tick of the last READ sent on, or answer seen
+    bit<32> ports;        // bit p-1: port p waits
+}
+
+// One heat message to the controller: a segment whose READs crossed the threshold. Once a window.
+struct heat_t {
+    bit<16>  namespace;
+    bit<16>  segment;
+    bit<128> key;
+    bit<32>  port_bits;   // ports that wait now, the reader's included
+    bit<32>  reader_bit;
+    bit<32>  count;       // READs in this window so far, by the sketch (never too low)
+}
+
+struct state_t {
+    // Carried round with a READ that is being served (field list 1).
+    @field_list(1) bit<32> serving_generation;
+    @field_list(1) bit<16> serve_group;
+    @field_list(1) bit<32> port_bits;        // ports that the frame is for
+    @field_list(1) bit<8>  delivery;         // DELIVER_*
+
     // settings
-    bit<8> enabled;
+    bit<8>  enabled;
     bit<32> lease_ticks;
     bit<32> heat_threshold;
-    // the packet
-    bit<32> now;                // ticks of 64 us
-    bit<8> well_formed;
-    bit<8> decision;
-    bit<8> fill;
+
+    // the frame
+    bit<32> now;            // ticks of 64 us
+    bit<1>  recirculated;
+    bit<1>  broken;         // the parser gave up: too short, or a disguise
+    bit<1>  damaged;        // the IPv4 header checksum is wrong
+    bit<16> frame_excess;   // bytes of the frame beyond Ethernet header and IPv4 packet
+    bit<16> ip_excess;      // bytes of the IPv4 packet beyond the UDP datagram
+    bit<8>  kind;           // KIND_*
+    bit<1>  is_answer;      // DATA, MISS, OFFER
+    bit<1>  has_memory;     // may be served from, or fill, switch memory
+    bit<1>  coalesces;      // takes part in the pending table
+    bit<1>  admitted;       // passed its guards
+    bit<1>  rewritten;      // the IPv4 header checksum must be made anew
+    bit<8>  decision;       // DECISION_*
+
+    // who asks
+    bit<32> reader_bit;     // of the port that the frame came in by
+    bit<1>  grouped;        // the READ names a reader group that it belongs to
+
     // forwarding
-    bit<8> route;
-    bit<9> egress_port;
-    bit<32> egress_bit;
-    // the sender
-    bit<8> admitted;
-    bit<32> port_bit;
-    bit<32> group_bits;
-    bit<16> group_serve_group;
-    // resident
-    bit<8> resident;
+    bit<9>  out_port;
+    bit<32> out_bit;        // its bit; 0 if there is no single known destination
+    bit<1>  to_router;
+    bit<16> group;          // multicast group
+
+    // pending
+    bit<32>         hash;       // of namespace, key and segment
+    bit<32>         fingerprint;
+    pending_entry_t entry;
+    bit<1>          free;       // the entry is
+    bit<1>          mine;       // it is this key's
+    bit<1>          stale;      // it is past its lease
+    bit<32>         others;     // READ: own bit if set there; answers: who waits but the addressee
+    bit<1>          demand;     // counts for heat
+
+    // switch memory
+    bit<1>  resident;
     bit<32> slot;
     bit<32> generation;
-    bit<64> chunk_mask;
+    bit<64> chunk_mask;     // chunks that the segment has
     bit<64> resident_digest;
     bit<32> resident_size;
-    bit<64> valid;
-    bit<64> chunk_bit;
-    // pending
-    bit<16> pending_index;
-    bit<32> fingerprint;
-    bit<8> pending;
-    bit<32> waiting;            // ports that waited before this packet
-    bit<32> own;                // the reader's own bit among them
-    bit<8> coalesce;            // the frame may touch the pending table
-    bit<8> clear;               // and ends the wait
-    // egress
-    bit<8> copy;
-    bit<8> rewritten;
-    // what a served READ keeps from one pass to the next
-    @field_list(FIELDS_SERVING) bit<8> serving;
-    @field_list(FIELDS_SERVING) bit<32> reader_bits;
-    @field_list(FIELDS_SERVING) bit<16> serve_group;
-    bit<32> copy_bits;
-}
+    bit<64> fill_bit;       // the chunk to be stored now, else 0
+    bit<8>  fill;           // FILL_*
+    bit<64> valid;          // chunks stored, under this generation
+    bit<1>  serving;        // attach a chunk to this frame
+    bit<64> remaining;      // chunks to be served, this one included
+    bit<1>  last;           // no other chunk comes after it
 
-// To the controller, once a window for a segment that is read often and is not resident.
-struct heat_t {
-    bit<16> namespace;
-    bit<16> segment;
-    bit<128> key;
-    bit<32> port_bits;          // ports that wait for it now, the reader's included
-    bit<32> reader_bit;
-    bit<32> count;              // READs in this window, at least; the sketch overestimates
+    // egress
+    bit<32> member;         // port_bits, cut to the copy's own port
 }
 
 #endif

@@ -1,42 +1,72 @@
-// Decides where ordinary traffic, and every kvcast frame that goes to its addressee, leaves: by
-// destination MAC, or by destination IP for what is addressed to the switch's router MAC.
-// Runs first, since a packet's egress bit is part of its port set.
+// Top-of-rack forwarding: where a frame goes by its addresses alone. Ethernet destinations known to
+// the controller, flooding for those that it names (broadcast, multicast), and IPv4 routes for what
+// is addressed to the router. Unknown unicast is dropped, not flooded: every host is known. Runs on
+// every frame that is not answered here; later controls may overrule it.
 
-control Forwarding(inout headers_t hdr, inout meta_t meta) {
+control Forwarding(inout headers_t hdr, inout state_t state) {
+    @name(".to_port")
     action to_port(bit<9> port, bit<32> port_bit) {
-        meta.route = ROUTE_PORT;
-        meta.egress_port = port;
-        meta.egress_bit = port_bit;
+        state.out_port = port;
+        state.out_bit = port_bit;
+        state.delivery = DELIVER_UNICAST;
+        state.decision = DECISION_FORWARDED;
     }
-    action to_router() { meta.route = ROUTE_ROUTER; }
-    action flood() { meta.route = ROUTE_FLOOD; }
-    action no_route() { meta.route = ROUTE_NONE; }
+
+    @name(".to_router")
+    action to_router() {
+        state.to_router = 1;
+    }
+
+    @name(".flood")
+    action flood() {
+        state.group = ALL_PORTS_GROUP;
+        state.delivery = DELIVER_FLOOD;
+        state.decision = DECISION_FORWARDED;
+    }
+
+    @name(".no_route")
+    action no_route() {
+        state.delivery = DELIVER_NOWHERE;
+        state.decision = DECISION_DROPPED;
+    }
+
+    @name(".to_nexthop")
     action to_nexthop(bit<9> port, bit<32> port_bit, bit<48> dst_mac, bit<48> src_mac) {
-        meta.route = ROUTE_PORT;
-        meta.egress_port = port;
-        meta.egress_bit = port_bit;
-        meta.rewritten = 1;
+        state.out_port = port;
+        state.out_bit = port_bit;
+        state.delivery = DELIVER_UNICAST;
+        state.decision = DECISION_FORWARDED;
+        state.rewritten = 1;
         hdr.ethernet.dst = dst_mac;
         hdr.ethernet.src = src_mac;
         hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
     }
+
+    @name(".l2_forward")
     table l2_forward {
         key = { hdr.ethernet.dst : exact; }
         actions = { to_port; to_router; flood; no_route; }
         const default_action = no_route();
-        size = FORWARD_ENTRIES;
+        size = L2_HOSTS;
     }
+
+    @name(".ipv4_route")
     table ipv4_route {
         key = { hdr.ipv4.dst : lpm; }
         actions = { to_nexthop; no_route; }
         const default_action = no_route();
-        size = FORWARD_ENTRIES;
+        size = IPV4_ROUTES;
     }
+
     apply {
         l2_forward.apply();
-        if (meta.route == ROUTE_ROUTER) {
-            meta.route = ROUTE_NONE;
-            if (hdr.ipv4.isValid() && hdr.ipv4.ttl > 1) { ipv4_route.apply(); }
+        if (state.to_router == 1) {
+            // RFC 1812: a packet whose TTL ends here, or whose header is damaged, goes no further.
+            if (hdr.ipv4.isValid() && hdr.ipv4.ttl > 1 && state.damaged == 0) {
+                ipv4_route.apply();
+            } else {
+                no_route();
+            }
         }
     }
 }

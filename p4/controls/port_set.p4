@@ -1,13 +1,22 @@
-// Decides which multicast group carries copies to a set of ports: one that the controller installed
-// for exactly this set, or the group of all ports, which is always right, since egress filters.
+// Chooses the multicast group for a set of ports: a tight one where the controller has installed
+// it for a set that recurs, else all ports, which is always right because egress filters. Runs on
+// frames to be shared.
 
-control PortSet(in meta_t meta, inout bit<16> group) {
-    action set_group(bit<16> mcast_group) { group = mcast_group; }
-    table port_set {
-        key = { meta.copy_bits : exact @name("port_bits"); }
-        actions = { set_group; }
-        default_action = set_group(ALL_PORTS_GROUP);
-        size = PORT_SET_ENTRIES;
+control PortSet(inout state_t state) {
+    @name(".set_group")
+    action set_group(bit<16> group) {
+        state.group = group;
     }
-    apply { port_set.apply(); }
+
+    @name(".port_set")
+    table port_set {
+        key = { state.port_bits : exact @name("port_bits"); }
+        actions = { set_group; }
+        const default_action = set_group(ALL_PORTS_GROUP);
+        size = PORT_SETS;
+    }
+
+    apply {
+        port_set.apply();
+    }
 }

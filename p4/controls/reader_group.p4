@@ -1,28 +1,34 @@
-// Decides for whom a READ asks: for its sender, or for the reader group that it names, if its
-// sender is a member. Must run after the port guard, which gives the sender's bit.
+// Widens a full-segment READ that names a reader group to all of the group's ports, so that its
+// answer goes to every member. A group counts only for its own members. Runs after the guards, and
+// before switch memory and the pending table.
 
-control ReaderGroup(in headers_t hdr, inout meta_t meta) {
+control ReaderGroup(inout headers_t hdr, inout state_t state) {
+    bit<32> group_bits = 0;
+    bit<16> group_serve_group = 0;
+
+    @name(".set_reader_group")
     action set_reader_group(bit<32> port_bits, bit<16> serve_group) {
-        meta.group_bits = port_bits;
-        meta.group_serve_group = serve_group;
+        group_bits = port_bits;
+        group_serve_group = serve_group;
     }
-    action no_reader_group() { meta.group_bits = 0; }
+
+    @name(".reader_group")
     table reader_group {
-        key = { hdr.kvcast.namespace : exact; hdr.kvcast.group : exact; }
-        actions = { set_reader_group; no_reader_group; }
-        const default_action = no_reader_group();
-        size = READER_GROUP_ENTRIES;
+        key = {
+            hdr.kvcast.namespace : exact @name("namespace");
+            hdr.kvcast.group     : exact @name("group");
+        }
+        actions = { set_reader_group; NoAction; }
+        const default_action = NoAction();
+        size = READER_GROUPS;
     }
+
     apply {
-        meta.reader_bits = meta.port_bit;
-        if (hdr.kvcast.group != 0) {
-            reader_group.apply();
-            if (meta.group_bits & meta.port_bit != 0) {
-                meta.reader_bits = meta.group_bits;
-                meta.serve_group = meta.group_serve_group;
-            } else {
-                meta.group_bits = 0;
-            }
+        reader_group.apply();
+        if (group_bits & state.reader_bit != 0) {
+            state.grouped = 1;
+            state.port_bits = group_bits;
+            state.serve_group = group_serve_group;
         }
     }
 }

@@ -1,29 +1,37 @@
-// Decides whether a segment has a slot in the switch's cells, and which copy of it. The direct
-// counter counts lookups, by READs and DATA alike; hits are counted where they are served.
+// Says whether a segment has a slot of switch memory, and which. Runs on READ and DATA, on every
+// pass: a serving READ that comes round must see an eviction at once.
 
-control ResidentLookup(in headers_t hdr, inout meta_t meta) {
-    direct_counter(CounterType.packets) resident_lookups;
+control Resident(inout headers_t hdr, inout state_t state) {
+    DIRECT_COUNTER(resident_lookups);   // READs, passes of them, and DATA: use of the entry
+
+    // slot: 64 cells. generation: tells this stay in the slot from the one before. chunk_mask:
+    // chunks that the segment has. digest, size: of the block's admitted copy.
+    @name(".resident_at")
     action resident_at(bit<32> slot, bit<32> generation, bit<64> chunk_mask, bit<64> digest,
                        bit<32> size) {
-        meta.resident = 1;
-        meta.slot = slot;
-        meta.generation = generation;
-        meta.chunk_mask = chunk_mask;
-        meta.resident_digest = digest;
-        meta.resident_size = size;
         resident_lookups.count();
+        state.resident = 1;
+        state.slot = slot;
+        state.generation = generation;
+        state.chunk_mask = chunk_mask;
+        state.resident_digest = digest;
+        state.resident_size = size;
     }
-    action not_resident() { meta.resident = 0; }
+
+    @name(".resident")
     table resident {
         key = {
-            hdr.kvcast.namespace : exact;
-            hdr.kvcast.key : exact;
-            hdr.kvcast.segment : exact;
+            hdr.kvcast.namespace : exact @name("namespace");
+            hdr.kvcast.key       : exact @name("key");
+            hdr.kvcast.segment   : exact @name("segment");
         }
-        actions = { resident_at; not_resident; }
-        const default_action = not_resident();
+        actions = { resident_at; @defaultonly NoAction; }
+        const default_action = NoAction();
         counters = resident_lookups;
-        size = SLOTS;
+        size = RESIDENT_SEGMENTS;
     }
-    apply { resident.apply(); }
+
+    apply {
+        resident.apply();
+    }
 }

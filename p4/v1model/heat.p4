@@ -1,50 +1,72 @@
-// v1model: how often a segment is read that SRAM does not serve. A count-min sketch of three rows;
-// a counter is {window, count}, so that a new window needs no sweep, and one more array remembers
-// the window in which a segment was last reported: one digest a window. A window is 2^14 ticks, about
-// one second. Needs no access from the control plane.
+// Tells the controller, once a window, of a segment that is read often: a count-min sketch of three
+// rows over READs that switch memory did not answer, and a digest when the least of the three
+// reaches the threshold. A word carries the window in which it was last used, so nothing ever needs
+// clearing. Runs after Pending, on READs that show demand (a repeat shows none).
 
-control Heat(in headers_t hdr, inout meta_t meta) {
-    register<bit<32>>(HEAT_COUNTERS) heat_row0;     // window 16, count 16
-    register<bit<32>>(HEAT_COUNTERS) heat_row1;
-    register<bit<32>>(HEAT_COUNTERS) heat_row2;
-    register<bit<32>>(HEAT_COUNTERS) heat_reported; // window in which it was reported, plus one
+control Heat(inout headers_t hdr, inout state_t state) {
+    register<bit<32>>(HEAT_CELLS) heat_row0;       // [31:16] window, [15:0] count, saturating
+    register<bit<32>>(HEAT_CELLS) heat_row1;
+    register<bit<32>>(HEAT_CELLS) heat_row2;
+    register<bit<32>>(HEAT_CELLS) heat_reported;   // [16] used, [15:0] window of the last digest
+    bit<16> window = 0;
     bit<32> index0 = 0;
     bit<32> index1 = 0;
     bit<32> index2 = 0;
-    bit<32> count0 = 0;
-    bit<32> count1 = 0;
-    bit<32> count2 = 0;
-    bit<32> window = 0;
+    bit<16> other_hash = 0;
+    bit<32> word0 = 0;
+    bit<32> word1 = 0;
+    bit<32> word2 = 0;
+    bit<16> count = 0;
+    bit<32> report_index = 0;
     bit<32> reported = 0;
+    heat_t message;
 
     apply {
-        window = (bit<32>)meta.now[29:14];
-        // Three rows from two hashes that the pending table has made already (Kirsch and
-        // Mitzenmacher, 2006).
-        index0 = (bit<32>)meta.fingerprint[14:1];
-        index1 = (bit<32>)meta.fingerprint[30:17];
-        index2 = (bit<32>)meta.pending_index[13:0];
-        heat_row0.read(count0, index0);
-        heat_row1.read(count1, index1);
-        heat_row2.read(count2, index2);
-        if (count0[31:16] != window[15:0]) { count0 = window << 16; }
-        if (count1[31:16] != window[15:0]) { count1 = window << 16; }
-        if (count2[31:16] != window[15:0]) { count2 = window << 16; }
-        if (count0[15:0] != 0xffff) { count0 = count0 + 1; }
-        if (count1[15:0] != 0xffff) { count1 = count1 + 1; }
-        if (count2[15:0] != 0xffff) { count2 = count2 + 1; }
-        heat_row0.write(index0, count0);
-        heat_row1.write(index1, count1);
-        heat_row2.write(index2, count2);
-        count0 = count0 & 0xffff;
-        if (count1 & 0xffff < count0) { count0 = count1 & 0xffff; }
-        if (count2 & 0xffff < count0) { count0 = count2 & 0xffff; }
-        if (meta.heat_threshold != 0 && count0 >= meta.heat_threshold) {
-            heat_reported.read(reported, index0);
-            if (reported != window + 1) {
-                heat_reported.write(index0, window + 1);
-                digest<heat_t>(1, { hdr.kvcast.namespace, hdr.kvcast.segment, hdr.kvcast.key,
-                                    meta.waiting | meta.reader_bits, meta.port_bit, count0 });
+        window = (bit<16>)(state.now >> HEAT_WINDOW_SHIFT);
+        hash(other_hash, HashAlgorithm.crc16, 16w0,
+             { hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment }, 32w0x10000);
+        index0 = (bit<32>)state.hash[13:0];
+        index1 = (bit<32>)state.hash[29:16];
+        index2 = (bit<32>)other_hash[13:0];
+        @atomic {
+            heat_row0.read(word0, index0);
+            heat_row1.read(word1, index1);
+            heat_row2.read(word2, index2);
+            if (word0[31:16] != window) { word0 = window ++ 16w0; }
+            if (word1[31:16] != window) { word1 = window ++ 16w0; }
+            if (word2[31:16] != window) { word2 = window ++ 16w0; }
+            word0[15:0] = word0[15:0] |+| 1;
+            word1[15:0] = word1[15:0] |+| 1;
+            word2[15:0] = word2[15:0] |+| 1;
+            heat_row0.write(index0, word0);
+            heat_row1.write(index1, word1);
+            heat_row2.write(index2, word2);
+        }
+        count = word0[15:0];
+        if (word1[15:0] < count) { count = word1[15:0]; }
+        if (word2[15:0] < count) { count = word2[15:0]; }
+        if ((bit<32>)count >= state.heat_threshold) {
+            // Two segments that share a cell take turns: the next window uses other bits.
+            if (window[0:0] == 0) {
+                report_index = (bit<32>)(state.hash[13:0]);
+            } else {
+                report_index = (bit<32>)(state.hash[31:18]);
+            }
+            @atomic {
+                heat_reported.read(reported, report_index);
+                heat_reported.write(report_index, 16w1 ++ window);
+            }
+            if (reported != 16w1 ++ window) {
+                message.namespace = hdr.kvcast.namespace;
+                message.segment = hdr.kvcast.segment;
+                message.key = hdr.kvcast.key;
+                message.port_bits = state.entry.ports;
+                if (state.decision == DECISION_COLLIDE) {
+                    message.port_bits = state.port_bits;
+                }
+                message.reader_bit = state.reader_bit;
+                message.count = (bit<32>)count;
+                digest<heat_t>(1, message);
             }
         }
     }

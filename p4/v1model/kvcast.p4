@@ -1,205 +1,174 @@
-// kvcast's data plane for v1model (BMv2's simple_switch, kvcast's switchsim): an in-network memory
-// pool for KV-cache blocks on the path between inference nodes. docs/architecture.md tells the story;
-// the order of the `apply` calls below is the order of the decisions.
+// kvcast on v1model (BMv2's simple_switch, and kvcast's own software switch).
+//
+// A top-of-rack switch that also knows the reads of a pool of immutable blocks: it holds back a
+// read whose answer is on the way, sends that answer to everybody who waits, and answers from its
+// own memory what is read most. It is on the path and never in the way: without it the same frames
+// reach the same hosts.
 
-#include <core.p4>
-#include <v1model.p4>
-
-#include "../generated/kvcast_headers.p4"
-#include "../sizes.p4"
+#include "arch.p4"
 #include "../types.p4"
-#include "../controls/forwarding.p4"
-#include "../controls/frame_form.p4"
-#include "../controls/guard.p4"
+#include "../parser.p4"
+#include "../controls/settings.p4"
+#include "../controls/frame_class.p4"
+#include "../controls/port_guard.p4"
 #include "../controls/reader_group.p4"
 #include "../controls/resident.p4"
-#include "../controls/chunk.p4"
-#include "../controls/serving.p4"
-#include "../controls/read_decision.p4"
-#include "../controls/port_set.p4"
-#include "../controls/outcomes.p4"
-#include "../controls/egress_copy.p4"
-#include "parser.p4"
-#include "pending.p4"
+#include "../controls/fill_decision.p4"
+#include "slots.p4"
+#include "../controls/serving_decision.p4"
+#include "../controls/serving_pass.p4"
+#include "../controls/lowest_chunk.p4"
 #include "cells.p4"
+#include "../controls/forwarding.p4"
+#include "../controls/kvcast_route.p4"
+#include "block_hash.p4"
+#include "pending.p4"
 #include "heat.p4"
+#include "../controls/port_set.p4"
+#include "../controls/decisions.p4"
+#include "../controls/egress_host.p4"
+#include "../controls/served_data.p4"
+#include "delivery.p4"
+#include "checksums.p4"
 
-control KvcastIngress(inout headers_t hdr, inout meta_t meta,
-                      inout standard_metadata_t standard) {
-    counter(SLOTS, CounterType.packets_and_bytes) resident_hits;
+parser KvcastParser(packet_in packet, out headers_t hdr, inout state_t state,
+              inout standard_metadata_t standard) {
+    FrameParser() frame;
 
-    Forwarding() forwarding;
-    FrameForm() form;
-    PortGuard() ports;
-    NamespaceGuard() namespaces;
-    BucketOwner() owners;
-    ReaderGroup() groups;
-    ResidentLookup() residents;
-    FillDecision() filling;
-    SlotValidity() validity;
-    ServeDecision() serving;
-    LowestChunk() lowest;
+    state start {
+        frame.apply(packet, hdr);
+        transition accept;
+    }
+}
+
+control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+    Arrival() arrival;
+    Settings() settings;
+    FrameClass() frame_class;
+    PortGuard() port_guard;
+    ReaderGroup() reader_group;
+    Resident() resident;
+    FillDecision() fill_decision;
+    SlotValidity() slot_validity;
+    ServingDecision() serving_decision;
+    ServingPass() serving_pass;
+    LowestChunk() lowest_chunk;
     Cells() cells;
-    PendingIndex() pending_index;
+    Forwarding() forwarding;
+    KvcastRoute() kvcast_route;
+    BlockHash() block_hash;
     Pending() pending;
-    ReadDecision() reads;
     Heat() heat;
-    PortSet() port_sets;
-    Outcomes() outcomes;
-
-    action set_settings(bit<8> enabled, bit<32> lease_ticks, bit<32> heat_threshold) {
-        meta.enabled = enabled;
-        meta.lease_ticks = lease_ticks;
-        meta.heat_threshold = heat_threshold;
-    }
-    // Off until a controller says otherwise: a plain top-of-rack switch.
-    table settings {
-        actions = { set_settings; }
-        default_action = set_settings(0, 0, 0);
-    }
-
-    // Who sends this, and may it? A served READ on a later pass was asked on its first.
-    action admit_served() { meta.admitted = 1; }
+    PortSet() port_set;
+    Decisions() decisions;
+    Delivery() delivery;
 
     apply {
-        meta.now = standard.ingress_global_timestamp[37:6];
-        settings.apply();
-        if (hdr.ethernet.isValid()) { forwarding.apply(hdr, meta); }
-
-        if (meta.enabled == 0 && hdr.ethernet.isValid()) {
-            meta.decision = DECIDE_FORWARDED;
-        } else if (standard.parser_error != error.NoError) {
-            meta.decision = DECIDE_DROPPED;
-        } else if (!hdr.kvcast.isValid()) {
-            meta.decision = DECIDE_FORWARDED;
+        // What is it, and may it?
+        arrival.apply(hdr, state, standard);
+        if (standard.instance_type == INSTANCE_RECIRCULATED) {
+            state.kind = KIND_SERVING;
+            state.has_memory = 1;
         } else {
-            form.apply(hdr, meta);
-            if (meta.well_formed == 0) {
-                meta.decision = DECIDE_DROPPED;
-            } else {
-                if (meta.serving == 1) {
-                    admit_served();
-                } else {
-                    ports.apply(hdr, meta, standard.ingress_port);
-                    if (meta.admitted == 1) {
-                        if (hdr.kvcast.op == OP_READ) {
-                            namespaces.apply(hdr, meta, standard.ingress_port);
-                            groups.apply(hdr, meta);
-                        } else {
-                            owners.apply(hdr, meta, standard.ingress_port);
-                        }
+            settings.apply(state);
+            if (state.enabled == 1) {
+                if (hdr.kvcast.isValid()) {
+                    frame_class.apply(hdr, state);
+                    if (state.kind != KIND_MALFORMED) {
+                        port_guard.apply(hdr, state, standard.ingress_port);
                     }
+                    if (state.kind == KIND_READ && hdr.kvcast.group != 0) {
+                        reader_group.apply(hdr, state);
+                    }
+                } else if (state.broken == 1) {
+                    state.decision = DECISION_DROPPED;
                 }
-                if (meta.admitted == 0) { meta.decision = DECIDE_GUARDED; }
             }
         }
 
-        if (meta.decision == DECIDE_NOTHING) {
-            // The resident tier: serve, or fill in passing.
-            if (hdr.kvcast.op == OP_READ || hdr.kvcast.op == OP_DATA) {
-                residents.apply(hdr, meta);
-                if (meta.resident == 1) {
-                    if (hdr.kvcast.op == OP_DATA) { filling.apply(hdr, meta); }
-                    validity.apply(hdr, meta);
-                    if (hdr.kvcast.op == OP_READ) { serving.apply(hdr, meta); }
-                    if (meta.copy == COPY_SERVE) { lowest.apply(hdr, meta); }
-                    if (meta.copy == COPY_SERVE || meta.fill == FILL_FILLED) {
-                        cells.apply(hdr, meta);
-                    }
+        // Switch memory: fill from DATA, answer READs.
+        if (state.has_memory == 1 && state.decision == DECISION_NONE) {
+            resident.apply(hdr, state);
+            if (state.kind == KIND_SERVING) {
+                serving_pass.apply(hdr, state);
+            } else if (state.resident == 1) {
+                if (state.is_answer == 1) {
+                    fill_decision.apply(hdr, state);
+                }
+                slot_validity.apply(state);
+                if (state.is_answer == 0) {
+                    serving_decision.apply(hdr, state);
                 }
             }
+            if (state.serving == 1) {
+                lowest_chunk.apply(hdr, state);
+                state.group = state.serve_group;
+            }
+            if (state.serving == 1 || state.fill == FILL_FILLED) {
+                cells.apply(hdr, state);
+            }
+        }
 
-            if (meta.copy == COPY_SERVE) {
-                if (meta.serving == 1) {
-                    meta.decision = DECIDE_SERVING;
-                } else {
-                    meta.decision = DECIDE_HIT;
-                    resident_hits.count(meta.slot);
-                }
-                meta.serving = 1;
-                standard.mcast_grp = meta.serve_group;
-            } else if (meta.serving == 1) {
-                // The slot was given away while it was being served: the home sends the rest.
-                hdr.kvcast.flags = hdr.kvcast.flags | FLAG_PARTIAL;
-                meta.decision = DECIDE_PARTIAL;
-            } else {
-                // The pending table: wait, or ask; and answer whoever waits.
-                pending_index.apply(hdr, meta);
-                if (hdr.kvcast.op == OP_READ) {
-                    if (hdr.kvcast.wanted == FULL_SEGMENT &&
-                        hdr.kvcast.flags & FLAG_PARTIAL == 0) {
-                        meta.coalesce = 1;
+        // Everything else goes where it is addressed, unless its answer is on the way, or others
+        // wait for it too.
+        if (state.decision == DECISION_NONE) {
+            forwarding.apply(hdr, state);
+            if (state.kind != KIND_ORDINARY) {
+                kvcast_route.apply(state);
+                if (state.coalesces == 1) {
+                    block_hash.apply(hdr, state);
+                    pending.apply(hdr, state);
+                    if (state.demand == 1 && state.heat_threshold != 0) {
+                        heat.apply(hdr, state);
                     }
-                } else if (hdr.kvcast.op != OP_OFFER && hdr.kvcast.flags & FLAG_PARTIAL == 0) {
-                    meta.coalesce = 1;
-                    if (hdr.kvcast.op == OP_MISS || hdr.kvcast.flags & FLAG_LAST != 0) {
-                        meta.clear = 1;
-                    }
-                }
-                if (meta.coalesce == 1) { pending.apply(hdr, meta); }
-
-                if (hdr.kvcast.op == OP_READ) {
-                    meta.decision = DECIDE_PARTIAL;
-                    if (meta.coalesce == 1) { reads.apply(hdr, meta); }
-                    heat.apply(hdr, meta);
-                } else {
-                    meta.decision = DECIDE_UNICAST;
-                    meta.copy_bits = meta.waiting | meta.egress_bit;
-                    if (meta.copy_bits != meta.egress_bit) {
-                        meta.decision = DECIDE_SHARED;
-                        meta.copy = COPY_SHARED;
-                        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
-                        port_sets.apply(meta, standard.mcast_grp);
+                    if (state.delivery == DELIVER_SHARED) {
+                        port_set.apply(state);
                     }
                 }
             }
         }
 
-        if (meta.decision == DECIDE_DROPPED || meta.decision == DECIDE_GUARDED ||
-            meta.decision == DECIDE_JOIN) {
-            mark_to_drop(standard);
-        } else if (meta.copy == COPY_PLAIN) {
-            if (meta.route == ROUTE_PORT) {
-                standard.egress_spec = meta.egress_port;
-            } else if (meta.route == ROUTE_FLOOD) {
-                meta.copy = COPY_FLOOD;
-                standard.mcast_grp = ALL_PORTS_GROUP;
-            } else {
-                meta.decision = DECIDE_DROPPED;
-                mark_to_drop(standard);
-            }
-        }
-        outcomes.apply(meta);
+        decisions.apply(state);
+        delivery.apply(state, standard);
     }
 }
 
-control KvcastEgress(inout headers_t hdr, inout meta_t meta,
-                     inout standard_metadata_t standard) {
-    EgressCopy() copies;
-    ServedData() served;
+control KvcastEgress(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+    EgressHost() egress_host;
+    ServedData() served_data;
+    ServeAgain() serve_again;
 
     apply {
-        if (meta.copy == COPY_SERVE && standard.egress_rid == RECIRCULATE_RID) {
-            if (hdr.kvcast.wanted == 0) {
-                mark_to_drop(standard);
-            } else {
-                hdr.cell.setInvalid();
-                recirculate_preserving_field_list(FIELDS_SERVING);
+        if (state.delivery >= DELIVER_SERVE) {
+            // A chunk from switch memory leaves by every copy but one, which fetches the next.
+            if (state.delivery != DELIVER_SHARED) {
+                if (standard.egress_rid == RECIRCULATE_RID) {
+                    serve_again.apply(hdr, state, standard);
+                } else {
+                    served_data.apply(hdr, state);
+                }
             }
-        } else if (meta.copy == COPY_SERVE || meta.copy == COPY_SHARED) {
-            if (meta.copy == COPY_SERVE) { served.apply(hdr, meta); }
-            copies.apply(hdr, meta, standard.egress_port);
-            if (meta.copy_bits == 0) {
-                mark_to_drop(standard);
-            } else {
-                meta.rewritten = 1;
-                hdr.udp.checksum = 0;
+            if (state.delivery >= DELIVER_SERVE_GROUP && standard.egress_rid != RECIRCULATE_RID) {
+                egress_host.apply(hdr, state, standard.egress_port);
+                if (state.member == 0) {
+                    mark_to_drop(standard);
+                }
             }
-        } else if (meta.copy == COPY_FLOOD) {
-            if (standard.egress_port == standard.ingress_port) { mark_to_drop(standard); }
+        } else if (state.delivery == DELIVER_FLOOD) {
+            if (standard.egress_port == standard.ingress_port) {
+                mark_to_drop(standard);
+            }
         }
     }
 }
 
-V1Switch(KvcastParser(), VerifyChecksums(), KvcastIngress(), KvcastEgress(), UpdateChecksums(),
+control KvcastDeparser(packet_out packet, in headers_t hdr) {
+    FrameDeparser() frame;
+
+    apply {
+        frame.apply(packet, hdr);
+    }
+}
+
+V1Switch(KvcastParser(), VerifyIPv4(), KvcastIngress(), KvcastEgress(), ComputeIPv4(),
          KvcastDeparser()) main;

@@ -1,69 +1,42 @@
-// v1model: the pending table, an in-network interest table in three register arrays, indexed by a
-// hash of (namespace, key, segment). An entry:
+// The in-network interest table on v1model: three arrays of 32-bit words, each read once and
+// written once a packet, around the rules of controls/coalescing.p4. On a Tofino fingerprint and
+// stamp are one dual ALU and the ports another in the next stage. BMv2 runs one ingress thread, so
+// an entry is never seen half written; @atomic says so to other targets.
 //
-//   pending_fingerprint  32 bits  another hash of the same, never 0; 0 = free
-//   pending_stamp        32 bits  tick at which it was taken or last refreshed
-//   pending_ports        32 bits  one bit a port that waits for the answer
-//
-// Fingerprint and stamp are one word of a dual stateful ALU on Tofino, so they are read and written
-// together, before the ports; a lease that has run out is noticed by the next READ. Each packet
-// touches each array once. An entry with a fingerprint and no ports cannot be: taking an entry sets
-// a bit, and clearing it clears all three.
+// The hash (block_hash.p4) that indexes the table also gives the fingerprint's lower half: 31 bits of identity
+// within a namespace, and the namespace itself whole. A key can be made to collide with another on
+// purpose (CRC is linear), but only within a namespace that its sender may read.
 
-control PendingIndex(in headers_t hdr, inout meta_t meta) {
-    apply {
-        hash(meta.pending_index, HashAlgorithm.crc16, 16w0,
-             { hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment }, 32w65536);
-        hash(meta.fingerprint, HashAlgorithm.crc32, 32w0,
-             { hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment }, 64w0x100000000);
-        meta.fingerprint = meta.fingerprint | 1;
-    }
-}
+#include "../controls/coalescing.p4"
 
-control Pending(in headers_t hdr, inout meta_t meta) {
+control Pending(inout headers_t hdr, inout state_t state) {
     register<bit<32>>(PENDING_ENTRIES) pending_fingerprint;
-    register<bit<32>>(PENDING_ENTRIES) pending_stamp;
-    register<bit<32>>(PENDING_ENTRIES) pending_ports;
+    register<bit<32>>(PENDING_ENTRIES) pending_stamp;   // ticks of 64 us, modulo 2^32 (76 hours)
+    register<bit<32>>(PENDING_ENTRIES) pending_ports;   // bit p-1: port p
+    Coalescing() coalescing;
     bit<32> index = 0;
-    bit<32> old_fingerprint = 0;
-    bit<32> stamp = 0;
-    bit<32> ports = 0;
+    bit<32> interest = 0;
 
     apply {
-        index = (bit<32>)meta.pending_index;
+        index = (bit<32>)state.hash[15:0];
+        state.fingerprint = hdr.kvcast.namespace ++ (state.hash[31:16] | 1);
+        if (state.is_answer == 1) {
+            interest = ~state.out_bit;
+        } else {
+            interest = state.reader_bit;
+        }
         @atomic {
-            pending_fingerprint.read(old_fingerprint, index);
-            pending_stamp.read(stamp, index);
-            pending_ports.read(ports, index);
-            if (hdr.kvcast.op == OP_READ) {
-                if (old_fingerprint == 0) {
-                    meta.pending = PENDING_FREE;
-                } else if (meta.now - stamp > meta.lease_ticks) {
-                    meta.pending = PENDING_EXPIRED;
-                } else if (old_fingerprint == meta.fingerprint) {
-                    meta.pending = PENDING_SAME;
-                } else {
-                    meta.pending = PENDING_OTHER;
-                }
-                if (meta.pending == PENDING_SAME) {
-                    meta.waiting = ports;
-                    meta.own = ports & meta.port_bit;
-                    if (hdr.kvcast.flags & FLAG_RETRY != 0) {
-                        pending_stamp.write(index, meta.now);
-                    }
-                    pending_ports.write(index, ports | meta.reader_bits);
-                } else if (meta.pending != PENDING_OTHER) {
-                    pending_fingerprint.write(index, meta.fingerprint);
-                    pending_stamp.write(index, meta.now);
-                    pending_ports.write(index, meta.reader_bits);
-                }
-            } else if (old_fingerprint == meta.fingerprint) {
-                meta.waiting = ports;
-                if (meta.clear == 1) {
-                    pending_fingerprint.write(index, 0);
-                    pending_ports.write(index, 0);
-                }
-            }
+            pending_fingerprint.read(state.entry.fingerprint, index);
+            pending_stamp.read(state.entry.stamp, index);
+            pending_ports.read(state.entry.ports, index);
+            state.free = (bit<1>)(state.entry.fingerprint == 0);
+            state.mine = (bit<1>)(state.entry.fingerprint == state.fingerprint);
+            state.stale = (bit<1>)(state.now - state.entry.stamp > state.lease_ticks);
+            state.others = state.entry.ports & interest;
+            coalescing.apply(hdr, state);
+            pending_fingerprint.write(index, state.entry.fingerprint);
+            pending_stamp.write(index, state.entry.stamp);
+            pending_ports.write(index, state.entry.ports);
         }
     }
 }

@@ -1,4 +1,5 @@
-"""The compiled data plane on the reference engine, with hosts on its ports: for the tests beside it.
+"""The compiled data plane on the reference engine, with hosts on its ports.
+
 
 `PoolSwitch` programs the tables as a controller would, by hand: host i is 10.77.0.i with MAC
 02:6b:76:00:00:ii on port i. Frames go in and come out as `protocol` encodes them, so a test reads
@@ -71,11 +72,11 @@ class PoolSwitch:
             self.add("bucket_owner", (bucket, 1), "owner")
 
     def table(self, alias: str) -> Table:
-        (found,) = (t for name, t in self.switch.tables.items() if name.endswith("." + alias))
+        (found,) = (t for name, t in self.switch.tables.items() if name.split(".")[-1] == alias)
         return found
 
     def action(self, table: str, alias: str) -> str:
-        (found,) = (n for n in self.table(table)._names if n.endswith("." + alias))
+        (found,) = (n for n in self.table(table)._names if n.split(".")[-1] == alias)
         return found
 
     def add(self, table: str, key: Iterable[int], action: str, *params: int) -> int:
@@ -127,8 +128,10 @@ class PoolSwitch:
             reader, home, wire.Frame(wire.OP_READ, NAMESPACE, key, wanted=wanted, **fields)
         )
 
-    def data(self, reader: int, content: bytes, chunk: int, *, key: bytes = KEY, home: int = 1,
-             segment: int = 0, flags: int = 0, digest: int | None = None) -> list[Received]:  # fmt: skip
+    def data(
+        self, reader: int, content: bytes, chunk: int, *, key: bytes = KEY, home: int = 1,
+        segment: int = 0, flags: int = 0, digest: int | None = None,
+    ) -> list[Received]:  # fmt: skip
         at = segment * wire.SEGMENT_BYTES + chunk * wire.CHUNK_BYTES
         return self.send(
             home,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from kvcast.protocol import wire
 from pool_switch import KEY, LEASE_US, NAMESPACE, PoolSwitch, content_of, endpoint, ports
@@ -126,25 +128,17 @@ def test_segments_and_keys_do_not_wait_for_each_other(pool: PoolSwitch) -> None:
     assert ports(pool.read(4, key=b"another key, yes")) == [1]
 
 
+def hash_of(key: bytes) -> int:
+    """CRC-32 over (namespace, key, segment 0): the low half indexes the pending table, the high
+    half is in the fingerprint."""
+    return zlib.crc32(NAMESPACE.to_bytes(2, "big") + key + bytes(2))
+
+
 def colliding_key() -> bytes:
-    """A key whose segment 0 shares KEY's pending entry (same CRC-16), with another fingerprint."""
-    seen = PoolSwitch(2)
-    seen.read(2)
-    for number in range(1, 1 << 18):
-        key = number.to_bytes(16, "big")
-        if crc16(key) == crc16(KEY):
-            return key
-    raise AssertionError("no collision in 2^18 keys")
-
-
-def crc16(key: bytes) -> int:
-    """CRC-16/ARC over (namespace, key, segment), which indexes the pending table."""
-    value = 0
-    for byte in NAMESPACE.to_bytes(2, "big") + key + bytes(2):
-        value ^= byte
-        for _ in range(8):
-            value = (value >> 1) ^ (0xA001 if value & 1 else 0)
-    return value
+    """A key whose segment 0 shares KEY's pending entry, with another fingerprint."""
+    index = hash_of(KEY) & 0xFFFF
+    numbers = (number.to_bytes(16, "big") for number in range(1 << 20))
+    return next(key for key in numbers if hash_of(key) & 0xFFFF == index)
 
 
 def test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it(pool: PoolSwitch) -> None:

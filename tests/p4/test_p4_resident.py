@@ -38,7 +38,8 @@ def test_a_read_is_served_once_data_has_filled_the_slot(
         assert received.source == endpoint(1)
         assert received.destination == endpoint(3)
         frame = received.frame
-        assert frame.flags == wire.FLAG_RESIDENT
+        last = frame.chunk == wire.chunks_of(len(content), 0) - 1
+        assert frame.flags == wire.FLAG_RESIDENT | (wire.FLAG_LAST if last else 0)
         assert (frame.size, frame.digest) == (len(content), wire.digest_of(content))
         assert frame.tag == 99
     assert pool.decided("hit") == 1
@@ -112,7 +113,8 @@ def test_a_chunk_beyond_the_segment_is_not_filled(pool: PoolSwitch) -> None:
         pool.switch.process(
             1, ethernet.Encapsulation(endpoint(1), endpoint(2)).wrap(bad), pool.now_us
         )
-    assert pool.fills("no_chunk") == 4
+    assert pool.fills("no_chunk") == 2
+    assert pool.decided("dropped") == 2, "no segment has a chunk 64 or 255: malformed"
     assert pool.fills("filled") == 0
 
 

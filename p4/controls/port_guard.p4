@@ -1,0 +1,76 @@
+// Decides who may speak kvcast on a port: a frame's source address must be bound to the port that
+// it came in by; a READ's namespace must be allowed there; and only a port that owns the key's
+// bucket may answer. Runs before anything that reads or changes shared state, and not again for a
+// frame that comes round.
+
+control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_port) {
+    // port_bit: this port in bitmaps. serve_group: multicast group {port, recirculation}, 0 = none.
+    @name(".admit")
+    action admit(bit<32> port_bit, bit<16> serve_group) {
+        state.admitted = 1;
+        state.reader_bit = port_bit;
+        state.port_bits = port_bit;
+        state.serve_group = serve_group;
+    }
+
+    @name(".reject")
+    action reject() {
+        state.admitted = 0;
+        state.decision = DECISION_GUARDED;
+    }
+
+    @name(".allow")
+    action allow() { }
+
+    @name(".owner")
+    action owner() { }
+
+    @name(".not_owner")
+    action not_owner() {
+        state.admitted = 0;
+        state.decision = DECISION_GUARDED;
+    }
+
+    @name(".port_guard")
+    table port_guard {
+        key = {
+            ingress_port : exact @name("ingress_port");
+            hdr.ipv4.src : exact;
+        }
+        actions = { admit; reject; }
+        const default_action = reject();
+        size = GUARDED_SOURCES;
+    }
+
+    @name(".namespace_guard")
+    table namespace_guard {
+        key = {
+            ingress_port         : exact @name("ingress_port");
+            hdr.kvcast.namespace : exact @name("namespace");
+        }
+        actions = { allow; reject; }
+        const default_action = reject();
+        size = GUARDED_NAMESPACES;
+    }
+
+    @name(".bucket_owner")
+    table bucket_owner {
+        key = {
+            hdr.kvcast.key[BUCKET_BITS-1:0] : exact @name("bucket");
+            ingress_port                    : exact @name("ingress_port");
+        }
+        actions = { owner; not_owner; }
+        const default_action = not_owner();
+        size = OWNED_BUCKETS;
+    }
+
+    apply {
+        if (port_guard.apply().hit) {
+            if (state.is_answer == 1) {
+                bucket_owner.apply();
+            } else {
+                namespace_guard.apply();
+            }
+        }
+    }
+}

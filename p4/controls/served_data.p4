@@ -1,0 +1,39 @@
+// Makes the DATA that answers a READ out of the READ itself, once a chunk is attached to it: sender
+// and receiver swap, lengths and flags become those of DATA. Runs in egress on a copy that goes
+// out, not on the one that goes round again.
+
+control ServedData(inout headers_t hdr, inout state_t state) {
+    bit<48> mac = 0;
+    bit<32> ip = 0;
+    bit<16> udp_port = 0;
+
+    // The TTL starts anew, as from a host.
+    action become_data() {
+        mac = hdr.ethernet.dst;
+        hdr.ethernet.dst = hdr.ethernet.src;
+        hdr.ethernet.src = mac;
+        ip = hdr.ipv4.dst;
+        hdr.ipv4.dst = hdr.ipv4.src;
+        hdr.ipv4.src = ip;
+        hdr.ipv4.ttl = 64;
+        hdr.ipv4.total_length = IPV4_BYTES + UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
+        udp_port = hdr.udp.dst_port;
+        hdr.udp.dst_port = hdr.udp.src_port;
+        hdr.udp.src_port = udp_port;
+        hdr.udp.checksum = 0;   // RFC 768: none
+        state.rewritten = 1;
+        hdr.udp.length = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
+        hdr.kvcast.op = OP_DATA;
+        hdr.kvcast.flags = (hdr.kvcast.flags & FLAG_PARTIAL) | FLAG_RESIDENT;
+        hdr.kvcast.gather = 0;
+        hdr.kvcast.wanted = 0;
+        hdr.padding.setInvalid();
+    }
+
+    apply {
+        become_data();
+        if (state.last == 1) {
+            hdr.kvcast.flags = hdr.kvcast.flags | FLAG_LAST;
+        }
+    }
+}

@@ -1,0 +1,51 @@
+// Decides whether a READ of a resident segment is answered from switch memory: all that it wants
+// must be there, in the copy that it pins (or any), and the reader's port must have a serve group.
+// Runs after Resident and the slot's validity.
+
+control ServingDecision(inout headers_t hdr, inout state_t state) {
+    @name(".resident_hits")
+    PACKET_COUNTER(SLOTS, resident_hits);   // READs served, by slot; counted on the first pass only
+    bit<64> missing = 0;
+    bit<64> digest_difference = 0;
+
+    action serve() {
+        state.serving = 1;
+        state.decision = DECISION_HIT;
+        state.delivery = DELIVER_SERVE;
+        state.serving_generation = state.generation;
+        hdr.kvcast.digest = state.resident_digest;
+        hdr.kvcast.size = state.resident_size;
+        resident_hits.count(state.slot);
+    }
+
+    action decline() { }
+
+    @name(".serving_decision")
+    table serving_decision {
+        key = {
+            state.serve_group  : ternary @name("serve_group");
+            state.remaining    : ternary @name("wanted");
+            missing            : ternary @name("missing");
+            hdr.kvcast.digest  : ternary @name("pinned");
+            digest_difference  : ternary @name("digest_difference");
+        }
+        actions = { serve; decline; }
+        const default_action = decline();
+        const entries = {
+            (0, _, _, _, _) : decline();    // nowhere to serve to
+            (_, 0, _, _, _) : decline();    // wants nothing that the segment has
+            (_, _, 0, 0, _) : serve();      // any copy will do
+            (_, _, 0, _, 0) : serve();      // this copy
+        }
+    }
+
+    apply {
+        state.remaining = hdr.kvcast.wanted & state.chunk_mask;
+        missing = state.remaining & ~state.valid;
+        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+        serving_decision.apply();
+        if (state.serving == 1 && state.grouped == 1) {
+            state.delivery = DELIVER_SERVE_GROUP;
+        }
+    }
+}

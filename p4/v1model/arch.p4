@@ -1,0 +1,13 @@
+// What v1model calls the things that the shared controls need; a TNA top file brings its own
+// arch.p4 instead. Include before any control.
+
+#ifndef KVCAST_ARCH_P4_
+#define KVCAST_ARCH_P4_
+
+#include <core.p4>
+#include <v1model.p4>
+
+#define DIRECT_COUNTER(name) direct_counter(CounterType.packets_and_bytes) name
+#define PACKET_COUNTER(size, name) counter(size, CounterType.packets) name
+
+#endif

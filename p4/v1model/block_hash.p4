@@ -1,0 +1,9 @@
+// One 32-bit hash of a segment's name serves the pending table (index and fingerprint) and two rows
+// of the heat sketch.
+
+control BlockHash(inout headers_t hdr, inout state_t state) {
+    apply {
+        hash(state.hash, HashAlgorithm.crc32, 32w0,
+             { hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment }, 64w0x100000000);
+    }
+}

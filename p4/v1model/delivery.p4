@@ -1,0 +1,42 @@
+// Turns what was decided into v1model's intrinsic metadata: Arrival at the start of ingress,
+// Delivery at its end, ServeAgain in egress.
+
+// BMv2: simple_switch's PKT_INSTANCE_TYPE_RECIRC. Set by the switch alone, so no host can send a
+// frame that looks as if it came round.
+const bit<32> INSTANCE_RECIRCULATED = 4;
+
+// A tick is 64 us: v1model stamps in microseconds.
+#define TICK_SHIFT 6
+
+control Arrival(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+    apply {
+        state.now = (bit<32>)(standard.ingress_global_timestamp >> TICK_SHIFT);
+        state.broken = (bit<1>)(standard.parser_error != error.NoError);
+        state.damaged = standard.checksum_error;
+        state.frame_excess = (bit<16>)standard.packet_length - hdr.ipv4.total_length;
+    }
+}
+
+// The replica of a READ that goes round for its next chunk, if there is one.
+control ServeAgain(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+    apply {
+        if (state.last == 1) {
+            mark_to_drop(standard);
+        } else {
+            hdr.cell.setInvalid();
+            recirculate_preserving_field_list(1);
+        }
+    }
+}
+
+control Delivery(inout state_t state, inout standard_metadata_t standard) {
+    apply {
+        if (state.delivery == DELIVER_UNICAST) {
+            standard.egress_spec = state.out_port;
+        } else if (state.delivery == DELIVER_NOWHERE) {
+            mark_to_drop(standard);
+        } else {
+            standard.mcast_grp = state.group;
+        }
+    }
+}
