@@ -30,6 +30,7 @@ from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
 from .store import Store, StoreError
+from .switch import OneLineErrors
 from .tiers import AdmitMode
 
 log = logging.getLogger("kvcast.controller")
@@ -334,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for library in ("finsy", "grpc", "asyncio", "aiohttp"):
         # At "debug" finsy prints every entity that it reads or writes.
         logging.getLogger(library).setLevel(logging.WARNING)
+    logging.getLogger("finsy").addFilter(OneLineErrors())
     return asyncio.run(run(options))
 
 

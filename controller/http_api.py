@@ -33,6 +33,8 @@ log = logging.getLogger("kvcast.controller.http")
 MAX_BODY_BYTES = 16 * 1024
 REQUEST_TIMEOUT_S = 15.0
 MAX_CONCURRENT = 64
+MAX_CONNECTIONS = 256
+"""Open connections, idle ones included."""
 
 
 class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +85,7 @@ class HttpApi:
         self.counts: Counter[str] = Counter()
         self._service = service
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._busy = 0
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -102,14 +105,27 @@ class HttpApi:
             app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=1.0
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=64)
-        await site.start()
-        address = self._runner.addresses[0]
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connected, host, port, backlog=64)
+        address = self._server.sockets[0].getsockname()
         return address[0], address[1]
 
     async def stop(self) -> None:
+        """Close the listener and every connection."""
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _connected(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection: aiohttp's, or at the bound one that hangs up."""
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+        if len(server.connections) >= MAX_CONNECTIONS:
+            self.counts["connections_at_bound"] += 1
+            return _HangUp()
+        return server()
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -156,6 +172,14 @@ class HttpApi:
         if not self._service.unpin(body.block):
             raise ApiError(404, "the block is not pinned")
         return web.json_response({"unpinned": True})
+
+
+class _HangUp(asyncio.Protocol):
+    """Ends a connection as soon as it is made."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 async def _pin_body(request: web.Request) -> PinBody:

@@ -26,7 +26,7 @@ from .agents import AgentLink
 from .http_api import ApiError, HttpApi
 from .metrics import Metrics
 from .pool import Action, Close, Plan, Pool, PoolOptions, Send
-from .program import resident_entries
+from .program import BROADCAST_MAC, L2_FORWARD, mac_number, resident_entries
 from .reconcile import diff
 from .store import Store, StoreError
 from .switch import SwitchError, SwitchLink
@@ -98,6 +98,7 @@ class ControllerService:
         self._settled = asyncio.Event()
         self._programmed = False
         self._not_before = 0.0
+        self._hold_until = 0.0
         self._ticked_at = 0.0
         self._tick_took_s = 0.0
         self._loop_at = time.monotonic()
@@ -204,12 +205,18 @@ class ControllerService:
             self._programmed = False
             try:
                 self._pool.found(await switch.read())
+                if strangers := self._strangers():
+                    self._hold_until = time.monotonic() + 2 * self._pool.options.lease_s
+                    self.counts["takeovers"] += 1
+                    log.warning("the switch serves %d unknown nodes: waiting", len(strangers))
             except SwitchError as error:
                 self._switch_failed("read", error)
                 usable = False
         if usable:
             self._lost_at = None
         elif self._waits_for_switch():
+            return
+        if usable and self._waits_for_strangers():
             return
         plan = self._pool.plan()
         self._save()
@@ -223,6 +230,24 @@ class ControllerService:
             await self._clean_up(plan)
         self._settled.set()
         self._settled = asyncio.Event()
+
+    def _strangers(self) -> frozenset[int]:
+        """MACs that the switch forwards to and this controller does not know.
+
+        There are some where the state file was lost, and where a backup has just taken over. To
+        program the switch would cut off nodes that are well, so they are given two leases to
+        register first.
+        """
+        mirror = self._switch.mirror
+        served = mirror.entries if mirror is not None else {}
+        macs = {match[0] for table, match in served if table == L2_FORWARD}
+        known = {mac_number(n.address.mac) for n in self._pool.membership.nodes.values()}
+        router = self._pool.options.settings.router_mac
+        known |= {BROADCAST_MAC} | ({mac_number(router)} if router else set())
+        return frozenset(mac for mac in macs if isinstance(mac, int)) - known
+
+    def _waits_for_strangers(self) -> bool:
+        return time.monotonic() < self._hold_until and bool(self._strangers())
 
     def _waits_for_switch(self) -> bool:
         """Whether the switch is away, but not for so long that agents must go on without it."""

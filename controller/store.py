@@ -128,7 +128,7 @@ class Store:
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}") from error
         try:
-            return SavedState(
+            state = SavedState(
                 epoch=epochs[0][0] if epochs else 0,
                 nodes=tuple(
                     SavedNode(r[0], r[1], int(r[2]), Address(*r[3:9]), int(r[9]), bool(r[10]))
@@ -149,6 +149,10 @@ class Store:
             )  # fmt: skip
         except (TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{self._path}: unreadable row: {error}") from error
+        self._written = {table: rows_of(state) for table, rows_of in _TABLES.items()}
+        if not epochs:
+            del self._written["epoch"]
+        return state
 
     def save(self, state: SavedState) -> bool:
         """Make `state` durable; whether anything had to be written."""

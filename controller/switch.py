@@ -53,6 +53,23 @@ DIGEST_QUEUE = 1024
 """Digest lists waiting here at most; finsy drops and logs what comes beyond."""
 
 
+class OneLineErrors(logging.Filter):
+    """For finsy's logger: a failed task is one line, not a traceback at every retry.
+
+    And no word, at every connection, of gNMI, which neither switchsim nor BMv2 has.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "gNMI is not implemented" in str(record.msg):
+            return False
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            text = _brief(error) if isinstance(error, P4ClientError) else repr(error)
+            record.msg, record.args = f"{record.getMessage()}: {text}", None
+            record.exc_info = record.exc_text = None
+        return True
+
+
 class SwitchError(Exception):
     """The switch could not be read or written; what it holds is unknown until it is read."""
 
@@ -108,13 +125,23 @@ class SwitchLink:
         """Connect, and connect again, until cancelled."""
         delay = RETRY_FIRST_S
         while True:
+            # A task of its own: finsy answers a failed push by cancelling its tasks, and that
+            # cancellation comes out of `__aenter__`.
+            session = asyncio.create_task(self._session(), name="switch session")
             try:
-                if await self._session():
-                    delay = RETRY_FIRST_S
-            except Exception as error:
-                # finsy lets grpc, protobuf and its own errors through; whatever it was, the
+                await asyncio.wait([session])
+            finally:
+                if not session.done():
+                    session.cancel()
+                    await asyncio.wait([session])
+            if session.cancelled():
+                self._failed("the connection was given up before it worked")
+            elif (error := session.exception()) is not None:
+                # finsy lets grpc's, protobuf's and its own errors through; whatever it was, the
                 # answer is the same: note it, and begin again with a new connection.
                 self._failed(error)
+            elif session.result():
+                delay = RETRY_FIRST_S
             await asyncio.sleep(delay)
             delay = min(2 * delay, RETRY_MOST_S)
 

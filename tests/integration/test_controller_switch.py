@@ -292,6 +292,34 @@ async def test_of_two_controllers_one_works_and_the_other_takes_over(lab: Lab) -
     assert set(tables["egress_host"]) == {(2,)}
 
 
+async def test_a_controller_without_state_waits_for_a_pool_that_the_switch_serves(
+    lab: Lab,
+) -> None:
+    switch = await lab.switch()
+    first = await lab.controller(switch.facts["grpc"], state="lost")
+    agents = [await lab.agent(first, n) for n in (1, 2)]
+    await until(first, lambda s: all_programmed(s, 2))
+    tables = await tables_of(switch.facts["grpc"])
+    await first.kill()
+    second = await lab.controller(switch.facts["grpc"], state="new")
+    await agents[1].close()
+    await agents[1].connect(second.facts["agents_addr"])
+    await until(second, lambda s: s["switch"]["connected"] and s["nodes"])
+    assert await tables_of(switch.facts["grpc"]) == tables, "nothing is taken away yet"
+    await until(second, lambda s: all_programmed(s, 1))
+    assert set((await tables_of(switch.facts["grpc"]))["egress_host"]) == {(2,)}
+
+
+async def test_a_switch_that_refuses_is_tried_again_and_the_reason_is_shown(lab: Lab) -> None:
+    switch = await lab.switch()
+    controller = await lab.controller(switch.facts["grpc"], "--device-id=7")
+    seen = await until(controller, lambda s: s["switch"]["counts"].get("connection_errors", 0) >= 2)
+    assert not seen["switch"]["connected"]
+    assert seen["switch"]["last_error"]
+    assert (await http(controller, "GET", "/healthz"))[0] == 200
+    assert await controller.terminate() == 0
+
+
 async def test_pins_that_cannot_be_say_why(lab: Lab) -> None:
     switch = await lab.switch()
     controller = await lab.controller(switch.facts["grpc"], "--admit=pin")
