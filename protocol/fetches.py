@@ -33,22 +33,31 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
-    rto_initial_s: float = 0.1
+    queueing_target_s: float = 0.02
+    """The window stops growing while answers take so much longer than the fastest did. Within
+    so much time of the first of several readers, the next ones still join its READs."""
+    rto_initial_s: float = 0.15
     """Time-out before the first round-trip sample."""
-    rto_min_s: float = 0.03
+    rto_min_s: float = 0.05
     """Shortest time-out; above the pauses that a home's scheduler makes."""
     rto_max_s: float = 2.0
     """Longest time-out, back-off included."""
     backoff_max: int = 4
     """A time-out doubles with each try in a row, up to so many times the first. Low, because a
     silent home should be left soon, and the window already slows a reader down."""
+    patience: int = 6
+    """While a home sends other segments, a segment of which nothing comes is given up to so many
+    time-outs before it is asked for again."""
+    quiet_s: float = 0.05
+    """A segment that has begun to arrive, and of which nothing comes for so long, has lost its
+    end. Longer than a home needs to serve all its readers in turn."""
     retry_jitter: float = 0.5
     """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
     for one lost answer, the first then asks again, and the switch gives the answer to all."""
     reorder_min_s: float = 0.001
     """A gap at the LAST chunk is asked for after the larger of this and a quarter of the
-    round-trip time (the reordering window of RFC 8985), not at once."""
-    tries_per_home: int = 5
+    round-trip time (the reordering window of RFC 8985), not at once; but within `quiet_s`."""
+    tries_per_home: int = 4
     """Time-outs in a row, on one segment and without any progress, after which a home is left."""
     max_restarts: int = 3
     """How often a fetch may throw away what it has and start anew."""
@@ -231,6 +240,8 @@ class RequesterCounters:
     """Segments whose LAST chunk came while others were missing."""
     misses: int = 0
     """MISS frames heeded."""
+    beyond: int = 0
+    """MISSes for segments that the block may not have; its size was only guessed."""
     overloaded: int = 0
     """Of them, those that asked for patience."""
     homes_left: int = 0

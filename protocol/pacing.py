@@ -9,8 +9,11 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-_ROUNDING: Final = 1e-6
+_ROUNDING: Final = 1e-3
 """So that what `TokenBucket.ready_at` promised is there, whatever the floats say."""
+_BASE_DRIFT: Final = 1 / 1024
+"""By so much of the difference the fastest answer known moves with each sample, or a way that has
+become longer for good would look like a queue for ever."""
 
 
 class RttEstimator:
@@ -44,26 +47,44 @@ class Window:
 
     Grows by one a completed segment until the first loss, then by one a window (RFC 5681's slow
     start and congestion avoidance, in segments); a loss halves it, once for all that was asked
-    for before the halving.
+    for before the halving. A queue at the home or on the way is no loss, but makes every answer
+    late, so the window also stops growing while answers take `target_s` longer than the fastest
+    did, and shrinks beyond twice that (in the manner of RFC 6817).
     """
 
-    __slots__ = ("_max", "_reduced_at", "_threshold", "size")
+    __slots__ = ("_base_s", "_holding", "_max", "_reduced_at", "_target_s", "_threshold", "size")
 
-    def __init__(self, initial: int, maximum: int) -> None:
+    def __init__(self, initial: int, maximum: int, target_s: float) -> None:
         self.size = float(initial)
         self._max = float(maximum)
+        self._target_s = target_s
+        self._base_s = inf
+        self._holding = False
         self._threshold = inf
         self._reduced_at = -inf
 
     def completed(self) -> None:
         """A segment arrived whole."""
-        growth = 1.0 if self.size < self._threshold else 1.0 / self.size
-        self.size = min(self._max, self.size + growth)
+        if not self._holding:
+            growth = 1.0 if self.size < self._threshold else 1.0 / self.size
+            self.size = min(self._max, self.size + growth)
+
+    def sample(self, now: float, rtt_s: float) -> None:
+        """The first chunk of an answer took so long to come."""
+        base_s = min(self._base_s, rtt_s)
+        queued_s = rtt_s - base_s
+        self._base_s = base_s + queued_s * _BASE_DRIFT
+        self._holding = queued_s > self._target_s
+        if queued_s > 2 * self._target_s:
+            self._reduce(now, now - rtt_s, 0.75)
 
     def lost(self, now: float, sent_at: float) -> None:
         """Something that was asked for at `sent_at` did not arrive."""
+        self._reduce(now, sent_at, 0.5)
+
+    def _reduce(self, now: float, sent_at: float, factor: float) -> None:
         if sent_at >= self._reduced_at:
-            self.size = max(1.0, self.size / 2)
+            self.size = max(1.0, self.size * factor)
             self._threshold = self.size
             self._reduced_at = now
 

@@ -28,10 +28,12 @@ listened to.
 from __future__ import annotations
 
 import enum
+import heapq
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from kvcast.protocol.assembly import Assembly
 from kvcast.protocol.fetches import (
@@ -54,6 +56,7 @@ from kvcast.protocol.fetches import (
 from kvcast.protocol.pacing import RttEstimator, Window
 from kvcast.protocol.timers import Timer, TimerQueue
 from kvcast.protocol.wire import (
+    CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     FLAG_PADDED,
     FLAG_PARTIAL,
@@ -96,6 +99,12 @@ __all__ = [
 ]
 
 
+_SIZE_GUESSES: Final = 256
+"""Namespaces of which a block size is remembered."""
+_CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
+"""So many chunks missing in an answer that has ended are no sign of congestion yet."""
+
+
 class _State(enum.Enum):
     IDLE = 0
     """Not asked for."""
@@ -109,12 +118,15 @@ class _Flight(Timer):
 
     __slots__ = (
         "asked",
+        "awaiting",
         "base_at",
         "fetch",
         "gap_at",
         "gather_s",
         "home",
         "index",
+        "patience_s",
+        "recovering",
         "sent_at",
         "state",
         "tag",
@@ -128,18 +140,17 @@ class _Flight(Timer):
         self.index = index
         self.state = _State.IDLE
         self.home = -1
-        self.asked = False  # a full READ went out and nothing has come of it yet
+        self.asked = False  # a READ of this segment has been sent
+        self.awaiting = False  # and nothing has come since
+        self.recovering = False  # its answer has ended, and what was lost is asked for
         self.tag = -1  # of the READ that a round trip is being measured for
         self.sent_at = 0.0
         self.gather_s = 0.0
-        self.base_at = 0.0  # the last READ or progress; the retry comes wait_s later
+        self.base_at = 0.0  # the last READ or progress; the retry comes wait_s later,
         self.wait_s = 0.0
+        self.patience_s = 0.0  # or so much later still, while the home sends other segments
         self.gap_at = inf  # when to ask for a known gap
         self.tries = 0
-
-    @property
-    def due_at(self) -> float:
-        return min(self.gap_at, self.base_at + self.wait_s)
 
 
 class _Deadline(Timer):
@@ -166,10 +177,10 @@ class _Home:
     def __init__(self, index: int, config: RequesterConfig) -> None:
         self.index = index
         self.rtt = RttEstimator(config.rto_initial_s, config.rto_min_s, config.rto_max_s)
-        self.window = Window(config.window_initial, config.window_max)
+        self.window = Window(config.window_initial, config.window_max, config.queueing_target_s)
         self.in_flight = 0
         self.suspect_until = -inf
-        self.queue: deque[_Fetch] = deque()
+        self.queue: list[tuple[int, int, _Fetch]] = []  # a heap, by fetch id and ticket
 
 
 class _Fetch:
@@ -261,9 +272,16 @@ class Requester:
         self._outbox_max = 4 * config.credit_segments
         self._events: deque[Event] = deque()  # at most three a fetch
         self._in_flight = 0
+        self._recovering = 0
         self._next_id = 1
+        self._next_ticket = 0
         self._next_tag = rng.getrandbits(32)
         self._shared_until = -inf
+        # By namespace, the size of the block fetched last: a guess for the next, since an
+        # engine's blocks are of one size. It saves a round trip, and lets readers of the same
+        # blocks ask in the same order from the start.
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self._heard_at: dict[int, float] = {}  # by home: the last DATA taken from it
 
     # --- what the caller does -------------------------------------------------------------
 
@@ -424,7 +442,7 @@ class Requester:
     @property
     def segments_in_flight(self) -> int:
         """Segments asked for, or arriving, and not whole."""
-        return self._in_flight
+        return self._in_flight + self._recovering
 
     def rto_s(self, home: int) -> float:
         """The present retransmission time-out towards `home`, without back-off."""
@@ -454,8 +472,8 @@ class Requester:
     def _plan(self, fetch: _Fetch) -> None:
         """Begin the assembly anew: nothing is pinned, nothing asked for."""
         assert fetch.assembly is None
-        size_known = fetch.expect_size is not None and not fetch.offers_usable
-        count = segments_of(fetch.expect_size or 0) if size_known else 1
+        size = fetch.expect_size or self._sizes.get(fetch.block.namespace, 1)
+        count = 1 if fetch.offers_usable else segments_of(size)
         fetch.flights = [_Flight(fetch, index) for index in range(count)]
         fetch.idle = deque(range(count))
         fetch.contributors.clear()
@@ -469,16 +487,34 @@ class Requester:
         if fetch.idle and fetch.queued_at != fetch.home:
             fetch.queued_at = fetch.home
             home = self._home(fetch.home)
-            home.queue.append(fetch)
+            self._next_ticket += 1
+            heapq.heappush(home.queue, (fetch.id, self._next_ticket, fetch))
             self._waiting[home.index] = home
 
     def _land(self, flight: _Flight, state: _State) -> None:
         """Take a segment out of flight."""
         if flight.state is _State.FLYING:
-            self._homes[flight.home].in_flight -= 1
-            self._in_flight -= 1
+            if flight.recovering:
+                flight.recovering = False
+                self._recovering -= 1
+            else:
+                self._homes[flight.home].in_flight -= 1
+                self._in_flight -= 1
             self._timers.cancel(flight)
         flight.state = state
+
+    def _recover(self, flight: _Flight) -> None:
+        """The answer has ended and only its losses are outstanding: let the next segment go.
+
+        A reader that waited here would fall out of step with the others, ask for the following
+        segments alone, and be answered alone. At most `credit_segments` recover beside those in
+        flight.
+        """
+        if not flight.recovering and self._recovering < self.config.credit_segments:
+            flight.recovering = True
+            self._recovering += 1
+            self._homes[flight.home].in_flight -= 1
+            self._in_flight -= 1
 
     def _throw_away(self, fetch: _Fetch) -> None:
         """Forget what has arrived, and stop asking."""
@@ -531,17 +567,22 @@ class Requester:
                 self._waiting[index] = home
 
     def _next_idle(self, home: _Home) -> _Flight | None:
-        """The next segment to ask `home` for. Fetches come in the order in which they started
-        to wait, since the first blocks of a prefix are worth nothing without those before."""
+        """The next segment to ask `home` for.
+
+        Fetches come in the order in which they started: the blocks of a prefix are worth nothing
+        without those before, and readers of one prefix share answers if they go the same way.
+        """
         queue = home.queue
         while queue:
-            fetch = queue[0]
+            fetch = queue[0][2]
             if fetch.queued_at == home.index and fetch.expectation is None:
                 while fetch.idle:
-                    flight = fetch.flights[fetch.idle.popleft()]
-                    if flight.state is _State.IDLE:
-                        return flight
-            queue.popleft()
+                    segment = fetch.idle.popleft()
+                    if segment < len(fetch.flights):  # else a guess was too high
+                        flight = fetch.flights[segment]
+                        if flight.state is _State.IDLE:
+                            return flight
+            heapq.heappop(queue)
             if fetch.queued_at == home.index:
                 fetch.queued_at = -1
         return None
@@ -558,16 +599,39 @@ class Requester:
         flight.tries = 0
         home.in_flight += 1
         self._in_flight += 1
-        self._wait(now, flight, home)
 
-    def _wait(self, now: float, flight: _Flight, home: _Home) -> None:
-        """Set the time-out of what was asked for just now."""
-        backoff = min(1 << min(flight.tries, 16), self.config.backoff_max)
-        wait = min(home.rtt.rto_s * backoff, self.config.rto_max_s)
-        wait *= 1 + self.config.retry_jitter * self._rng.random()
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (1 + self.config.retry_jitter * self._rng.random())
+
+    def _await(self, now: float, flight: _Flight, *, patient: bool) -> None:
+        """Set the time-out of the READ that was sent just now."""
+        config = self.config
+        rto_s = self._homes[flight.home].rtt.rto_s
+        backoff = min(1 << min(flight.tries, 16), config.backoff_max)
+        flight.awaiting = True
         flight.base_at = now
-        flight.wait_s = wait + flight.gather_s
-        self._timers.arm(flight, flight.due_at)
+        flight.wait_s = self._jittered(min(rto_s * backoff, config.rto_max_s)) + flight.gather_s
+        flight.patience_s = (config.patience - 1) * flight.wait_s if patient else 0.0
+        self._timers.arm(flight, self._due_at(flight))
+
+    def _begun(self, now: float, flight: _Flight) -> None:
+        """Something of the segment has come: from now on its time-out is the shorter one."""
+        flight.awaiting = False
+        flight.base_at = now
+        flight.wait_s = self._jittered(self.config.quiet_s)
+        flight.patience_s = 0.0
+        self._timers.arm(flight, self._due_at(flight))
+
+    def _due_at(self, flight: _Flight) -> float:
+        """When to ask again for what a segment lacks.
+
+        A home answers in order, so while it sends other segments this one's turn may only not
+        have come; the time-out of a full READ starts again with everything that the home sends,
+        up to a bound, since the READ may be lost all the same.
+        """
+        heard_at = self._heard_at.get(flight.home, -inf)
+        base_at = max(flight.base_at, min(heard_at, flight.base_at + flight.patience_s))
+        return min(flight.gap_at, base_at + flight.wait_s)
 
     def _ask(self, now: float, flight: _Flight) -> None:
         """Send a READ for what the segment lacks."""
@@ -591,15 +655,15 @@ class Requester:
             gather_ms = fetch.gather_ms
             if fetch.saw_shared or now < self._shared_until:
                 gather_ms = max(gather_ms, self.config.auto_gather_ms)
-            flight.asked = True
         counters.reads += 1
         fetch.report.reads += 1
+        flight.asked = True
         flight.gap_at = inf
         flight.sent_at = now
         flight.gather_s = gather_ms / 1000
         flight.tag = self._next_tag
         self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
-        self._wait(now, flight, self._homes[flight.home])
+        self._await(now, flight, patient=not flags & FLAG_PARTIAL)
         if len(self._outbox) >= self._outbox_max:
             counters.outbox_dropped += 1
             return
@@ -622,8 +686,9 @@ class Requester:
         )
 
     def _flight_timer(self, now: float, flight: _Flight) -> None:
-        if flight.due_at > now:
-            self._timers.arm(flight, flight.due_at)
+        due_at = self._due_at(flight)
+        if due_at > now:
+            self._timers.arm(flight, due_at)
             return
         if flight.gap_at <= now:
             self._ask(now, flight)
@@ -631,6 +696,8 @@ class Requester:
         self.counters.timeouts += 1
         self._setback(now, flight)
         if flight.tries < self.config.tries_per_home:
+            if flight.fetch.assembly is not None and not flight.awaiting:
+                self._recover(flight)
             self._ask(now, flight)
             return
         fetch = flight.fetch
@@ -642,9 +709,19 @@ class Requester:
         self._leave_home(now, fetch, MissReason.UNREACHABLE)
 
     def _setback(self, now: float, flight: _Flight) -> None:
-        """A READ was not answered, or not with DATA."""
+        """A READ was not answered, or not with DATA, or the end of an answer is lost."""
         flight.tries += 1
-        self._homes[flight.home].window.lost(now, flight.sent_at)
+        assembly = flight.fetch.assembly
+        if assembly is not None:
+            self._lost(now, flight, assembly.missing[flight.index].bit_count())
+        else:
+            self._homes[flight.home].window.lost(now, flight.sent_at)
+
+    def _lost(self, now: float, flight: _Flight, chunks: int) -> None:
+        """A few lost chunks are bad luck; a queue that overflows takes many. Only then the window
+        shrinks: readers that share answers should keep step, and each of them loses others."""
+        if chunks > _CONGESTION_CHUNKS:
+            self._homes[flight.home].window.lost(now, flight.sent_at)
 
     def _expectation_timer(self, now: float, timer: _Expectation) -> None:
         fetch = timer.fetch
@@ -750,6 +827,7 @@ class Requester:
         report = fetch.report
         counters.data += 1
         fetch.progress_at = now
+        self._heard_at[source] = now
         fetch.contributors.add(source)
         if flags & FLAG_SHARED:
             self._note_sharing(now, fetch)
@@ -764,8 +842,10 @@ class Requester:
         flight = fetch.flights[index]
         if flight.state is _State.IDLE:
             self._take_off(now, flight)
+            self._begun(now, flight)
+        elif flight.awaiting:
+            self._begun(now, flight)
         flight.base_at = now
-        flight.asked = False
         flight.tries = 0
         if frame.tag == flight.tag:
             self._sample(now, source, flags, flight)
@@ -773,7 +853,7 @@ class Requester:
         if not missing:
             self._segment_whole(now, fetch, flight, assembly)
         elif flags & FLAG_LAST:
-            self._gap(now, flight)
+            self._gap(now, flight, missing.bit_count())
 
     def _note_sharing(self, now: float, fetch: _Fetch) -> None:
         fetch.saw_shared = True
@@ -784,7 +864,9 @@ class Requester:
         home = self._homes[flight.home]
         # An answer from the switch's memory says nothing about the way to the home.
         if source == home.index and not flags & FLAG_RESIDENT:
-            home.rtt.sample(now - flight.sent_at - flight.gather_s)
+            rtt_s = max(0.0, now - flight.sent_at - flight.gather_s)
+            home.rtt.sample(rtt_s)
+            home.window.sample(now, rtt_s)
             home.suspect_until = -inf
 
     def _pin(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> Assembly | None:
@@ -809,6 +891,9 @@ class Requester:
             fetch.report.first_byte_s = now - fetch.started_at
         known = len(fetch.flights)
         count = len(assembly.missing)
+        for flight in fetch.flights[count:]:
+            self._land(flight, _State.DONE)
+        del fetch.flights[count:]
         fetch.flights += [_Flight(fetch, index) for index in range(known, count)]
         if not fetch.offers_usable:
             fetch.idle.extend(range(known, count))
@@ -831,14 +916,16 @@ class Requester:
             self._after_first_segment(now, fetch, assembly)
         self._pump(now)
 
-    def _gap(self, now: float, flight: _Flight) -> None:
+    def _gap(self, now: float, flight: _Flight, chunks: int) -> None:
         """The answer has ended and chunks are missing: ask for them, unless they are only late."""
-        home = self._homes[flight.home]
         self.counters.gaps += 1
-        home.window.lost(now, flight.sent_at)
-        delay = max(self.config.reorder_min_s, (home.rtt.srtt_s or 0.0) / 4)
+        self._lost(now, flight, chunks)
+        srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
+        delay = max(self.config.reorder_min_s, min(srtt_s / 4, self.config.quiet_s))
         flight.gap_at = now + delay
         self._timers.arm(flight, flight.gap_at)
+        self._recover(flight)
+        self._pump(now)
 
     def _block_whole(self, now: float, fetch: _Fetch, assembly: Assembly) -> None:
         fetch.report.payload_bytes += assembly.size
@@ -848,6 +935,10 @@ class Requester:
             return
         fetch.assembly = None  # its buffer is the caller's now
         self._end(now, fetch)
+        self._sizes[fetch.block.namespace] = assembly.size
+        self._sizes.move_to_end(fetch.block.namespace)
+        if len(self._sizes) > _SIZE_GUESSES:
+            self._sizes.popitem(last=False)
         self.counters.fetched += 1
         self._events.append(
             Fetched(
@@ -889,7 +980,9 @@ class Requester:
             self.counters.other_copy += 1
             self._swallowed(now, source, frame, fetch)
             return
-        if reason == MISS_NOT_FOUND:
+        if reason == MISS_NOT_FOUND and frame.segment and not pinned:
+            self.counters.beyond += 1  # maybe only the segment is not there; the first will tell
+        elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
             self._judge(now, fetch, source, MissReason.NOT_FOUND)
         elif reason == MISS_OVERLOADED:
@@ -917,12 +1010,11 @@ class Requester:
         """A MISS or LAST about another copy ended a wait, and our READ may have joined that
         wait at a switch: ask again soon, but not for ever."""
         flight = self._flying(source, frame, fetch)
-        if flight is None or not flight.asked or flight.gap_at != inf:
+        if flight is None or not flight.awaiting or flight.gap_at != inf:
             return
         if flight.tries + 1 < self.config.tries_per_home:
             flight.tries += 1
-            jitter = 1 + self.config.retry_jitter * self._rng.random()
-            flight.gap_at = now + self.config.reorder_min_s * jitter
+            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
             self._timers.arm(flight, flight.gap_at)
 
     def _overloaded(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
@@ -932,7 +1024,7 @@ class Requester:
             return
         self._setback(now, flight)
         if flight.tries < self.config.tries_per_home:
-            self._wait(now, flight, self._homes[flight.home])
+            self._await(now, flight, patient=False)
         else:
             self._leave_home(now, fetch, MissReason.OVERLOADED)
             self._pump(now)

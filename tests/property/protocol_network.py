@@ -59,6 +59,7 @@ class CoalescingSwitch:
     somebody waits for the same segment, and the answer goes to all who wait."""
 
     lease_s: float = 0.25
+    groups: dict[int, set[int]] = field(default_factory=dict)
     pending: dict[tuple[BlockId, int], tuple[float, set[int]]] = field(default_factory=dict)
     decisions: Counter[tuple[str, BlockId, int]] = field(default_factory=Counter)
 
@@ -87,15 +88,17 @@ class CoalescingSwitch:
             self.decisions["partial", *name] += 1
             return forward
         expiry, ports = self.pending.get(name, (0.0, set()))
+        members = self.groups.get(frame.group, set())
+        waiting = {source} | (members if source in members else set())
         if now >= expiry:
-            self.pending[name] = (now + self.lease_s, {source})
+            self.pending[name] = (now + self.lease_s, waiting)
             self.decisions["new", *name] += 1
             return forward
-        if frame.flags & wire.FLAG_RETRY or source in ports:
-            self.pending[name] = (now + self.lease_s, ports | {source})
+        if frame.flags & wire.FLAG_RETRY or (source in ports and not frame.group):
+            self.pending[name] = (now + self.lease_s, ports | waiting)
             self.decisions["retry", *name] += 1
             return forward
-        ports.add(source)
+        ports |= waiting
         self.decisions["join", *name] += 1
         return []
 

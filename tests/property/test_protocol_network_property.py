@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.protocol import wire
@@ -20,6 +21,7 @@ from protocol_network import (
     Faults,
     Network,
     PlainSwitch,
+    Reader,
     block_id,
     content,
     number_of,
@@ -292,3 +294,88 @@ def test_a_home_that_dies_is_replaced_by_its_replica(
     (end,) = reader.ends.values()
     assert isinstance(end, Fetched)
     assert end.buffer == truth
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, SIZES, st.integers(2, 8), st.floats(0, 0.02), st.sampled_from([0.0, 0.002, 0.02]))
+def test_a_reader_groups_members_get_what_one_of_them_asks_for(
+    seed: int, size: int, members: int, apart_s: float, loss: float
+) -> None:
+    """One rank reads, at any time before or after the others begin to expect the block."""
+    group = 7
+    switch = CoalescingSwitch(groups={group: set(range(READER, READER + members))})
+    network = Network(seed, faults=replace(IN_ORDER, loss=loss), middle=switch)
+    block = block_id(seed)
+    truth = content(seed, size)
+    network.add_owner(HOME_A).put(block, truth)
+
+    def begin(reader: Reader, expect: bool) -> None:
+        network.fetch(reader, block, [HOME_A], within_s=20, group=group, expect=expect)
+
+    for index in range(members):
+        reader = network.add_reader(READER + index)
+        when = apart_s if index == 0 else 0.0
+        network.at(when, lambda r=reader, e=index > 0: begin(r, e))  # type: ignore[misc]
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        (end,) = reader.ends.values()
+        assert isinstance(end, Fetched)
+        assert end.buffer == truth
+        if reader.index != READER and not network.lost:
+            assert end.report.reads == 0
+            assert end.report.tier == "shared"
+    if not network.lost:
+        assert network.owners[HOME_A].counters.payload_bytes == size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) -> None:
+    """All wait for the answer to one READ, which is lost behind the switch: the first to lose
+    patience asks again, and the answer comes before the others do."""
+    switch = CoalescingSwitch(lease_s=1.0)
+    network = Network(seed, faults=IN_ORDER, middle=switch)
+    block = block_id(seed)
+    network.add_owner(HOME_A).put(block, content(seed, 60_000))
+    network.down.add(HOME_A)
+    network.at(0.05, lambda: network.down.discard(HOME_A))
+    for index in range(8):
+        network.fetch(network.add_reader(READER + index), block, [HOME_A], within_s=20)
+    network.run()
+    network.check_at_rest()
+    assert all(
+        isinstance(end, Fetched)
+        for reader in network.readers.values()
+        for end in reader.ends.values()
+    )
+    assert 1 <= switch.count("retry") <= 3
+    assert network.owners[HOME_A].counters.payload_bytes <= 3 * 60_000
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> None:
+    """Eight readers begin within a tenth of the time that the home needs to send the blocks once.
+    Had they kept their distance, each would have cost the home a copy."""
+    size = 2 << 20
+    copies = []
+    for seed in range(4):
+        owner = OwnerConfig(rate_frames_per_s=100_000, burst_frames=32)
+        network = Network(seed, faults=IN_ORDER, middle=CoalescingSwitch(), owner=owner)
+        store = network.add_owner(HOME_A)
+        names = [block_id(number) for number in range(blocks)]
+        for number, name in enumerate(names):
+            store.put(name, content(number, size))
+
+        def begin(reader: Reader, network: Network = network) -> None:
+            for number in range(blocks):
+                network.fetch(reader, block_id(number), [HOME_A], within_s=60, expect_size=size)
+
+        whole_s = blocks * size / wire.CHUNK_BYTES / owner.rate_frames_per_s
+        for index in range(8):
+            reader = network.add_reader(READER + index)
+            when = network.rng.random() * whole_s / 10
+            network.at(when, lambda r=reader, begin=begin: begin(r))  # type: ignore[misc]
+        network.run()
+        network.check_at_rest()
+        copies.append(network.owners[HOME_A].counters.payload_bytes / (blocks * size))
+    assert sum(copies) / len(copies) < 1.5, copies

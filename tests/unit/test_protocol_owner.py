@@ -120,7 +120,10 @@ def test_what_is_not_there_is_a_miss_with_a_reason(read: dict[str, Any], reason:
     assert miss.digest == read.get("digest", 0)
     assert bool(miss.flags & wire.FLAG_PARTIAL) == ("wanted" in read)
     assert bench.held.holds == 0
-    assert bench.core.counters.misses == 1
+    counters = bench.core.counters
+    assert counters.misses == 1
+    assert counters.misses_beyond == ("segment" in read)
+    assert counters.misses_not_found + counters.misses_digest_gone == ("segment" not in read)
 
 
 def test_read_that_went_astray_is_told_so() -> None:
@@ -152,6 +155,21 @@ def test_readers_take_turns() -> None:
     bench.read(reader=1, segment=1)
     bench.read(reader=2)
     assert [reader for reader, _ in bench.send(12)] == [1] * 4 + [2] * 4 + [1] * 4
+
+
+def test_of_readers_of_one_block_the_one_furthest_behind_goes_first() -> None:
+    bench = Bench(turn_frames=64)
+    bench.read(reader=1, segment=1)
+    bench.read(reader=2, segment=1)
+    bench.read(reader=3, segment=0)
+    assert [(reader, f.segment) for reader, f in bench.send(66)][::64] == [(3, 0), (1, 1)]
+
+
+def test_being_behind_does_not_keep_others_waiting_for_ever() -> None:
+    bench = Bench(turn_frames=4, max_bypass=2)
+    bench.read(reader=1, segment=1)  # two chunks
+    bench.read(reader=2)
+    assert [reader for reader, _ in bench.send(14)] == [2] * 8 + [1] * 2 + [2] * 4
 
 
 def test_pace_is_kept_and_the_timer_says_when_to_go_on() -> None:
@@ -200,15 +218,15 @@ def test_what_waits_already_is_not_sent_twice_to_the_same_reader() -> None:
     assert len(bench.send()) == 64
 
 
-def test_partial_read_of_what_has_gone_out_is_answered_after_the_rest() -> None:
+def test_repair_of_what_has_gone_out_is_answered_before_the_rest() -> None:
     bench = Bench()
     bench.read()
     bench.send(10)
     bench.read(wanted=0b1 | 1 << 50)
     bench.read(wanted=0b10)
     chunks = [(frame.chunk, frame.flags) for _, frame in bench.send()]
-    assert chunks[:54] == [(c, wire.FLAG_LAST if c == 63 else 0) for c in range(10, 64)]
-    assert chunks[54:] == [(0, wire.FLAG_PARTIAL), (1, wire.FLAG_PARTIAL | wire.FLAG_LAST)]
+    assert chunks[:2] == [(0, wire.FLAG_PARTIAL), (1, wire.FLAG_PARTIAL | wire.FLAG_LAST)]
+    assert chunks[2:] == [(c, wire.FLAG_LAST if c == 63 else 0) for c in range(10, 64)]
     assert bench.held.holds == 0
 
 

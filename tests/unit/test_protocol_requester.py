@@ -39,7 +39,9 @@ class Bench:
         self.buffers: list[memoryview] = []
         self.memory = memory
         self.core = Requester(
-            RequesterConfig(**config),
+            RequesterConfig(
+                **({"rto_initial_s": 0.1, "rto_min_s": 0.03, "quiet_s": 0.05} | config)
+            ),
             allocate=self.allocate,
             discard=lambda _block, view: self.buffers.remove(view),
             rng=random.Random(seed),
@@ -185,6 +187,39 @@ def test_tier_tells_where_chunks_came_from() -> None:
         assert event.report.tier == tier
 
 
+def test_blocks_of_a_namespace_are_guessed_to_be_of_one_size() -> None:
+    bench = Bench()
+    bench.fetch()
+    for segment in range(3):
+        bench.whole(0.001, segment)
+    bench.events()
+    bench.reads()
+    bench.core.fetch(0.002, BlockId(4, BLOCK.key), [HOME], deadline=9.0)
+    assert [read.segment for read in bench.reads()] == [0]  # another namespace
+    bench.fetch(0.002)
+    reads = bench.reads()
+    assert [read.segment for read in reads] == [0, 1, 2]
+    assert all(read.digest == 0 for read in reads)
+
+
+@pytest.mark.parametrize("size", [1500, 5 * SEGMENT])
+def test_a_wrong_guess_of_the_size_costs_nothing_but_frames(size: int) -> None:
+    bench = Bench()
+    bench.fetch()
+    for segment in range(3):
+        bench.whole(0.001, segment)
+    bench.events()
+    other = random.Random(5).randbytes(size)
+    bench.fetch(0.002)
+    bench.miss(0.003, wire.MISS_NOT_FOUND, segment=1)
+    assert bench.core.counters.beyond == 1
+    for segment in range(wire.segments_of(size)):
+        bench.whole(0.004, segment, of=other)
+    (end,) = bench.events()
+    assert end.buffer == other
+    assert bench.core.segments_in_flight == 0
+
+
 # --- windows and credit -----------------------------------------------------------------------
 
 
@@ -234,6 +269,22 @@ def test_what_nobody_takes_is_dropped_and_counted() -> None:
     assert bench.core.counters.outbox_dropped == 7
 
 
+def test_the_window_stops_growing_while_answers_wait_in_a_queue() -> None:
+    bench = Bench(window_initial=2, queueing_target_s=0.02)
+    big = random.Random(3).randbytes(100 * SEGMENT)
+    bench.fetch(expect_size=len(big))
+    asked = []
+    now = 0.0
+    for delay_s in (0.001, 0.03, 0.03, 0.03, 0.1, 0.1, 0.1):
+        reads = bench.reads()
+        asked.append(len(reads))
+        now += delay_s
+        for read in reads:
+            bench.whole(now, read.segment, of=big, tag=read.tag)
+    assert asked[:4] == [2, 4, 4, 4]
+    assert asked[-1] < 4
+
+
 # --- losses -----------------------------------------------------------------------------------
 
 
@@ -272,6 +323,20 @@ def test_silence_is_answered_by_the_same_read_with_retry() -> None:
     assert again.gather == 0
 
 
+def test_silence_is_borne_longer_while_the_home_sends_other_segments() -> None:
+    bench = Bench(retry_jitter=0.0, patience=3)
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    for step in range(60):  # DATA of segment 0 every 5 ms; nothing of segments 1 and 2
+        bench.data(0.005 * step, 0, [step])
+        assert bench.run_timers(0.005 * step) == []
+    sent = bench.run_timers(0.305)
+    assert [(when, read.segment) for when, _, read in sent] == [
+        (pytest.approx(0.3), 1),
+        (pytest.approx(0.3), 2),
+    ]
+
+
 def test_readers_spread_their_retries() -> None:
     times = set()
     for seed in range(8):
@@ -291,7 +356,7 @@ def test_progress_puts_the_retry_off() -> None:
         bench.data(0.05 * chunk, 0, [chunk], of=alone)
         assert bench.run_timers(0.05 * chunk) == []
     ((when, _, read),) = bench.run_timers(1.1)
-    assert when == pytest.approx(0.95 + 0.1)
+    assert when == pytest.approx(0.95 + 0.05)
     assert read.wanted == wire.FULL_SEGMENT & ~0xFFFFF
 
 
@@ -613,7 +678,7 @@ def test_expected_data_is_waited_for_and_only_the_rest_is_asked_for() -> None:
     bench.whole(0.04, 0, flags=wire.FLAG_SHARED)
     bench.data(0.04, 1, range(10), flags=wire.FLAG_SHARED)
     assert bench.reads() == []
-    sent = bench.run_timers(0.091)
+    sent = bench.run_timers(0.12)
     partial = next(read for _, _, read in sent if read.segment == 1)
     assert (partial.flags, partial.wanted) == (wire.FLAG_PARTIAL, wire.FULL_SEGMENT >> 10 << 10)
     unseen = next(read for _, _, read in sent if read.segment == 2)
