@@ -112,7 +112,7 @@ Action = Send | Close
 
 @dataclass(frozen=True)
 class Plan:
-    """What should be, frozen; see the module's text."""
+    """What should be, frozen; see the module's text. Plans of one state share `desired`."""
 
     desired: SwitchState
     map: PoolMap
@@ -161,6 +161,9 @@ class Pool:
         self.agent_counters: dict[str, dict[str, float]] = {}
         self._placement_of: frozenset[str] = frozenset()
         self._placement: Placement = place((), 1)
+        self._desired = SwitchState()
+        self._desired_for: tuple[object, ...] | None = None
+        """What `_desired` was computed from; the plan of a quiet pool costs next to nothing."""
         self._map_changed = False
         self._map: PoolMap | None = None
         self._map_due: set[int] = set()
@@ -362,17 +365,28 @@ class Pool:
             program.Host(node.node_id, node.address)
             for node in sorted(members, key=lambda node: node.index)
         ]
-        desired = program.desired_state(
-            self.options.settings,
-            hosts,
+        residents = self.tiers.residency.residents.values()
+        inputs = (
+            tuple(hosts),
             self.placement,
-            self.names.namespaces,
-            self.names.groups.values(),
-            self.tiers.residency.residents.values(),
+            frozenset(self.names.namespaces),
+            frozenset(self.names.groups),
+            tuple((resident.block, resident.generation) for resident in residents),
             self.port_sets.places,
         )
+        if inputs != self._desired_for:
+            self._desired_for = inputs
+            self._desired = program.desired_state(
+                self.options.settings,
+                hosts,
+                self.placement,
+                self.names.namespaces,
+                self.names.groups.values(),
+                residents,
+                self.port_sets.places,
+            )
         plan = Plan(
-            desired=desired,
+            desired=self._desired,
             map=self._map,
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),

@@ -27,7 +27,7 @@ from .http_api import ApiError, HttpApi
 from .metrics import Metrics
 from .pool import Action, Close, Plan, Pool, PoolOptions, Send
 from .program import BROADCAST_MAC, L2_FORWARD, mac_number, resident_entries
-from .reconcile import diff
+from .reconcile import SwitchState, diff
 from .store import Store, StoreError
 from .switch import SwitchError, SwitchLink
 from .tiers import HeatSample, PinError
@@ -98,6 +98,8 @@ class ControllerService:
         self._settled = asyncio.Event()
         self._programmed = False
         self._not_before = 0.0
+        self._held: SwitchState | None = None
+        """The plan's state that the switch holds exactly; None if it may hold another."""
         self._hold_until = 0.0
         self._ticked_at = 0.0
         self._tick_took_s = 0.0
@@ -202,7 +204,7 @@ class ControllerService:
         switch = self._switch
         usable = switch.primary and time.monotonic() >= self._not_before
         if usable and switch.mirror is None:
-            self._programmed = False
+            self._programmed, self._held = False, None
             try:
                 self._pool.found(await switch.read())
                 if strangers := self._strangers():
@@ -258,6 +260,9 @@ class ControllerService:
 
     async def _write(self, plan: Plan) -> None:
         assert self._switch.mirror is not None
+        if self._held is plan.desired:
+            return
+        self._held = None
         changes = diff(self._switch.mirror, plan.desired)
         try:
             await self._switch.write(changes.upserts)
@@ -270,16 +275,19 @@ class ControllerService:
         """Delete what should not be; then the switch holds exactly the plan."""
         if self._switch.mirror is None:
             return
-        changes = diff(self._switch.mirror, plan.desired)
-        try:
-            await self._switch.write([*changes.upserts, *changes.deletes])
-        except SwitchError as error:
-            self._switch_failed("write", error)
-            return
+        if self._held is not plan.desired:
+            changes = diff(self._switch.mirror, plan.desired)
+            try:
+                await self._switch.write([*changes.upserts, *changes.deletes])
+            except SwitchError as error:
+                self._switch_failed("write", error)
+                return
+            self._held = plan.desired
         self._pool.programmed(plan, time.monotonic())
 
     def _switch_failed(self, what: str, error: SwitchError) -> None:
         log.warning("switch %s failed: %s", what, error)
+        self._held = None
         self.counts[f"switch_{what}_errors"] += 1
         self._programmed = False
         self._pool.unprogrammed()
