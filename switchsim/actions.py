@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvcast.switchsim import hashing
@@ -58,7 +58,6 @@ class Faults:
     """Things that P4 leaves undefined and that happened; counted, with no other effect."""
 
     index_out_of_range: int = 0
-    log: dict[str, int] = field(default_factory=dict)
 
 
 class Actions:
@@ -85,10 +84,6 @@ class Actions:
         self.faults = faults
         self.packers = [self.packer(c.items) for c in self.program.calculations]
         self.algorithms = [hashing.make(c.algorithm) for c in self.program.calculations]
-        self._blocks = [
-            (layout_valid, end)
-            for layout_valid, end in zip(self.layout.valid, self.layout.end, strict=True)
-        ]
 
     # --- whole actions ----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from kvcast.switchsim import bmv2json
 from kvcast.switchsim.externs import ExternError, Rate
@@ -34,7 +34,6 @@ from kvcast.switchsim.program import (
     KeyField,
     Lpm,
     MatchValue,
-    Program,
     ProgramError,
     Range,
     Ternary,
@@ -61,13 +60,6 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
 
 class StfError(ValueError):
     """The scenario is not one: bad syntax, or a name that the program does not have."""
-
-
-class Engine(Protocol):
-    """What a scenario needs of a switch beyond its control-plane attributes."""
-
-    def load(self, program: Program) -> None: ...
-    def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]: ...
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ MAX_REPLICAS = 4096
 """Replicas of one group or session."""
 
 # PktInstanceType of simple_switch.
-NORMAL, INGRESS_CLONE, EGRESS_CLONE, _COALESCED, RECIRCULATED, REPLICATION, RESUBMITTED = range(7)
+NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
+RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6
 
 
 class ReplicationError(ValueError):
