@@ -88,7 +88,8 @@ def _as_flags(parser: argparse.ArgumentParser, path: str, values: dict[str, Any]
         if isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key} must be true or false")
-            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
+            # Its words are "--x" and "--no-x", in that order.
+            words.append(action.option_strings[0] if value else flag)
         elif action.nargs == 0:
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key} must be true or false")
