@@ -123,6 +123,10 @@ class ControlLink:
                     elif isinstance(message, Registered):
                         registered = True
                         self._core.registered(message)
+                        log.info(
+                            "registered with the controller",
+                            extra={"index": message.index, "lease_s": message.lease_s},
+                        )
                         self._writer = writer
                         self._core.control_connected(self._teller(writer, codec))
                         renewing = asyncio.create_task(self._renew(writer, codec))

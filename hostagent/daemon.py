@@ -209,6 +209,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=requester.window_initial,
         help="segments in flight from one home at first",
     )
+    add(
+        "--rto-initial",
+        type=float,
+        default=requester.rto_initial_s,
+        help="time-out towards a home before its first answer, seconds",
+    )
     add("--rto-min", type=float, default=requester.rto_min_s, help="shortest time-out, seconds")
     add("--rto-max", type=float, default=requester.rto_max_s, help="longest time-out, seconds")
     add(
@@ -285,6 +291,7 @@ def options_of(flags: argparse.Namespace) -> Options:
         max_block_bytes=min(flags.max_block, flags.arena_bytes),
         credit_segments=flags.credit_segments,
         window_initial=flags.window_initial,
+        rto_initial_s=flags.rto_initial,
         rto_min_s=flags.rto_min,
         rto_max_s=flags.rto_max,
         tries_per_home=flags.tries_per_home,

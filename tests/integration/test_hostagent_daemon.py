@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, ip_of, key_of, mac_of, until
 from kvcast.hostagent.client import AsyncClient, Client
-from kvcast.hostagent.daemon import parse
+from kvcast.hostagent.daemon import options_of, parse
 
 
 def command(
@@ -195,3 +195,20 @@ def test_the_agent_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_file_gives_what_the_flags_do_not(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text(
+        'node_id = "n"\nip = "10.77.0.1"\nmac = "02:6b:76:00:00:01"\nswitch_port = 4\n'
+        'socket = "/tmp/x"\ntunnel = "127.0.0.1:1:127.0.0.1:2"\narena_reserve = false\n'
+        'quota = ["1=64M", "2=1G"]\nput_ack = "local"\narena_bytes = "128M"\n'
+    )
+    flags = parse([f"--config={config}", "--arena-bytes=100M"])
+    options = options_of(flags)
+    assert options.arena.size_bytes == 100 << 20
+    assert options.arena.quotas == {1: 64 << 20, 2: 1 << 30}
+    assert not options.arena.reserve
+    assert options.agent.writes.put_ack == "local"
+    assert options.network.tunnel == (("127.0.0.1", 1), ("127.0.0.1", 2))
+    assert options.network.switch_port == 4
