@@ -26,12 +26,13 @@ from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
 
 CHUNK_BYTES = 1024
-BLOCK_SIZES = (4096, 8192, 16384, 32768, 65536)
-"""What a block may be scaled to; a whole segment (64 KiB) is the largest."""
+BLOCK_SIZES = (4096, 8192, 16384)
+"""What a block may be scaled to: small enough that a prompt's blocks pass a software switch in a
+fraction of a second, as they would pass a real one in microseconds."""
 
 _STARTUP_S = 6.0
 """Of the budget, set aside for each pool's start and end and for the calibration."""
-_BUSY_SHARE = 0.45
+_BUSY_SHARE = 0.10
 """How much of the plain pool's measured rate the workload may ask for, so that it keeps up."""
 _READS_WANTED = 600
 """Remote block reads that make the percentiles mean something; smaller blocks until they fit."""

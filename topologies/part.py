@@ -172,7 +172,7 @@ class Part:
         try:
             with self.log_path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+                log.seek(max(self._log_start, log.tell() - LOG_TAIL_BYTES))
                 return log.read().decode(errors="replace").strip()
         except OSError:
             return ""

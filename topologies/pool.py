@@ -70,6 +70,12 @@ class PoolOptions:
     """Probability with which switchsim loses a frame, each time it crosses a link."""
     seed: int = 1
     """Seed of that loss."""
+    rto_initial_s: float = 1.0
+    """What an agent takes for a lost answer before it knows better: on a machine that runs the
+    switch and all nodes on a few cores, half a second of silence is a queue, not a loss, and a
+    repeated READ would only make it longer."""
+    rto_min_s: float = 0.5
+    """The least that an agent takes for a lost answer."""
     start_timeout_s: float = 60.0
     """How long the whole pool may take to be ready."""
     log_level: str = "info"
@@ -179,6 +185,8 @@ class Pool:
             self._folder.mkdir(parents=True, exist_ok=True)
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="kvcast-run-"))
+        for state in self._folder.glob("controller.sqlite*"):
+            state.unlink()  # a new pool begins with a new controller
         # A Unix socket's path holds at most 107 bytes, so the sockets get a short one.
         self._sockets_folder = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
 
@@ -265,6 +273,8 @@ class Pool:
             f"--arena-bytes={options.arena_bytes}",
             f"--arena-path={arena}",
             "--no-arena-reserve",  # dozens of agents share this machine's memory
+            f"--rto-initial={options.rto_initial_s:g}",
+            f"--rto-min={options.rto_min_s:g}",
             *self.network.agent_flags(host),
             *options.agent_flags,
         ]
