@@ -51,6 +51,10 @@ STATS_INTERVAL_S = 1.0
 # How long RPCs in progress may take once the process is told to stop.
 GRACE_S = 1.0
 MAX_PORT = 511  # bit<9>
+# RPCs in progress, streams included; gRPC refuses more with RESOURCE_EXHAUSTED.
+MAX_RPCS = 128
+# How often a silent controller is asked whether it lives, and how long it has to answer.
+KEEPALIVE_MS = 5000
 
 DESCRIPTION = """\
 Run a software switch: frames come and go through its ports, a P4Runtime controller
@@ -289,11 +293,17 @@ class Daemon:
         if options.program is not None:
             self._preload()
         self.server = grpc.aio.server(
+            maximum_concurrent_rpcs=MAX_RPCS,
             options=[
                 ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 # Without this, a second switch could bind the same port and share its calls.
                 ("grpc.so_reuseport", 0),
-            ]
+                # A primary whose machine died must not stay primary until TCP gives up.
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+            ],
         )
         p4r_grpc.add_P4RuntimeServicer_to_server(self.service, self.server)
         try:
@@ -374,14 +384,17 @@ class Daemon:
             "ports": {
                 str(port.number): {
                     "kind": "cpu" if port is self._cpu else port.kind,
-                    **port.counters.as_dict(),
+                    **port.read_counters(),
                     "ingress_backlog": len(port.ingress),
                     "egress_backlog": port.egress_backlog,
                 }
                 for port in self.ports
             },
             "p4runtime": self.service.counters.as_dict(),
-            "switch": self.service.switch_stats(),
+            "switch": {
+                **self.service.switch_stats(),
+                "dropped_unknown_port": self.loop.counters.no_such_port,
+            },
         }
 
     def _now_us(self) -> int:

@@ -5,8 +5,11 @@ every frame that is not passed on. Must not know: P4, tables, who processes a fr
 (`Port`), three kinds: in process (tests and the CPU port), UDP tunnel (one datagram is one
 Ethernet frame; needs no privilege), AF_PACKET (an interface of the machine; needs CAP_NET_RAW).
 
-Bounds: an ingress queue holds `queue_depth` frames and then drops the newest (rx_queue_drops); a
-rate-limited egress queue does the same (tx_queue_drops); frames above MAX_FRAME_BYTES are dropped.
+Bounds: an ingress queue holds `queue_depth` frames. A full queue leaves what comes in the kernel's
+buffer, which drops (rx_kernel_drops), because reading frames only to drop them would take the time
+to process the others; an in-process port, which has no such buffer, drops the newest
+(rx_queue_drops). So does a rate-limited egress queue (tx_queue_drops). Frames above
+MAX_FRAME_BYTES are dropped (rx_oversize).
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ MIN_FRAME_BYTES = 14  # an Ethernet header
 MAX_FRAME_BYTES = 10_240  # MTU 9000 and a few encapsulations; a UDP tunnel datagram
 DEFAULT_QUEUE_DEPTH = 8192
 
-# Frames that one call of `drain` takes, so that a flood of one port cannot hold the loop.
-DRAIN_FRAMES = 256
+# Frames that one call of `drain` takes, so that a flood of one port cannot hold the loop. An
+# unprivileged receive buffer (208 KiB) holds about as many frames of 1500 bytes.
+DRAIN_FRAMES = 64
 # What a socket's receive buffer is asked to hold; unprivileged, net.core.rmem_max caps it.
 RECEIVE_BUFFER_BYTES = 32 << 20
 SEND_BUFFER_BYTES = 8 << 20
@@ -54,7 +58,9 @@ class PortCounters:
     rx_loss: int = 0
     """Received frames dropped by injected loss."""
     rx_queue_drops: int = 0
-    """Received frames dropped because the ingress queue was full."""
+    """Received frames dropped because the ingress queue of an in-process port was full."""
+    rx_kernel_drops: int = 0
+    """Frames that the kernel dropped because the ingress queue, and then its buffer, was full."""
     rx_runts: int = 0
     """Received frames shorter than an Ethernet header."""
     rx_oversize: int = 0
@@ -130,7 +136,8 @@ class Port(ABC):
 
     @abstractmethod
     def drain(self) -> int:
-        """Move what the kernel holds into `ingress`; returns how many frames came."""
+        """Move what the kernel holds into `ingress`, as far as there is room; returns how many
+        frames came."""
 
     @abstractmethod
     def _send(self, frame: bytes) -> bool:
@@ -143,6 +150,14 @@ class Port(ABC):
     def close(self) -> None:
         """Release what the port holds. Queued frames are lost."""
         self.ingress.clear()
+
+    def read_counters(self) -> dict[str, int]:
+        """All counters by name, the kernel's included."""
+        return self.counters.as_dict()
+
+    def _room(self) -> int:
+        """How many frames one call of `drain` may take."""
+        return min(DRAIN_FRAMES, self._queue_depth - len(self.ingress))
 
     def transmit(self, frame: bytes, now_s: float) -> None:
         """Send a frame, now or when the port's rate allows it."""
@@ -312,7 +327,7 @@ class UdpTunnelPort(Port):
     def _drain_connected(self) -> int:
         receive = self._socket.recv
         arrived = 0
-        for _ in range(DRAIN_FRAMES):
+        for _ in range(self._room()):
             try:
                 frame = receive(MAX_FRAME_BYTES + 1)
             except BlockingIOError:
@@ -330,7 +345,7 @@ class UdpTunnelPort(Port):
 
     def _drain_learning(self) -> int:
         arrived = 0
-        for _ in range(DRAIN_FRAMES):
+        for _ in range(self._room()):
             try:
                 frame, sender = self._socket.recvfrom(MAX_FRAME_BYTES + 1)
             except BlockingIOError:
@@ -380,6 +395,10 @@ class UdpTunnelPort(Port):
     def _receive_error(self, error: OSError) -> None:
         self.counters.rx_errors += 1
         log.warning("port receive failed", extra={"port": self.number, "error": str(error)})
+
+    def read_counters(self) -> dict[str, int]:
+        self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        return super().read_counters()
 
     def describe(self) -> str:
         text = f"udp:{self.local[0]}:{self.local[1]}"
@@ -484,7 +503,7 @@ class InterfacePort(Port):
         size = _VNET_HEADER.size + MAX_FRAME_BYTES + 1
         aux_space = socket.CMSG_SPACE(_TPACKET_AUXDATA.size)
         arrived = 0
-        for _ in range(DRAIN_FRAMES):
+        for _ in range(self._room()):
             try:
                 data, ancillary, _flags, _address = self._socket.recvmsg(size, aux_space)
             except BlockingIOError:
@@ -529,6 +548,10 @@ class InterfacePort(Port):
             return False
         return True
 
+    def read_counters(self) -> dict[str, int]:
+        self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        return super().read_counters()
+
     def describe(self) -> str:
         return f"if:{self.interface}"
 
@@ -564,6 +587,16 @@ def _count_send_error(counters: PortCounters, error: OSError) -> None:
         counters.tx_refused += 1
     else:
         counters.tx_errors += 1
+
+
+_SO_MEMINFO: Final = 55  # asm-generic/socket.h; nine u32, the last counts drops
+_MEMINFO: Final = struct.Struct("=9I")
+
+
+def _kernel_drops(endpoint: socket.socket) -> int:
+    """Frames that the kernel dropped before this socket since it was made."""
+    info = endpoint.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+    return int(_MEMINFO.unpack(info)[8])
 
 
 def _enlarge_buffers(endpoint: socket.socket) -> None:

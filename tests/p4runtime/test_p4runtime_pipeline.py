@@ -7,6 +7,10 @@ client library makes of the errors (test_p4runtime_service does).
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ from conftest import BLOB_PATH, DEVICE_ID, RawStream, Target, load_p4info
 from finsy.proto import U128, p4i, p4r, p4r_grpc, rpc_code, rpc_status
 from google.protobuf import text_format
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+on_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 Set = p4r.SetForwardingPipelineConfigRequest
 Get = p4r.GetForwardingPipelineConfigRequest
@@ -168,11 +172,13 @@ def forward_entry(dst: int, port: int = 1) -> p4r.TableEntry:
 # --- pipelines ----------------------------------------------------------------------------------
 
 
+@on_one_loop
 async def test_capabilities_name_the_version(stub: p4r_grpc.P4RuntimeStub) -> None:
     reply = await stub.Capabilities(p4r.CapabilitiesRequest())
     assert reply.p4runtime_api_version.startswith("1.")
 
 
+@on_one_loop
 async def test_a_config_is_given_back_as_asked(peer: Peer) -> None:
     await peer.push(cookie=99)
     for kind, has_p4info, has_blob in (
@@ -193,12 +199,14 @@ async def test_a_config_is_given_back_as_asked(peer: Peer) -> None:
     assert not config.HasField("cookie")
 
 
+@on_one_loop
 async def test_a_push_clears_all_state(peer: Peer) -> None:
     await peer.write(insert(table_entry=forward_entry(1)))
     await peer.push()
     assert await peer.read(p4r.Entity(table_entry=p4r.TableEntry(table_id=id_of("forward")))) == []
 
 
+@on_one_loop
 async def test_a_refused_config_changes_nothing(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 drops the pipeline that it has when a new one is malformed")
@@ -281,6 +289,7 @@ def widthless_header(p4info: p4i.P4Info) -> None:
         widthless_header,
     ],
 )
+@on_one_loop
 async def test_p4info_that_does_not_fit_the_program_is_refused(
     peer: Peer, damage: Callable[[p4i.P4Info], None]
 ) -> None:
@@ -294,6 +303,7 @@ async def test_p4info_that_does_not_fit_the_program_is_refused(
             await peer.push(action, p4info=p4info)
 
 
+@on_one_loop
 async def test_a_translation_to_strings_is_refused_by_name(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 ignores translations")
@@ -316,6 +326,7 @@ async def test_a_translation_to_strings_is_refused_by_name(peer: Peer) -> None:
     assert await peer.codes(insert(table_entry=entry)) == [rpc_code.INVALID_ARGUMENT]
 
 
+@on_one_loop
 async def test_verify_leaves_the_pipeline_alone(peer: Peer) -> None:
     await peer.push(cookie=1)
     await peer.write(insert(table_entry=forward_entry(1)))
@@ -325,6 +336,7 @@ async def test_verify_leaves_the_pipeline_alone(peer: Peer) -> None:
     assert len(await peer.read(key_of(forward_entry(1)))) == 1
 
 
+@on_one_loop
 async def test_a_saved_pipeline_runs_when_it_is_committed(peer: Peer) -> None:
     """Between save and commit, writes go to the new pipeline and frames through the old one."""
     await peer.write(insert(table_entry=to_cpu_entry()))
@@ -341,6 +353,7 @@ async def test_a_saved_pipeline_runs_when_it_is_committed(peer: Peer) -> None:
             await peer.push(Set.COMMIT)
 
 
+@on_one_loop
 async def test_malformed_set_requests_are_refused(peer: Peer) -> None:
     async with Fails(INVALID):
         await peer.push(Set.UNSPECIFIED)
@@ -362,6 +375,7 @@ async def test_malformed_set_requests_are_refused(peer: Peer) -> None:
         )
 
 
+@on_one_loop
 async def test_reconciliation_keeps_state(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 cannot reconcile a program that has counters")
@@ -472,6 +486,7 @@ async def probe(peer: Peer) -> p4r.PacketIn:
 # --- who may do what ----------------------------------------------------------------------------
 
 
+@on_one_loop
 async def test_only_the_primary_writes(peer: Peer) -> None:
     update = insert(table_entry=forward_entry(1))
     for election_id in (None, ELECTION_ID - 1, ELECTION_ID + 1):
@@ -486,6 +501,7 @@ async def test_only_the_primary_writes(peer: Peer) -> None:
     assert await peer.read(key_of(forward_entry(1))) == []
 
 
+@on_one_loop
 async def test_a_takeover_is_announced_and_enforced(peer: Peer) -> None:
     second = RawStream(peer.stub)
     await second.say(ELECTION_ID + 5)
@@ -499,6 +515,7 @@ async def test_a_takeover_is_announced_and_enforced(peer: Peer) -> None:
     await peer.write(delete(table_entry=forward_entry(1)))
 
 
+@on_one_loop
 async def test_a_backup_hears_who_is_primary_and_no_packets(peer: Peer) -> None:
     backup = RawStream(peer.stub)
     await backup.say(ELECTION_ID - 1)
@@ -515,6 +532,7 @@ async def test_a_backup_hears_who_is_primary_and_no_packets(peer: Peer) -> None:
     await backup.close()
 
 
+@on_one_loop
 async def test_an_election_id_can_be_held_once(peer: Peer) -> None:
     rival = RawStream(peer.stub)
     await rival.say(ELECTION_ID)
@@ -525,6 +543,7 @@ async def test_an_election_id_can_be_held_once(peer: Peer) -> None:
     assert (await peer.stream.status())[0] == rpc_code.OK
 
 
+@on_one_loop
 async def test_a_stream_for_another_device_ends(peer: Peer) -> None:
     await peer.stream.say(ELECTION_ID, device_id=77)
     assert await peer.stream.ended() == PRECONDITION
@@ -534,6 +553,7 @@ async def test_a_stream_for_another_device_ends(peer: Peer) -> None:
         assert await stranger.ended() == NOT_FOUND
 
 
+@on_one_loop
 async def test_other_devices_and_roles_are_refused(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 makes any device that it is asked for, and ignores roles")
@@ -555,6 +575,7 @@ async def test_other_devices_and_roles_are_refused(peer: Peer) -> None:
     assert await stream.ended() == UNIMPLEMENTED
 
 
+@on_one_loop
 async def test_without_a_pipeline_nothing_can_be_asked_of_it(switchsim: Target) -> None:
     async with grpc.aio.insecure_channel(switchsim.address) as channel:
         stub = p4r_grpc.P4RuntimeStub(channel)
@@ -577,6 +598,7 @@ async def test_without_a_pipeline_nothing_can_be_asked_of_it(switchsim: Target) 
         await stream.close()
 
 
+@on_one_loop
 async def test_more_controllers_than_a_device_takes_are_turned_away(switchsim: Target) -> None:
     async with grpc.aio.insecure_channel(switchsim.address) as channel:
         stub = p4r_grpc.P4RuntimeStub(channel)
@@ -593,6 +615,7 @@ async def test_more_controllers_than_a_device_takes_are_turned_away(switchsim: T
 # --- what only BMv2 lacks -----------------------------------------------------------------------
 
 
+@on_one_loop
 async def test_registers_can_be_read_and_written_outside_strict_mode(peer: Peer) -> None:
     register_id = id_of("words")
     write = p4r.RegisterEntry(register_id=register_id, index={"index": 3})
@@ -649,6 +672,7 @@ async def test_registers_can_be_read_and_written_outside_strict_mode(peer: Peer)
 @pytest.mark.parametrize(
     "atomicity", [p4r.WriteRequest.ROLLBACK_ON_ERROR, p4r.WriteRequest.DATAPLANE_ATOMIC]
 )
+@on_one_loop
 async def test_an_atomic_batch_is_all_or_nothing(
     peer: Peer, atomicity: p4r.WriteRequest.Atomicity.ValueType
 ) -> None:
@@ -759,6 +783,7 @@ def by_text(entities: list[p4r.Entity]) -> list[str]:
     return sorted(text_format.MessageToString(entity) for entity in entities)
 
 
+@on_one_loop
 async def test_strict_mode_refuses_what_bmv2_lacks(peer: Peer) -> None:
     """Each of these works, or is at least accepted, outside strict mode."""
     clone = p4r.CloneSessionEntry(
@@ -790,6 +815,7 @@ async def test_strict_mode_refuses_what_bmv2_lacks(peer: Peer) -> None:
             await peer.read(entity)
 
 
+@on_one_loop
 async def test_value_sets_and_externs_are_refused_everywhere(peer: Peer) -> None:
     codes = await peer.codes(insert(value_set_entry={}), insert(extern_entry={}))
     assert codes == [rpc_code.UNIMPLEMENTED] * 2
@@ -800,6 +826,7 @@ async def test_value_sets_and_externs_are_refused_everywhere(peer: Peer) -> None
 # --- malformed requests -------------------------------------------------------------------------
 
 
+@on_one_loop
 async def test_entities_that_do_not_exist_are_refused(peer: Peer) -> None:
     bad = [
         insert(table_entry={"table_id": 4711}),
@@ -822,6 +849,7 @@ async def test_entities_that_do_not_exist_are_refused(peer: Peer) -> None:
     assert codes[11:] == [rpc_code.INVALID_ARGUMENT, rpc_code.NOT_FOUND]
 
 
+@on_one_loop
 async def test_entries_of_the_wrong_shape_are_refused(peer: Peer) -> None:
     def entry(**changes: object) -> p4r.Update:
         message = forward_entry(1)
@@ -882,6 +910,7 @@ async def test_entries_of_the_wrong_shape_are_refused(peer: Peer) -> None:
     assert await peer.read(key_of(forward_entry(1))) == []
 
 
+@on_one_loop
 async def test_indices_and_ids_out_of_range_are_refused(peer: Peer) -> None:
     def cell(index: int) -> p4r.Update:
         return modify(
@@ -926,6 +955,7 @@ async def test_indices_and_ids_out_of_range_are_refused(peer: Peer) -> None:
     assert await peer.codes(*updates) == [rpc_code.INVALID_ARGUMENT] * len(updates)
 
 
+@on_one_loop
 async def test_bytestrings_are_accepted_padded_and_given_back_short(peer: Peer) -> None:
     entry = forward_entry(1)
     entry.match[0].exact.value = bytes(10) + b"\x01"
@@ -936,6 +966,7 @@ async def test_bytestrings_are_accepted_padded_and_given_back_short(peer: Peer) 
     assert seen.table_entry.action.action.params[0].value == b"\x01\x00"
 
 
+@on_one_loop
 async def test_packet_outs_that_do_not_fit_the_header_are_reported(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 reports stream errors only where its server configuration asks for it")
@@ -953,6 +984,7 @@ async def test_packet_outs_that_do_not_fit_the_header_are_reported(peer: Peer) -
     assert (await peer.stream.receive()).error.canonical_code == rpc_code.UNIMPLEMENTED
 
 
+@on_one_loop
 async def test_filters_select_entries(peer: Peer) -> None:
     if peer.target.is_bmv2:
         pytest.skip("BMv2 ignores filters other than the match")
@@ -989,6 +1021,7 @@ async def test_filters_select_entries(peer: Peer) -> None:
         await selected(action={"action": {"action_id": 4711}})
 
 
+@on_one_loop
 async def test_a_large_read_comes_in_chunks(switchsim: Target, tmp_path: Path) -> None:
     """All of a big table arrives, in messages below the 4 MiB that a client accepts."""
     async with grpc.aio.insecure_channel(switchsim.address) as channel:
@@ -1011,3 +1044,45 @@ async def test_a_large_read_comes_in_chunks(switchsim: Target, tmp_path: Path) -
         assert max(chunk.ByteSize() for chunk in chunks) < 1 << 20
         assert sum(len(chunk.entities) for chunk in chunks) == 5000
         await stream.close()
+
+
+@on_one_loop
+async def test_a_controller_that_does_not_read_loses_packets_not_the_switch(
+    switchsim: Target,
+) -> None:
+    async with grpc.aio.insecure_channel(switchsim.address) as channel:
+        stub = p4r_grpc.P4RuntimeStub(channel)
+        stream = RawStream(stub)
+        await stream.say(ELECTION_ID)
+        await stream.status()
+        one = Peer(switchsim, stub, stream)
+        await one.push()
+        await one.write(insert(table_entry=to_cpu_entry()))
+        frame = bytes([0, 0, 0, 0, 0, 1]) + bytes(6) + b"\x08\x00" + bytes(1400)
+        for _ in range(4000):
+            await stream.send(packet_out(frame))
+        for _ in range(100):
+            if switchsim.stats()["p4runtime"]["packet_in_drops"]:
+                break
+            await asyncio.sleep(0.1)
+        stats = switchsim.stats()["p4runtime"]
+        assert stats["packet_in_drops"] > 0
+        # The control plane is as well as ever, and so is the stream once somebody reads it.
+        await one.write(delete(table_entry=to_cpu_entry()))
+        assert (await stream.receive()).packet.payload == frame
+        await stream.close()
+
+
+def test_the_committed_programs_are_what_p4c_makes_of_their_source(tmp_path: Path) -> None:
+    p4c = os.environ.get("KVCAST_P4C") or shutil.which("p4c-bm2-ss")
+    if p4c is None:
+        pytest.skip("no p4c (KVCAST_P4C or PATH)")
+    blob, p4info = tmp_path / "everything.json", tmp_path / "everything.p4info.txtpb"
+    subprocess.run(
+        [p4c, "--p4runtime-files", str(p4info), "-o", str(blob), "everything.p4"],
+        cwd=BLOB_PATH.parent,
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads(blob.read_text()) == json.loads(BLOB)
+    assert text_format.Parse(p4info.read_text(), p4i.P4Info()) == P4INFO

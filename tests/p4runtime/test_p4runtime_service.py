@@ -259,6 +259,23 @@ async def test_all_tables_can_be_read_at_once(controller: Controller) -> None:
     assert sorted(e.table_id for e in entries) == ["fixed_entries", "fixed_entries", "forward"]
 
 
+async def test_finsy_can_clear_the_tables(controller: Controller) -> None:
+    """What a controller does first on a switch that it did not program: read all, delete all.
+
+    (With a const table in the program, finsy 0.30 leaves groups and members alone.)
+    """
+    await to_cpu(controller)
+    default = P4TableEntry(
+        "route", is_default_action=True, action=P4TableAction("set_lpm", mark=77)
+    )
+    await controller.switch.modify([default])
+    await controller.switch.delete_all()
+    entries = await controller.read(P4TableEntry())
+    assert {e.table_id for e in entries} == {"fixed_entries"}
+    [seen] = await controller.read(P4TableEntry("route", is_default_action=True))
+    assert seen.action.name == "NoAction"
+
+
 # --- batches and their errors -------------------------------------------------------------------
 
 

@@ -14,7 +14,9 @@ import secrets
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from kvcast.switchsim.packetloop import PacketLoop
@@ -36,6 +38,14 @@ FRAME = bytes.fromhex("020000000002 020000000001 88b5") + b"payload"
 
 def frames(count: int) -> list[bytes]:
     return [FRAME + struct.pack("!I", i) for i in range(count)]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until the condition holds; fail where it does not within ten seconds."""
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -177,8 +187,7 @@ def test_udp_tunnel_carries_frames_both_ways(peer: socket.socket) -> None:
     with contextlib.closing(port):
         for frame in frames(20):
             peer.sendto(frame, port.local)
-        while len(port.ingress) < 20:
-            port.drain()
+        wait_until(lambda: port.drain() >= 0 and len(port.ingress) >= 20)
         assert list(port.ingress) == frames(20)
         port.transmit(FRAME, 0.0)
         assert peer.recv(2000) == FRAME
@@ -190,8 +199,7 @@ def test_udp_tunnel_with_a_peer_hears_nobody_else(peer: socket.socket) -> None:
     with contextlib.closing(port), socket.socket(type=socket.SOCK_DGRAM) as other:
         other.sendto(frames(1)[0], port.local)
         peer.sendto(FRAME, port.local)
-        while not port.ingress:
-            port.drain()
+        wait_until(lambda: port.drain() >= 0 and len(port.ingress) > 0)
         assert list(port.ingress) == [FRAME]
 
 
@@ -204,8 +212,7 @@ def test_udp_tunnel_learns_and_relearns_its_peer(peer: socket.socket) -> None:
         second.settimeout(5)
         for endpoint in (peer, second):
             endpoint.sendto(FRAME, port.local)
-            while not port.ingress:
-                port.drain()
+            wait_until(lambda: port.drain() >= 0 and len(port.ingress) > 0)
             port.ingress.clear()
             port.transmit(FRAME, 0.0)
             assert endpoint.recv(2000) == FRAME
@@ -225,8 +232,7 @@ def test_udp_tunnel_drops_what_is_no_frame(peer: socket.socket) -> None:
         peer.sendto(b"short", port.local)
         peer.sendto(bytes(MAX_FRAME_BYTES + 100), port.local)
         peer.sendto(FRAME, port.local)
-        while not port.ingress:
-            port.drain()
+        wait_until(lambda: port.drain() >= 0 and len(port.ingress) > 0)
         assert (port.counters.rx_runts, port.counters.rx_oversize) == (2, 1)
 
 
@@ -253,6 +259,27 @@ def test_udp_tunnel_counts_a_frame_that_is_too_long_for_udp(peer: socket.socket)
         port.transmit(bytes(70_000), 0.0)
         assert port.counters.tx_too_long == 1
         assert port.counters.tx_frames == 0
+
+
+def test_a_full_queue_leaves_frames_to_the_kernel_which_counts_its_drops(
+    peer: socket.socket,
+) -> None:
+    port = UdpTunnelPort(1, ("127.0.0.1", 0), peer.getsockname(), PortOptions(queue_depth=5))
+    with contextlib.closing(port):
+        port._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for frame in frames(200):
+            peer.sendto(frame, port.local)
+        wait_until(lambda: port.drain() >= 0 and len(port.ingress) == 5)
+        assert port.drain() == 0
+        assert list(port.ingress) == frames(5)
+        port.ingress.clear()
+        received = 5
+        while (arrived := port.drain()) > 0:
+            received += arrived
+            port.ingress.clear()
+        counters = port.read_counters()
+        assert counters["rx_frames"] == received
+        assert counters["rx_kernel_drops"] == 200 - received > 0
 
 
 def test_address_in_use_is_a_named_error(peer: socket.socket) -> None:
@@ -414,6 +441,15 @@ async def test_loop_wakes_for_a_paced_port() -> None:
 # --- interfaces, as root ------------------------------------------------------------------------
 
 
+def operational(interface: str) -> bool:
+    return Path(f"/sys/class/net/{interface}/operstate").read_text().strip() == "up"
+
+
+def hears(port: Port, frame: bytes) -> bool:
+    port.drain()
+    return frame in port.ingress
+
+
 @pytest.fixture
 def veth() -> Iterator[tuple[str, str]]:
     if os.geteuid() != 0:
@@ -431,9 +467,11 @@ def veth() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             subprocess.run(["ip", "link", "set", name, "up"], check=True)
+        wait_until(lambda: all(operational(name) for name in names))
         yield names
     finally:
-        subprocess.run(["ip", "link", "del", names[0]], check=True)
+        # It is gone already where its other end went with a namespace.
+        subprocess.run(["ip", "link", "del", names[0]], check=False, capture_output=True)
 
 
 @pytest.mark.root
@@ -444,11 +482,9 @@ def test_interface_port_carries_frames_both_ways(veth: tuple[str, str]) -> None:
         probe = FRAME + secrets.token_bytes(40)
         ours.transmit(probe, 0.0)
         assert ours.counters.tx_frames == 1
-        while probe not in theirs.ingress:
-            theirs.drain()
+        wait_until(lambda: hears(theirs, probe))
         theirs.transmit(probe + b"!", 0.0)
-        while probe + b"!" not in ours.ingress:
-            ours.drain()
+        wait_until(lambda: hears(ours, probe + b"!"))
         # An interface does not hear itself.
         assert probe not in ours.ingress
 
@@ -469,8 +505,7 @@ def test_interface_port_keeps_vlan_tags(veth: tuple[str, str]) -> None:
     with contextlib.closing(ours), contextlib.closing(theirs):
         tagged = FRAME[:12] + bytes.fromhex("8100 2064 88b5") + bytes(50)
         ours.transmit(tagged, 0.0)
-        while tagged not in theirs.ingress:
-            theirs.drain()
+        wait_until(lambda: hears(theirs, tagged))
 
 
 @pytest.mark.root
@@ -496,10 +531,14 @@ def test_interface_port_completes_checksums_that_were_left_to_hardware(
                 "s.sendto(b'kvcast!', ('10.99.0.2', 4242))"
             )
             subprocess.run(["ip", "netns", "exec", namespace, "python3", "-c", send], check=True)
-            frame = None
-            while frame is None:
+
+            def heard() -> bytes | None:
                 port.drain()
-                frame = next((f for f in port.ingress if f.endswith(b"kvcast!")), None)
+                return next((f for f in port.ingress if f.endswith(b"kvcast!")), None)
+
+            wait_until(lambda: heard() is not None)
+            frame = heard()
+            assert frame is not None
         udp = frame[34:]
         pseudo = frame[26:34] + struct.pack("!BBH", 0, 17, len(udp))
         covered = pseudo + udp + b"\0" * (len(udp) % 2)
