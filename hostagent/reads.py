@@ -16,6 +16,7 @@ for any more goes on to its own, and its block is then simply cached.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,7 +36,7 @@ from kvcast.protocol.requester import (
     TryBulk,
 )
 from kvcast.protocol.timers import Timer, TimerQueue
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.wire import BlockId, digest_of
 
 LOCAL_TIER: Final = "local"
 
@@ -343,7 +344,14 @@ class Reads:
         for done in fetch.keeps:
             done(False)
 
-    def _try_bulk(self, fetch_id: int, block: BlockId, node: int, digest: int) -> None:
+    def _try_bulk(self, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
+        """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
+        pool = self._outbox.pool
+        others = pool.other_homes_of(block) if pool is not None else []
+        homes = deque([first, *(home for home in others if home != first)])
+        self._bulk_get(fetch_id, block, homes, digest)
+
+    def _bulk_get(self, fetch_id: int, block: BlockId, homes: deque[int], digest: int) -> None:
         view: memoryview | None = None
         promised = 0
 
@@ -356,14 +364,26 @@ class Reads:
             return view
 
         def done(now: float, outcome: str) -> None:
-            copy = BulkCopy(view, promised) if outcome == bulk.DONE and view is not None else None
+            copy = None
+            if view is not None and outcome == bulk.DONE:
+                if digest_of(view) == promised:
+                    copy = BulkCopy(view, promised)
+                else:
+                    self._metrics.bulk_wrong_digest_total += 1
+            fetch = self._fetches.get(block)
+            ours = fetch is not None and fetch.fetch_id == fetch_id
+            if copy is None and ours and homes:
+                if view is not None:
+                    self.discard(block, view)
+                self._bulk_get(fetch_id, block, homes, digest)
+                return
             taken = self.requester.bulk_done(now, fetch_id, copy)
             if view is not None and not taken:
                 self.discard(block, view)
             self.drain(now)
 
         deadline = self._fetches[block].deadline
-        self._outbox.calls.append(GetCall(node, block, digest, deadline, begin, done))
+        self._outbox.calls.append(GetCall(homes.popleft(), block, digest, deadline, begin, done))
 
     # --- answers ------------------------------------------------------------------------------
 

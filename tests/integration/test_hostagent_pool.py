@@ -565,3 +565,17 @@ async def test_a_get_that_expects_its_groups_answer_asks_when_none_comes(tmp_pat
         group = await pool.clients[3].group(1, ["node-2", "node-3"])
         got = await pool.clients[3].get(1, [key_of(1)], 10, group=group, expect=True)
         assert bytes(the(got).data) == data
+
+
+async def test_with_udp_blocked_and_the_home_dead_the_replica_answers_by_tcp(
+    tmp_path: Path,
+) -> None:
+    async with running_pool(tmp_path, 3) as pool:
+        data = noise(1, 100_000)
+        await pool.clients[1].put(1, {key_of(1): data})
+        await pool.holds(2, key_of(1))
+        await pool.kill(1)
+        pool.switch.lose = lambda _port, _frame: True
+        block = the(await pool.clients[3].get(1, [key_of(1)], deadline_s=30))
+        assert block.tier == "bulk"
+        assert bytes(block.data) == data
