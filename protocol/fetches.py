@@ -49,8 +49,9 @@ class RequesterConfig:
     """While a home sends other segments, a segment of which nothing comes is given up to so many
     time-outs before it is asked for again."""
     quiet_s: float = 0.05
-    """A segment that has begun to arrive, and of which nothing comes for so long, has lost its
-    end. Longer than a home needs to serve all its readers in turn."""
+    """A segment that has begun to arrive, and of which nothing comes for so long (or for a
+    round-trip time, if that is longer), has lost its end. Longer than a home needs to serve all
+    its readers in turn."""
     retry_jitter: float = 0.5
     """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
     for one lost answer, the first then asks again, and the switch gives the answer to all."""

@@ -618,7 +618,8 @@ class Requester:
         """Something of the segment has come: from now on its time-out is the shorter one."""
         flight.awaiting = False
         flight.base_at = now
-        flight.wait_s = self._jittered(self.config.quiet_s)
+        srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
+        flight.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
         flight.patience_s = 0.0
         self._timers.arm(flight, self._due_at(flight))
 
@@ -980,8 +981,9 @@ class Requester:
             self.counters.other_copy += 1
             self._swallowed(now, source, frame, fetch)
             return
-        if reason == MISS_NOT_FOUND and frame.segment and not pinned:
-            self.counters.beyond += 1  # maybe only the segment is not there; the first will tell
+        beyond = frame.segment >= len(fetch.flights) or (frame.segment > 0 and not pinned)
+        if reason == MISS_NOT_FOUND and beyond:
+            self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
             self._judge(now, fetch, source, MissReason.NOT_FOUND)

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvcast.protocol import wire
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import (
-    Event,
+    BulkCopy,
     Fetched,
     Missed,
     OfferReceived,
@@ -25,7 +25,7 @@ from kvcast.protocol.requester import (
     RequesterConfig,
     TryBulk,
 )
-from kvcast.protocol.wire import BlockId, Frame, WireError
+from kvcast.protocol.wire import BlockId, Frame, Offer, WireError
 
 Delivery = tuple[int, int, Frame]  # source, destination, frame
 
@@ -122,13 +122,15 @@ class Held:
 
 
 class Store:
-    """The blocks of one node."""
+    """The blocks of one node, and all that it ever held."""
 
     def __init__(self) -> None:
         self.blocks: dict[BlockId, Held] = {}
+        self.all: list[Held] = []
 
     def put(self, block: BlockId, data: bytes, digest: int | None = None) -> None:
-        self.blocks[block] = Held(data, digest)
+        held = self.blocks[block] = Held(data, digest)
+        self.all.append(held)
 
     def lookup(self, block: BlockId) -> Held | None:
         held = self.blocks.get(block)
@@ -165,8 +167,8 @@ class Reader:
             config, allocate=self.arena.allocate, discard=self.arena.discard, rng=rng
         )
         self.deadlines: dict[int, float] = {}
+        self.under_way: dict[int, BlockId] = {}
         self.ends: dict[int, Fetched | Missed] = {}
-        self.events: list[Event] = []
 
 
 class Network:
@@ -198,9 +200,14 @@ class Network:
         self._sequence = 0
         self._wakes: dict[tuple[str, int], float] = {}
 
-    def add_owner(self, index: int) -> Store:
+    def add_owner(self, index: int, *, offers: bool = False) -> Store:
         store = self.stores[index] = Store()
-        self.owners[index] = Owner(self._owner, lookup=store.lookup)
+        offer = Offer(wire.OFFER_TCP, 1, 2, 3, 4)
+        self.owners[index] = Owner(
+            self._owner,
+            lookup=store.lookup,
+            make_offer=(lambda _block, _held: offer) if offers else None,
+        )
         return store
 
     def add_reader(self, index: int) -> Reader:
@@ -223,8 +230,19 @@ class Network:
             **rest,  # type: ignore[arg-type]
         )
         reader.deadlines[fetch_id] = self.now + within_s
-        self._after_reader(reader)
+        reader.under_way[fetch_id] = block
+        self.after_reader(reader)
         return fetch_id
+
+    def cancel(self, reader: Reader, fetch_id: int) -> None:
+        reader.core.cancel(self.now, fetch_id)
+        self.after_reader(reader)
+
+    def bulk_done(
+        self, reader: Reader, event: TryBulk | OfferReceived, copy: BulkCopy | None
+    ) -> None:
+        reader.core.bulk_done(self.now, event.fetch_id, copy)
+        self.after_reader(reader)
 
     def run(self, *, until: float = 1e9, max_steps: int = 2_000_000) -> None:
         """Let everything happen; fails if it does not come to rest."""
@@ -282,12 +300,12 @@ class Network:
             owner = self.owners.get(destination)
             if owner is not None:
                 owner.receive(self.now, source, frame)
-                self._wake_owner(destination)
+                self.wake_owner(destination)
         else:
             reader = self.readers.get(destination)
             if reader is not None:
                 reader.core.receive(self.now, source, frame)
-                self._after_reader(reader)
+                self.after_reader(reader)
 
     # --- adapters -------------------------------------------------------------------------
 
@@ -303,7 +321,7 @@ class Network:
 
         self.at(when, wake)
 
-    def _wake_owner(self, index: int) -> None:
+    def wake_owner(self, index: int) -> None:
         self._wake(
             ("owner", index),
             self.owners[index].get_timer(self.now),
@@ -313,15 +331,15 @@ class Network:
     def _run_owner(self, index: int) -> None:
         for reader, frame in self.owners[index].frames_to_send(self.now, 64):
             self.send(index, reader, frame)
-        self._wake_owner(index)
+        self.wake_owner(index)
 
-    def _after_reader(self, reader: Reader) -> None:
+    def after_reader(self, reader: Reader) -> None:
         while (event := reader.core.next_event()) is not None:
-            reader.events.append(event)
             if isinstance(event, Fetched | Missed):
                 assert event.fetch_id not in reader.ends, "a fetch ended twice"
                 assert self.now <= reader.deadlines[event.fetch_id] + 1e-6, "ended too late"
                 reader.ends[event.fetch_id] = event
+                reader.under_way.pop(event.fetch_id, None)
                 if isinstance(event, Fetched):
                     reader.arena.out.pop(id(event.buffer), None)
             else:
@@ -337,7 +355,7 @@ class Network:
 
     def _run_timer(self, reader: Reader) -> None:
         reader.core.handle_timer(self.now)
-        self._after_reader(reader)
+        self.after_reader(reader)
 
     # --- what must hold whenever everything has come to rest --------------------------------
 
@@ -350,7 +368,7 @@ class Network:
             assert reader.arena.out == {}, "a buffer was neither handed on nor discarded"
         for index, owner in self.owners.items():
             assert owner.segments_waiting == 0
-            assert all(held.holds == 0 for held in self.stores[index].blocks.values())
+            assert all(held.holds == 0 for held in self.stores[index].all)
 
 
 def block_id(number: int, namespace: int = 1) -> BlockId:

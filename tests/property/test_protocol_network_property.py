@@ -7,6 +7,7 @@ the adapters. A failure prints the parameters; the seed in them repeats it.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.protocol import wire
 from kvcast.protocol.owner import OwnerConfig
-from kvcast.protocol.requester import Fetched, Missed, MissReason, RequesterConfig
-from kvcast.protocol.wire import Frame
+from kvcast.protocol.requester import (
+    BulkCopy,
+    Fetched,
+    Missed,
+    MissReason,
+    OfferReceived,
+    RequesterConfig,
+    TryBulk,
+)
+from kvcast.protocol.wire import BlockId, Frame
 from protocol_network import (
     CoalescingSwitch,
     Faults,
@@ -105,7 +114,7 @@ def test_a_lying_home_costs_time_but_never_bytes(
     truth = content(seed, size)
     lies = {
         "digest": (truth, wire.digest_of(truth) ^ 0xFF or 1),
-        "bytes": (content(seed + 1, size), wire.digest_of(truth)),
+        "bytes": (bytes([truth[0] ^ 1]) + truth[1:], wire.digest_of(truth)),
         "size": (truth + b"x", wire.digest_of(truth)),
     }
     network.add_owner(HOME_A).put(block, *lies[lie])
@@ -182,9 +191,9 @@ def test_hostile_frames_neither_crash_nor_deliver_wrong_bytes(
         except wire.WireError:
             return
         reader.core.receive(network.now, source, arriving)
-        network._after_reader(reader)
+        network.after_reader(reader)
         network.owners[HOME_A].receive(network.now, source, arriving)
-        network._wake_owner(HOME_A)
+        network.wake_owner(HOME_A)
 
     for frame, source, when in hostile:
         network.at(when, lambda f=frame, s=source: inject(f, s))  # type: ignore[misc]
@@ -379,3 +388,75 @@ def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> No
         network.check_at_rest()
         copies.append(network.owners[HOME_A].counters.payload_bytes / (blocks * size))
     assert sum(copies) / len(copies) < 1.5, copies
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, FAULTS, st.booleans(), st.booleans())
+def test_everything_at_once(seed: int, faults: Faults, coalescing: bool, offers: bool) -> None:
+    """Blocks of many sizes, evicted and replaced while they are read, readers that give up, homes
+    that go and come back, little memory, and a bulk way that works half of the time."""
+    config = RequesterConfig(
+        max_fetches=6,
+        credit_segments=6,
+        window_initial=3,
+        bulk_available=True,
+        usable_offer_kinds=frozenset({wire.OFFER_TCP}) if offers else frozenset(),
+        expect_wait_s=0.005,
+    )
+    owner = OwnerConfig(rate_frames_per_s=50_000, burst_frames=16, max_jobs=12)
+    network = Network(seed, faults=faults, middle=middle(coalescing), requester=config, owner=owner)
+    rng = random.Random(seed)
+    homes = [HOME_A, HOME_B]
+    copies: dict[BlockId, set[bytes]] = {block_id(n): set() for n in range(6)}
+
+    def put(home: int, block: BlockId) -> None:
+        data = content(rng.getrandbits(32), rng.choice([1, 5000, 65_536, 150_000, 200_001]))
+        copies[block].add(data)
+        network.stores[home].put(block, data)
+
+    def evict(home: int, block: BlockId) -> None:
+        network.stores[home].blocks.pop(block, None)
+
+    def bulk(reader: Reader, event: TryBulk | OfferReceived) -> None:
+        held = network.stores[event.home].blocks.get(event.block)
+        copy = None
+        if held is not None and rng.random() < 0.5:
+            copy = BulkCopy(memoryview(bytearray(held.data)), held.digest)
+        network.at(
+            network.now + rng.random() * 0.05, lambda: network.bulk_done(reader, event, copy)
+        )
+
+    def begin(reader: Reader) -> None:
+        block = block_id(rng.randrange(6))
+        if block in reader.under_way.values():
+            return
+        rng.shuffle(homes)
+        expect = rng.random() < 0.2
+        fetch_id = network.fetch(
+            reader, block, homes, within_s=rng.choice([0.01, 0.5, 5.0]), expect=expect
+        )
+        if rng.random() < 0.1:
+            network.at(network.now + rng.random() * 0.02, lambda: network.cancel(reader, fetch_id))
+
+    network.on_bulk = bulk
+    for home in homes:
+        network.add_owner(home, offers=offers)
+        for block in copies:
+            put(home, block)
+    for index in range(3):
+        reader = network.add_reader(READER + index)
+        reader.arena.limit = 500_000
+        for _ in range(10):
+            network.at(rng.random() * 0.2, lambda r=reader: begin(r))  # type: ignore[misc]
+    for _ in range(8):
+        action = rng.choice([put, evict])
+        home, block = rng.choice(homes), block_id(rng.randrange(6))
+        network.at(rng.random() * 0.2, lambda a=action, h=home, b=block: a(h, b))  # type: ignore[misc]
+    network.at(0.05, lambda: network.down.add(HOME_A))
+    network.at(0.15, lambda: network.down.discard(HOME_A))
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        for end in reader.ends.values():
+            if isinstance(end, Fetched):
+                assert end.buffer.tobytes() in copies[end.block]

@@ -212,7 +212,9 @@ def test_a_wrong_guess_of_the_size_costs_nothing_but_frames(size: int) -> None:
     other = random.Random(5).randbytes(size)
     bench.fetch(0.002)
     bench.miss(0.003, wire.MISS_NOT_FOUND, segment=1)
-    assert bench.core.counters.beyond == 1
+    bench.data(0.003, 0, [0], of=other)
+    bench.miss(0.003, wire.MISS_NOT_FOUND, segment=9)
+    assert bench.core.counters.beyond == 2
     for segment in range(wire.segments_of(size)):
         bench.whole(0.004, segment, of=other)
     (end,) = bench.events()
@@ -300,6 +302,23 @@ def test_gap_is_asked_for_once_the_last_chunk_came_and_not_at_once() -> None:
     assert read.wanted == 1 << 3 | 1 << 60
     assert read.flags == wire.FLAG_PARTIAL
     assert read.digest == DIGEST
+
+
+def test_repairs_do_not_keep_the_next_segment_waiting() -> None:
+    """Or readers that lose different chunks of one shared answer would fall out of step."""
+    bench = Bench(window_initial=1, credit_segments=1)
+    big = random.Random(3).randbytes(5 * SEGMENT)
+    bench.fetch(expect_size=len(big))
+    assert [read.segment for read in bench.reads()] == [0]
+    bench.data(0.001, 0, range(1, 64), of=big, last=63)
+    assert [read.segment for read in bench.reads()] == [1]
+    bench.data(0.002, 1, range(1, 64), of=big, last=63)
+    assert bench.reads() == []  # repairs are bounded, too
+    assert bench.core.segments_in_flight == 2
+    bench.data(0.003, 0, [0], of=big)
+    bench.data(0.003, 1, [0], of=big)
+    assert [read.segment for read in bench.reads()] == [2]
+    assert bench.core.segments_in_flight == 1
 
 
 def test_chunk_that_is_only_late_is_not_asked_for() -> None:
