@@ -248,6 +248,7 @@ class Tiers:
             self.counts["requests_expired"] += 1
             if isinstance(request, KeepRequest):
                 out += self._keep(request.block, request.attempt + 1, now)
+        out += self._clear(now)
         out += self._refresh(now)
         out += self._ask(now)
         out += self._settle(now)
@@ -275,6 +276,17 @@ class Tiers:
         return self._describe(
             (b for b in self._wanted(now) if b not in self._described and b not in open_), now
         )
+
+    def _clear(self, now: float) -> Outgoing:
+        """Let go of what this mode does not admit: left by a former controller, or unpinned."""
+        out: Outgoing = []
+        if self.mode is AdmitMode.AUTO:
+            return out
+        for resident in list(self.residency.residents.values()):
+            if not resident.leaving and not (resident.pinned and self.mode is AdmitMode.PIN):
+                resident.pinned = False
+                out += self._let_go(resident, f"--admit {self.mode.value}", now)
+        return out
 
     def _refresh(self, now: float) -> Outgoing:
         """Ask the homes of the residents whether they still hold the same bytes."""

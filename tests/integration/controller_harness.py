@@ -114,6 +114,20 @@ class Lab:
         await agent.wait_for(PoolMap)
         return agent
 
+    async def bmv2(self, binary: str) -> Process:
+        """BMv2's switch without ports and without a program."""
+        grpc = f"127.0.0.1:{free_port()}"
+        log = (self.folder / "bmv2.log").open("wb")
+        with log:
+            process = await asyncio.create_subprocess_exec(
+                binary, "--no-p4", "--device-id", "1", "--thrift-port", str(free_port()), "--",
+                "--grpc-server-addr", grpc, "--cpu-port", "255",
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        started = Process(process, {"grpc": grpc})
+        self._processes.append(started)
+        return started
+
     async def close(self) -> None:
         for agent in self.agents:
             await agent.close()
@@ -243,6 +257,16 @@ async def status(controller: Process) -> dict[str, Any]:
     code, body = await http(controller, "GET", "/v1/status")
     assert code == 200
     return dict(body)
+
+
+async def metrics_of(controller: Process) -> dict[str, float]:
+    """What /metrics says: name with labels -> value."""
+    url = f"http://{controller.facts['http_addr']}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as reply:
+        assert reply.status == 200
+        lines = (await reply.text()).splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
 
 
 async def until(controller: Process, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from controller_harness import (
     free_port,
     http,
     lab_in,
+    metrics_of,
     status,
     tables_of,
     until,
@@ -88,6 +89,11 @@ async def test_agents_get_a_map_and_the_switch_holds_it(lab: Lab) -> None:
     assert tables["egress_host"][2,] == ("rewrite", 0x026B76000002, 0x0A4D0002, 19286, 0b10)
     assert tables["reader_group"] == {(namespace, group): ("set_reader_group", 0b101, 1024)}
     assert tables["settings"][()] == ("set_settings", 1, 23438, 3)
+    metrics = await metrics_of(controller)
+    assert metrics["kvcast_controller_nodes_placed"] == 3
+    assert metrics["kvcast_controller_switch_programmed"] == 1
+    assert metrics['kvcast_controller_switch_decisions_total{decision="new"}'] == 0
+    assert metrics['kvcast_controller_agent_total{name="reads"}'] == 3
     assert tables["groups"] == {
         (1,): ("1", "2", "3"),
         (257,): ("1", "1#255"),
@@ -434,6 +440,9 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
                 assert key == block.key
                 credited += hits
         assert credited == 3
+        assert (await http(controller, "DELETE", "/v1/pin", pin))[0] == 200
+        await until(controller, lambda s: not s["residents"] and s["slots"]["free"] == 256)
+        assert "resident" not in await tables_of(switch.facts["grpc"])
     finally:
         for wire in wires.values():
             wire.close()

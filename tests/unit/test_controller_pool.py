@@ -553,7 +553,30 @@ def test_a_pinned_block_enters_without_heat_stays_and_leaves_when_unpinned() -> 
     assert driver.describe_all({hot: (SEGMENT_BYTES, 7)}) == 0, "--admit pin takes only pins"
     assert driver.pool.tiers.unpin(block)
     assert not driver.pool.tiers.unpin(block)
-    assert not driver.pool.tiers.residency.residents[block].pinned
+    driver.round()
+    assert block not in driver.pool.tiers.residency.residents
+
+
+@pytest.mark.parametrize("mode", [AdmitMode.OFF, AdmitMode.PIN, AdmitMode.AUTO])
+def test_a_restart_under_another_mode_lets_go_of_what_the_mode_does_not_admit(
+    mode: AdmitMode,
+) -> None:
+    driver, namespace = resident_driver()
+    hot, pinned = BlockId(namespace, key(1)), BlockId(namespace, key(2))
+    admit(driver, hot)
+    driver.pool.tiers.pin(pinned)
+    driver.round()
+    driver.describe_all({pinned: (SEGMENT_BYTES, 7)})
+    driver.round()
+    restarted = Driver(dataclasses.replace(OPTIONS, admit=mode), driver.pool.saved())
+    restarted.join(1, 2, 3)
+    restarted.round()
+    left = {
+        AdmitMode.OFF: set(),
+        AdmitMode.PIN: {pinned},
+        AdmitMode.AUTO: {hot, pinned},
+    }
+    assert set(restarted.pool.tiers.residency.residents) == left[mode]
 
 
 def test_pins_are_refused_while_admission_is_off() -> None:

@@ -1,0 +1,67 @@
+"""The controller's flags: what they become, and what is refused before anything starts.
+
+Oracle: the options that the cores take. Cannot see: the running daemon (integration tests).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvcast.controller.daemon import build_parser, main, pool_options
+from kvcast.controller.tiers import AdmitMode
+
+
+def test_defaults_suit_the_software_switch() -> None:
+    options = pool_options(build_parser().parse_args([]))
+    assert options.settings.enabled
+    assert options.settings.lease_ticks == 23438  # 1.5 s of 64 µs
+    assert options.settings.heat_threshold == 3
+    assert options.read_padding_bytes == 0
+    assert options.slots == 256
+    assert options.admit is AdmitMode.AUTO
+
+
+def test_bmv2_wants_padded_reads() -> None:
+    options = pool_options(build_parser().parse_args(["--target=bmv2"]))
+    assert options.read_padding_bytes == 608
+
+
+def test_plain_disables_the_program() -> None:
+    assert not pool_options(build_parser().parse_args(["--plain"])).settings.enabled
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--agents-addr=0.0.0.0:0"], "is not loopback: give --insecure"),
+        (["--http-addr=10.0.0.1:80"], "is not loopback: give --insecure"),
+        (["--http-addr=127.0.0.1"], "is not HOST:PORT"),
+        (["--lease=0"], "outside"),
+        (["--tick=never"], "not a number"),
+        (["--replicas=99"], "outside"),
+        (["--admit=sometimes"], "invalid choice"),
+        (["--router-mac=ff:ff:ff:ff:ff:ff"], "not a unicast MAC"),
+        (["--target=tofino"], "invalid choice"),
+        (["--margin=nan"], "outside"),
+    ],
+)
+def test_bad_flags_end_it_with_their_reason(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(flags)
+    assert error.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_state_file_that_cannot_be_had_ends_it_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'state = "{tmp_path}/no/such/folder/s"\nagents_addr = "127.0.0.1:0"\n'
+        'http_addr = "127.0.0.1:0"\n'
+    )
+    assert main([f"--config={config}"]) == 1
+    assert "unable to open database file" in capsys.readouterr().err
