@@ -37,7 +37,7 @@ profiles: dict[str, TargetProfile] = {
     profile.name: profile
     for profile in (
         TargetProfile("v1model", "v1model", 256, 64, 0, 64, 32, 255),
-        TargetProfile("bmv2", "v1model", 256, 64, 608, 64, 32, 255),
+        TargetProfile("bmv2", "bmv2", 256, 64, 608, 64, 32, 255),
     )
 }
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from kvcast.protocol import p4gen
 
 FOLDER = Path(__file__).resolve().parent
-TARGETS = ("v1model",)
+PROGRAMS = {"v1model": ("v1model",), "bmv2": ("bmv2", "v1model")}
+"""By name of a program: the folders of its own files, that of its kvcast.p4 first."""
+TARGETS = tuple(PROGRAMS)
 HEADERS = FOLDER / "generated" / "kvcast_headers.p4"
 
 
@@ -33,7 +35,8 @@ class BuildError(Exception):
 def sources(target: str) -> list[Path]:
     """Every file that goes into a target's program, in a fixed order."""
     shared = [HEADERS, *FOLDER.glob("*.p4"), *(FOLDER / "controls").glob("*.p4")]
-    return sorted([*shared, *(FOLDER / target).glob("*.p4")])
+    own = (path for folder in PROGRAMS[target] for path in (FOLDER / folder).glob("*.p4"))
+    return sorted([*shared, *own])
 
 
 def sources_hash(target: str) -> str:

@@ -1,5 +1,6 @@
 // Decides whether a READ of a resident segment is answered from switch memory: all that it wants
 // must be there, in the copy that it pins (or any), and the reader's port must have a serve group.
+// A target that cannot make a packet longer also wants the READ padded (SERVABLE_FLAGS).
 // Runs after Resident and the slot's validity.
 
 control ServingDecision(inout headers_t hdr, inout state_t state) {
@@ -23,6 +24,7 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     @name(".serving_decision")
     table serving_decision {
         key = {
+            hdr.kvcast.flags   : ternary @name("flags");
             state.serve_group  : ternary @name("serve_group");
             state.remaining    : ternary @name("wanted");
             missing            : ternary @name("missing");
@@ -32,10 +34,10 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         actions = { serve; decline; }
         const default_action = decline();
         const entries = {
-            (0, _, _, _, _) : decline();    // nowhere to serve to
-            (_, 0, _, _, _) : decline();    // wants nothing that the segment has
-            (_, _, 0, 0, _) : serve();      // any copy will do
-            (_, _, 0, _, 0) : serve();      // this copy
+            (_,              0, _, _, _, _) : decline();    // nowhere to serve to
+            (_,              _, 0, _, _, _) : decline();    // wants nothing that the segment has
+            (SERVABLE_FLAGS, _, _, 0, 0, _) : serve();      // any copy will do
+            (SERVABLE_FLAGS, _, _, 0, _, 0) : serve();      // this copy
         }
     }
 

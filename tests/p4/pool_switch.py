@@ -1,6 +1,5 @@
 """The compiled data plane on the reference engine, with hosts on its ports.
 
-
 `PoolSwitch` programs the tables as a controller would, by hand: host i is 10.77.0.i with MAC
 02:6b:76:00:00:ii on port i. Frames go in and come out as `protocol` encodes them, so a test reads
 as "host 2 asks host 1". The oracle of these tests is the architecture, written out case by case.
@@ -8,8 +7,9 @@ as "host 2 asks host 1". The oracle of these tests is the architecture, written 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol import ethernet, wire
@@ -45,31 +45,81 @@ class Received:
     frame: wire.Frame
 
 
-class PoolSwitch:
-    """A switch with `hosts` hosts; host 1 owns every bucket, all may read NAMESPACE."""
+class Entry(NamedTuple):
+    """A table entry: key fields and action parameters in the order of P4Info."""
 
-    def __init__(self, hosts: int = 4, *, enabled: bool = True, heat_threshold: int = 0) -> None:
+    table: str
+    key: tuple[int, ...]
+    action: str
+    params: tuple[int, ...] = ()
+
+
+def pool_entries(hosts: int) -> Iterator[Entry]:
+    """What a controller writes for `hosts` hosts, where host 1 owns every bucket, and all may read
+    NAMESPACE."""
+    yield Entry("l2_forward", (0xFFFFFFFFFFFF,), "flood")
+    for host in range(1, hosts + 1):
+        at = endpoint(host)
+        mac = int.from_bytes(at.mac, "big")
+        bit = 1 << (host - 1)
+        yield Entry("l2_forward", (mac,), "to_port", (host, bit))
+        yield Entry("port_guard", (host, at.ip), "admit", (bit, 256 + host))
+        yield Entry("namespace_guard", (host, NAMESPACE), "allow")
+        yield Entry("egress_host", (host,), "rewrite", (mac, at.ip, at.udp_port, bit))
+    for bucket in range(wire.BUCKETS):
+        yield Entry("bucket_owner", (bucket, 1), "owner")
+
+
+def pool_groups(hosts: int) -> dict[int, list[tuple[int, int]]]:
+    """Multicast groups for `hosts` hosts: replicas (port, replication id) by id."""
+    groups = {1: [(host, 0) for host in range(1, hosts + 1)]}
+    for host in range(1, hosts + 1):
+        groups[256 + host] = [(host, 0), (host, RECIRCULATE)]
+    return groups
+
+
+def resident_entry(
+    key: bytes, content: bytes, *, slot: int, generation: int, segment: int = 0
+) -> Entry:
+    """Admits a segment of the block `content`."""
+    return Entry(
+        "resident",
+        (NAMESPACE, int.from_bytes(key, "big"), segment),
+        "resident_at",
+        (
+            slot,
+            generation,
+            wire.segment_bitmap(len(content), segment),
+            wire.digest_of(content),
+            len(content),
+        ),
+    )
+
+
+class PoolSwitch:
+    """The reference engine with `pool_entries`."""
+
+    def __init__(
+        self,
+        hosts: int = 4,
+        *,
+        enabled: bool = True,
+        heat_threshold: int = 0,
+        lease_ticks: int = LEASE_US // TICK_US,
+        target: str = "v1model",
+    ) -> None:
         self.switch = Switch()
-        self.switch.load(bmv2json.load(artefact("v1model").json.read_bytes(), "kvcast"))
+        self.switch.load(bmv2json.load(artefact(target).json.read_bytes(), "kvcast"))
         self.now_us = 10_000_000
         self.hosts = hosts
         self.table("settings").set_default(
             self.action("settings", "set_settings"),
-            (int(enabled), LEASE_US // TICK_US, heat_threshold),
+            (int(enabled), lease_ticks, heat_threshold),
         )
-        self.add("l2_forward", (0xFFFFFFFFFFFF,), "flood")
-        for host in range(1, hosts + 1):
-            at = endpoint(host)
-            mac = int.from_bytes(at.mac, "big")
-            bit = 1 << (host - 1)
-            self.add("l2_forward", (mac,), "to_port", host, bit)
-            self.add("port_guard", (host, at.ip), "admit", bit, 256 + host)
-            self.add("namespace_guard", (host, NAMESPACE), "allow")
-            self.add("egress_host", (host,), "rewrite", mac, at.ip, at.udp_port, bit)
-            self.switch.set_multicast_group(256 + host, [(host, 0), (host, RECIRCULATE)])
-        self.switch.set_multicast_group(1, [(host, 0) for host in range(1, hosts + 1)])
-        for bucket in range(wire.BUCKETS):
-            self.add("bucket_owner", (bucket, 1), "owner")
+        for entry in pool_entries(hosts):
+            self.add(entry.table, entry.key, entry.action, *entry.params)
+        for group, replicas in pool_groups(hosts).items():
+            self.switch.set_multicast_group(group, replicas)
 
     def table(self, alias: str) -> Table:
         (found,) = (t for name, t in self.switch.tables.items() if name.split(".")[-1] == alias)
@@ -85,16 +135,8 @@ class PoolSwitch:
 
     def make_resident(self, key: bytes, content: bytes, *, slot: int = 3, generation: int = 1,
                       segment: int = 0) -> int:  # fmt: skip
-        return self.add(
-            "resident",
-            (NAMESPACE, int.from_bytes(key, "big"), segment),
-            "resident_at",
-            slot,
-            generation,
-            wire.segment_bitmap(len(content), segment),
-            wire.digest_of(content),
-            len(content),
-        )
+        entry = resident_entry(key, content, slot=slot, generation=generation, segment=segment)
+        return self.add(entry.table, entry.key, entry.action, *entry.params)
 
     def send(self, sender: int, receiver: int, frame: wire.Frame) -> list[Received]:
         """Host `sender` sends `frame` to host `receiver`; what the switch puts out for it."""
@@ -157,6 +199,11 @@ class PoolSwitch:
             flags = wire.FLAG_LAST if chunk == chunks - 1 else 0
             out += self.data(reader, content, chunk, key=key, flags=flags)
         return out
+
+
+def ports_of(out: Iterable[tuple[int, bytes]]) -> list[int]:
+    """Ports of raw frames, sorted."""
+    return sorted(port for port, _ in out)
 
 
 def ports(received: Iterable[Received]) -> list[int]:
