@@ -113,7 +113,7 @@ class DaemonOptions:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     insecure: bool = False
-    """Allow an address other than loopback without TLS."""
+    """Allow an address other than loopback without mutual TLS."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -184,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--insecure",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="allow an address other than loopback without TLS",
+        help="allow an address other than loopback without mutual TLS",
     )
     control.add_argument(
         "--stats-json", metavar="FILE", help="file rewritten every second with all counters"
@@ -220,7 +220,7 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         raise DaemonError("--tls-cert and --tls-key go together")
     if arguments.tls_ca is not None and arguments.tls_cert is None:
         raise DaemonError("--tls-ca needs --tls-cert and --tls-key")
-    if arguments.tls_cert is None and not arguments.insecure and not is_loopback(host):
+    if arguments.tls_ca is None and not arguments.insecure and not is_loopback(host):
         raise DaemonError(
             f"P4Runtime on {host} would be open to everybody: give --tls-cert, --tls-key and "
             "--tls-ca, or --insecure"

@@ -75,6 +75,8 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--tls-cert", "x"], "--tls-key"),
         (["--tls-ca", "x"], "--tls-cert"),
         (["--grpc-addr", "0.0.0.0:9559"], "--insecure"),
+        # A server's certificate alone keeps nobody out.
+        (["--grpc-addr", "0.0.0.0:9559", "--tls-cert", "x", "--tls-key", "x"], "--tls-ca"),
         (["--grpc-addr", "127.0.0.1:x"], "HOST:PORT"),
         (["--device-id", "-1"], "64 bits"),
     ],
