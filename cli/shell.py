@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, port = options.switch
     command = [
         str(python),
+        # Not the working directory: in this repository its p4/ would hide the shell's p4 package.
+        "-P",
         "-m",
         "p4runtime_sh",
         f"--grpc-addr={host}:{port}",
