@@ -22,6 +22,7 @@ from typing import Any
 from kvcast.bench import content, facts, workloads
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
 from kvcast.bench.workloads import Demand, Request, WorkloadOptions, chain
+from kvcast.hostagent.client import AsyncClient
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
 
@@ -37,7 +38,8 @@ _BUSY_SHARE = 0.10
 _READS_WANTED = 600
 """Remote block reads that make the percentiles mean something; smaller blocks until they fit."""
 _ARENA_BYTES = 192 << 20
-_CALIBRATION_BLOCKS = 4
+_CALIBRATION_PUTS = 6
+"""Blocks that each node puts to begin with."""
 _CALIBRATION_BYTES = 65536
 
 
@@ -161,32 +163,44 @@ def _links(pool: Pool) -> Any:
 
 
 async def calibrate(links: list[NodeLink]) -> Speed:
-    """Measure a plain pool for a second or two: blocks in, then the same blocks to all nodes."""
-    writer = await links[0].client()
-    namespace = await writer.namespace("bench", "calibration", "1", f"{_CALIBRATION_BYTES} bytes")
-    keys = [chain(b"calibration", number) for number in range(_CALIBRATION_BLOCKS)]
-    blocks = {key: content.block_bytes(key, _CALIBRATION_BYTES) for key in keys}
-    began = time.monotonic()
-    await writer.put(namespace, blocks)
-    put_s = time.monotonic() - began
+    """Measure a plain pool for a second or two: blocks in, then some of them to several nodes."""
+    clients = [await link.client() for link in links]
+    namespace = await clients[0].namespace("bench", "calibration", "1", "64 KiB")
+    puts = {
+        node: [chain(b"calibration", (node, number)) for number in range(_CALIBRATION_PUTS)]
+        for node in range(len(clients))
+    }
+    puts_s = 0.0
+    for half in (slice(0, 1), slice(1, None)):  # the first opens connections, and is not counted
+        began = time.monotonic()
+        await asyncio.gather(
+            *(
+                clients[node].put(
+                    namespace,
+                    {key: content.block_bytes(key, _CALIBRATION_BYTES) for key in keys[half]},
+                )
+                for node, keys in puts.items()
+            )
+        )
+        puts_s = time.monotonic() - began
 
-    async def read(link: NodeLink) -> int:
-        got = await (await link.client()).get(namespace, keys, deadline_s=20.0)
+    async def read(client: AsyncClient) -> int:
         arrived = 0
-        for block in got:
+        for block in await client.get(namespace, puts[0], deadline_s=20.0):
             if block is not None:
                 arrived += block.tier != "local"
                 block.release()
         return arrived
 
-    readers = links[1:4] or links
     began = time.monotonic()
-    arrived = sum(await asyncio.gather(*(read(link) for link in readers)))
-    read_s = time.monotonic() - began
-    chunks = arrived * _CALIBRATION_BYTES / CHUNK_BYTES
-    if not chunks:  # one node alone: everything is local
-        chunks, read_s = 1000.0, 1.0
-    return Speed(chunks / max(read_s, 1e-3), len(keys) / max(put_s, 1e-3))
+    arrived = sum(await asyncio.gather(*(read(client) for client in clients[1:4])))
+    reads_s = time.monotonic() - began
+    if not arrived:  # one node alone: everything is local
+        arrived, reads_s = 1, 0.1
+    return Speed(
+        chunks_per_s=arrived * _CALIBRATION_BYTES / CHUNK_BYTES / max(reads_s, 1e-3),
+        puts_per_s=(_CALIBRATION_PUTS - 1) * len(clients) / max(puts_s, 1e-3),
+    )
 
 
 def make_plan(
@@ -199,10 +213,10 @@ def make_plan(
     chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
     size = options.block_bytes or _block_bytes(chunks)
     chunks_per_block = max(1, -(-size // CHUNK_BYTES))
-    room = _ARENA_BYTES * options.nodes // (6 * size)  # homes' copies and readers' caches
+    room = _ARENA_BYTES * options.nodes // (5 * size)  # homes' copies and readers' caches
     bounds = {
         "remote_reads": max(1, int(chunks / chunks_per_block)),
-        "written": max(1, min(room, int(speed.puts_per_s * replay_s * 0.5))),
+        "written": max(1, min(room, int(speed.puts_per_s * replay_s * 0.3))),
         "requests_at_most": max(1, int(25 * replay_s)),
     }
     wanted = WorkloadOptions(
