@@ -112,6 +112,10 @@ class AgentLink:
             self.counts["closed_silent"] += 1
         except ConnectionError:
             self.counts["connections_broken"] += 1
+        except Exception:
+            # A mistake of ours must not cost more than this connection.
+            self.counts["closed_on_error"] += 1
+            log.exception("an agent's message could not be handled")
         except asyncio.CancelledError:
             # Only `stop` cancels; ending normally keeps asyncio's stream server from logging it.
             pass

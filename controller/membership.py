@@ -218,6 +218,12 @@ class Membership:
         """The node has just spoken."""
         node.lease_until = now + self._lease_s
 
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long: every running lease is longer by it."""
+        for node in self.nodes.values():
+            if node.live:
+                node.lease_until += seconds
+
     def disconnected(self, node: Node, connection: int) -> None:
         """The node's connection is gone; its lease runs on."""
         if node.connection == connection:

@@ -41,6 +41,8 @@ RETRY_SWITCH_S = 1.0
 SWITCH_GRACE_S = 3.0
 """While the switch has been away for less than this, changes wait for it, so that agents are not
 told of what the switch does not let through yet; after that they are told all the same."""
+STALL_S = 0.3
+"""Waking so much later than planned means that the process was starved or stopped."""
 STUCK_AFTER_S = 60.0
 """A loop that has not come round for so long makes /healthz fail."""
 
@@ -154,15 +156,27 @@ class ControllerService:
     async def _control(self) -> None:
         while True:
             await self._sleep()
-            started = time.monotonic()
-            self._do(self._pool.advance(started))
-            if started - self._ticked_at >= self.options.tick_s:
-                self._ticked_at = started
-                await self._count()
-            await self._converge()
-            now = time.monotonic()
-            self._loop_at, self._tick_took_s = now, now - started
-            self.counts["rounds"] += 1
+            try:
+                await self._round()
+            except Exception:
+                # A mistake of ours: one round is lost, not the pool. If every round is, the
+                # health check says so.
+                log.exception("a round of the control loop failed")
+                self.counts["round_errors"] += 1
+                self._held = None
+                await asyncio.sleep(RETRY_SWITCH_S)
+
+    async def _round(self) -> None:
+        """What is due, the tick if it is time, and then the switch and the agents."""
+        started = time.monotonic()
+        self._do(self._pool.advance(started))
+        if started - self._ticked_at >= self.options.tick_s:
+            self._ticked_at = started
+            await self._count()
+        await self._converge()
+        now = time.monotonic()
+        self._loop_at, self._tick_took_s = now, now - started
+        self.counts["rounds"] += 1
 
     async def _sleep(self) -> None:
         """Until an event, a deadline of the pool, or the next tick."""
@@ -174,10 +188,17 @@ class ControllerService:
         try:
             async with asyncio.timeout(max(0.0, until - now)):
                 await self._wake.wait()
+            await asyncio.sleep(GATHER_EVENTS_S)
+            self._wake.clear()
         except TimeoutError:
-            return
-        await asyncio.sleep(GATHER_EVENTS_S)
-        self._wake.clear()
+            pass
+        late_s = time.monotonic() - max(until, now)
+        if late_s > STALL_S:
+            # This process did not run. Renewals may lie unread in its sockets, so the time that
+            # it slept is nobody's silence.
+            self._pool.membership.excuse(late_s)
+            self.counts["stalls"] += 1
+            log.warning("the controller did not run for %.1f s", late_s)
 
     async def _count(self) -> None:
         """Read the switch's counters; without the switch the last values stand."""

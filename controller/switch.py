@@ -152,7 +152,7 @@ class SwitchLink:
         down = asyncio.Event()
         switch.ee.on(fy.SwitchEvent.CHANNEL_DOWN, lambda _: down.set())
         switch.ee.on(fy.SwitchEvent.CHANNEL_READY, lambda _: self._ready())
-        reader: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await switch.__aenter__()
@@ -164,14 +164,17 @@ class SwitchLink:
             self._ready()
             reader = asyncio.create_task(self._read_digests(switch))
             log.info("switch connected", extra={"address": self.address, "primary": self.primary})
-            await down.wait()
-            self._failed("connection lost")
+            broken = asyncio.create_task(down.wait())
+            tasks = [broken, reader]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._failed("connection lost" if broken.done() else reader.exception())
         finally:
             self._switch = None
             self.mirror = None
-            if reader is not None:
-                reader.cancel()
-                await asyncio.wait([reader])
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
             await switch.__aexit__(None, None, None)
             self._on_ready()
         return True

@@ -8,6 +8,7 @@ agents get; what /v1/status counts. Cannot see: that the tables make packets go 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -194,6 +195,20 @@ async def test_a_silent_agents_buckets_move_and_come_back(lab: Lab) -> None:
     assert {n["node_id"]: n["buckets"] for n in back["nodes"]} == buckets
     await two.send(Leave())
     await until(controller, lambda s: s["nodes"][0]["buckets"] == 1024)
+
+
+async def test_a_controller_that_was_stopped_for_a_while_blames_no_agent(lab: Lab) -> None:
+    switch = await lab.switch()
+    controller = await lab.controller(switch.facts["grpc"])
+    for n in (1, 2):
+        await lab.agent(controller, n)
+    before = await until(controller, lambda s: all_programmed(s, 2))
+    controller.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(3.0)  # two leases
+    controller.process.send_signal(signal.SIGCONT)
+    after = await until(controller, lambda s: s["controller"]["counts"].get("stalls"))
+    assert after["epoch"] == before["epoch"]
+    assert all(n["placed"] for n in after["nodes"])
 
 
 async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: Lab) -> None:

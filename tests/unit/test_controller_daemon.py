@@ -5,6 +5,8 @@ Oracle: the options that the cores take. Cannot see: the running daemon (integra
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,13 +57,19 @@ def test_bad_flags_end_it_with_their_reason(
     assert complaint in capsys.readouterr().err
 
 
-def test_a_state_file_that_cannot_be_had_ends_it_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_file_that_cannot_be_had_ends_it_with_its_reason(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(
         f'state = "{tmp_path}/no/such/folder/s"\nagents_addr = "127.0.0.1:0"\n'
         'http_addr = "127.0.0.1:0"\n'
     )
-    assert main([f"--config={config}"]) == 1
-    assert "unable to open database file" in capsys.readouterr().err
+    # A process of its own: the daemon takes over its process's logging.
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvcast.controller.daemon", f"--config={config}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "unable to open database file" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -87,6 +87,15 @@ def test_the_last_node_standing_need_not_wait() -> None:
     assert placed(membership) == {"node-1"}
 
 
+def test_time_in_which_nobody_could_be_heard_is_nobodys_silence() -> None:
+    membership = new()
+    membership.register(register_message(1), 1, 0.0)
+    membership.advance(0.0)
+    membership.excuse(10.0)
+    assert not membership.advance(LEASE_S + 5.0)
+    assert membership.advance(LEASE_S + 10.0)
+
+
 def test_leaving_moves_the_buckets_at_once() -> None:
     membership = new()
     node, _ = membership.register(register_message(1), 1, 0.0)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TypeVar
+import json
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvcast.controller import program
 from kvcast.controller.admission import ValueOptions
 from kvcast.controller.pool import Close, Pool, PoolOptions, SavedState, Send
@@ -610,3 +613,74 @@ def test_a_set_of_ports_that_recurs_gets_a_group_of_its_own() -> None:
     assert driver.switch.entries["port_set", (0b110,)].params == (2048,)
     assert driver.switch.groups[2048] == frozenset({(2, 0), (3, 0)})
     assert ("port_set", (0b100,)) not in driver.switch.entries
+
+
+# --- anything at all ------------------------------------------------------------------------
+
+SMALL = st.integers(0, 4)
+NODE_IDS = st.integers(1, 5).map("node-{}".format)
+KEYS = SMALL.map(key)
+HUGE = st.sampled_from([0, 1, SEGMENT_BYTES, 5 * SEGMENT_BYTES, 2**32, 2**64 - 1])
+MESSAGES = st.one_of(
+    st.builds(register, st.integers(1, 6), st.integers(1, 2)),
+    st.builds(
+        Renew,
+        st.dictionaries(st.sampled_from(["a", "b"]), st.floats(), max_size=2),
+        st.lists(st.builds(HotBlock, SMALL, KEYS, HUGE, SMALL, SMALL, HUGE, HUGE), max_size=3),
+        HUGE,
+        HUGE,
+        HUGE,
+    ),
+    st.builds(Described, st.integers(0, 9), st.lists(st.tuples(SMALL, KEYS, HUGE, HUGE))),
+    st.builds(Kept, st.integers(0, 9), SMALL, KEYS, st.booleans()),
+    st.builds(NamespaceRequest, HUGE, *[st.sampled_from(["", "x", "y"])] * 4),
+    st.builds(GroupRequest, HUGE, SMALL, st.lists(NODE_IDS, max_size=4)),
+    st.builds(Leave),
+)
+STEPS = st.one_of(
+    st.tuples(st.just("say"), st.integers(1, 6), MESSAGES),
+    st.tuples(st.just("close"), st.integers(1, 6), st.none()),
+    st.tuples(st.just("round"), st.sampled_from([0.0, 0.3, 2.5, 20.0]), st.none()),
+    st.tuples(st.just("heat"), st.integers(0, 300), KEYS),
+    st.tuples(st.just("pin"), SMALL, KEYS),
+    st.tuples(st.just("hits"), st.integers(0, 99), st.none()),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(STEPS, max_size=60))
+def test_no_sequence_of_messages_breaks_the_pool_or_its_books(
+    steps: list[tuple[str, Any, Any]],
+) -> None:
+    driver = Driver()
+    driver.join(1, 2)
+    driver.namespace()
+    epochs = [driver.pool.epoch]
+    for verb, first, second in steps:
+        match verb:
+            case "say":
+                driver.say(first, second)
+            case "close":
+                driver.pool.disconnected(first)
+            case "round":
+                driver.round(first)
+            case "heat":
+                heat(driver, BlockId(1, second), first)
+            case "pin":
+                driver.pool.tiers.pin(BlockId(first, second))
+            case "hits":
+                driver._do(driver.pool.hits(dict.fromkeys(range(4), first), driver.now))
+        driver.pool.tiers.residency.check()
+        epochs.append(driver.pool.epoch)
+    driver.round()
+    assert epochs == sorted(epochs)
+    assert driver.switch is not None
+    assert driver.switch.entries == driver.pool.plan().desired.entries
+    map_ = driver.pool.plan().map
+    listed = {node.index for node in map_.nodes}
+    assert all(set(owners) <= listed for owners in map_.buckets)
+    assert Pool(OPTIONS, driver.pool.saved(), 0.0, first_generation=1).saved() == (
+        driver.pool.saved()
+    )
+    json.dumps(driver.pool.status(driver.now), allow_nan=False)
+    driver.pool.decisions(driver.now)
