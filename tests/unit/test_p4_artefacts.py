@@ -1,0 +1,126 @@
+"""The committed data plane: current, free of the machine that compiled it, and named as agreed.
+
+Oracle: the sources' hash everywhere, p4c where it is installed; for names, the list below, which
+the controller relies on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finsy import P4Schema
+from kvcast.p4 import artefact, build, profiles
+from kvcast.protocol import wire
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TABLES = {
+    "settings": [],
+    "l2_forward": ["hdr.ethernet.dst"],
+    "ipv4_route": ["hdr.ipv4.dst"],
+    "port_guard": ["ingress_port", "hdr.ipv4.src"],
+    "namespace_guard": ["ingress_port", "namespace"],
+    "bucket_owner": ["bucket", "ingress_port"],
+    "reader_group": ["namespace", "group"],
+    "resident": ["namespace", "key", "segment"],
+    "port_set": ["port_bits"],
+    "egress_host": ["egress_port"],
+    "decisions": ["decision"],
+    "fills": ["fill"],
+}
+ACTIONS = {
+    "set_settings": {"enabled": 8, "lease_ticks": 32, "heat_threshold": 32},
+    "to_port": {"port": 9, "port_bit": 32},
+    "to_router": {},
+    "flood": {},
+    "to_nexthop": {"port": 9, "port_bit": 32, "dst_mac": 48, "src_mac": 48},
+    "admit": {"port_bit": 32, "serve_group": 16},
+    "allow": {},
+    "owner": {},
+    "set_reader_group": {"port_bits": 32, "serve_group": 16},
+    "resident_at": {
+        "slot": 32,
+        "generation": 32,
+        "chunk_mask": 64,
+        "digest": 64,
+        "size": 32,
+    },
+    "set_group": {"group": 16},
+    "rewrite": {"mac": 48, "ip": 32, "udp_port": 16, "port_bit": 32},
+}
+
+
+@pytest.fixture(params=sorted(profiles))
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def program(target: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(artefact(target).json.read_bytes())
+    return loaded
+
+
+def test_artefacts_are_what_the_sources_compile_to() -> None:
+    if not build.check():
+        pytest.skip("hash checked; no p4c on PATH or in KVCAST_P4C to compile again")
+
+
+def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in build.sources("bmv2"):
+        copy = tmp_path / path.relative_to(build.FOLDER)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    before = build.sources_hash("bmv2")
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setattr(build, "HEADERS", tmp_path / "generated" / "kvcast_headers.p4")
+    assert build.sources_hash("bmv2") == before
+    with (tmp_path / "v1model" / "pending.p4").open("a") as source:
+        source.write("// changed\n")
+    assert build.sources_hash("bmv2") != before
+
+
+def test_artefacts_name_no_machine(target: str) -> None:
+    for path in (artefact(target).json, artefact(target).p4info):
+        text = path.read_text()
+        assert "/opt/" not in text
+        assert "/home/" not in text
+        assert "source_info" not in text
+        assert str(ROOT) not in text
+
+
+def test_header_types_are_those_of_the_protocol(target: str) -> None:
+    compiled = {
+        header["name"]: [(name, bits) for name, bits, *_ in header["fields"]]
+        for header in program(target)["header_types"]
+    }
+    for header in wire.HEADERS:
+        if header.name != wire.OFFER.name:  # an OFFER's payload is not parsed
+            assert compiled[header.name] == [(field.name, field.bits) for field in header.fields]
+
+
+def test_control_plane_names_are_as_agreed(target: str) -> None:
+    info = P4Schema(artefact(target).p4info)
+    for name, keys in TABLES.items():
+        assert [field.name for field in info.tables[name].match_fields] == keys, name
+    for name, params in ACTIONS.items():
+        found = {param.name: param.bitwidth for param in info.actions[name].params}
+        assert found == params, name
+    assert "heat_t" in {digest.alias for digest in info.digests}
+    assert info.counters["resident_hits"].size == profiles[target].slots
+
+
+def test_both_targets_have_one_control_plane() -> None:
+    assert artefact("v1model").p4info.read_bytes() == artefact("bmv2").p4info.read_bytes()
+
+
+def test_sizes_are_those_of_the_profile(target: str) -> None:
+    arrays = {array["name"]: array["size"] for array in program(target)["register_arrays"]}
+    sizes = {name.split(".")[-1]: size for name, size in arrays.items()}
+    profile = profiles[target]
+    assert sizes["cell_w0"] == profile.slots * profile.cells_per_slot
+    assert sizes["valid_low"] == profile.slots
+    assert profile.cells_per_slot == wire.CHUNKS_PER_SEGMENT
+    assert P4Schema(artefact(target).p4info).tables["egress_host"].size == profile.max_ports
