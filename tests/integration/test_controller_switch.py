@@ -184,7 +184,10 @@ async def test_a_silent_agents_buckets_move_and_come_back(lab: Lab) -> None:
     before = await until(controller, lambda s: all_programmed(s, 2))
     buckets = {n["node_id"]: n["buckets"] for n in before["nodes"]}
     two.renewing = False
-    moved = await until(controller, lambda s: s["nodes"][0]["buckets"] == 1024)
+    moved = await until(
+        controller,
+        lambda s: s["nodes"][0]["buckets"] == 1024 and not s["nodes"][1]["programmed"],
+    )
     assert moved["epoch"] == before["epoch"] + 1
     assert await one.wait_for(PoolMap, lambda m: m.epoch == moved["epoch"])
     assert {port for _, port in (await tables_of(switch.facts["grpc"]))["bucket_owner"]} == {1}
