@@ -23,6 +23,7 @@ import json
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +41,10 @@ BLOCK_BYTES = 16 * 1024
 GROWTH_LIMIT_MIB = 24.0
 """How much a part's resident memory may grow at a door, after the first tenth of what is sent."""
 
-_BYTES_A_CONNECTION = 4096
+_BYTES_A_CONNECTION = 600
+_CONNECTIONS_AT_ONCE = 16
+_ANSWER_S = 0.5
+"""How long a hostile client waits for an answer before it hangs up."""
 _PACE_S = 0.02
 
 
@@ -293,7 +297,7 @@ class _Attack:
         await asyncio.sleep(0.5)
         after = await self._agent_counters(0)
         door.counters = _grown(before, after, ("frames_", "requester_", "owner_"))
-        door.counted = int(sum(v for k, v in door.counters.items() if "received" not in k))
+        door.counted = int(sum(door.counters.get(name, 0.0) for name in _AGENT_DROPS))
         await self.pool.restart("switch")
         self._pids["switch"] = self.pool.pids["switch"]
         await self.pool.wait_programmed(60, without=frozenset({me.node_id}))
@@ -315,17 +319,18 @@ class _Attack:
     async def http(self) -> Door:
         host, port = self.pool.network.http_address
         door = Door("http", "controller")
-        refused = 0
+        answers: Counter[str] = Counter()
 
         def note(answer: bytes) -> None:
-            nonlocal refused
-            refused += answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 5"))
+            words = answer.split(b" ", 2)
+            known = len(words) == 3 and words[0].startswith(b"HTTP/") and words[1].isdigit()
+            answers[f"answered {words[1].decode()}" if known else "not answered"] += 1
 
         await self._send_streams(
             door, lambda: asyncio.open_connection(host, port), self._http_stream, note
         )
-        door.counters = {"answers with an error status": refused}
-        door.counted = refused
+        door.counters = {name: float(count) for name, count in sorted(answers.items())}
+        door.counted = sum(n for name, n in answers.items() if name != "answered 200")
         return door
 
     # --- afterwards ---------------------------------------------------------------------------
@@ -400,7 +405,7 @@ class _Attack:
         make: Callable[[], bytes],
         note: Callable[[bytes], None] = lambda answer: None,
     ) -> None:
-        """Connection after connection, each with some kilobytes, a few at once."""
+        """Connection after connection, each with some hundred bytes, a few at once."""
         pid = self.pool.pids[door.part]
         assert pid is not None
         total = self.options.frames * 40
@@ -415,9 +420,7 @@ class _Attack:
             try:
                 writer.write(payload)
                 await asyncio.wait_for(writer.drain(), 10)
-                if writer.can_write_eof():
-                    writer.write_eof()
-                answer = await asyncio.wait_for(reader.read(65536), 20)
+                answer = await asyncio.wait_for(reader.read(65536), _ANSWER_S)
             except (OSError, TimeoutError):
                 pass
             finally:
@@ -431,7 +434,7 @@ class _Attack:
         while door.sent_bytes < total:
             if self.pool.pids[door.part] is None:
                 raise self.pool.parts[door.part].failure(f"died at the door {door.door}")
-            await asyncio.gather(*(one() for _ in range(8)))
+            await asyncio.gather(*(one() for _ in range(_CONNECTIONS_AT_ONCE)))
             if not door.rss_before_mib and door.sent_bytes >= total // 10:
                 door.rss_before_mib = resident_mib(pid)
         self._weigh(door, pid)
@@ -514,6 +517,14 @@ class _Attack:
         return counted
 
 
+_AGENT_DROPS = (
+    "frames_malformed_total",
+    "frames_misaddressed_total",
+    "frames_unknown_source_total",
+    "frames_forbidden_total",
+    "requester_unsolicited_total",
+    "owner_misses_total",
+)
 _NOT_DROPS = frozenset(
     {"number", "rx_frames", "rx_bytes", "tx_frames", "tx_bytes"}
     | {"ingress_backlog", "egress_backlog"}
