@@ -409,7 +409,7 @@ class _Run:
         pipeline, stats = self.pipeline, self.stats
         target = pipeline.target
         stats.ingress_passes += 1
-        # A later pass may change the length register; a resubmit starts from here again.
+        # The program may change the length register; clones and resubmits start from here again.
         length = phv[PACKET_LENGTH]
         at = self.parse(phv, frame)
         node = pipeline.ingress
@@ -460,7 +460,6 @@ class _Run:
             return
         pipeline = self.pipeline
         copy = self.new_packet(length)
-        copy[INGRESS_LENGTH] = phv[INGRESS_LENGTH]
         copy[pipeline.target.ingress_port] = self.port  # parsers may branch on it
         at = pipeline.parser.parse(copy, frame)
         self.keep(copy, phv, field_list, INGRESS_CLONE)
@@ -499,7 +498,6 @@ class _Run:
 
     def resubmit(self, phv: Phv, frame: bytes, length: int) -> None:
         copy = self.new_packet(length)
-        copy[INGRESS_LENGTH] = phv[INGRESS_LENGTH]
         self.keep(copy, phv, phv[RESUBMIT_LIST], RESUBMITTED)
         copy[self.pipeline.target.packet_length] = length
         self.stats.resubmitted += 1

@@ -31,6 +31,7 @@ from kvcast.switchsim.program import (
     KeyField,
     Lpm,
     MatchValue,
+    ProgramError,
     Range,
     Ternary,
 )
@@ -433,11 +434,16 @@ class Table:
         self._meter_store = meter_store
         self._meter_unit_packets = meter_unit == "packets"
         self.reset_default()
-        for entry in self.spec.entries:
-            action = self._action_of(entry.action)
-            self._insert(entry.key, entry.priority, action, None, None, entry.arguments)
+        try:
+            for entry in self.spec.entries:
+                action = self._action_of(entry.action)
+                self._insert(entry.key, entry.priority, action, None, None, entry.arguments)
+        except TableError as error:
+            raise ProgramError(f"const entries of {self.name}: {error}") from error
 
     def _action_of(self, number: int) -> str:
+        if number not in self.spec.actions:
+            raise BadAction(f"{self.name} does not have the action of an entry")
         return self._names[self.spec.actions.index(number)]
 
     # --- the data plane ---------------------------------------------------------------------

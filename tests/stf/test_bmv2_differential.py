@@ -47,7 +47,7 @@ def extern_frame(rng: random.Random) -> bytes:
 
 
 def replication_frame(rng: random.Random) -> bytes:
-    return bytes([rng.randrange(10), rng.randrange(256)]) + rng.randbytes(rng.randrange(30))
+    return bytes([rng.randrange(15), rng.randrange(256)]) + rng.randbytes(rng.randrange(30))
 
 
 CASES: dict[str, Callable[[random.Random], bytes]] = {

@@ -234,6 +234,26 @@ def test_shift_by_a_huge_amount_takes_no_memory() -> None:
     assert ACTIONS.expressions.data(tree)(packet([0] * len(FIELDS)), LOCALS) == 0
 
 
+def test_push_and_pop_move_the_size_of_a_stack() -> None:
+    program = bmv2json.load_file(PROGRAMS / "headers.json")
+    layout = Layout(program)
+    actions = actions_for(program, layout)
+    labels = ir.StackOf([s.name for s in program.stacks].index("labels"))
+    size = actions.expressions.data(ir.StackSize(labels))
+    last = actions.expressions.data(ir.LastIndex(labels))
+    phv = layout.empty[:]
+    sizes: list[tuple[int, int]] = []
+    for statement in (
+        ir.Push(labels, ir.Const(2)),
+        ir.Push(labels, ir.Const(2)),
+        ir.Pop(labels, ir.Const(1)),
+        ir.Pop(labels, ir.Const(5)),
+    ):
+        actions.statement(statement)(phv, ())
+        sizes.append((size(phv, ()), last(phv, ())))
+    assert sizes == [(2, 1), (3, 2), (2, 1), (0, -1)]
+
+
 # --- packets ----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ header long_h { bit<8> type; bit<32> v; }
 header_union either_u { short_h short; long_h long; }
 header options_h { bit<8> length; varbit<64> data; }
 header signed_h { int<8> a; int<8> b; bit<8> less; }
-header error_h { bit<8> code; }
+header error_h { bit<8> code; bit<8> length; }
 struct headers_t {
     error_h err; kind_h kind; label_h[3] labels; either_u either; options_h options; signed_h num;
 }
@@ -76,7 +76,9 @@ control I(inout headers_t h, inout metadata_t m, inout standard_metadata_t s) {
         }
     }
 }
-control E(inout headers_t h, inout metadata_t m, inout standard_metadata_t s) { apply { } }
+control E(inout headers_t h, inout metadata_t m, inout standard_metadata_t s) {
+    apply { h.err.length = (bit<8>) s.packet_length; }
+}
 control C(inout headers_t h, inout metadata_t m) { apply { } }
 control D(packet_out p, in headers_t h) {
     apply {

@@ -36,7 +36,11 @@ control I(inout headers_t h, inout metadata_t m, inout standard_metadata_t s) {
             if (h.op.op == 7) { truncate(3); }
             if (h.op.op == 8) { s.mcast_grp = 5; mark_to_drop(s); }
             if (h.op.op == 9) { s.mcast_grp = 77; }
+            if (h.op.op == 10) { truncate(3); s.mcast_grp = 5; }
+            if (h.op.op == 12) { s.egress_spec = 2; exit; }
+            if (h.op.op == 13) { s.priority = 1; }
             h.op.value = 0xee;
+            if (h.op.op == 14) { h.op.setInvalid(); }
         }
     }
 }
@@ -47,7 +51,8 @@ control E(inout headers_t h, inout metadata_t m, inout standard_metadata_t s) {
             if (m.kept == 3) { h.op.value = 0; } else { h.op.value = 1; }
             recirculate_preserving_field_list(2);
         } else {
-            if (s.instance_type == 0 && h.op.op == 6) {
+            if (h.op.op == 11) { truncate(4); }
+            if (s.instance_type == 0 && (h.op.op == 6 || h.op.op == 11)) {
                 clone_preserving_field_list(CloneType.E2E, 4, 1);
             }
             if (s.egress_rid == 99) { mark_to_drop(s); }
