@@ -16,9 +16,15 @@ FULL = wire.FULL_SEGMENT
 
 
 def random_frames(
-    rng: random.Random, hosts: int, contents: dict[bytes, bytes], count: int
+    rng: random.Random,
+    hosts: int,
+    contents: dict[bytes, bytes],
+    count: int,
+    *,
+    honest_owner: bool = False,
 ) -> Iterator[tuple[int, bytes]]:
-    """`count` frames with the port that each comes in by; host 1 owns all of `contents`."""
+    """`count` frames with the port that each comes in by; host 1 owns all of `contents`, and
+    damages no frames if it is honest."""
     for _ in range(count):
         port = rng.randint(1, hosts)
         choice = rng.random()
@@ -31,6 +37,8 @@ def random_frames(
         elif choice < 0.85:
             yield port, ordinary(rng, port, hosts)
         else:
+            if honest_owner:
+                port = rng.randint(2, hosts)
             frame = rng.choice((read, answer))(rng, contents)
             yield port, damaged(rng, wrap(port, rng.randint(1, hosts), frame))
 
