@@ -1,0 +1,71 @@
+"""Incast on a whole pool of processes: N nodes read the same blocks at the same moment.
+
+Oracle: the home's own count of what it sent, and bytes that follow from keys. Cannot see: how
+long anything takes on other machines; no test asserts a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvcast.bench.incast import IncastOptions, run
+from kvcast.topologies.pool import PoolError
+
+
+async def test_each_byte_leaves_its_home_once_and_n_times_through_a_plain_switch(
+    tmp_path: Path,
+) -> None:
+    report = await run(IncastOptions(readers=3, blocks=3, run_dir=tmp_path))
+    assert report["owner_egress_ratio"] <= 1.10
+    assert report["plain_owner_egress_ratio"] >= 2.9
+    assert report["gets"] == 9
+    assert report["misses"] == 0
+    assert report["wrong_bytes"] == 0
+    assert report["hits"]["shared"] == 9
+    assert set(report["fetch_ms"]) == {"kvcast", "plain"}
+    assert {"p50", "p99", "max"} == set(report["fetch_ms"]["kvcast"])
+    decisions = report["runs"]["kvcast"]["switch"]["decisions"]
+    assert decisions["new"] >= 3
+    assert decisions["join"] + decisions["new"] >= 9
+    assert report["commit"]
+    assert report["machine"]["cores"] >= 1
+
+
+async def test_lost_frames_cost_only_their_repeats(tmp_path: Path) -> None:
+    report = await run(IncastOptions(readers=3, blocks=12, loss=0.01, seed=5, run_dir=tmp_path))
+    assert report["misses"] == 0
+    assert report["wrong_bytes"] == 0
+    assert 1.0 <= report["owner_egress_ratio"] <= 1.35
+    assert report["runs"]["plain"]["misses"] == 0
+
+
+async def test_a_resident_block_is_served_while_its_home_is_stopped(tmp_path: Path) -> None:
+    report = await run(IncastOptions(readers=2, blocks=2, resident=True, run_dir=tmp_path))
+    assert report["owner_egress_bytes"] == 0
+    assert report["owner_egress_ratio"] == 0
+    assert report["hits"]["switch"] == report["gets"] == 4
+    assert report["misses"] == 0
+    assert report["wrong_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"readers": 0}, "1 to 31"),
+        ({"readers": 32}, "1 to 31"),
+        ({"readers": 31, "resident": True}, "1 to 30"),
+        ({"blocks": 0}, "blocks"),
+        ({"gather_ms": 256}, "gather"),
+        ({"block_bytes": 0}, "256 MiB"),
+        ({"rounds": 0}, "round"),
+    ],
+)
+def test_impossible_incasts_are_refused(wrong: dict[str, int], complaint: str) -> None:
+    with pytest.raises(PoolError, match=complaint):
+        IncastOptions(**wrong)  # type: ignore[arg-type]
+
+
+async def test_bmv2_without_interfaces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match="namespaces or mininet"):
+        await run(IncastOptions(readers=2, switch="bmv2", run_dir=tmp_path))
