@@ -120,7 +120,7 @@ def test_log_message_is_formatted(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_parser_error_is_counted_and_does_not_drop() -> None:
     switch = switch_with("headers")
-    assert switch.process(1, b"", 0) == [(1, b"\x01")]
+    assert switch.process(1, b"", 0) == [(1, b"\x01\x02")]
     assert switch.stats.parser_errors == 1
 
 
@@ -198,14 +198,14 @@ def test_describe_says_what_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("scenario", "outcome"),
     [
-        ("packet 2 07 aabb\nexpect 1 0007aabb$", "passed"),
-        ("packet 2 07 aabb\nexpect 1 0007", "passed"),
-        ("packet 2 07 aabb\nexpect 1 00*7a*bb$", "passed"),
+        ("packet 2 07 aabb\nexpect 1 000507aabb$", "passed"),
+        ("packet 2 07 aabb\nexpect 1 000507", "passed"),
+        ("packet 2 07 aabb\nexpect 1 00**07a*bb$", "passed"),
         ("packet 2 07 aabb\nexpect 1", "passed"),
-        ("packet 2 07 aabb\nexpect 1 0007aa$", "wrong"),
-        ("packet 2 07 aabb\nexpect 1 0007aabc", "wrong"),
-        ("packet 2 07 aabb\nexpect 1 0007aabbcc", "wrong"),
-        ("packet 2 07 aabb\nexpect 2 0007aabb", "wrong"),
+        ("packet 2 07 aabb\nexpect 1 000507aa$", "wrong"),
+        ("packet 2 07 aabb\nexpect 1 000507aabc", "wrong"),
+        ("packet 2 07 aabb\nexpect 1 000507aabbcc", "wrong"),
+        ("packet 2 07 aabb\nexpect 2 000507aabb", "wrong"),
         ("packet 2 07 aabb", "wrong"),
         ("expect 1 00", "wrong"),
         ("expect 1", "wrong"),
