@@ -306,6 +306,31 @@ def test_fields_come_out_of_a_packet_and_go_back(header: ir.Header, data_: st.Da
     assert short[layout.valid[0]] == 0
 
 
+def test_first_transition_that_matches_is_taken() -> None:
+    header = ir.Header("h", "h_t", (ir.Field("a", 8),), False)
+    key: tuple[ir.KeyPart, ...] = (ir.Lookahead(0, 8),)
+    skip = tuple(
+        ir.ParserState(f"skip{n}", (ir.Advance(ir.Const(8 * n)),), (), (), (), None)
+        for n in range(4)
+    )
+    for mask in (0xFF, 0x0F):
+        transitions = (
+            ir.Transition(5, mask, 2),
+            ir.Transition(5, mask, 3),
+            ir.Transition(7, mask, 4),
+        )
+        start = ir.ParserState("start", (), key, (8,), transitions, 1)
+        program = dataclasses.replace(
+            header_space(header), parser=ir.Parser("parser", (start, *skip), 0)
+        )
+        layout = Layout(program)
+        parser = Parser(actions_for(program, layout))
+        positions = [
+            parser.parse(layout.empty[:], bytes([first, 0, 0, 0])) for first in (5, 7, 6, 0x15)
+        ]
+        assert positions == [1, 3, 0, 0 if mask == 0xFF else 1]
+
+
 @pytest.mark.parametrize(
     ("value", "width", "signed"),
     [(0, 8, 0), (127, 8, 127), (128, 8, -128), (255, 8, -1), (256, 8, 0), (-129, 8, 127)],

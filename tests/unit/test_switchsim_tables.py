@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcast.switchsim import bmv2json
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.externs import Rate
-from kvcast.switchsim.phv import Layout, Phv
+from kvcast.switchsim.phv import NOW_US, REGISTERS, Layout, Phv
 from kvcast.switchsim.program import Exact, Lpm, MatchValue, Range, Ternary
 from kvcast.switchsim.switch import Switch
 from kvcast.switchsim.tables import (
@@ -195,15 +195,17 @@ def test_const_default_of_a_block_of_statements_cannot_be_changed(forwarding: Sw
 FIELD_WIDTHS = (5, 3)
 
 
-def _bare_table(match: str, kinds: tuple[str, ...]) -> tuple[Table, Callable[..., Phv]]:
-    """A table over metadata fields f0, f1, without actions but NoAction."""
+def _bare_table(
+    match: str, kinds: tuple[str, ...], *, metadata: bool = True
+) -> tuple[Table, Callable[..., Phv]]:
+    """A table over the fields f0, f1 of one header, without actions but NoAction."""
     fields = tuple(ir.Field(f"f{n}", w) for n, w in enumerate(FIELD_WIDTHS))
     program = switch_with("selector").program
     assert program is not None
     # Only the header space matters to a layout.
     program = dataclasses.replace(
         program,
-        headers=(ir.Header("m", "m_t", fields, True),),
+        headers=(ir.Header("m", "m_t", fields, metadata),),
         stacks=(),
         unions=(),
         union_stacks=(),
@@ -229,7 +231,7 @@ def _bare_table(match: str, kinds: tuple[str, ...]) -> tuple[Table, Callable[...
         with_counters=True,
         meter=None,
         action_profile=None,
-        support_timeout=False,
+        support_timeout=True,
     )
     action = ir.Action("NoAction", 0, (), ())
     table = Table(spec, layout, [action], [lambda p, a: None], None)
@@ -242,6 +244,28 @@ def _bare_table(match: str, kinds: tuple[str, ...]) -> tuple[Table, Callable[...
         return phv
 
     return table, packet
+
+
+@pytest.mark.parametrize("kinds", [("exact",), ("exact", "exact")])
+def test_key_field_of_an_invalid_header_counts_as_zero(kinds: tuple[str, ...]) -> None:
+    table, packet = _bare_table("exact", kinds, metadata=False)
+    zeros = table.add([Exact(0)] * len(kinds), 0, "NoAction")
+    fives = table.add([Exact(5)] * len(kinds), 0, "NoAction")
+    phv = packet(*[5] * len(kinds))
+    table.apply(phv)
+    assert (table.read_counter(zeros)[0], table.read_counter(fives)[0]) == (1, 0)
+    phv[REGISTERS] = 1  # the validity of the only header
+    table.apply(phv)
+    assert (table.read_counter(zeros)[0], table.read_counter(fives)[0]) == (1, 1)
+
+
+def test_entry_of_a_table_with_timeouts_knows_when_it_was_hit() -> None:
+    table, packet = _bare_table("exact", ("exact",))
+    handle = table.add([Exact(5)], 0, "NoAction")
+    phv = packet(5)
+    phv[NOW_US] = 777
+    table.apply(phv)
+    assert table.get(handle).last_hit_us == 777
 
 
 def _matches(value: MatchValue, width: int, actual: int) -> bool:
