@@ -146,14 +146,7 @@ def _print_incast(report: dict[str, Any]) -> None:
 
     parameters, runs = report["parameters"], report["runs"]
     columns = [name for name in ("plain", "kvcast") if name in runs]
-    table = Table(
-        title=(
-            f"{report['bench']}: {parameters['readers']} readers, {parameters['blocks']} blocks "
-            f"of {parameters['block_bytes']:,} bytes, loss {parameters['loss']:g}, "
-            f"{parameters['switch']} over {parameters['runner']}"
-        ),
-        title_justify="left",
-    )
+    table = Table()
     table.add_column("")
     for name in columns:
         table.add_column("plain switch" if name == "plain" else name, justify="right")
@@ -171,7 +164,14 @@ def _print_incast(report: dict[str, Any]) -> None:
     row("gets", lambda run: run["gets"])
     row("misses", lambda run: run["misses"])
     row("wrong bytes", lambda run: run["wrong_bytes"])
-    Console().print(table)
+    console = Console()
+    console.print(
+        f"{report['bench']}: {parameters['readers']} readers, {parameters['blocks']} blocks "
+        f"of {parameters['block_bytes']:,} bytes, loss {parameters['loss']:g}, "
+        f"{parameters['switch']} over {parameters['runner']}",
+        highlight=False,
+    )
+    console.print(table)
 
 
 async def _run_hostile(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket",
         type=Path,
-        default=os.environ.get("KVCAST_SOCKET"),
+        default=os.environ.get("KVCAST_SOCKET") or None,
         metavar="PATH",
         help="the Unix socket of an agent (or the environment's KVCAST_SOCKET)",
     )

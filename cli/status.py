@@ -129,7 +129,7 @@ def render(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
     from rich.columns import Columns
     from rich.console import Group
 
-    parts: list[RenderableType] = [_summary(status), _nodes(status, before)]
+    parts: list[RenderableType] = [_summary(status), _nodes(status, before), _hits(status)]
     tables = [
         _counts("switch decisions", status.get("decisions")),
         _counts("fills", status.get("fills")),
@@ -164,20 +164,17 @@ def _summary(status: dict[str, Any]) -> RenderableType:
 
 
 def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
-    """A row a node: state, memory, hits by tier, misses, fetch times, what its link carries."""
+    """A row a node: state, memory, and what its link carried to readers."""
     from rich.table import Table
 
     table = Table(title="nodes", title_justify="left")
     table.add_column("node")
     table.add_column("port", justify="right")
     table.add_column("state")
-    for name in ("buckets", "blocks", "DRAM MiB", *_TIERS, "misses"):
-        table.add_column(name, justify="right")
-    for name in ("p50 ms", "p99 ms", "out MiB", "out MiB/s"):
+    for name in ("buckets", "blocks", "DRAM MiB", "sent MiB", "MiB/s"):
         table.add_column(name, justify="right")
     for node in status["nodes"]:
         counters = status.get("agents", {}).get(node["node_id"], {})
-        misses = sum(v for k, v in counters.items() if k.startswith("misses_"))
         table.add_row(
             node["node_id"],
             str(node["switch_port"]),
@@ -185,12 +182,28 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
             str(node["buckets"]),
             str(node["blocks"]),
             f"{node['arena_used_bytes'] / 2**20:.1f}/{node['arena_bytes'] / 2**20:.0f}",
-            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
-            f"{misses:.0f}",
-            f"{counters.get('fetch_ms_p50', 0):.1f}",
-            f"{counters.get('fetch_ms_p99', 0):.1f}",
             f"{_sent(counters) / 2**20:.1f}",
             _rate(node["node_id"], counters, before),
+        )
+    return table
+
+
+def _hits(status: dict[str, Any]) -> RenderableType:
+    """A row a node: where its engines' blocks came from, and how long they waited."""
+    from rich.table import Table
+
+    table = Table(title="blocks got, by where they came from", title_justify="left")
+    table.add_column("node")
+    for name in (*_TIERS, "misses", "p50 ms", "p99 ms"):
+        table.add_column(name, justify="right")
+    for node in status["nodes"]:
+        counters = status.get("agents", {}).get(node["node_id"], {})
+        table.add_row(
+            node["node_id"],
+            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
+            f"{counters.get('misses_total', 0):.0f}",
+            f"{counters.get('fetch_ms_p50', 0):.1f}",
+            f"{counters.get('fetch_ms_p99', 0):.1f}",
         )
     return table
 

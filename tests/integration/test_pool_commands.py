@@ -1,0 +1,168 @@
+"""The `kvcast` command at work: put, get and status on a pool, and the demo from end to end.
+
+Oracle: the files that went in, the report's own fields, the kernel's process table. Cannot see:
+whether the picture is beautiful.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from pool_harness import running_pool
+
+KVCAST = [sys.executable, "-m", "kvcast.cli.main"]
+
+
+async def _run(*words: str | Path, stdin: bytes | None = None) -> tuple[int, bytes, str]:
+    process = await asyncio.create_subprocess_exec(
+        *KVCAST,
+        *map(str, words),
+        stdin=asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, error = await process.communicate(stdin)
+    assert process.returncode is not None
+    return process.returncode, out, error.decode()
+
+
+async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
+    tmp_path: Path,
+) -> None:
+    data = os.urandom(100_001)
+    (tmp_path / "in").write_bytes(data)
+    async with running_pool(tmp_path, 2, replicas=0) as (pool, _links):
+        one, two = pool.sockets["node-1"], pool.sockets["node-2"]
+        code, out, error = await _run("put", "--socket", one, tmp_path / "in")
+        assert (code, error) == (0, "")
+        key = out.decode().strip()
+        assert re.fullmatch("[0-9a-f]{32}", key)
+
+        assert (await _run("get", "--socket", two, key))[:2] == (0, data)
+        code, _, _ = await _run("get", "--socket", one, key, "-o", tmp_path / "copy")
+        assert code == 0
+        assert (tmp_path / "copy").read_bytes() == data
+        code, out, _ = await _run("get", "--socket", two, key, "--json")
+        assert json.loads(out)["size_bytes"] == len(data)
+        assert json.loads(out)["tier"] == "local"
+
+        other = ["--tenant", "somebody", "--model", "else"]
+        code, out, error = await _run("get", "--socket", two, key, *other, "--deadline", "2")
+        assert (code, out) == (3, b"")
+        assert f"{key} is not in the pool" in error
+
+        code, out, _ = await _run("put", "--socket", two, "-", "--json", *other, stdin=b"x")
+        named = json.loads(out)
+        assert (code, named["size_bytes"]) == (0, 1)
+        code, out, _ = await _run("get", "--socket", one, named["key"], *other)
+        assert (code, out) == (0, b"x")
+
+        (tmp_path / "empty").write_bytes(b"")
+        code, _, error = await _run("put", "--socket", one, tmp_path / "empty")
+        assert code == 1
+        assert "is empty" in error
+
+        code, out, _ = await _run("status", "--http", pool.http_url, "--once")
+        assert code == 0
+        for word in ("node-1", "node-2", "switch decisions", "alive"):
+            assert word in out.decode()
+        code, out, _ = await _run("status", "--http", pool.http_url, "--once", "--json", "-")
+        assert len(json.loads(out)["nodes"]) == 2
+
+
+async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
+    report_path = tmp_path / "report.json"
+    flags = ["--nodes", "4", "--seconds-budget", "24", "--workload", "tp-mla"]
+    code, out, error = await _run("demo", *flags, "--json", report_path, "--out", tmp_path / "out")
+    assert code == 0, error
+    text = out.decode()
+    assert "scaled to this machine: blocks of" in text
+    assert "owner egress ratio" in text
+    assert "\x1b[" not in text  # no colours into a pipe
+    report = json.loads(report_path.read_text())
+    assert report["wrong_bytes"] == 0
+    assert report["misses"] == 0
+    assert report["gets"] == sum(report["hits"].values()) > 0
+    assert set(report["hits"]) == {"local", "switch", "shared", "home", "bulk", "miss"}
+    assert report["owner_egress_ratio"] < report["plain_owner_egress_ratio"]
+    for run in ("plain", "kvcast"):
+        assert {"p50", "p99", "max"} == set(report["fetch_ms"][run])
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "demo.html").read_text()
+    assert "data:image/png;base64," in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+
+
+async def test_a_traces_first_part_is_replayed_and_named(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 40 * i, "input_length": 9, "output_length": 1, "hash_ids": [0, 1, 2 + i // 5]}
+        for i in range(60)
+    ]
+    trace = tmp_path / "small.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--nodes", "3", "--seconds-budget", "24", "--time-scale", "0.5"]
+    code, out, error = await _run(
+        "demo", "--trace", trace, *flags, "--json", "-", "--out", tmp_path / "out"
+    )
+    assert code == 0, error
+    report = json.loads(out)  # standard output is the report alone
+    assert report["wrong_bytes"] == 0
+    assert report["parameters"]["trace"] == "small.jsonl"
+    assert "requests" in report["workload"]["scaling"]
+    assert re.search(r"of the trace's 60 requests", report["workload"]["scaling"])
+    assert report["workload"]["requests"] >= 30
+
+
+def _children(pid: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_an_interrupted_demo_leaves_no_process_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *KVCAST,
+        *("demo", "--nodes", "3", "--out", str(tmp_path)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        for _ in range(300):
+            if len(children := _children(process.pid)) == 5:
+                break
+            await asyncio.sleep(0.1)
+        assert len(children) == 5
+        await asyncio.sleep(1)
+        process.send_signal(number)
+        _, error = await asyncio.wait_for(process.communicate(), 30)
+        if number != signal.SIGKILL:
+            assert process.returncode == 130
+            assert b"interrupted" in error
+            assert b"Traceback" not in error
+        for _ in range(100):
+            alive = {pid for pid in children if Path(f"/proc/{pid}").exists()}
+            if not alive:
+                break
+            await asyncio.sleep(0.1)
+        assert not alive
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

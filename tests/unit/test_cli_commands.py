@@ -1,0 +1,310 @@
+"""The `kvcast` command without a pool: help, errors, exit codes, what is imported when.
+
+Oracle: the texts and codes that the help promises. Cannot see: commands at work on a pool
+(tests/integration/test_pool_commands.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from kvcast.cli import common, main, shell, status
+from kvcast.cli.blocks import key_from
+from kvcast.cli.common import CommandError, byte_size, run_command
+
+
+def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvcast.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=None if env is None else os.environ | env,
+    )
+
+
+def test_help_teaches_every_command_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in main.COMMANDS:
+        assert f"\n  {name} " in text
+    assert "examples:" in text
+    assert "kvcast bench incast --readers 8" in text
+
+
+@pytest.mark.parametrize("name", sorted(main.COMMANDS))
+def test_every_command_explains_itself(name: str) -> None:
+    ran = _run(name, "--help")
+    assert ran.returncode == 0
+    assert ran.stdout.startswith(f"usage: kvcast {name}")
+    assert len(ran.stdout.splitlines()) > 8
+
+
+def test_the_benches_and_workloads_are_explained() -> None:
+    assert "owner_egress_ratio" in _run("bench", "incast", "--help").stdout
+    text = " ".join(_run("demo", "--help").stdout.split())
+    for name in ("tp-mla", "rollout", "fan-out", "storm", "chat", "mix"):
+        assert f" {name} " in text
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvcast ")
+
+
+def test_no_command_and_an_unknown_one_are_usage_errors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.main([]) == 2
+    assert main.main(["fly"]) == 2
+    assert "no command 'fly'; there are demo, bench" in capsys.readouterr().err
+
+
+def test_the_command_imports_nothing_heavy_before_it_knows_what_to_do() -> None:
+    code = (
+        "import sys, kvcast.cli.main as m; m.main(['--version']);"
+        "print(sorted(x for x in ('grpc','numpy','matplotlib','rich','finsy','aiohttp','asyncio')"
+        " if x in sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    heavy = set(json.loads(ran.stdout.splitlines()[1].replace("'", '"')))
+    assert heavy <= {"asyncio"}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["status", "--http", "127.0.0.1:9"], "no controller answers"),
+        (["put", "--socket", "/no/such.sock", "/no/such/file"], "No such file"),
+        (["get", "--socket", "/no/such.sock", "00" * 16], "/no/such.sock"),
+        (["demo", "--trace", "/no/trace.jsonl", "--out", "/tmp"], "/no/trace.jsonl: No such file"),
+        (["bench", "incast", "--readers", "40"], "1 to 31"),
+        (["bench", "incast", "--switch", "bmv2"], "namespaces or mininet"),
+    ],
+)
+def test_a_failure_is_one_line_and_status_1(words: list[str], complaint: str) -> None:
+    ran = _run(*words)
+    assert ran.returncode == 1
+    assert complaint in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["get", "xyz"],
+        ["get", "00" * 16],
+        ["demo", "--nodes", "33"],
+        ["demo", "--workload", "nap"],
+        ["demo", "--time-scale", "2"],
+        ["demo", "--seconds-budget", "1"],
+        ["bench"],
+        ["bench", "incast", "--block-size", "huge"],
+        ["status", "--interval", "0"],
+    ],
+)
+def test_wrong_usage_is_status_2(words: list[str]) -> None:
+    ran = _run(*words, env={"KVCAST_SOCKET": ""} if words[0] == "get" else None)
+    assert ran.returncode == 2
+    assert "usage:" in ran.stderr
+
+
+def test_debug_shows_the_traceback_that_is_otherwise_hidden() -> None:
+    assert "Traceback" in _run("status", "--http", "127.0.0.1:9", "--log-level", "debug").stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("64KiB", 65536), ("1m", 1 << 20), ("2 GiB", 2 << 30)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5M", "4 parsecs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        byte_size(text)
+
+
+def test_a_key_is_32_hexadecimal_digits() -> None:
+    assert key_from("AB" * 16) == b"\xab" * 16
+    for wrong in ("", "ab", "zz" * 16, "ab" * 17):
+        with pytest.raises(argparse.ArgumentTypeError):
+            key_from(wrong)
+
+
+def test_errors_of_ours_are_told_by_their_text_and_others_with_their_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def ours() -> int:
+        raise CommandError("the cupboard is bare")
+
+    async def theirs() -> int:
+        raise ZeroDivisionError("oops")
+
+    assert run_command(ours, log_level="warning") == 1
+    assert run_command(theirs, log_level="warning") == 1
+    assert capsys.readouterr().err == (
+        "kvcast: the cupboard is bare\nkvcast: ZeroDivisionError: oops\n"
+    )
+    group = ExceptionGroup("many", [CommandError("the first")])
+    assert common.explain(group) == "the first"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cancels_the_command_and_lets_it_clean_up(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned = []
+
+    async def sleeps() -> int:
+        os.kill(os.getpid(), number)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    assert run_command(sleeps, log_level="warning") == 130
+    assert cleaned == [True]
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_the_shell_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shell, "find_shell_python", lambda: None)
+    assert shell.main([]) == 1
+    assert "make setup-shell" in capsys.readouterr().err
+
+
+def test_the_shell_is_started_from_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("")
+    monkeypatch.setenv("KVCAST_P4RT_SHELL", str(python))
+    (tmp_path / "lib/python3.11/site-packages/p4runtime_sh").mkdir(parents=True)
+    assert shell.find_shell_python() == python
+    started: list[Sequence[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    shell.main(["--switch", "10.0.0.1:99", "--device-id", "4"])
+    assert started[0][0] == str(python)
+    assert started[0][started[0].index("-m") + 1] == "p4runtime_sh"
+    assert "--grpc-addr=10.0.0.1:99" in started[0]
+    assert "--device-id=4" in started[0]
+
+
+_STATUS = {
+    "epoch": 7,
+    "plain": False,
+    "admit": "auto",
+    "nodes": [
+        {
+            "node_id": "node-1",
+            "switch_port": 1,
+            "alive": True,
+            "connected": True,
+            "programmed": True,
+            "buckets": 1024,
+            "blocks": 3,
+            "arena_used_bytes": 1 << 20,
+            "arena_bytes": 64 << 20,
+        },
+        {
+            "node_id": "node-2",
+            "switch_port": 2,
+            "alive": False,
+            "connected": False,
+            "programmed": False,
+            "buckets": 0,
+            "blocks": 0,
+            "arena_used_bytes": 0,
+            "arena_bytes": 64 << 20,
+        },
+    ],
+    "slots": {"total": 256, "free": 255},
+    "switch": {"connected": True, "programmed": True, "address": "x"},
+    "decisions": {"NEW": 4, "JOIN": 28},
+    "fills": {"FILLED": 64},
+    "agents": {"node-1": {"hits_shared_total": 28.0, "payload_bytes_sent_udp_total": 3e6}},
+    "residents": [
+        {
+            "namespace": 1,
+            "key": "ab" * 16,
+            "size_bytes": 65536,
+            "hits": 12,
+            "value": 5.0,
+            "age_s": 3.0,
+            "pinned": True,
+            "leaving": False,
+        }
+    ],
+}
+
+
+def _rendered(before: tuple[dict[str, object], float] | None) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, force_terminal=False, record=True)
+    with console.capture() as captured:
+        console.print(status.render(_STATUS, before))
+    return captured.get()
+
+
+def test_the_status_view_shows_nodes_tiers_links_decisions_and_residents() -> None:
+    text = _rendered(None)
+    for word in ("epoch 7", "1 of 2 nodes alive", "node-1", "dead", "join", "28", "ab" * 16):
+        assert word in text
+    assert "slots 1 of 256" in text
+
+
+def test_the_status_view_gives_rates_between_two_answers() -> None:
+    assert "2.86" in _rendered(({"agents": {}}, 1.0))  # 3e6 bytes in a second, in MiB/s
+
+
+def test_status_reads_a_controllers_answer_and_refuses_another_servers() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(_STATUS if "good" in self.path else {"hello": 1}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert status.fetch_status(f"{url}/good")["epoch"] == 7
+            with pytest.raises(CommandError, match="no kvcast controller"):
+                status.fetch_status(url)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_port_that_nobody_listens_on_is_told() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(CommandError, match="no controller answers"):
+            status.fetch_status(f"http://127.0.0.1:{port}")
