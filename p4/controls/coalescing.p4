@@ -8,7 +8,8 @@
 //
 // A repeat (RETRY, or the reader's own bit already set) is always sent on, or one lost frame would
 // stall everybody who joined. For a member of a reader group its own bit may stem from another
-// member's READ, so there it is no sign of a repeat.
+// member's READ, so there it is no sign of a repeat. What is sent on while the entry holds its
+// reader bears the SHARED mark: the home may answer it together with others so marked.
 
 control Coalescing(inout headers_t hdr, inout state_t state) {
     action open() {
@@ -17,6 +18,8 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
         state.entry.ports = state.port_bits;
         state.decision = DECISION_NEW;
         state.demand = 1;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+        hdr.udp.checksum = 0;   // RFC 768: none
     }
 
     action join() {
@@ -30,21 +33,36 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
         state.entry.stamp = state.now;
         state.entry.ports = state.entry.ports | state.port_bits;
         state.decision = DECISION_RETRY;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+        hdr.udp.checksum = 0;
     }
 
-    // Past its lease, whether of another key or the same: who waited there has asked again by now,
-    // or given up.
+    // Past its lease, but this segment's: ask again, for everybody who may still wait.
+    action ask_again() {
+        state.entry.stamp = state.now;
+        state.entry.ports = state.entry.ports | state.port_bits;
+        state.decision = DECISION_EXPIRED;
+        state.demand = 1;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+        hdr.udp.checksum = 0;
+    }
+
+    // Past its lease, and another's: who waited there has asked again by now, or given up.
     action take_over() {
         state.entry.fingerprint = state.fingerprint;
         state.entry.stamp = state.now;
         state.entry.ports = state.port_bits;
         state.decision = DECISION_EXPIRED;
         state.demand = 1;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+        hdr.udp.checksum = 0;
     }
 
     action collide() {
         state.decision = DECISION_COLLIDE;
         state.demand = 1;
+        hdr.kvcast.flags = hdr.kvcast.flags & ~FLAG_SHARED;
+        hdr.udp.checksum = 0;
     }
 
     // The frame goes to everybody in the entry and to its addressee.
@@ -89,7 +107,7 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
             state.others       : ternary @name("others");
         }
         actions = {
-            open; join; refresh; take_over; collide;
+            open; join; refresh; ask_again; take_over; collide;
             share; share_and_end; continue_alone; end_alone; pass_by;
         }
         const default_action = pass_by();
@@ -101,6 +119,7 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
             (KIND_LAST_DATA,  _,   1,   _,    _,                        _,      _) : share_and_end();
             (KIND_READ,       1,   _,   _,    _,                        _,      _) : open();
             (KIND_READ,       _,   1,   _,    FLAG_RETRY &&& FLAG_RETRY, _,     _) : refresh();
+            (KIND_READ,       _,   1,   1,    _,                        _,      _) : ask_again();
             (KIND_READ,       _,   _,   1,    _,                        _,      _) : take_over();
             (KIND_READ,       _,   1,   _,    _,                        _,      0) : join();
             (KIND_READ,       _,   1,   _,    _,                        1,      _) : join();

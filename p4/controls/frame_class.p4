@@ -14,7 +14,7 @@ const bit<16> OFFER_LENGTH    = UDP_BYTES + KVCAST_BYTES + OFFER_BYTES;
 const bit<16> DATA_FLAGS = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT;
 const bit<16> MISS_FLAGS = FLAG_PARTIAL | FLAG_SHARED;
 // Bits that must be as the entry says; the complement is free.
-const bit<16> READ_FIXED = ~FLAG_RETRY;
+const bit<16> READ_FIXED = ~(FLAG_RETRY | FLAG_SHARED);
 const bit<16> DATA_FIXED = ~(DATA_FLAGS & ~(FLAG_PARTIAL | FLAG_LAST));
 const bit<16> PART_FIXED = ~(DATA_FLAGS & ~FLAG_PARTIAL);
 const bit<16> MISS_FIXED = ~(MISS_FLAGS & ~FLAG_PARTIAL);

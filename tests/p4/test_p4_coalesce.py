@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 
+import p4_frames
 import pytest
 from kvcast.protocol import wire
 from pool_switch import KEY, LEASE_US, NAMESPACE, PoolSwitch, content_of, endpoint, ports
@@ -78,12 +79,59 @@ def test_a_repeat_refreshes_the_lease(pool: PoolSwitch) -> None:
     assert pool.read(3) == []
 
 
-def test_a_lease_that_ran_out_is_taken_over_by_the_next_read(pool: PoolSwitch) -> None:
+def test_a_lease_that_ran_out_lets_the_next_read_ask_again_for_all(pool: PoolSwitch) -> None:
     pool.read(2)
     pool.now_us += LEASE_US + 1000
     assert ports(pool.read(3)) == [1]
     assert pool.decided("expired") == 1
-    assert ports(pool.data(3, CONTENT, 0)) == [3]
+    assert ports(pool.data(3, CONTENT, 0)) == [2, 3]
+
+
+def test_a_lease_that_ran_out_gives_the_entry_to_another_segment(pool: PoolSwitch) -> None:
+    other = colliding_key()
+    pool.read(2)
+    pool.now_us += LEASE_US + 1000
+    assert ports(pool.read(3, key=other)) == [1]
+    assert pool.decided("expired") == 1
+    assert pool.read(4, key=other) == []
+    assert ports(pool.data(3, CONTENT, 0, key=other)) == [3, 4]
+    assert ports(pool.data(2, CONTENT, 0)) == [2], "whose entry is gone"
+
+
+def test_a_read_that_goes_on_while_its_entry_holds_it_is_marked(pool: PoolSwitch) -> None:
+    """So that the home may answer it together with others that are marked."""
+    (first,) = pool.read(2)
+    (repeat,) = pool.read(3, flags=wire.FLAG_RETRY)
+    (other,) = pool.read(3, key=colliding_key())
+    (part,) = pool.read(4, wanted=1, flags=wire.FLAG_PARTIAL)
+    marks = [r.frame.flags & wire.FLAG_SHARED for r in (first, repeat, other, part)]
+    assert marks == [wire.FLAG_SHARED, wire.FLAG_SHARED, 0, 0]
+
+
+def test_a_mark_that_a_host_makes_itself_is_taken_off(pool: PoolSwitch) -> None:
+    pool.read(2)
+    (collided,) = pool.read(3, key=colliding_key(), flags=wire.FLAG_SHARED)
+    assert pool.decided("collide") == 1
+    assert collided.frame.flags == 0
+
+
+def test_an_answer_under_way_keeps_its_entry_alive(pool: PoolSwitch) -> None:
+    pool.read(2)
+    for chunk in (0, 1):
+        pool.now_us += LEASE_US * 3 // 4
+        pool.data(2, CONTENT, chunk)
+    pool.now_us += LEASE_US * 3 // 4
+    assert pool.read(3) == []
+
+
+def test_a_changed_read_has_no_udp_checksum_left(pool: PoolSwitch) -> None:
+    """A kernel's socket computes one, and a mark would make it wrong."""
+    raw = bytearray(
+        p4_frames.wrap(2, 1, wire.Frame(wire.OP_READ, NAMESPACE, KEY, wanted=wire.FULL_SEGMENT))
+    )
+    raw[40:42] = b"\x12\x34"
+    ((_, out),) = pool.switch.process(2, bytes(raw), pool.now_us)
+    assert out[40:42] == b"\0\0"
 
 
 def test_joining_does_not_refresh_the_lease(pool: PoolSwitch) -> None:

@@ -15,6 +15,7 @@ from pool_switch import DECISIONS, KEY, NAMESPACE, PoolSwitch, content_of
 
 HOSTS = 5
 FRAMES = 4000
+OP_AT = 43
 CONTENTS = {
     KEY: content_of(3 * wire.CHUNK_BYTES - 100, seed=3),
     b"w" * 16: content_of(wire.SEGMENT_BYTES),
@@ -37,7 +38,7 @@ def test_every_frame_is_decided_once_and_no_wrong_byte_leaves(enabled: bool) -> 
     for port, frame in frames:
         pool.now_us += 500
         for _, out in pool.switch.process(port, frame, pool.now_us):
-            check_served(out)
+            check_served(frame, out)
 
     decided = {name: pool.decided(name) for name in DECISIONS}
     assert sum(decided.values()) - decided["serving"] == FRAMES
@@ -55,16 +56,14 @@ def test_every_frame_is_decided_once_and_no_wrong_byte_leaves(enabled: bool) -> 
         }
 
 
-def check_served(out: bytes) -> None:
-    """DATA that the switch made itself is a whole, well-formed frame with the block's own bytes."""
-    try:
-        datagram = ethernet.unwrap(out)
-        frame = wire.decode(datagram.payload)
-    except wire.WireError:
-        return  # passed through as ordinary traffic
-    if frame.op == wire.OP_DATA and frame.flags & wire.FLAG_RESIDENT:
-        content = CONTENTS[frame.key]
-        if frame.digest == wire.digest_of(content):
-            at = frame.chunk * wire.CHUNK_BYTES
-            expected = content[at : at + wire.CHUNK_BYTES].ljust(wire.CHUNK_BYTES, b"\0")
-            assert bytes(frame.payload) == expected
+def check_served(sent: bytes, out: bytes) -> None:
+    """A DATA that came of a READ is a whole, well-formed frame with the block's own bytes."""
+    if sent[OP_AT : OP_AT + 1] != bytes([wire.OP_READ]) or out[OP_AT] != wire.OP_DATA:
+        return
+    frame = wire.decode(ethernet.unwrap(out).payload)
+    content = CONTENTS[frame.key]
+    assert frame.namespace == NAMESPACE
+    assert frame.digest == wire.digest_of(content)
+    at = frame.chunk * wire.CHUNK_BYTES
+    expected = content[at : at + wire.CHUNK_BYTES].ljust(wire.CHUNK_BYTES, b"\0")
+    assert bytes(frame.payload) == expected
