@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--coalesce-lease",
         metavar="SECONDS",
         type=_seconds(0.001, 3600),
-        default=1.5,
+        default=4.0,
         help="how long a READ waits in the switch for its DATA before it may be taken over; two "
         "to three times the round trip's 99th percentile",
     )

@@ -33,6 +33,8 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
+    window_shared: int = 8
+    """Segments in flight from one home while its answers are shared; the same for all readers."""
     queueing_target_s: float = 0.02
     """The window stops growing while answers take so much longer than the fastest did. Within
     so much time of the first of several readers, the next ones still join its READs."""
@@ -40,7 +42,7 @@ class RequesterConfig:
     """Time-out before the first round-trip sample."""
     rto_min_s: float = 0.05
     """Shortest time-out; above the pauses that a home's scheduler makes."""
-    rto_max_s: float = 2.0
+    rto_max_s: float = 4.0
     """Longest time-out, back-off included."""
     backoff_max: int = 4
     """A time-out doubles with each try in a row, up to so many times the first. Low, because a

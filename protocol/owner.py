@@ -11,7 +11,9 @@ gathering waits for its joiners first.
 
 What is asked for twice is sent once as long as the first answer has not gone out: a READ adds to
 a job of the same reader and segment only those chunks that the job no longer has before it.
-So a reader that is impatient with a busy home does not make it busier.
+So a reader that is impatient with a busy home does not make it busier. A READ of a full segment
+that a switch has marked SHARED comes from a reader to which that switch copies the answer; so READs
+thus marked are answered together, whoever sent them, until the answer is out.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from kvcast.protocol.wire import (
     FLAG_LAST,
     FLAG_PARTIAL,
     FLAG_RETRY,
+    FLAG_SHARED,
     MISS_DIGEST_GONE,
     MISS_NOT_FOUND,
     MISS_NOT_HOME,
@@ -88,7 +91,7 @@ class OwnerConfig:
     """Of them for one reader; above a reader's credit, or its READs are refused."""
     max_replies: int = 1024
     """MISSes waiting to be sent; one more is dropped, and the reader's timer takes its place."""
-    max_gather_ms: int = 50
+    max_gather_ms: int = 255
     """Longest time for which an answer is held for joiners, whatever the READ allows."""
     heat_blocks: int = 4096
     """Blocks whose reads are counted; the one not read for longest gives way."""
@@ -104,6 +107,8 @@ class OwnerCounters:
     reads_partial: int = 0
     reads_collapsed: int = 0
     """READs that asked only for what was already waiting to be sent to the same reader."""
+    reads_merged: int = 0
+    """READs marked by a switch that were answered together with another reader's."""
     data_frames: int = 0
     payload_bytes: int = 0
     """Block bytes sent, without headers and the last chunk's padding."""
@@ -198,6 +203,7 @@ class Owner:
         self._bucket = TokenBucket(config.rate_frames_per_s, config.burst_frames)
         self._replies: deque[tuple[int, Frame]] = deque()
         self._jobs: dict[_JobKey, _Job] = {}
+        self._shared_jobs: dict[tuple[BlockId, int], _Job] = {}  # by block and segment
         self._job_count = 0
         self._readers: dict[int, _Reader] = {}
         self._turns: deque[int] = deque()  # readers with something in their queue
@@ -322,6 +328,12 @@ class Owner:
             self._note_heat(reader, block, size, held.digest)
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
+        shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None
+        if shared is not None:
+            job = self._shared_jobs.get(shared)
+            if job is not None and job.held.digest == held.digest:
+                self.counters.reads_merged += 1
+                return False
         key = (reader, block, frame.segment, partial)
         job = self._jobs.get(key)
         if not wanted or (job is not None and job.held.digest == held.digest):
@@ -343,6 +355,8 @@ class Owner:
         if not partial and frame.segment == 0:
             job.offer = self._offer(frame, block, held)
         self._jobs[key] = job
+        if shared is not None:
+            self._shared_jobs[shared] = job
         self._job_count += 1
         state.jobs += 1
         gather_ms = min(frame.gather, self.config.max_gather_ms)
@@ -525,6 +539,8 @@ class Owner:
         """A job has left its queue: let go of its block."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
+        if self._shared_jobs.get((job.block, job.segment)) is job:
+            del self._shared_jobs[job.block, job.segment]
         self._job_count -= 1
         reader = job.key[0]
         state = self._readers[reader]

@@ -554,7 +554,7 @@ class Requester:
                 return
             index, home = next(iter(self._waiting.items()))
             del self._waiting[index]
-            if home.in_flight >= int(home.window.size):
+            if home.in_flight >= self._window(now, home):
                 self._waiting[index] = home
                 blocked += 1
                 continue
@@ -565,6 +565,17 @@ class Requester:
                 blocked = 0
             if home.queue:
                 self._waiting[index] = home
+
+    def _window(self, now: float, home: _Home) -> int:
+        """How many segments may be in flight from `home`.
+
+        While answers are shared it is the same number for every reader, whatever each of them
+        has lost or waited for: one stream serves all, so more readers mean no more load, and a
+        reader whose window were smaller would ask for what the others have had already.
+        """
+        if now < self._shared_until:
+            return self.config.window_shared
+        return int(home.window.size)
 
     def _next_idle(self, home: _Home) -> _Flight | None:
         """The next segment to ask `home` for.

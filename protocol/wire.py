@@ -55,7 +55,8 @@ FLAG_PARTIAL: Final = 0x0002
 FLAG_LAST: Final = 0x0004
 """DATA: the last chunk of this answer."""
 FLAG_SHARED: Final = 0x0008
-"""DATA, MISS: set by a switch where more than one port waited."""
+"""DATA, MISS: set by a switch where more than one port waited. READ: set by a switch that will
+copy the answer to this reader; the home may answer READs so marked together."""
 FLAG_PADDED: Final = 0x0010
 """READ: READ_PADDING_BYTES follow the header."""
 FLAG_RESIDENT: Final = 0x0020
@@ -256,7 +257,7 @@ class Offer(NamedTuple):
     address: int
 
 
-_READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_PADDED
+_READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_SHARED | FLAG_PADDED
 _DATA_FLAGS: Final = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT
 _MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED
 _NOT_READ_FLAGS: Final = 0xFFFF & ~_READ_FLAGS
