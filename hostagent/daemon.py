@@ -218,6 +218,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rto-min", type=float, default=requester.rto_min_s, help="shortest time-out, seconds")
     add("--rto-max", type=float, default=requester.rto_max_s, help="longest time-out, seconds")
     add(
+        "--quiet",
+        type=float,
+        default=requester.quiet_s,
+        help="seconds without a further chunk after which a segment's end counts as lost",
+    )
+    add(
         "--tries-per-home",
         type=int,
         default=requester.tries_per_home,
@@ -293,6 +299,7 @@ def options_of(flags: argparse.Namespace) -> Options:
         window_initial=flags.window_initial,
         rto_initial_s=flags.rto_initial,
         rto_min_s=flags.rto_min,
+        quiet_s=flags.quiet,
         rto_max_s=flags.rto_max,
         tries_per_home=flags.tries_per_home,
         gather_ms=flags.gather_ms,

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.topologies.network import Network, NetworkError
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.processes import TunnelNetwork
@@ -70,12 +71,6 @@ class PoolOptions:
     """Probability with which switchsim loses a frame, each time it crosses a link."""
     seed: int = 1
     """Seed of that loss."""
-    rto_initial_s: float = 1.0
-    """What an agent takes for a lost answer before it knows better: on a machine that runs the
-    switch and all nodes on a few cores, half a second of silence is a queue, not a loss, and a
-    repeated READ would only make it longer."""
-    rto_min_s: float = 0.5
-    """The least that an agent takes for a lost answer."""
     start_timeout_s: float = 60.0
     """How long the whole pool may take to be ready."""
     log_level: str = "info"
@@ -92,6 +87,20 @@ def find_simple_switch() -> str | None:
     """The path of BMv2's simple_switch_grpc: KVCAST_SIMPLE_SWITCH_GRPC, else the PATH's."""
     named = os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC")
     return shutil.which(named) if named else shutil.which("simple_switch_grpc")
+
+
+def patience_flags(nodes: int) -> list[str]:
+    """An agent's flags that say when silence is a loss, where one machine plays a whole rack.
+
+    A software switch needs some 0.1 ms for every copy of a frame, so a window of segments to all
+    nodes takes it tens of milliseconds a node; and all processes share a few cores. Silence of
+    that length is a queue, and a repeated READ would only make it longer.
+    """
+    return [
+        f"--rto-initial={max(0.5, 0.06 * nodes):.3g}",
+        f"--rto-min={max(0.25, 0.03 * nodes):.3g}",
+        f"--quiet={max(0.15, 0.015 * nodes):.3g}",
+    ]
 
 
 def make_network(runner: Runner, star: Star) -> Network:
@@ -273,8 +282,7 @@ class Pool:
             f"--arena-bytes={options.arena_bytes}",
             f"--arena-path={arena}",
             "--no-arena-reserve",  # dozens of agents share this machine's memory
-            f"--rto-initial={options.rto_initial_s:g}",
-            f"--rto-min={options.rto_min_s:g}",
+            *patience_flags(len(self.star.hosts)),
             *self.network.agent_flags(host),
             *options.agent_flags,
         ]
@@ -415,6 +423,8 @@ class Pool:
             try:
                 status = await self.status()
                 missing = what_is_missing(status, wanted)
+                if not missing:
+                    missing = await self._late_maps(status["epoch"], wanted)
             except (OSError, PoolError) as error:
                 missing = f"the controller's status ({error})"
                 status = {}
@@ -429,6 +439,22 @@ class Pool:
             await asyncio.sleep(_POLL_S)
 
 
+    async def _late_maps(self, epoch: int, wanted: set[str]) -> str:
+        """Which agents do not have the map of that epoch yet; "" if all have it.
+
+        The agents are asked, since the controller hears of it only with their next renewal.
+        """
+        late = []
+        for node_id in sorted(wanted):
+            try:
+                async with await AsyncClient.connect(str(self.sockets[node_id])) as client:
+                    if (await client.describe()).epoch != epoch:
+                        late.append(node_id)
+            except KvcastError as error:
+                return f"the agent {node_id} ({error})"
+        return f"the map of epoch {epoch} at {', '.join(late)}" if late else ""
+
+
 def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
     """What /v1/status lacks for these nodes to be usable; "" if nothing."""
     nodes = {node["node_id"]: node for node in status.get("nodes", [])}
@@ -439,8 +465,7 @@ def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
         lacking = sorted(name for name in wanted if not nodes[name].get(what))
         if lacking:
             return f"{', '.join(lacking)} to be {what}"
-    late = sorted(name for name in wanted if nodes[name].get("epoch") != status.get("epoch"))
-    return f"the map of epoch {status.get('epoch')} at {', '.join(late)}" if late else ""
+    return ""
 
 
 def _joined(address: tuple[str, int]) -> str:
