@@ -95,7 +95,6 @@ struct state_t {
 
     // the frame
     bit<32> now;            // ticks of 64 us
-    bit<1>  recirculated;
     bit<1>  broken;         // the parser gave up: too short, or a disguise
     bit<1>  damaged;        // the IPv4 header checksum is wrong
     bit<16> frame_excess;   // bytes of the frame beyond Ethernet header and IPv4 packet
@@ -104,7 +103,6 @@ struct state_t {
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
     bit<1>  coalesces;      // takes part in the pending table
-    bit<1>  admitted;       // passed its guards
     bit<1>  rewritten;      // the IPv4 header checksum must be made anew
     bit<8>  decision;       // DECISION_*
 

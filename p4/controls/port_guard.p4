@@ -7,7 +7,6 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
     // port_bit: this port in bitmaps. serve_group: multicast group {port, recirculation}, 0 = none.
     @name(".admit")
     action admit(bit<32> port_bit, bit<16> serve_group) {
-        state.admitted = 1;
         state.reader_bit = port_bit;
         state.port_bits = port_bit;
         state.serve_group = serve_group;
@@ -15,7 +14,6 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
 
     @name(".reject")
     action reject() {
-        state.admitted = 0;
         state.decision = DECISION_GUARDED;
     }
 
@@ -27,7 +25,6 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
 
     @name(".not_owner")
     action not_owner() {
-        state.admitted = 0;
         state.decision = DECISION_GUARDED;
     }
 

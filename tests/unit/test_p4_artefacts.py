@@ -63,6 +63,8 @@ def program(target: str) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # p4c takes half a minute a target on a busy machine
 def test_artefacts_are_what_the_sources_compile_to() -> None:
     if not build.check():
         pytest.skip("hash checked; no p4c on PATH or in KVCAST_P4C to compile again")
