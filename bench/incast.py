@@ -43,8 +43,9 @@ class IncastOptions:
 
     readers: int = 8
     """Nodes that read at once; the home is one more."""
-    blocks: int = 64
-    """Distinct blocks that every reader asks for, in one get."""
+    blocks: int = 8
+    """Distinct blocks that every reader asks for, in one get; an agent asks for eight segments at
+    once, so more of them also asks how well readers keep in step."""
     block_bytes: int = 64 * 1024
     """Size of each block; a segment has 64 KiB."""
     rounds: int = 1
@@ -55,8 +56,8 @@ class IncastOptions:
     """Seeds the loss and the keys."""
     gather_ms: int | None = None
     """What the readers, who know of the storm, allow the home to wait for joiners (0 to 255).
-    None: 50 ms, and 6 ms a reader beyond eight, since all of them share this machine's processors
-    and ask as late as those let them."""
+    None: 100 ms, and 12 ms a reader beyond eight, up to 250 ms, since all of them share this
+    machine's processors and ask as late as those let them."""
     deadline_s: float = 60.0
     """How long a get may take before its blocks count as misses."""
     resident: bool = False
@@ -72,7 +73,7 @@ class IncastOptions:
         """`gather_ms`, or what stands for None."""
         if self.gather_ms is not None:
             return self.gather_ms
-        return 50 + 6 * max(0, self.readers - 8)
+        return min(250, 100 + 12 * max(0, self.readers - 8))
 
     def __post_init__(self) -> None:
         most = MAX_HOSTS - (2 if self.resident else 1)

@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     incast.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
-    incast.add_argument("--blocks", type=int, default=64, metavar="K", help="distinct blocks")
+    incast.add_argument("--blocks", type=int, default=8, metavar="K", help="distinct blocks")
     incast.add_argument(
         "--block-size", type=byte_size, default="64KiB", metavar="SIZE", help="size of each block"
     )
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="MS",
         help="how long the readers, who know of the storm, let the home wait for joiners; by "
-        "default 50 ms, and 6 ms a reader beyond eight, since they share this machine",
+        "default 100 ms, and 12 ms a reader beyond eight, since they share this machine",
     )
     incast.add_argument("--resident", action="store_true", help="ask the resident question")
     incast.add_argument(

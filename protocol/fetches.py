@@ -33,8 +33,13 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
-    window_shared: int = 8
-    """Segments in flight from one home while its answers are shared; the same for all readers."""
+    window_shared: int = 32
+    """Segments in flight from one home while its answers are shared; the same for all readers.
+    Large: a reader that its machine holds up for a moment still asks before the answer is over,
+    and one stream serves all, however many ask."""
+    patience_shared_s: float = 10.0
+    """While answers are shared and the home sends other segments, one of which nothing comes is
+    asked for again only after so long; its turn has not come."""
     queueing_target_s: float = 0.02
     """The window stops growing while answers take so much longer than the fastest did. Within
     so much time of the first of several readers, the next ones still join its READs."""
@@ -70,7 +75,11 @@ class RequesterConfig:
     """`gather` of READs, unless the fetch says otherwise."""
     auto_gather_ms: int = 2
     """`gather` of READs of full segments while reads are being shared."""
-    sharing_memory_s: float = 0.5
+    repeat_from_gather_ms: int = 10
+    """A READ with which a fetch begins, and that lets its home gather for so long or longer, is
+    sent twice, the second time while the home gathers: it costs a frame, and saves the segment
+    that the home would have to send again for one lost READ."""
+    sharing_memory_s: float = 5.0
     """Reads count as being shared for so long after a SHARED frame, in all fetches."""
     expect_wait_s: float = 0.05
     """How long a fetch that expects its group's DATA waits for some, again after each frame."""
@@ -219,6 +228,8 @@ class RequesterCounters:
 
     reads: int = 0
     reads_retry: int = 0
+    reads_again: int = 0
+    """READs repeated while their home gathered, beside `reads`."""
     reads_partial: int = 0
     data: int = 0
     data_bytes: int = 0

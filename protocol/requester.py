@@ -117,6 +117,7 @@ class _Flight(Timer):
     """What is being done about one segment of a fetch."""
 
     __slots__ = (
+        "again_at",
         "asked",
         "awaiting",
         "base_at",
@@ -150,6 +151,7 @@ class _Flight(Timer):
         self.wait_s = 0.0
         self.patience_s = 0.0  # or so much later still, while the home sends other segments
         self.gap_at = inf  # when to ask for a known gap
+        self.again_at = inf  # when to repeat a READ whose home still gathers
         self.tries = 0
 
 
@@ -607,6 +609,7 @@ class Requester:
         flight.sent_at = now
         flight.gather_s = 0.0
         flight.gap_at = inf
+        flight.again_at = inf
         flight.tries = 0
         home.in_flight += 1
         self._in_flight += 1
@@ -622,12 +625,17 @@ class Requester:
         flight.awaiting = True
         flight.base_at = now
         flight.wait_s = self._jittered(min(rto_s * backoff, config.rto_max_s)) + flight.gather_s
-        flight.patience_s = (config.patience - 1) * flight.wait_s if patient else 0.0
+        flight.patience_s = 0.0
+        if patient:
+            shared = now < self._shared_until
+            flight.patience_s = (config.patience - 1) * flight.wait_s
+            flight.patience_s = config.patience_shared_s if shared else flight.patience_s
         self._timers.arm(flight, self._due_at(flight))
 
     def _begun(self, now: float, flight: _Flight) -> None:
         """Something of the segment has come: from now on its time-out is the shorter one."""
         flight.awaiting = False
+        flight.again_at = inf
         flight.base_at = now
         srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
         flight.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
@@ -643,7 +651,7 @@ class Requester:
         """
         heard_at = self._heard_at.get(flight.home, -inf)
         base_at = max(flight.base_at, min(heard_at, flight.base_at + flight.patience_s))
-        return min(flight.gap_at, base_at + flight.wait_s)
+        return min(flight.gap_at, flight.again_at, base_at + flight.wait_s)
 
     def _ask(self, now: float, flight: _Flight) -> None:
         """Send a READ for what the segment lacks."""
@@ -673,12 +681,37 @@ class Requester:
         flight.gap_at = inf
         flight.sent_at = now
         flight.gather_s = gather_ms / 1000
+        flight.again_at = inf
+        if gather_ms >= self.config.repeat_from_gather_ms and self._is_first_wave(now, flight):
+            flight.again_at = now + flight.gather_s / 3
         flight.tag = self._next_tag
         self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
         self._await(now, flight, patient=not flags & FLAG_PARTIAL)
+        self._send_read(flight, flags, wanted, gather_ms)
+
+    @staticmethod
+    def _is_first_wave(now: float, flight: _Flight) -> bool:
+        """Whether the segment is asked for as soon as its fetch began, when all who take part in
+        a storm ask. Later ones ask at times of their own, and a READ repeated after the answer
+        has passed would fetch it again."""
+        return now - flight.fetch.started_at <= flight.gather_s / 4
+
+    def _ask_again(self, now: float, flight: _Flight) -> None:
+        """Send the READ once more while its home gathers. If the first was lost, this one still
+        joins the others; if not, it is dropped on the way, or the home has the same job already.
+        Lost for good, a READ would cost the home the whole segment once more."""
+        flight.again_at = inf
+        self.counters.reads_again += 1
+        flags = FLAG_PADDED if self.config.read_padding else 0
+        left_ms = round((flight.sent_at + flight.gather_s - now) * 1000)
+        self._send_read(flight, flags, FULL_SEGMENT, max(0, left_ms))
+        self._timers.arm(flight, self._due_at(flight))
+
+    def _send_read(self, flight: _Flight, flags: int, wanted: int, gather_ms: int) -> None:
         if len(self._outbox) >= self._outbox_max:
-            counters.outbox_dropped += 1
+            self.counters.outbox_dropped += 1
             return
+        fetch = flight.fetch
         self._outbox.append(
             (
                 flight.home,
@@ -689,7 +722,7 @@ class Requester:
                     flight.index,
                     flags,
                     fetch.group,
-                    0 if assembly is None else assembly.digest,
+                    0 if fetch.assembly is None else fetch.assembly.digest,
                     gather=gather_ms,
                     wanted=wanted,
                     tag=flight.tag,
@@ -704,6 +737,9 @@ class Requester:
             return
         if flight.gap_at <= now:
             self._ask(now, flight)
+            return
+        if flight.again_at <= now:
+            self._ask_again(now, flight)
             return
         self.counters.timeouts += 1
         self._setback(now, flight)

@@ -6,10 +6,11 @@
 // an entry with a fingerprint and no ports would swallow the next READ. When in doubt a READ is
 // sent on: a READ too many costs a copy, one too few costs a timeout.
 //
-// A repeat (RETRY, or the reader's own bit already set) is always sent on, or one lost frame would
-// stall everybody who joined. For a member of a reader group its own bit may stem from another
-// member's READ, so there it is no sign of a repeat. What is sent on while the entry holds its
-// reader bears the SHARED mark: the home may answer it together with others so marked.
+// A repeat (RETRY) is always sent on, or one lost frame would stall everybody who joined. The
+// reader's own bit is no sign of a repeat: it may stem from another member of its reader group, or
+// from the same READ sent twice, lest it be lost while the home gathers. What is sent on while the
+// entry holds its reader bears the SHARED mark: the home may answer it together with others so
+// marked.
 
 control Coalescing(inout headers_t hdr, inout state_t state) {
     action open() {
@@ -103,7 +104,6 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
             state.mine         : ternary @name("mine");
             state.stale        : ternary @name("stale");
             hdr.kvcast.flags   : ternary @name("flags");
-            state.grouped      : ternary @name("grouped");
             state.others       : ternary @name("others");
         }
         actions = {
@@ -112,21 +112,19 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
         }
         const default_action = pass_by();
         const entries = {
-            // kind           free mine stale flags                     grouped others
-            (KIND_DATA,       _,   1,   _,    _,                        _,      0) : continue_alone();
-            (KIND_DATA,       _,   1,   _,    _,                        _,      _) : share();
-            (KIND_LAST_DATA,  _,   1,   _,    _,                        _,      0) : end_alone();
-            (KIND_LAST_DATA,  _,   1,   _,    _,                        _,      _) : share_and_end();
-            (KIND_READ,       1,   _,   _,    _,                        _,      _) : open();
-            (KIND_READ,       _,   1,   _,    FLAG_RETRY &&& FLAG_RETRY, _,     _) : refresh();
-            (KIND_READ,       _,   1,   1,    _,                        _,      _) : ask_again();
-            (KIND_READ,       _,   _,   1,    _,                        _,      _) : take_over();
-            (KIND_READ,       _,   1,   _,    _,                        _,      0) : join();
-            (KIND_READ,       _,   1,   _,    _,                        1,      _) : join();
-            (KIND_READ,       _,   1,   _,    _,                        _,      _) : refresh();
-            (KIND_READ,       _,   _,   _,    _,                        _,      _) : collide();
-            (KIND_MISS,       _,   1,   _,    _,                        _,      0) : end_alone();
-            (KIND_MISS,       _,   1,   _,    _,                        _,      _) : share_and_end();
+            // kind           free mine stale flags                      others
+            (KIND_DATA,       _,   1,   _,    _,                         0) : continue_alone();
+            (KIND_DATA,       _,   1,   _,    _,                         _) : share();
+            (KIND_LAST_DATA,  _,   1,   _,    _,                         0) : end_alone();
+            (KIND_LAST_DATA,  _,   1,   _,    _,                         _) : share_and_end();
+            (KIND_READ,       1,   _,   _,    _,                         _) : open();
+            (KIND_READ,       _,   1,   _,    FLAG_RETRY &&& FLAG_RETRY, _) : refresh();
+            (KIND_READ,       _,   1,   1,    _,                         _) : ask_again();
+            (KIND_READ,       _,   _,   1,    _,                         _) : take_over();
+            (KIND_READ,       _,   1,   _,    _,                         _) : join();
+            (KIND_READ,       _,   _,   _,    _,                         _) : collide();
+            (KIND_MISS,       _,   1,   _,    _,                         0) : end_alone();
+            (KIND_MISS,       _,   1,   _,    _,                         _) : share_and_end();
         }
     }
 

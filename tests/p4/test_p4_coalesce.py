@@ -65,10 +65,11 @@ def test_a_repeat_is_forwarded_although_others_wait(pool: PoolSwitch) -> None:
     assert ports(pool.data(3, CONTENT, 0)) == [2, 3]
 
 
-def test_a_repeat_without_the_flag_is_known_by_its_own_bit(pool: PoolSwitch) -> None:
+def test_the_same_read_sent_twice_is_no_repeat(pool: PoolSwitch) -> None:
     pool.read(2)
-    assert ports(pool.read(2)) == [1]
-    assert pool.decided("retry") == 1
+    assert pool.read(2) == []
+    assert pool.decided("join") == 1
+    assert ports(pool.data(2, CONTENT, 0)) == [2]
 
 
 def test_a_repeat_refreshes_the_lease(pool: PoolSwitch) -> None:

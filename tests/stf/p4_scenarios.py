@@ -294,11 +294,12 @@ def coalescing_join() -> Scenario:
 
 @scenario
 def coalescing_retry() -> Scenario:
-    s = Scenario("coalescing: a repeat is sent on, with the flag or by its own bit")
+    s = Scenario("coalescing: a repeat is sent on, the same READ sent twice is not")
     s.ask(2, 1, read())
     s.send(3, 1, read())
     s.ask(3, 1, read(flags=wire.FLAG_RETRY))
-    s.ask(2, 1, read())
+    s.send(2, 1, read())
+    s.send(3, 1, read())
     s.send(1, 3, data(0))
     for reader in (2, 3):
         s.deliver(reader, data(0, flags=wire.FLAG_SHARED))

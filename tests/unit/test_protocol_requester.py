@@ -818,3 +818,38 @@ def test_arguments_out_of_range_are_errors() -> None:
     for wrong in ({"gather_ms": 256}, {"group": -1}, {"expect_size": 0}):
         with pytest.raises(ValueError, match=r"out of range|not positive"):
             bench.fetch(**wrong)
+
+
+def test_a_read_that_lets_its_home_gather_is_sent_twice_while_it_does() -> None:
+    bench = Bench(gather_ms=90)
+    bench.fetch()
+    (first,) = bench.reads()
+    ((when, home, again),) = bench.run_timers(0.09)
+    assert (when, home) == (pytest.approx(0.03), HOME)
+    assert again == Frame(
+        wire.OP_READ, *BLOCK, gather=60, wanted=wire.FULL_SEGMENT, tag=first.tag
+    ), "the same READ, with what is left of its time, and no sign of a repeat"
+    assert bench.core.counters.reads_again == 1
+    assert bench.core.counters.reads == 1
+
+
+def test_a_read_is_not_sent_twice_once_its_answer_has_begun() -> None:
+    bench = Bench(gather_ms=90)
+    bench.fetch()
+    bench.reads()
+    bench.data(0.02, 0, [0])
+    assert {read.segment for read in bench.reads()} == {1, 2}
+    assert {frame.segment for when, _, frame in bench.run_timers(0.06)} == {1, 2}
+
+
+def test_reads_after_the_first_wave_and_short_gatherings_are_not_sent_twice() -> None:
+    bench = Bench(gather_ms=90, window_initial=1)
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    bench.whole(0.1, 0)
+    assert {read.segment for read in bench.reads()} == {1, 2}
+    assert bench.run_timers(0.15) == []
+    brief = Bench(gather_ms=9)
+    brief.fetch()
+    brief.reads()
+    assert brief.run_timers(0.05) == []
