@@ -33,10 +33,10 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
-    window_shared: int = 32
+    window_shared: int = 8
     """Segments in flight from one home while its answers are shared; the same for all readers.
-    Large: a reader that its machine holds up for a moment still asks before the answer is over,
-    and one stream serves all, however many ask."""
+    A larger one rides out longer hold-ups of a reader, and meets more collisions and longer
+    queues: with 32, a software switch holds two seconds of answers to 31 readers."""
     patience_shared_s: float = 10.0
     """While answers are shared and the home sends other segments, one of which nothing comes is
     asked for again only after so long; its turn has not come."""

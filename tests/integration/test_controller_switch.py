@@ -89,7 +89,7 @@ async def test_agents_get_a_map_and_the_switch_holds_it(lab: Lab) -> None:
     assert set(tables["namespace_guard"]) == {(n, namespace) for n in (1, 2, 3)}
     assert tables["egress_host"][2,] == ("rewrite", 0x026B76000002, 0x0A4D0002, 19286, 0b10)
     assert tables["reader_group"] == {(namespace, group): ("set_reader_group", 0b101, 1024)}
-    assert tables["settings"][()] == ("set_settings", 1, 23438, 3)
+    assert tables["settings"][()] == ("set_settings", 1, 62500, 3)
     metrics = await metrics_of(controller)
     assert metrics["kvcast_controller_nodes_placed"] == 3
     assert metrics["kvcast_controller_switch_programmed"] == 1

@@ -17,7 +17,7 @@ from kvcast.controller.tiers import AdmitMode
 def test_defaults_suit_the_software_switch() -> None:
     options = pool_options(build_parser().parse_args([]))
     assert options.settings.enabled
-    assert options.settings.lease_ticks == 23438  # 1.5 s of 64 µs
+    assert options.settings.lease_ticks == 62500  # 4 s of 64 µs
     assert options.settings.heat_threshold == 3
     assert options.read_padding_bytes == 0
     assert options.slots == 256
