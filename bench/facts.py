@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -75,7 +76,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    return ordered[min(len(ordered), max(1, math.ceil(share * len(ordered)))) - 1]
 
 
 def summary_ms(values_ms: Sequence[float]) -> dict[str, float | None]:

@@ -87,6 +87,8 @@ class IncastOptions:
             raise PoolError("the gather time is 0 to 255 ms")
         if self.rounds < 1:
             raise PoolError("there is at least one round")
+        if self.resident and self.rounds > 1:
+            raise PoolError("the resident question is asked in one round")
 
 
 @dataclass
@@ -158,7 +160,7 @@ async def _run_pool(options: IncastOptions, *, plain: bool) -> Outcome:
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         namespace = await _namespace(links[0], options)
         for round_number in range(options.rounds):
-            keys = await home_keys(pool, "node-1", options.blocks, (options.seed, round_number))
+            keys = home_keys(pool, "node-1", options.blocks, (options.seed, round_number))
             await _put(links[0], namespace, keys, options.block_bytes)
             await _read_at_once(options, outcome, links[0], links[1:], namespace, keys)
             pool.check_alive()
@@ -172,11 +174,14 @@ async def _run_resident(options: IncastOptions) -> dict[str, Any]:
     outcome = Outcome()
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         namespace = await _namespace(links[0], options)
-        keys = await home_keys(pool, "node-1", options.blocks, (options.seed, 0))
+        keys = home_keys(pool, "node-1", options.blocks, (options.seed, 0))
         await _put(links[0], namespace, keys, options.block_bytes)
         for key in keys:
             await pool.http("POST", "/v1/pin", {"namespace": namespace, "key": key.hex()})
-        await _check(await _get(links[1], namespace, keys, options), keys, options, Outcome())
+        filler = Outcome()
+        await _check(await _get(links[1], namespace, keys, options), keys, options, filler)
+        if filler.misses or filler.wrong_bytes:
+            raise PoolError(f"the read that fills the switch failed: {filler.report()}")
         await _wait_filled(pool, len(keys) * -(-options.block_bytes // CHUNK_BYTES))
         await _read_at_once(
             options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
@@ -185,7 +190,7 @@ async def _run_resident(options: IncastOptions) -> dict[str, Any]:
     return _report(options, outcome, None)
 
 
-async def home_keys(pool: Pool, node_id: str, count: int, label: object) -> list[bytes]:
+def home_keys(pool: Pool, node_id: str, count: int, label: object) -> list[bytes]:
     """`count` keys whose home is that node, by the pool's present map."""
     ids = [host.node_id for host in pool.star.hosts]
     homes = place(ids, 1)

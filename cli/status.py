@@ -173,7 +173,7 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
     table.add_column("state")
     for name in ("buckets", "blocks", "DRAM MiB", "sent MiB", "MiB/s"):
         table.add_column(name, justify="right")
-    for node in status["nodes"]:
+    for node in _by_port(status):
         counters = status.get("agents", {}).get(node["node_id"], {})
         table.add_row(
             node["node_id"],
@@ -196,7 +196,7 @@ def _hits(status: dict[str, Any]) -> RenderableType:
     table.add_column("node")
     for name in (*_TIERS, "misses", "p50 ms", "p99 ms"):
         table.add_column(name, justify="right")
-    for node in status["nodes"]:
+    for node in _by_port(status):
         counters = status.get("agents", {}).get(node["node_id"], {})
         table.add_row(
             node["node_id"],
@@ -206,6 +206,10 @@ def _hits(status: dict[str, Any]) -> RenderableType:
             f"{counters.get('fetch_ms_p99', 0):.1f}",
         )
     return table
+
+
+def _by_port(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(status["nodes"], key=lambda node: (node["switch_port"], node["node_id"]))
 
 
 def _state(node: dict[str, Any]) -> str:

@@ -219,6 +219,7 @@ class Pool:
             self.sockets[host.node_id] = self._sockets_folder / f"{host.node_id}.sock"
             commands[host.node_id] = self._agent_command(host.node_id)
         for name, command in commands.items():
+            (self._folder / f"{name}.log").unlink(missing_ok=True)  # an earlier pool's
             self.parts[name] = Part(
                 name,
                 [*self.network.prefix(name), *_behind_the_hosts(name), *command],

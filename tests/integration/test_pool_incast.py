@@ -59,6 +59,7 @@ async def test_a_resident_block_is_served_while_its_home_is_stopped(tmp_path: Pa
         ({"gather_ms": 256}, "gather"),
         ({"block_bytes": 0}, "256 MiB"),
         ({"rounds": 0}, "round"),
+        ({"rounds": 2, "resident": True}, "one round"),
     ],
 )
 def test_impossible_incasts_are_refused(wrong: dict[str, int], complaint: str) -> None:

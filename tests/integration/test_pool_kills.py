@@ -107,7 +107,7 @@ async def test_a_home_killed_in_mid_transfer_ends_as_its_replicas_copy_or_a_miss
         links,
     ):
         namespace = await namespace_of(links[0])
-        keys = await home_keys(pool, "node-1", 3, "mid-transfer")
+        keys = home_keys(pool, "node-1", 3, "mid-transfer")
         await put(links[0], namespace, keys, size_bytes)
         if replicas:
             await _is_replicated(links, namespace, keys)
@@ -159,7 +159,7 @@ async def _has_begun(links: list[NodeLink], readers: list[int]) -> None:
 async def test_a_home_that_stops_answering_is_left_within_the_deadline(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3, replicas=0, lease_s=60.0) as (pool, links):
         namespace = await namespace_of(links[0])
-        keys = await home_keys(pool, "node-1", 2, "stopped")
+        keys = home_keys(pool, "node-1", 2, "stopped")
         await put(links[0], namespace, keys)
         pool.pause("node-1")
         try:

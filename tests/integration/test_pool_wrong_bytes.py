@@ -100,7 +100,7 @@ async def test_wrong_bytes_are_never_delivered_and_the_replica_answers(
 ) -> None:
     async with running_pool(tmp_path, 4, lease_s=600.0, plain=plain) as (pool, links):
         namespace = await namespace_of(links[0])
-        keys = await home_keys(pool, LIAR, 4, "lies")
+        keys = home_keys(pool, LIAR, 4, "lies")
         await put(links[0], namespace, keys)
 
         async def replicated() -> bool:
@@ -128,7 +128,7 @@ async def test_wrong_bytes_are_never_delivered_and_the_replica_answers(
 async def test_without_another_copy_a_lie_ends_as_a_miss(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3, lease_s=600.0, replicas=0) as (pool, links):
         namespace = await namespace_of(links[0])
-        keys = await home_keys(pool, LIAR, 2, "lies")
+        keys = home_keys(pool, LIAR, 2, "lies")
         await put(links[0], namespace, keys)
         await pool.kill(LIAR)
         with lying(pool) as liar:
@@ -143,7 +143,7 @@ async def test_a_lie_does_not_get_into_the_switch_for_good(tmp_path: Path) -> No
     """Pinned while the liar answers: whatever the switch serves, no reader takes wrong bytes."""
     async with running_pool(tmp_path, 4, lease_s=600.0, admit="pin") as (pool, links):
         namespace = await namespace_of(links[0])
-        (key,) = await home_keys(pool, LIAR, 1, "pinned lie")
+        (key,) = home_keys(pool, LIAR, 1, "pinned lie")
         await put(links[0], namespace, [key])
         await pool.http("POST", "/v1/pin", {"namespace": namespace, "key": key.hex()})
         await pool.kill(LIAR)
