@@ -85,7 +85,10 @@ async def _status(options: argparse.Namespace) -> int:
     if options.once or not console.is_terminal:
         console.print(render(status, None))
         return EXIT_OK
-    await _live(console, options, status)
+    try:
+        await _live(console, options, status)
+    except asyncio.CancelledError:
+        pass  # Ctrl-C is how a live view ends
     return EXIT_OK
 
 
@@ -126,15 +129,12 @@ def fetch_status(url: str) -> dict[str, Any]:
 
 def render(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
     """The view; `before` is an earlier status and its age in seconds, for rates."""
-    from rich.columns import Columns
     from rich.console import Group
 
     parts: list[RenderableType] = [_summary(status), _nodes(status, before), _hits(status)]
-    tables = [
-        _counts("switch decisions", status.get("decisions")),
-        _counts("fills", status.get("fills")),
-    ]
-    parts.append(Columns([table for table in tables if table is not None]))
+    counts = (("switch decisions", "decisions"), ("fills", "fills"))
+    lines = (_counts(title, status.get(name)) for title, name in counts)
+    parts += [line for line in lines if line is not None]
     if status.get("residents"):
         parts.append(_residents(status))
     return Group(*parts)
@@ -237,16 +237,16 @@ def _rate(
 
 
 def _counts(title: str, counts: dict[str, float] | None) -> RenderableType | None:
-    from rich.table import Table
+    """All counters of one kind in a line, zeros dimmed."""
+    from rich.text import Text
 
     if not counts:
         return None
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
+    line = Text(f"{title}: ", "italic")
     for name, value in counts.items():
-        table.add_row(str(name).lower(), f"{value:,.0f}")
-    return table
+        line.append(f" {str(name).lower()} ", "")
+        line.append(f"{value:,.0f} ", "bold" if value else "dim")
+    return line
 
 
 def _residents(status: dict[str, Any]) -> RenderableType:
