@@ -30,6 +30,7 @@ DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "affinity")
 
 TENSOR_PARALLEL_RANKS = 4
 """Hosts that one engine of `tp-mla` spans."""
+TP_MLA_GATHER_MS = 40
 ROLLOUT_GATHER_MS = 40
 FAN_OUT_GATHER_MS = 40
 STORM_GATHER_MS = 60
@@ -174,7 +175,17 @@ def _tp_mla(make: _Arrivals) -> Iterator[Request]:
             name, waits_for = conversation, None
             keys = chained((), (make.kind, options.seed, name), make.blocks(1.0))
         group, number = next(turn), next(make.numbers)
-        yield Request(number, at, group[0], keys, make.kind, after=waits_for, group=group)
+        # The ranks are told at about the same time; the first one's READ gives the others a moment.
+        yield Request(
+            number,
+            at,
+            group[0],
+            keys,
+            make.kind,
+            after=waits_for,
+            group=group,
+            gather_ms=TP_MLA_GATHER_MS,
+        )
         if len(open_conversations) < 64:
             open_conversations.append((name, keys, number))
 
