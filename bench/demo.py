@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class DemoOptions:
     """A generator's name; ignored if `trace` is set."""
     trace: Path | None = None
     """A trace in Mooncake's JSONL form."""
-    nodes: int = 8
+    star: Star = field(default_factory=lambda: Star.of(8))
+    """The network: one switch and its nodes."""
     seconds_budget: float = 90.0
     """How long the whole demo may take, pools' starts and both replays included."""
     seed: int = 1
@@ -114,7 +115,7 @@ async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
     lines = None if options.trace is None else workloads.read_trace(options.trace)
     replay_s = max(5.0, (options.seconds_budget - 3 * _STARTUP_S) / 2)
     reporter.say(
-        f"starting {options.nodes} nodes, a controller and a switch, as processes; "
+        f"starting {len(options.star.hosts)} nodes, a controller and a switch, as processes; "
         "first the switch only forwards"
     )
     async with _pool(options, plain=True) as pool, _links(pool) as links:
@@ -155,7 +156,7 @@ def _pool(options: DemoOptions, *, plain: bool) -> Pool:
         log_level=options.log_level,
     )
     name = "plain" if plain else "kvcast"
-    return Pool(Star.of(options.nodes), pool_options, options.run_dir and options.run_dir / name)
+    return Pool(options.star, pool_options, options.run_dir and options.run_dir / name)
 
 
 def _links(pool: Pool) -> Any:
@@ -213,14 +214,14 @@ def make_plan(
     chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
     size = options.block_bytes or _block_bytes(chunks)
     chunks_per_block = max(1, -(-size // CHUNK_BYTES))
-    room = _ARENA_BYTES * options.nodes // (5 * size)  # homes' copies and readers' caches
+    room = _ARENA_BYTES * len(options.star.hosts) // (5 * size)  # homes' copies and readers' caches
     bounds = {
         "remote_reads": max(1, int(chunks / chunks_per_block)),
         "written": max(1, min(room, int(speed.puts_per_s * replay_s * 0.3))),
         "requests_at_most": max(1, int(25 * replay_s)),
     }
     wanted = WorkloadOptions(
-        nodes=options.nodes, seed=options.seed, rate_per_s=1.0, dispatch=options.dispatch
+        nodes=len(options.star.hosts), seed=options.seed, rate_per_s=1.0, dispatch=options.dispatch
     )
     span_s = 0.85 * replay_s
     if lines is None:
@@ -333,7 +334,7 @@ def _report(
             "distinct_remote_blocks": plan.demand.distinct_remote,
         },
         "parameters": {
-            "nodes": options.nodes,
+            "nodes": len(options.star.hosts),
             "block_bytes": plan.block_bytes,
             "seconds_budget": options.seconds_budget,
             "replay_s": plan.replay_s,

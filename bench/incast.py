@@ -58,6 +58,8 @@ class IncastOptions:
     """What the readers, who know of the storm, allow the home to wait for joiners (0 to 255).
     None: 100 ms, and 12 ms a reader beyond eight, up to 250 ms, since all of them share this
     machine's processors and ask as late as those let them."""
+    home_rate: float = 0.0
+    """Frames a second that the home sends at most, as its link would let it; 0: no limit."""
     deadline_s: float = 60.0
     """How long a get may take before its blocks count as misses."""
     resident: bool = False
@@ -85,6 +87,8 @@ class IncastOptions:
             raise PoolError("a block has 1 byte to 256 MiB")
         if self.gather_ms is not None and not 0 <= self.gather_ms <= 255:
             raise PoolError("the gather time is 0 to 255 ms")
+        if self.home_rate < 0:
+            raise PoolError("the home's rate is not negative")
         if self.rounds < 1:
             raise PoolError("there is at least one round")
         if self.resident and self.rounds > 1:
@@ -142,6 +146,7 @@ def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
         loss=options.loss,
         seed=options.seed,
         arena_bytes=max(16 << 20, 2 * held),
+        agent_flags=(f"--owner-rate={options.home_rate:g}",) if options.home_rate else (),
         log_level=options.log_level,
         **more,
     )
@@ -325,6 +330,7 @@ def _report(options: IncastOptions, kvcast: Outcome, plain: Outcome | None) -> d
             "loss": options.loss,
             "seed": options.seed,
             "gather_ms": options.gather_allowed_ms,
+            "home_rate": options.home_rate,
             "deadline_s": options.deadline_s,
             "resident": options.resident,
             "runner": options.runner,

@@ -23,6 +23,7 @@ _INCAST_EXAMPLES = """\
 examples:
   kvcast bench incast --readers 8 --json incast.json
   kvcast bench incast --readers 8 --loss 0.01 --rounds 3
+  kvcast bench incast --readers 8 --home-rate 1000    a link that is the bottleneck
   kvcast bench incast --readers 4 --runner namespaces --switch bmv2     (root, BMv2 installed)
   kvcast bench incast --resident --readers 8"""
 
@@ -67,6 +68,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="how long the readers, who know of the storm, let the home wait for joiners; by "
         "default 100 ms, and 12 ms a reader beyond eight, since they share this machine",
+    )
+    incast.add_argument(
+        "--home-rate",
+        type=float,
+        default=0.0,
+        metavar="FRAMES/S",
+        help="most that the home sends, as its link would let it; unlimited if left out",
     )
     incast.add_argument("--resident", action="store_true", help="ask the resident question")
     incast.add_argument(
@@ -128,6 +136,7 @@ async def _run_incast(options: argparse.Namespace) -> int:
             loss=options.loss,
             seed=options.seed,
             gather_ms=options.gather_ms,
+            home_rate=options.home_rate,
             resident=options.resident,
             runner=options.runner,
             switch=options.switch,

@@ -13,6 +13,7 @@ from kvcast.bench import workloads
 from kvcast.bench.demo import DemoOptions, Reporter, run
 from kvcast.cli.common import EXIT_FAILED, EXIT_OK, byte_size, run_command
 from kvcast.cli.service import HelpFormatter
+from kvcast.topologies.star import Star
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="a trace in Mooncake's JSONL form: timestamp (ms), input_length, output_length, "
         "hash_ids; as much of it as fits is replayed",
     )
-    parser.add_argument("--nodes", type=int, default=8, help="inference nodes, 1 to 32")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--nodes", type=int, default=8, help="inference nodes, 1 to 32")
+    network.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="a star as TOML or JSON: nodes = 8, or hosts with node_id, ip, mac, switch_port",
+    )
     parser.add_argument(
         "--seconds-budget", type=float, default=90.0, metavar="S", help="about how long it may take"
     )
@@ -125,7 +132,7 @@ async def _demo(options: argparse.Namespace) -> int:
         DemoOptions(
             workload=options.workload,
             trace=options.trace,
-            nodes=options.nodes,
+            star=Star.from_file(options.topology) if options.topology else Star.of(options.nodes),
             seconds_budget=options.seconds_budget,
             seed=options.seed,
             dispatch=options.dispatch,

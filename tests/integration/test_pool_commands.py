@@ -107,7 +107,14 @@ async def test_a_traces_first_part_is_replayed_and_named(tmp_path: Path) -> None
     ]
     trace = tmp_path / "small.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--nodes", "3", "--seconds-budget", "24", "--time-scale", "0.5"]
+    hosts = [
+        f'[[hosts]]\nnode_id="rack-{i}"\nip="10.9.0.{i}"\n'
+        f'mac="02:00:00:00:09:0{i}"\nswitch_port={i + 3}'
+        for i in (1, 2, 3)
+    ]
+    (tmp_path / "rack.toml").write_text("\n".join(hosts))
+    flags = ["--topology", str(tmp_path / "rack.toml"), "--seconds-budget", "24"]
+    flags += ["--time-scale", "0.5"]
     code, out, error = await _run(
         "demo", "--trace", trace, *flags, "--json", "-", "--out", tmp_path / "out"
     )
