@@ -198,6 +198,15 @@ class FrameSource:
         return rng.choice(self._wraps).wrap(datagram[: wire.MAX_DATAGRAM_BYTES])
 
 
+def tracebacks(pool: Pool) -> list[str]:
+    """Which parts logged an exception that nobody expected."""
+    return [
+        f"{name} logged a traceback: {part.log_path}"
+        for name, part in pool.parts.items()
+        if b"Traceback (most recent call last)" in part.log_path.read_bytes()
+    ]
+
+
 def resident_mib(pid: int) -> float:
     """The process's resident memory, without what it shares with others."""
     fields = {}
@@ -227,6 +236,7 @@ async def run(options: HostileOptions) -> dict[str, Any]:
         ):
             doors.append(await door())
             problems += await attack.aftermath(doors[-1])
+        problems += tracebacks(pool)
     for door_report in doors:
         if door_report.rss_growth_mib > GROWTH_LIMIT_MIB:
             problems.append(

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from kvcast.protocol.wire import BlockId
 from msgspec import Meta
 
@@ -102,7 +103,12 @@ class HttpApi:
             ]
         )
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=30.0, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            logger=self._counting_logger(),
+            handle_signals=False,
+            keepalive_timeout=30.0,
+            shutdown_timeout=1.0,
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -127,6 +133,21 @@ class HttpApi:
             return _HangUp()
         return server()
 
+    def _counting_logger(self) -> logging.Logger:
+        """aiohttp's log of its own: what is no HTTP is counted, and not written line by line,
+        since whoever sends it could fill a disk with it."""
+        logger = logging.getLogger("kvcast.controller.http.server")
+
+        def keep(record: logging.LogRecord) -> bool:
+            error = record.exc_info[1] if record.exc_info else None
+            if isinstance(error, HttpProcessingError):
+                self.counts["malformed"] += 1
+                return False
+            return True
+
+        logger.filters[:] = [keep]
+        return logger
+
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Bounds and errors of every request."""
@@ -147,6 +168,9 @@ class HttpApi:
         except TimeoutError:
             self.counts["errors_408"] += 1
             return _error(408, "the request took too long")
+        except ConnectionResetError:  # the client left in the middle of its body; nobody hears us
+            self.counts["disconnects"] += 1
+            return _error(400, "the connection was closed")
         finally:
             self._busy -= 1
 
@@ -185,7 +209,7 @@ class _HangUp(asyncio.Protocol):
 async def _pin_body(request: web.Request) -> PinBody:
     try:
         return msgspec.json.decode(await request.read(), type=PinBody)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"body: {error}") from error
 
 

@@ -74,5 +74,5 @@ class MessageCodec(Generic[M]):
         """One message from its body, without the length prefix; FramingError if malformed."""
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FramingError(f"not a message of this stream: {error}") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.bench import content
+from kvcast.bench.hostile import tracebacks
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
 from kvcast.bench.workloads import Request, WorkloadOptions, chain, generate, take
 from kvcast.hostagent.client import Block
@@ -31,6 +32,7 @@ async def running_pool(
     pool = Pool(Star.of(nodes), PoolOptions(**settings), tmp_path / "run")
     async with pool, links_to([pool.sockets[host.node_id] for host in pool.star.hosts]) as links:
         yield pool, links
+    assert tracebacks(pool) == []
 
 
 async def namespace_of(link: NodeLink, name: str = "tests") -> int:

@@ -56,6 +56,7 @@ def test_too_long_a_message_is_not_encoded() -> None:
         msgspec.msgpack.encode({"type": "ping", "number": "one"}),
         msgspec.msgpack.encode({"number": 1}),
         b"\x91" * 900 + b"\x00",
+        msgspec.msgpack.encode({"type": "text", "text": "??"}).replace(b"??", b"\xff\xfe"),
     ],
 )
 def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
