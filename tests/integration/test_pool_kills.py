@@ -33,7 +33,7 @@ async def _replay_while(
     pool: Pool, links: list[NodeLink], *, kill: str, after_s: float, down_s: float
 ) -> Tally:
     """Play a mix; kill a part in the middle of it, and start it again while it goes on."""
-    requests = requests_of("mix", NODES, remote_reads=250, span_s=9.0)
+    requests = requests_of("mix", NODES, remote_reads=250, span_s=7.0)
     playing = asyncio.create_task(replay(pool, links, requests, tag="killed"))
     try:
         await asyncio.sleep(after_s)
@@ -115,7 +115,9 @@ async def test_a_home_killed_in_mid_transfer_ends_as_its_replicas_copy_or_a_miss
         readers = [i for i in range(1, NODES) if all(i not in holders[key] for key in keys)]
         assert readers
         started = [
-            asyncio.create_task(get(links[i], namespace, keys, size_bytes, deadline_s=15.0))
+            asyncio.create_task(
+                get(links[i], namespace, keys, size_bytes, deadline_s=15.0 if replicas else 5.0)
+            )
             for i in readers
         ]
         await _has_begun(links, readers)
