@@ -19,6 +19,7 @@ import atexit
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,6 +41,8 @@ RUNNERS: tuple[Runner, ...] = ("processes", "namespaces", "mininet")
 SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
 HTTP_TIMEOUT_S = 5.0
+SHARED_MEMORY = Path("/dev/shm")
+_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-\w+(?:-.+\.arena)?")
 _POLL_S = 0.1
 
 
@@ -198,15 +201,16 @@ class Pool:
             raise PoolError(f"loss {options.loss} is no probability below 1")
 
     def _make_folders(self) -> None:
+        remove_leftovers(SHARED_MEMORY, Path("/tmp"), Path(tempfile.gettempdir()))
         if self.run_dir is not None:
             self._folder = self.run_dir.resolve()
             self._folder.mkdir(parents=True, exist_ok=True)
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="kvcast-run-"))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"kvcast-run-{os.getpid()}-"))
         for state in self._folder.glob("controller.sqlite*"):
             state.unlink()  # a new pool begins with a new controller
         # A Unix socket's path holds at most 107 bytes, so the sockets get a short one.
-        self._sockets_folder = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
+        self._sockets_folder = Path(tempfile.mkdtemp(prefix=f"kvcast-s-{os.getpid()}-", dir="/tmp"))
 
     def _describe_parts(self) -> None:
         """Every part with the command that starts it, now and after it was killed."""
@@ -277,8 +281,9 @@ class Pool:
 
     def _agent_command(self, node_id: str) -> list[str]:
         options, host = self.options, self.star.host(node_id)
-        arena = Path("/dev/shm") if Path("/dev/shm").is_dir() else self._folder
-        arena /= f"kvcast-{self._folder.name}-{os.getpid()}-{node_id}.arena"
+        assert self._sockets_folder is not None
+        arena = SHARED_MEMORY if SHARED_MEMORY.is_dir() else self._folder
+        arena /= f"{self._sockets_folder.name}-{node_id}.arena"
         self._arenas.append(arena)
         return [
             *_daemon("hostagent", options),
@@ -475,6 +480,22 @@ def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
         if lacking:
             return f"{', '.join(lacking)} to be {what}"
     return ""
+
+
+def remove_leftovers(*folders: Path) -> None:
+    """Remove what pools left whose process was killed: arenas, sockets, logs without a name.
+
+    Their names carry the process id; those of living processes stay.
+    """
+    for folder in folders:
+        for path in folder.glob("kvcast-*") if folder.is_dir() else ():
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None or Path("/proc", match.group(1)).exists():
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _joined(address: tuple[str, int]) -> str:

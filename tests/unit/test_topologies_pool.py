@@ -1,0 +1,131 @@
+"""What a pool decides before it starts anything, and what it clears up of earlier ones.
+
+Oracle: the options' own descriptions. Cannot see: a pool at work (tests/integration/test_pool_*).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvcast.topologies import pool as pools
+from kvcast.topologies.pool import (
+    Pool,
+    PoolError,
+    PoolOptions,
+    find_simple_switch,
+    patience_flags,
+    remove_leftovers,
+    what_is_missing,
+)
+from kvcast.topologies.star import Star
+
+
+def _dead_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def test_what_a_killed_pool_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    dead, alive = _dead_pid(), os.getpid()
+    gone = [f"kvcast-run-{dead}-ab_1", f"kvcast-s-{dead}-xyz", f"kvcast-s-{dead}-q-node-1.arena"]
+    stays = [
+        f"kvcast-run-{alive}-ab_1",
+        f"kvcast-s-{alive}-xyz-node-1.arena",
+        f"kvcast-{dead}-mine",
+        f"kvcast-s-{dead}",
+        "kvcast-notes",
+    ]
+    for name in (*gone, *stays):
+        if name.endswith(".arena"):
+            (tmp_path / name).write_bytes(b"x")
+        else:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "file").write_bytes(b"x")
+    remove_leftovers(tmp_path, tmp_path / "no such folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stays)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (PoolOptions(switch="bmv2"), "needs network interfaces"),
+        (PoolOptions(switch="bmv2", runner="namespaces", loss=0.1), "neither loss"),
+        (PoolOptions(switch="bmv2", runner="namespaces", switch_flags=("--x",)), "neither loss"),
+        (PoolOptions(loss=1.0), "no probability"),
+        (PoolOptions(loss=-0.1), "no probability"),
+    ],
+)
+async def test_options_that_contradict_each_other_start_nothing(
+    options: PoolOptions, complaint: str
+) -> None:
+    pool = Pool(Star.of(2), options)
+    with pytest.raises(PoolError, match=complaint):
+        async with pool:
+            pass
+    assert pool.parts == {}
+
+
+async def test_bmv2_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCAST_SIMPLE_SWITCH_GRPC", "/no/such/simple_switch_grpc")
+    assert find_simple_switch() is None
+    with pytest.raises(PoolError, match="KVCAST_SIMPLE_SWITCH_GRPC does not name it"):
+        async with Pool(Star.of(2), PoolOptions(switch="bmv2", runner="namespaces")):
+            pass
+
+
+async def test_a_part_that_cannot_start_ends_the_others_and_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(Star.of(2), PoolOptions(controller_flags=("--no-such-flag",)), tmp_path)
+    with pytest.raises(PoolError, match=r"(?s)controller: ended before it was ready.*no-such-flag"):
+        async with pool:
+            pass
+    assert pool.parts["switch"].starts == 1
+    assert all(pid is None for pid in pool.pids.values())
+
+
+def _node(name: str, **facts: bool) -> dict[str, object]:
+    return {
+        "node_id": name,
+        **({"alive": True, "connected": True, "placed": True, "programmed": True} | facts),
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "missing"),
+    [
+        ([_node("a"), _node("b")], ""),
+        ([_node("a")], "the registration of b"),
+        ([_node("a", programmed=False), _node("b")], "a to be programmed"),
+        ([_node("a"), _node("b", alive=False)], "b to be alive"),
+        ([_node("a"), _node("b"), _node("c", alive=False)], ""),
+    ],
+)
+def test_a_pool_is_ready_when_every_node_it_wants_is(
+    nodes: list[dict[str, object]], missing: str
+) -> None:
+    assert what_is_missing({"nodes": nodes}, {"a", "b"}) == missing
+
+
+def test_more_nodes_on_one_machine_are_more_patient() -> None:
+    def seconds(nodes: int) -> list[float]:
+        return [float(flag.partition("=")[2]) for flag in patience_flags(nodes)]
+
+    assert all(few <= many for few, many in zip(seconds(2), seconds(31), strict=True))
+    assert seconds(2) != seconds(31)
+
+
+def test_commands_name_every_port_and_tell_the_agents_the_switchs_end() -> None:
+    pool = Pool(Star.of(3), PoolOptions(loss=0.01, plain=True))
+    switch = pool._switch_command()
+    assert [word for word in switch if word.startswith("--port=")] == [
+        f"--port={i}=udp:127.0.0.1:{20000 + i}:127.0.0.1:{21000 + i}" for i in (1, 2, 3)
+    ]
+    assert "--loss=0.01" in switch
+    assert "--plain" in pool._controller_command()
+    assert pools.SWITCHES == ("switchsim", "bmv2")
