@@ -45,7 +45,7 @@ from kvcast.protocol.control import (
 )
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import Requester, RequesterConfig
-from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, Frame
+from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, DataRun, Frame
 
 MAX_HOT_BLOCKS: Final = 256
 MAX_ASKED: Final = 1024
@@ -134,6 +134,11 @@ class AgentCore:
             return
         self.metrics.frames_answers_total += 1
         self.requester.receive(now, source, frame)
+
+    def receive_run(self, now: float, source: int, run: DataRun) -> None:
+        """DATA frames that came from node `source` of the present map."""
+        self.metrics.frames_answers_total += len(run.chunks)
+        self.requester.receive_run(now, source, run)
 
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""

@@ -57,7 +57,6 @@ from kvcast.protocol.pacing import RttEstimator, Window
 from kvcast.protocol.timers import Timer, TimerQueue
 from kvcast.protocol.wire import (
     CHUNKS_PER_SEGMENT,
-    FLAG_LAST,
     FLAG_PADDED,
     FLAG_PARTIAL,
     FLAG_RESIDENT,
@@ -73,12 +72,14 @@ from kvcast.protocol.wire import (
     OP_OFFER,
     OP_READ,
     BlockId,
+    DataRun,
     Frame,
     Offer,
     WireError,
     decode_offer,
     digest_of,
     segments_of,
+    single,
 )
 
 __all__ = [
@@ -361,19 +362,31 @@ class Requester:
 
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """Take a frame, as `wire.decode` made it, that came from node `source`."""
+        if frame.op == OP_DATA:
+            self.receive_run(now, source, single(frame))
+            return
         fetch = self._by_block.get((frame.namespace, frame.key))
         if fetch is None:
             self.counters.unsolicited += 1
         elif source not in fetch.sources:
             self.counters.wrong_source += 1
-        elif frame.op == OP_DATA:
-            self._receive_data(now, source, frame, fetch)
         elif frame.op == OP_MISS:
             self._receive_miss(now, source, frame, fetch)
         elif frame.op == OP_OFFER:
             self._receive_offer(now, source, frame, fetch)
         else:
             self.counters.unexpected_op += 1
+
+    def receive_run(self, now: float, source: int, run: DataRun) -> None:
+        """Take DATA frames that came from node `source`, one after the other."""
+        frame = run.frame
+        fetch = self._by_block.get((frame.namespace, frame.key))
+        if fetch is None:
+            self.counters.unsolicited += len(run.chunks)
+        elif source not in fetch.sources:
+            self.counters.wrong_source += len(run.chunks)
+        else:
+            self._receive_data(now, source, run, fetch)
 
     def bulk_done(self, now: float, fetch_id: int, copy: BulkCopy | None) -> bool:
         """Tell how a TryBulk or OfferReceived went; None = it failed.
@@ -854,39 +867,43 @@ class Requester:
 
     # --- what arrives -----------------------------------------------------------------------
 
-    def _receive_data(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
+    def _receive_data(self, now: float, source: int, run: DataRun, fetch: _Fetch) -> None:
+        frame = run.frame
+        count = len(run.chunks)
         assembly = fetch.assembly
         counters = self.counters
         if assembly is None:
-            assembly = self._pin(now, source, frame, fetch)
+            assembly = self._pin(now, source, frame, count, fetch)
             if assembly is None:
                 return
         elif assembly.digest != frame.digest or assembly.size != frame.size:
-            counters.other_copy += 1
+            counters.other_copy += count
             fetch.others.add(source)
-            if frame.flags & FLAG_LAST:
+            if run.last:
                 self._swallowed(now, source, frame, fetch)
             return
         index = frame.segment
-        if not assembly.add(index, frame.chunk, frame.payload):
-            counters.duplicates += 1
+        added = assembly.add_run(run)
+        new = added.bit_count()
+        counters.duplicates += count - new
+        if not new:
             return
         flags = frame.flags
         report = fetch.report
-        counters.data += 1
+        counters.data += new
         fetch.progress_at = now
         self._heard_at[source] = now
         fetch.contributors.add(source)
         if flags & FLAG_SHARED:
             self._note_sharing(now, fetch)
-            counters.data_shared += 1
+            counters.data_shared += new
         if flags & FLAG_RESIDENT:
-            report.chunks_resident += 1
-            counters.data_resident += 1
+            report.chunks_resident += new
+            counters.data_resident += new
         elif flags & FLAG_SHARED:
-            report.chunks_shared += 1
+            report.chunks_shared += new
         else:
-            report.chunks_plain += 1
+            report.chunks_plain += new
         flight = fetch.flights[index]
         if flight.state is _State.IDLE:
             self._take_off(now, flight)
@@ -900,7 +917,7 @@ class Requester:
         missing = assembly.missing[index]
         if not missing:
             self._segment_whole(now, fetch, flight, assembly)
-        elif flags & FLAG_LAST:
+        elif run.last and added >> run.chunks[-1] & 1:
             self._gap(now, flight, missing.bit_count())
 
     def _note_sharing(self, now: float, fetch: _Fetch) -> None:
@@ -917,17 +934,21 @@ class Requester:
             home.window.sample(now, rtt_s)
             home.suspect_until = -inf
 
-    def _pin(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> Assembly | None:
-        """The first DATA of an assembly decides which copy it is of."""
+    def _pin(
+        self, now: float, source: int, frame: Frame, count: int, fetch: _Fetch
+    ) -> Assembly | None:
+        """The first DATA of an assembly, the first of `count` alike, decides which copy it is
+        of."""
         if fetch.in_bulk:
-            self.counters.duplicates += 1
+            self.counters.duplicates += count
             return None
         if not self._size_allowed(fetch, frame.size):
-            self.counters.wrong_size += 1
+            self.counters.wrong_size += count
             self._judge(now, fetch, source, MissReason.WRONG_SIZE)
             return None
         buffer = self._allocate(fetch.block, frame.size)
         if buffer is None:
+            self.counters.no_memory += count
             self._miss(now, fetch, MissReason.NO_MEMORY)
             self._pump(now)
             return None
@@ -1095,6 +1116,7 @@ class Requester:
         except WireError:
             self.counters.unexpected_op += 1
             return
+        self.counters.offers_received += 1
         if (
             not fetch.offers_usable
             or offer.kind not in self.config.usable_offer_kinds
