@@ -11,6 +11,10 @@ is done; it asks a `Service`. Answers are JSON objects; an error is `{"error": "
 | GET /metrics | Prometheus text |
 | POST /v1/pin `{"namespace": n, "key": hex}` | 200 resident; 409, 404 or 503 with why |
 | DELETE /v1/pin, the same body | 200; 404 if it was not pinned |
+
+Everything is counted (`counts`): connections; answers by status (`answers_200`), among them those
+that the HTTP library gave by itself (`malformed`: no HTTP, or what no server of ours may expect);
+and answers to clients that had gone (`undelivered`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
 from kvcast.protocol.wire import BlockId
 from msgspec import Meta
@@ -36,6 +41,9 @@ REQUEST_TIMEOUT_S = 15.0
 MAX_CONCURRENT = 64
 MAX_CONNECTIONS = 256
 """Open connections, idle ones included."""
+
+_REACHED_US = "kvcast_reached_us"
+"""Set in requests that are HTTP; the others aiohttp answers itself."""
 
 
 class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,8 +112,8 @@ class HttpApi:
         )
         self._runner = web.AppRunner(
             app,
-            access_log=None,
-            logger=self._counting_logger(),
+            access_log_class=self._answer_counter(),
+            logger=self._quiet_logger(),
             handle_signals=False,
             keepalive_timeout=30.0,
             shutdown_timeout=1.0,
@@ -128,22 +136,38 @@ class HttpApi:
         assert self._runner is not None
         server = self._runner.server
         assert server is not None
+        self.counts["connections"] += 1
         if len(server.connections) >= MAX_CONNECTIONS:
             self.counts["connections_at_bound"] += 1
             return _HangUp()
         return server()
 
-    def _counting_logger(self) -> logging.Logger:
-        """aiohttp's log of its own: what is no HTTP is counted, and not written line by line,
-        since whoever sends it could fill a disk with it."""
+    def _answer_counter(self) -> type[AbstractAccessLogger]:
+        """What aiohttp calls behind every answer, also those that it makes itself."""
+        counts = self.counts
+
+        class AnswerCounter(AbstractAccessLogger):
+            def log(
+                self, request: web.BaseRequest, response: web.StreamResponse, time: float
+            ) -> None:
+                transport = request.transport
+                if transport is None or transport.is_closing():
+                    counts["undelivered"] += 1
+                    return
+                counts[f"answers_{response.status}"] += 1
+                if not request.get(_REACHED_US):
+                    counts["malformed"] += 1
+
+        return AnswerCounter
+
+    def _quiet_logger(self) -> logging.Logger:
+        """aiohttp's log of its own, but for what is no HTTP: that is counted, and not written line
+        by line, since whoever sends it could fill a disk with it."""
         logger = logging.getLogger("kvcast.controller.http.server")
 
         def keep(record: logging.LogRecord) -> bool:
             error = record.exc_info[1] if record.exc_info else None
-            if isinstance(error, HttpProcessingError):
-                self.counts["malformed"] += 1
-                return False
-            return True
+            return not isinstance(error, HttpProcessingError)
 
         logger.filters[:] = [keep]
         return logger
@@ -152,6 +176,7 @@ class HttpApi:
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Bounds and errors of every request."""
         self.counts["requests"] += 1
+        request[_REACHED_US] = True
         if self._busy >= MAX_CONCURRENT:
             self.counts["requests_at_bound"] += 1
             return _error(503, f"more than {MAX_CONCURRENT} requests at once")

@@ -115,6 +115,7 @@ class LocalServer:
                 log.warning("local API: accept: %s", error)
                 await asyncio.sleep(0.1)
                 continue
+            self._core.metrics.local_connections_total += 1
             if len(self._clients) + len(self._handshakes) >= self._options.max_clients:
                 self._core.metrics.local_connections_refused_total += 1
                 connection.close()
@@ -142,8 +143,7 @@ class LocalServer:
                 while not pending:
                     data = await loop.sock_recv(connection, 65536)
                     if not data:
-                        connection.close()
-                        return
+                        raise ConnectionResetError("no Hello")
                     pending += codec.feed(data)
             hello = pending.pop(0)
             if not isinstance(hello, local.Hello):
@@ -170,6 +170,7 @@ class LocalServer:
             log.warning("local API: a client was cut off: %s", error)
             connection.close()
         except (OSError, TimeoutError):
+            self._core.metrics.local_handshakes_failed_total += 1
             connection.close()
         except BaseException:
             connection.close()
@@ -183,9 +184,10 @@ class LocalServer:
     ) -> None:
         self._core.metrics.local_connections_refused_total += 1
         log.warning("local API: a client was rejected: %s", reason)
-        await asyncio.get_running_loop().sock_sendall(
-            connection, codec.encode(local.Rejected(reason))
-        )
+        with contextlib.suppress(OSError):  # it may have gone
+            await asyncio.get_running_loop().sock_sendall(
+                connection, codec.encode(local.Rejected(reason))
+            )
         connection.close()
 
     def joined(self, client: _Client) -> None:
@@ -213,6 +215,7 @@ class _Client(asyncio.Protocol):
         self._after = after
         self._session = Session(core, self._send)
         self._transport: asyncio.Transport | None = None
+        self._cut_off = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -225,6 +228,8 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if not self._cut_off:
+            self._core.metrics.local_clients_left_total += 1
         self._session.close()
         self._server.left(self)
         self._after()
@@ -240,9 +245,7 @@ class _Client(asyncio.Protocol):
                     raise FramingError("a second Hello")
                 self._session.handle(now, message)
         except FramingError as error:
-            self._core.metrics.local_protocol_errors_total += 1
-            log.warning("local API: a client was cut off: %s", error)
-            self.cut_off()
+            self._offends(str(error))
         self._after()
 
     def pause_writing(self) -> None:
@@ -255,17 +258,27 @@ class _Client(asyncio.Protocol):
 
     def cut_off(self) -> None:
         """Close the connection without waiting for what is unsent."""
+        self._cut_off = True
         if self._transport is not None:
             self._transport.abort()
 
+    def _offends(self, reason: str) -> None:
+        if self._cut_off:
+            return
+        self._core.metrics.local_protocol_errors_total += 1
+        log.warning("local API: a client was cut off: %s", reason)
+        self.cut_off()
+
     def _send(self, reply: local.AgentReply) -> None:
         transport = self._transport
-        if transport is None:
+        if transport is None or transport.is_closing():
+            self._core.metrics.local_replies_dropped_total += 1
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._core.metrics.local_protocol_errors_total += 1
-            transport.abort()
+            self._core.metrics.local_replies_dropped_total += 1
+            self._offends("it does not read its replies")
             return
+        self._core.metrics.local_replies_total += 1
         try:
             data = self._codec.encode(reply)
         except FramingError as error:

@@ -260,9 +260,14 @@ class RequesterCounters:
     """Of them, those that asked for patience."""
     homes_left: int = 0
     restarts: int = 0
+    no_memory: int = 0
+    """DATA of blocks for which there was no room."""
+    offers_received: int = 0
+    """OFFERs of other ways to a block that is being fetched."""
     offers: int = 0
-    """OFFERs taken."""
+    """Of them, those taken."""
     offers_ignored: int = 0
+    """Of them, those of no use, or not needed any more."""
     bulk_tries: int = 0
     outbox_dropped: int = 0
     """READs not sent because the caller did not take what was to be sent."""
@@ -270,3 +275,19 @@ class RequesterCounters:
     fetched: int = 0
     missed: dict[str, int] = field(default_factory=dict)
     """Missed fetches by MissReason value."""
+
+
+ANSWER_OUTCOMES: Final = (
+    "data",
+    "duplicates",
+    "unsolicited",
+    "wrong_source",
+    "other_copy",
+    "wrong_size",
+    "no_memory",
+    "misses",
+    "beyond",
+    "offers_received",
+    "unexpected_op",
+)
+"""The counters of which every frame received moves exactly one."""

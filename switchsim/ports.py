@@ -81,7 +81,8 @@ class PortCounters:
     tx_busy: int = 0
     """Frames dropped because the kernel's send buffer was full."""
     tx_refused: int = 0
-    """Frames sent while nobody listened at the peer's address (ICMP unreachable)."""
+    """Times that the kernel said that nobody listens at the peer's address (ICMP unreachable);
+    the frames in question are among `tx_frames`."""
     tx_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -583,8 +584,6 @@ def _count_send_error(counters: PortCounters, error: OSError) -> None:
         counters.tx_busy += 1
     elif error.errno == errno.EMSGSIZE:
         counters.tx_too_long += 1
-    elif error.errno == errno.ECONNREFUSED:
-        counters.tx_refused += 1
     else:
         counters.tx_errors += 1
 

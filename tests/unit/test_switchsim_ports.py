@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -454,6 +455,8 @@ def hears(port: Port, frame: bytes) -> bool:
 def veth() -> Iterator[tuple[str, str]]:
     if os.geteuid() != 0:
         pytest.skip("needs root (veth, AF_PACKET)")
+    if shutil.which("ip") is None:
+        pytest.skip("needs the ip command (iproute2)")
     suffix = secrets.token_hex(3)
     names = f"kvt{suffix}a", f"kvt{suffix}b"
     made = subprocess.run(
