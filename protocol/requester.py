@@ -175,13 +175,14 @@ class _Expectation(Timer):
 class _Home:
     """What is known of one home, and the fetches that wait for its window."""
 
-    __slots__ = ("in_flight", "index", "queue", "rtt", "suspect_until", "window")
+    __slots__ = ("awaited", "in_flight", "index", "queue", "rtt", "suspect_until", "window")
 
     def __init__(self, index: int, config: RequesterConfig) -> None:
         self.index = index
         self.rtt = RttEstimator(config.rto_initial_s, config.rto_min_s, config.rto_max_s)
         self.window = Window(config.window_initial, config.window_max, config.queueing_target_s)
         self.in_flight = 0
+        self.awaited: dict[_Flight, None] = {}  # of which nothing has come, as they were asked for
         self.suspect_until = -inf
         self.queue: list[tuple[int, int, _Fetch]] = []  # a heap, by fetch id and ticket
 
@@ -515,11 +516,13 @@ class Requester:
             else:
                 self._homes[flight.home].in_flight -= 1
                 self._in_flight -= 1
+            self._homes[flight.home].awaited.pop(flight, None)
             self._timers.cancel(flight)
         flight.state = state
 
     def _recover(self, flight: _Flight) -> None:
-        """The answer has ended and only its losses are outstanding: let the next segment go.
+        """Do not let this segment keep the next one from being asked for: its answer has ended and
+        only losses are outstanding, or the answers that others share have left it behind.
 
         A reader that waited here would fall out of step with the others, ask for the following
         segments alone, and be answered alone. At most `credit_segments` recover beside those in
@@ -636,6 +639,8 @@ class Requester:
         rto_s = self._homes[flight.home].rtt.rto_s
         backoff = min(1 << min(flight.tries, 16), config.backoff_max)
         flight.awaiting = True
+        if not flight.recovering:
+            self._homes[flight.home].awaited[flight] = None
         flight.base_at = now
         flight.wait_s = self._jittered(min(rto_s * backoff, config.rto_max_s)) + flight.gather_s
         flight.patience_s = 0.0
@@ -647,6 +652,7 @@ class Requester:
 
     def _begun(self, now: float, flight: _Flight) -> None:
         """Something of the segment has come: from now on its time-out is the shorter one."""
+        self._overtake(now, flight)
         flight.awaiting = False
         flight.again_at = inf
         flight.base_at = now
@@ -654,6 +660,26 @@ class Requester:
         flight.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
         flight.patience_s = 0.0
         self._timers.arm(flight, self._due_at(flight))
+
+    def _overtake(self, now: float, flight: _Flight) -> None:
+        """Of what was asked for before `flight`, which has begun to come, nothing has.
+
+        Shared answers come in the order in which the first of the readers asked. So those READs
+        missed the answer that the others had, by being late, and get one of their own. If they
+        took part of the window meanwhile, this reader would ask for as many of the next
+        segments too late again, and so on to the end.
+        """
+        awaited = self._homes[flight.home].awaited
+        if now >= self._shared_until:
+            awaited.pop(flight, None)
+            return
+        while awaited:
+            first = next(iter(awaited))
+            del awaited[first]
+            if first is flight:
+                return
+            self.counters.overtaken += 1
+            self._recover(first)
 
     def _due_at(self, flight: _Flight) -> float:
         """When to ask again for what a segment lacks.
