@@ -231,6 +231,8 @@ class RequesterCounters:
     reads_again: int = 0
     """READs repeated while their home gathered, beside `reads`."""
     reads_partial: int = 0
+    overtaken: int = 0
+    """Segments that missed the answer which other readers shared, and so left the window."""
     data: int = 0
     data_bytes: int = 0
     data_resident: int = 0
