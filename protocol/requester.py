@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -670,16 +671,18 @@ class Requester:
         segments too late again, and so on to the end.
         """
         awaited = self._homes[flight.home].awaited
-        if now >= self._shared_until:
-            awaited.pop(flight, None)
+        if flight not in awaited:
             return
-        while awaited:
-            first = next(iter(awaited))
-            del awaited[first]
-            if first is flight:
-                return
+        late = []
+        if now < self._shared_until:
+            late = list(itertools.takewhile(lambda other: other is not flight, awaited))
+        for other in late:
+            del awaited[other]
             self.counters.overtaken += 1
-            self._recover(first)
+            self._recover(other)
+        del awaited[flight]
+        if late:
+            self._pump(now)
 
     def _due_at(self, flight: _Flight) -> float:
         """When to ask again for what a segment lacks.

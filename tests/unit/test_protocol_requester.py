@@ -690,6 +690,41 @@ def test_reads_gather_while_reads_are_being_shared() -> None:
     assert [read.gather for read in bench.reads()] == [0]
 
 
+def test_a_segment_that_shared_answers_overtook_leaves_the_window() -> None:
+    """A late reader gets back into step: what it missed does not keep it from the next."""
+    bench = Bench(window_initial=2, window_shared=2)
+    bench.fetch(expect_size=len(BYTES))
+    assert [read.segment for read in bench.reads()] == [0, 1]
+    bench.data(0.01, 1, [0], flags=wire.FLAG_SHARED)
+    assert [read.segment for read in bench.reads()] == [2]
+    assert bench.core.counters.overtaken == 1
+    bench.whole(0.02, 0, flags=wire.FLAG_SHARED)
+    bench.data(0.03, 1, range(1, 64), last=63, flags=wire.FLAG_SHARED)
+    bench.whole(0.04, 2, flags=wire.FLAG_SHARED)
+    (fetched,) = bench.events()
+    assert bytes(fetched.buffer) == BYTES
+    assert bench.core.segments_in_flight == 0
+
+
+def test_answers_out_of_order_that_nobody_shares_overtake_nothing() -> None:
+    bench = Bench(window_initial=2, window_shared=2)
+    bench.fetch(expect_size=len(BYTES))
+    assert [read.segment for read in bench.reads()] == [0, 1]
+    bench.data(0.01, 1, [0])
+    assert bench.reads() == []
+    assert bench.core.counters.overtaken == 0
+
+
+def test_an_overtaken_segment_is_asked_for_again_when_its_own_answer_stays_out() -> None:
+    bench = Bench(window_initial=2, window_shared=2, patience_shared_s=0.5)
+    bench.fetch(expect_size=len(BYTES))
+    bench.reads()
+    bench.data(0.01, 1, [0], flags=wire.FLAG_SHARED)
+    again = [frame for _, _, frame in bench.run_timers(2.0) if frame.segment == 0]
+    assert again
+    assert again[0].flags == wire.FLAG_RETRY
+
+
 def test_expected_data_is_waited_for_and_only_the_rest_is_asked_for() -> None:
     bench = Bench(expect_wait_s=0.05, rto_initial_s=0.01, rto_min_s=0.01)
     bench.fetch(group=4, expect=True)

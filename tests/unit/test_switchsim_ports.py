@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim.packetloop import PacketLoop
+from kvcast.switchsim.packetloop import SLICE_S, PacketLoop
 from kvcast.switchsim.ports import (
     MAX_FRAME_BYTES,
     InProcessPort,
@@ -328,6 +328,32 @@ def test_loop_takes_one_frame_of_each_port_in_turn() -> None:
             port.receive(frame)
     assert loop.run_until_idle() == 6
     assert order == [1, 2, 3, 1, 3, 1]
+    loop.close()
+
+
+async def test_turns_go_on_when_a_slice_is_over_after_one_frame() -> None:
+    """A long queue at the first port must not keep the others' frames waiting."""
+    order: list[int] = []
+
+    def slow(port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
+        time.sleep(2 * SLICE_S)
+        order.append(port)
+        if len(order) == 8:
+            enough.set()
+        return []
+
+    enough = asyncio.Event()
+    ports = [InProcessPort(n) for n in (1, 2, 3)]
+    for port, count in zip(ports, (20, 2, 1), strict=True):
+        for frame in frames(count):
+            port.receive(frame)
+    loop = loop_of(*ports, process=slow)
+    task = asyncio.create_task(loop.run())
+    await enough.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert loop.counters.slices >= 7, "this program makes each slice one frame long"
+    assert order[:8] == [1, 2, 3, 1, 2, 1, 1, 1]
     loop.close()
 
 
