@@ -236,7 +236,7 @@ class _HttpListener(_Listener):
                 return
             first, *lines = head.split(b"\r\n")
             words = first.split(b" ", 2)
-            if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+            if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
                 self.answers["no HTTP"] += 1
                 self._buffer = b""
                 return

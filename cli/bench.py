@@ -210,7 +210,7 @@ def _print_hostile(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="hostile input", title_justify="left")
-    columns = ("door", "sent", "bytes", "unaccounted", "memory before, MiB", "after", "growth")
+    columns = ("door", "sent", "bytes", "lost count of", "MiB before", "after", "growth")
     for name in columns:
         table.add_column(name, justify="left" if name == "door" else "right")
     for door in report["doors"]:

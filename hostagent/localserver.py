@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
+LOGGED_COMPLAINTS: Final = 100
 _HANDSHAKE_TIMEOUT_S: Final = 5.0
 _UCRED: Final = struct.Struct("3i")
 
@@ -69,6 +70,7 @@ class LocalServer:
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._clients: set[_Client] = set()
+        self._complaints = 0
 
     def start(self) -> None:
         """Bind, listen, and accept on the running loop."""
@@ -167,7 +169,7 @@ class LocalServer:
             client.start(pending)
         except FramingError as error:
             self._core.metrics.local_protocol_errors_total += 1
-            log.warning("local API: a client was cut off: %s", error)
+            self.complain("a client was cut off", str(error))
             connection.close()
         except (OSError, TimeoutError):
             self._core.metrics.local_handshakes_failed_total += 1
@@ -183,12 +185,19 @@ class LocalServer:
         reason: str,
     ) -> None:
         self._core.metrics.local_connections_refused_total += 1
-        log.warning("local API: a client was rejected: %s", reason)
+        self.complain("a client was rejected", reason)
         with contextlib.suppress(OSError):  # it may have gone
             await asyncio.get_running_loop().sock_sendall(
                 connection, codec.encode(local.Rejected(reason))
             )
         connection.close()
+
+    def complain(self, what: str, why: str) -> None:
+        """Log what a client did wrong; the counters go on where the log stops, since a client
+        that never learns could fill a disk with it."""
+        if self._complaints < LOGGED_COMPLAINTS:
+            self._complaints += 1
+            log.warning("local API: %s: %s", what, why)
 
     def joined(self, client: _Client) -> None:
         """A client has finished its handshake."""
@@ -266,7 +275,7 @@ class _Client(asyncio.Protocol):
         if self._cut_off:
             return
         self._core.metrics.local_protocol_errors_total += 1
-        log.warning("local API: a client was cut off: %s", reason)
+        self._server.complain("a client was cut off", reason)
         self.cut_off()
 
     def _send(self, reply: local.AgentReply) -> None:
