@@ -6,7 +6,7 @@ defends itself. What is sent is in `mutations`, clients of streams are in `hosti
 Four doors, one after the other, on one running pool of separate processes:
 - `switch port`: frames into a port of the switch, as its own node (whose agent was killed);
 - `agent port`: frames into an agent's data port, from the switch's address (the switch is killed
-  for this, and started again);
+  for this, and started again), while the agent fetches blocks of which the attacker is a home;
 - `local socket`: as many bytes as those frames had, into an agent's Unix socket;
 - `http`: as many bytes into the controller's HTTP API.
 
@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from kvcast.bench.hostile_streams import (
     HttpHostiles,
     LocalHostiles,
 )
+from kvcast.bench.incast import home_keys
 from kvcast.bench.mutations import (
     BLOCK_BYTES,
     FrameSource,
@@ -172,6 +173,8 @@ class _Attack:
         self.mutator = Mutator(options.seed)
         self.namespace = 0
         self.keys = [chain(b"hostile", number) for number in range(4)]
+        self.lies: list[str] = []
+        """Blocks that were delivered although nobody had put them."""
         self._fresh = 0
         self._frame_bytes = 0
         self._stats_asked = 0
@@ -193,7 +196,7 @@ class _Attack:
         door = Door("switch port", "switch")
         before = await self._settled_switch()
         with _bound(*network.node_side(me), peer=network.switch_side(me)) as attacker:
-            await self._send_frames(door, attacker, me, other)
+            await self._send_frames(door, attacker, me, other, self.keys, 0.5)
         for _ in range(_SETTLE_TRIES):
             after = await self._settled_switch()
             door.balances = _switch_balances(door.sent, me.switch_port, before, after)
@@ -205,10 +208,13 @@ class _Attack:
         me, other = self.pool.star.hosts[-1], self.pool.star.hosts[0]
         network = self._network()
         door = Door("agent port", other.node_id)
+        # Blocks of which the attacker is a home: what it says about them is listened to.
+        mine = home_keys(self.pool, me.node_id, 3, "hostile-home")
         await self.pool.kill("switch")
         before = await self._settled_agent()
         with _bound(*network.switch_side(other), peer=network.node_side(other)) as attacker:
-            await self._send_frames(door, attacker, me, other)
+            async with self._reading(0, mine):
+                await self._send_frames(door, attacker, me, other, self.keys + mine, 0.1)
         after = await self._settled_agent()
         door.balances = _agent_balances(door.sent, _grown(before, after))
         await self.pool.restart("switch")
@@ -243,7 +249,8 @@ class _Attack:
 
     async def aftermath(self, door: Door) -> list[str]:
         """What does not work any more."""
-        problems = []
+        problems = [f"after {door.door}: block {key} was made up" for key in self.lies]
+        self.lies.clear()
         for name, pid in self.pool.pids.items():
             if pid != self._pids[name]:
                 problems.append(f"after {door.door}: {name} does not run any more")
@@ -274,13 +281,41 @@ class _Attack:
             self.namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys}
         )
 
+    @contextlib.asynccontextmanager
+    async def _reading(self, node: int, keys: Sequence[bytes]) -> AsyncIterator[None]:
+        """Meanwhile a node goes on asking for blocks that nobody has put: what comes is a lie."""
+
+        async def ask() -> None:
+            client = await self.links[node].client()
+            while True:
+                for key, block in zip(
+                    keys, await client.get(self.namespace, keys, deadline_s=0.5), strict=True
+                ):
+                    if block is not None:
+                        block.release()
+                        self.lies.append(key.hex())
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask())
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
     # --- sending ------------------------------------------------------------------------------
 
     async def _send_frames(
-        self, door: Door, attacker: socket.socket, me: Host, other: Host
+        self,
+        door: Door,
+        attacker: socket.socket,
+        me: Host,
+        other: Host,
+        keys: Sequence[bytes],
+        backward: float,
     ) -> None:
         """Send frames no faster than the part takes them, and watch its memory."""
-        source = FrameSource(self.mutator, me, other, self.namespace, self.keys)
+        source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
         pid = self.pool.pids[door.part]
         assert pid is not None
         inode_queue = _ReceiveQueue(attacker.getpeername())

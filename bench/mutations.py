@@ -112,16 +112,24 @@ def foreign_frames(me: Host) -> list[bytes]:
 
 
 class FrameSource:
-    """Hostile frames between two hosts, both ways, about some blocks."""
+    """Hostile frames from one host to another about some blocks; of `backward`, that share goes
+    the other way, as if the other had sent it."""
 
     def __init__(
-        self, mutator: Mutator, me: Host, other: Host, namespace: int, keys: Sequence[bytes]
+        self,
+        mutator: Mutator,
+        me: Host,
+        other: Host,
+        namespace: int,
+        keys: Sequence[bytes],
+        *,
+        backward: float,
     ) -> None:
         self._mutator = mutator
+        self._backward = backward
         self._wraps = [encapsulation(me, other), encapsulation(other, me)]
         self._datagrams = [each for key in keys for each in seed_datagrams(namespace, key)]
-        self._frames = [w.wrap(each) for w in self._wraps for each in self._datagrams]
-        self._frames += foreign_frames(me)
+        self._foreign = foreign_frames(me)
 
     def frame(self) -> bytes:
         """One frame: noise, a well-formed one, a mutated one, or one whose datagram is mutated
@@ -130,12 +138,15 @@ class FrameSource:
         draw = rng.random()
         if draw < 0.05:
             return rng.randbytes(rng.randrange(1, 1500))
-        if draw < 0.15:
-            return rng.choice(self._frames)
+        if draw < 0.06:
+            return rng.choice(self._foreign)
+        wrap = self._wraps[rng.random() < self._backward]
+        datagram = rng.choice(self._datagrams)
+        if draw < 0.2:
+            return wrap.wrap(datagram)
         if draw < 0.5:
-            return self._mutator.mutate(rng.choice(self._frames))
-        datagram = self._mutator.mutate(rng.choice(self._datagrams))
-        return rng.choice(self._wraps).wrap(datagram[: wire.MAX_DATAGRAM_BYTES])
+            return self._mutator.mutate(wrap.wrap(datagram))
+        return wrap.wrap(self._mutator.mutate(datagram)[: wire.MAX_DATAGRAM_BYTES])
 
 
 class LocalStreams:
