@@ -178,11 +178,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="how far ahead reads are expected",
     )
     admission.add_argument(
-        "--min-value",
-        metavar="BYTES",
+        "--min-reads",
+        metavar="READS",
         type=_number(0, 1e18),
-        default=defaults.min_value,
-        help="bytes saved a cell over the horizon below which a block is not admitted",
+        default=defaults.min_reads,
+        help="reads expected over the horizon below which a block is not given free slots",
+    )
+    admission.add_argument(
+        "--displace-reads",
+        metavar="READS",
+        type=_number(0, 1e18),
+        default=defaults.displace_reads,
+        help="reads expected over the horizon below which a block does not displace others",
     )
     admission.add_argument(
         "--margin",
@@ -272,7 +279,8 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
         value=ValueOptions(
             half_life_s=options.half_life,
             horizon_s=options.horizon,
-            min_value=options.min_value,
+            min_reads=options.min_reads,
+            displace_reads=options.displace_reads,
             margin=options.margin,
             keep_value=options.keep_value,
             min_stay_s=options.min_stay,

@@ -226,7 +226,7 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
     try:
         switch = await lab.switch("127.0.0.1:0", *specs)
         controller = await lab.controller(
-            switch.facts["grpc"], "--min-value=100", "--replicas=0", "--heat-threshold=2"
+            switch.facts["grpc"], "--min-reads=0.1", "--replicas=0", "--heat-threshold=2"
         )
         agents = [await lab.agent(controller, n) for n in (1, 2, 3)]
         namespace = await namespace_of(agents[0])

@@ -51,7 +51,7 @@ OPTIONS = PoolOptions(
     lease_s=3.0,
     rebalance_after_s=2.0,
     replicas=1,
-    value=ValueOptions(half_life_s=10.0, horizon_s=10.0, min_value=2000.0, min_stay_s=0.0),
+    value=ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=1.95, min_stay_s=0.0),
     refresh_s=1e9,
 )
 
