@@ -101,6 +101,13 @@ async def test_an_agent_that_is_killed_costs_its_node_only_and_comes_back_empty(
         failed = [turn for turn in tally.turns if turn.failed]
         assert all(place in turn.nodes for turn in failed)
         assert len(failed) == phases.during.failed_requests
+        # The blocks that were lost with it have copies: the others hardly notice.
+        others = [
+            turn
+            for turn in tally.turns
+            if place not in turn.nodes and turn.ended_s > outage.killed_s
+        ]
+        assert rate(Phase.of(others)) > 0.9 * rate(phases.before)
         await _works_as_before(pool, links)
 
 
