@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
+from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime_errors import P4RuntimeError
 from kvcast.switchsim.packetloop import PacketLoop
@@ -76,6 +78,8 @@ examples:
   Two veth ends (root), a program loaded at the start, BMv2's limits:
     kvcast switch --port 1=if:veth1 --port 2=if:veth2 --strict \\
                   --program kvcast.json --p4info kvcast.p4info.txtpb
+  In the place of BMv2, with simple_switch_grpc's own flags (also kvcast-simple-switch-grpc):
+    kvcast switch -i 1@s1-eth1 -i 2@s1-eth2 --no-p4 -- --grpc-server-addr 127.0.0.1:50051
   A bad network: one frame in a hundred lost at each port and direction, 100 Mb/s a port:
     kvcast switch --loss 0.01 --seed 7 --port-rate 100e6 --port 1=udp:127.0.0.1:7001
 
@@ -174,7 +178,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
     )
     control.add_argument("--program", metavar="FILE", help="BMv2 JSON to start with")
-    control.add_argument("--p4info", metavar="FILE", help="P4Info (text) of --program")
+    control.add_argument(
+        "--p4info",
+        metavar="FILE",
+        help="P4Info (text) of --program; without it frames are switched, and P4Runtime waits for "
+        "a controller to push a pipeline",
+    )
     control.add_argument("--tls-cert", metavar="PEM", help="the server's certificate chain")
     control.add_argument("--tls-key", metavar="PEM", help="the server's private key")
     control.add_argument(
@@ -214,8 +223,8 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         raise DaemonError("the CPU port and the drop port are the same")
     if arguments.device_id < 0 or arguments.device_id >= 1 << 64:
         raise DaemonError("the device id must fit 64 bits")
-    if (arguments.program is None) != (arguments.p4info is None):
-        raise DaemonError("--program and --p4info go together")
+    if arguments.p4info is not None and arguments.program is None:
+        raise DaemonError("--p4info needs --program")
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
         raise DaemonError("--tls-cert and --tls-key go together")
     if arguments.tls_ca is not None and arguments.tls_cert is None:
@@ -410,10 +419,10 @@ class Daemon:
     def _preload(self) -> None:
         program, p4info_path = self.options.program, self.options.p4info
         assert program is not None
-        assert p4info_path is not None
         p4info = p4i.P4Info()
         try:
-            text_format.Parse(p4info_path.read_text(encoding="utf-8"), p4info)
+            if p4info_path is not None:
+                text_format.Parse(p4info_path.read_text(encoding="utf-8"), p4info)
             self.service.load(p4info, program.read_bytes())
         except OSError as error:
             raise DaemonError(f"{error.filename}: {error.strerror}") from error
@@ -483,14 +492,48 @@ async def run(options: DaemonOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `kvcast switch`; returns the exit status."""
+    """Entry point of `kvcast switch`; returns the exit status. simple_switch_grpc's command line
+    is understood too."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if bmv2_flags.looks_like_bmv2(words):
+        return bmv2_main(words)
+    return _main(words, None)
+
+
+def bmv2_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `kvcast-simple-switch-grpc`, which stands in for simple_switch_grpc."""
+    try:
+        translation = bmv2_flags.translate(sys.argv[1:] if argv is None else argv)
+    except bmv2_flags.Bmv2FlagsError as error:
+        bmv2_flags.build_parser().print_usage(sys.stderr)
+        print(f"kvcast-simple-switch-grpc: error: {error}", file=sys.stderr)
+        return 2
+    return _main(translation.argv, translation)
+
+
+def _main(words: list[str], translation: bmv2_flags.Translation | None) -> int:
     parser = build_parser()
-    arguments = parse_with_config(parser, argv)
+    arguments = parse_with_config(parser, words)
     try:
         options = options_from(arguments)
     except DaemonError as error:
         parser.error(str(error))
     setup_logging(arguments.log_level, arguments.log_format)
+    if translation is not None:
+        if translation.log_file is not None:
+            try:
+                handler = logging.FileHandler(translation.log_file)
+            except OSError as error:
+                parser.error(f"--log-file {translation.log_file}: {error.strerror}")
+            handler.setFormatter(logging.getLogger().handlers[0].formatter)
+            logging.getLogger().addHandler(handler)
+        if translation.ignored:
+            log.info("without effect here: %s", " ".join(translation.ignored))
+        if not is_loopback(options.grpc_host) and options.tls_ca is None:
+            log.warning(
+                "P4Runtime on %s is open to everybody who reaches it, as BMv2's is",
+                options.grpc_host,
+            )
     return asyncio.run(run(options))
 
 

@@ -346,7 +346,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     # --- pre-loading, statistics --------------------------------------------------------------
 
     def load(self, p4info: p4i.P4Info, device_config: bytes) -> None:
-        """Commit a pipeline without a controller (`--program`); P4RuntimeError says why not."""
+        """Commit a pipeline without a controller (`--program`); P4RuntimeError says why not.
+
+        With an empty `p4info` it only runs: to P4Runtime there is no pipeline yet, as with BMv2.
+        """
         config = p4r.ForwardingPipelineConfig(p4info=p4info, p4_device_config=device_config)
         self._commit(self._build(config))
 
@@ -381,7 +384,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def _target(self) -> Pipeline:
         """The pipeline that reads and writes refer to: the last one pushed, saved or committed."""
         pipeline = self._saved or self._running
-        if pipeline is None:
+        if pipeline is None or not pipeline.p4info.ByteSize():
             # The wording is what clients look for (finsy: "no .* forwarding pipeline config").
             raise failed_precondition("No forwarding pipeline config set for this device")
         return pipeline
