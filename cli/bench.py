@@ -78,6 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FRAMES/S",
         help="most that the home sends, as its link would let it; unlimited if left out",
     )
+    incast.add_argument(
+        "--link-rate",
+        type=float,
+        default=0.0,
+        metavar="BITS/S",
+        help="emulate links of this speed (100e6 = 100 Mb/s), slow enough that this machine is not "
+        "the limit, and say how much longer the last reader took than one reader alone",
+    )
     incast.add_argument("--resident", action="store_true", help="ask the resident question")
     incast.add_argument(
         "--runner",
@@ -143,6 +151,7 @@ async def _run_incast(options: argparse.Namespace) -> int:
             seed=options.seed,
             gather_ms=options.gather_ms,
             home_rate=options.home_rate,
+            link_rate=options.link_rate,
             resident=options.resident,
             runner=options.runner,
             switch=options.switch,
@@ -161,11 +170,12 @@ def _print_incast(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     parameters, runs = report["parameters"], report["runs"]
-    columns = [name for name in ("plain", "kvcast") if name in runs]
+    titles = {"one_reader": "one reader", "plain": "plain switch", "kvcast": "kvcast"}
+    columns = [name for name in titles if name in runs]
     table = Table()
     table.add_column("")
     for name in columns:
-        table.add_column("plain switch" if name == "plain" else name, justify="right")
+        table.add_column(titles[name], justify="right")
 
     def row(label: str, value: Any) -> None:
         table.add_row(label, *(str(value(runs[name])) for name in columns))
@@ -174,6 +184,8 @@ def _print_incast(report: dict[str, Any]) -> None:
     row("bytes that left the owner", lambda run: f"{run['owner_egress_bytes']:,}")
     for share in ("p50", "p99", "max"):
         row(f"fetch time {share}, ms", lambda run, share=share: run["fetch_ms"][share])
+    if over_one := report["over_one_reader"]:
+        table.add_row("slowest over one reader", *(str(over_one.get(name, 1)) for name in columns))
     for tier in next(iter(runs.values()))["hits"]:
         if any(run["hits"][tier] for run in runs.values()):
             row(f"blocks: {tier}", lambda run, tier=tier: run["hits"][tier])

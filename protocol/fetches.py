@@ -73,8 +73,10 @@ class RequesterConfig:
     """For so long after a home was left for silence, new fetches start at another."""
     gather_ms: int = 0
     """`gather` of READs, unless the fetch says otherwise."""
-    auto_gather_ms: int = 2
-    """`gather` of READs of full segments while reads are being shared."""
+    auto_gather_max_ms: int = 20
+    """Longest `gather` of READs of full segments while reads are being shared. It is a quarter of
+    the smoothed round-trip time: readers that share answers are about as far apart as answers
+    come late, microseconds on a fast network and tens of milliseconds on a crowded machine."""
     repeat_from_gather_ms: int = 10
     """A READ with which a fetch begins, and that lets its home gather for so long or longer, is
     sent twice, the second time while the home gathers: it costs a frame, and saves the segment

@@ -700,9 +700,11 @@ class Requester:
         fetch = flight.fetch
         assembly = fetch.assembly
         counters = self.counters
-        flags = FLAG_PADDED if self.config.read_padding else 0
+        config = self.config
+        flags = FLAG_PADDED if config.read_padding else 0
         wanted = FULL_SEGMENT
         gather_ms = 0
+        first_wave = False
         missing = FULL_SEGMENT if assembly is None else assembly.missing[flight.index]
         if assembly is not None and missing != assembly.whole(flight.index):
             flags |= FLAG_PARTIAL
@@ -714,9 +716,12 @@ class Requester:
             counters.reads_retry += 1
             fetch.report.retries += 1
         else:
-            gather_ms = fetch.gather_ms
+            first_wave = self._is_first_wave(now, fetch)
+            gather_ms = fetch.gather_ms if first_wave else 0
             if fetch.saw_shared or now < self._shared_until:
-                gather_ms = max(gather_ms, self.config.auto_gather_ms)
+                srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
+                auto_ms = min(int(srtt_s * 250), config.auto_gather_max_ms)
+                gather_ms = max(gather_ms, auto_ms)
         counters.reads += 1
         fetch.report.reads += 1
         flight.asked = True
@@ -724,7 +729,7 @@ class Requester:
         flight.sent_at = now
         flight.gather_s = gather_ms / 1000
         flight.again_at = inf
-        if gather_ms >= self.config.repeat_from_gather_ms and self._is_first_wave(now, flight):
+        if first_wave and gather_ms >= config.repeat_from_gather_ms:
             flight.again_at = now + flight.gather_s / 3
         flight.tag = self._next_tag
         self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
@@ -732,11 +737,13 @@ class Requester:
         self._send_read(flight, flags, wanted, gather_ms)
 
     @staticmethod
-    def _is_first_wave(now: float, flight: _Flight) -> bool:
-        """Whether the segment is asked for as soon as its fetch began, when all who take part in
-        a storm ask. Later ones ask at times of their own, and a READ repeated after the answer
-        has passed would fetch it again."""
-        return now - flight.fetch.started_at <= flight.gather_s / 4
+    def _is_first_wave(now: float, fetch: _Fetch) -> bool:
+        """Whether the fetch has just begun, when all who take part in a storm ask, and the home
+        had better wait for them. What is asked for later waits in the home's queue anyway, for
+        longer than readers that share answers are apart; to hold it back would leave the link
+        idle. Nor is it asked for twice: a READ that comes after the answer would fetch it again.
+        """
+        return now - fetch.started_at <= fetch.gather_ms / 4000
 
     def _ask_again(self, now: float, flight: _Flight) -> None:
         """Send the READ once more while its home gathers. If the first was lost, this one still

@@ -674,20 +674,36 @@ def test_offer_is_ignored_where_it_does_not_help(kinds: set[int], flags: int) ->
 
 
 def test_reads_gather_while_reads_are_being_shared() -> None:
-    bench = Bench(auto_gather_ms=4, sharing_memory_s=0.5)
+    bench = Bench(auto_gather_max_ms=9, sharing_memory_s=0.5)
     bench.fetch()
-    bench.data(0.001, 0, [0])
-    assert [read.gather for read in bench.reads()] == [0, 0, 0]
-    bench.core.cancel(0.001, 1)
-    bench.fetch(0.002)
-    bench.data(0.003, 0, [0], flags=wire.FLAG_SHARED)
-    assert [read.gather for read in bench.reads()] == [0, 4, 4]
-    bench.core.cancel(0.004, 2)
+    (first,) = bench.reads()
+    bench.data(0.016, 0, [0], tag=first.tag)  # a round trip of 16 ms
+    assert [read.gather for read in bench.reads()] == [0, 0]
+    bench.core.cancel(0.02, 1)
+    bench.fetch(0.02)
+    bench.reads()
+    bench.data(0.03, 0, [0], flags=wire.FLAG_SHARED)
+    assert [read.gather for read in bench.reads()] == [4, 4], "a quarter of the round trip"
+    bench.core.cancel(0.04, 2)
     bench.fetch(0.1)
-    assert [read.gather for read in bench.reads()] == [4]
-    bench.core.cancel(0.1, 3)
+    (late,) = bench.reads()
+    assert late.gather == 4
+    bench.data(0.5, 0, [0], tag=late.tag, flags=wire.FLAG_SHARED)
+    bench.reads()
+    bench.core.cancel(0.5, 3)
     bench.fetch(0.6)
-    assert [read.gather for read in bench.reads()] == [0]
+    assert [read.gather for read in bench.reads()] == [9], "no more than the most"
+    bench.core.cancel(0.6, 4)
+    bench.fetch(1.1)
+    assert [read.gather for read in bench.reads()] == [0], "sharing is forgotten"
+
+
+def test_only_what_is_asked_for_at_the_start_gathers_as_the_fetch_allows() -> None:
+    bench = Bench(gather_ms=80, window_initial=1)
+    bench.fetch(expect_size=len(BYTES))
+    assert [read.gather for read in bench.reads()] == [80]
+    bench.whole(0.09, 0)
+    assert [read.gather for read in bench.reads()] == [0, 0]
 
 
 def test_a_segment_that_shared_answers_overtook_leaves_the_window() -> None:
