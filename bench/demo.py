@@ -43,7 +43,7 @@ _CALIBRATION_PUTS = 6
 """Blocks that each node puts to begin with."""
 _CALIBRATION_BYTES = 65536
 _KILL_AT_SHARE = 0.3
-"""When a part is killed, as a share of the replay; the longer rest shows the recovery."""
+"""When a part is killed, as a share of the requests; the longer rest shows the recovery."""
 
 
 @dataclass(frozen=True)
@@ -315,12 +315,11 @@ async def _second_replay(
 ) -> tuple[Tally, Outage | None]:
     if kill is None:
         return await _replay(pool, links, plan, reporter, "kvcast"), None
-    at_s = _KILL_AT_SHARE * plan.replay_s
-    name = name_of(pool, kill)
-    reporter.say(f"{name} is killed {at_s:.0f} s from now, and started again")
+    after = max(1, int(_KILL_AT_SHARE * len(plan.requests)))
+    reporter.say(f"{name_of(pool, kill)} is killed after {after} requests, and started again")
     replay = _make_replay(pool, links, plan, reporter, "kvcast")
     try:
-        tally, outage = await play_with_outage(pool, replay, kill, at_s)
+        tally, outage = await play_with_outage(pool, replay, kill, after)
     finally:
         reporter.end_phase()
     pool.check_alive()

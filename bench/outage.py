@@ -112,12 +112,11 @@ def name_of(pool: Pool, part: str) -> str:
     return hosts[min(1, len(hosts) - 1)].node_id
 
 
-async def strike(pool: Pool, replay: Replay, part: str, at_s: float) -> Outage:
-    """Kill a part at that time of the replay, start it again two seconds later, and wait until the
-    pool is whole. PoolError if it does not become so."""
+async def strike(pool: Pool, replay: Replay, part: str, after: int) -> Outage:
+    """Kill a part when so many requests have ended, start it again two seconds later, and wait
+    until the pool is whole. PoolError if it does not become so."""
     name = name_of(pool, part)
-    await replay.started.wait()
-    await asyncio.sleep(at_s)
+    await replay.when_ended(after).wait()
     killed_s = replay.elapsed()
     await pool.kill(name)
     await asyncio.sleep(_DOWN_S)
@@ -128,12 +127,12 @@ async def strike(pool: Pool, replay: Replay, part: str, at_s: float) -> Outage:
 
 
 async def play_with_outage(
-    pool: Pool, replay: Replay, part: str, at_s: float
+    pool: Pool, replay: Replay, part: str, after: int
 ) -> tuple[Tally, Outage]:
     """Run the replay, and the outage in the middle of it."""
     tasks = (
         asyncio.create_task(replay.run()),
-        asyncio.create_task(strike(pool, replay, part, at_s)),
+        asyncio.create_task(strike(pool, replay, part, after)),
     )
     try:
         tally, outage = await asyncio.gather(*tasks)

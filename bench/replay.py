@@ -227,7 +227,6 @@ class Replay:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.tally = Tally()
-        self.started = asyncio.Event()
         self._requests = list(requests)
         self._links = list(links)
         self._node_ids = list(node_ids)
@@ -239,6 +238,7 @@ class Replay:
         self._slots = asyncio.Semaphore(options.in_flight)
         self._started_at = 0.0
         self._finished = 0
+        self._marks: list[tuple[int, asyncio.Event]] = []
         self._meter = EgressMeter(links)
         self._wanted = ideal_reads(self._requests)
         self._came: Counter[int] = Counter()
@@ -249,7 +249,6 @@ class Replay:
         await self._prepare()
         before = await self._meter.read()
         self._started_at = time.monotonic()
-        self.started.set()
         sampler = asyncio.create_task(self._sample(before))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -290,8 +289,14 @@ class Replay:
             self.tally.egress_samples.append((self.elapsed(), sent))
             await asyncio.sleep(self._options.sample_s)
 
+    def when_ended(self, count: int) -> asyncio.Event:
+        """Set once so many requests have ended, or were skipped."""
+        event = asyncio.Event()
+        self._marks.append((count, event))
+        return event
+
     def elapsed(self) -> float:
-        """Seconds since the first request could start, once `started` is set."""
+        """Seconds since the first request could start; not before it has."""
         return time.monotonic() - self._started_at
 
     async def _sleep_until(self, elapsed_s: float) -> None:
@@ -306,6 +311,9 @@ class Replay:
     def _end(self, request: Request) -> None:
         self._ended[request.number].set()
         self._finished += 1
+        for count, event in self._marks:
+            if self._finished >= count:
+                event.set()
         self._on_progress(self._finished, len(self._requests))
 
     async def _play(self, request: Request) -> None:

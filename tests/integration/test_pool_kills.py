@@ -37,9 +37,9 @@ async def _replay_and_kill(
     pool: Pool, links: list[NodeLink], part: str
 ) -> tuple[Tally, Outage, Phases]:
     """Play a mix; kill a part in the middle of it, and start it again while it goes on."""
-    requests = requests_of("mix", NODES, remote_reads=300, span_s=9.0)
+    requests = requests_of("mix", NODES, remote_reads=300, span_s=6.0)
     playing = make_replay(pool, links, requests, tag="killed", deadline_s=DEADLINE_S)
-    tally, outage = await play_with_outage(pool, playing, part, at_s=2.5)
+    tally, outage = await play_with_outage(pool, playing, part, after=len(requests) // 4)
     assert tally.wrong_bytes == 0
     assert tally.gets == sum(tally.hits.values())
     assert len(tally.turns) == tally.requests == len(requests)
@@ -47,10 +47,15 @@ async def _replay_and_kill(
     # Whatever did not come was given up when its time was over, and not long after.
     assert max(tally.fetch_ms) < 2000 * DEADLINE_S
     phases = Phases.of(tally, outage)
-    for phase in (phases.before, phases.during, phases.after):
-        assert phase.wanted > 0, "the kill was too early or too late to show anything"
+    assert phases.before.wanted > 0, "the kill was too early to show anything"
     assert rate(phases.before) > 0.9
-    assert phases.recovered, phases
+    # Where the machine is so slow that no request was left, what is played next has the word.
+    assert phases.recovered or not phases.after.wanted, phases
+    requests = requests_of("mix", NODES, remote_reads=300, span_s=3.0)  # the same, and faster
+    again = make_replay(pool, links, requests, tag="killed", deadline_s=DEADLINE_S)
+    after = Phase.of((await again.run()).turns)
+    assert rate(after) > 0.9 * rate(phases.before)
+    assert (after.missed, after.failed_requests) == (0, 0)
     return tally, outage, phases
 
 
