@@ -4,7 +4,8 @@ Owns: when the part is killed and started again, which requests count as before,
 Must not know: how a replay or a pool is made.
 
 hit rate = blocks that came / blocks that a pool which loses nothing would have held for the same
-requests (`replay.ideal_reads`). A request whose own agent is down gets nothing, and counts so.
+requests (`replay.ideal_reads`). A request whose own agent is down gets nothing, and counts so;
+what comes beyond, because a later request was quicker to write it, does not count.
 Before: ended before the kill. After: started after the part was back and the controller had
 programmed the whole pool again. During: all others.
 """
@@ -59,7 +60,7 @@ class Phase:
             len(some),
             sum(turn.failed for turn in some),
             sum(turn.wanted for turn in some),
-            sum(turn.came for turn in some),
+            sum(min(turn.came, turn.wanted) for turn in some),
             sum(turn.missed for turn in some),
         )
 

@@ -48,7 +48,7 @@ def test_requests_are_cut_at_the_kill_and_at_the_restored_pool() -> None:
             turn(12.5, 12.6, 10),  # the part was back, the pool not yet
             turn(13.5, 14.0, 10),
             turn(15.0, 16.0, 8),
-            turn(15.0, 16.0, 0, wanted=0),
+            turn(15.0, 16.0, 3, wanted=0),  # somebody was quicker than planned
         ]
     )
     phases = Phases.of(tally, OUTAGE)
