@@ -62,9 +62,11 @@ class RequesterConfig:
     retry_jitter: float = 0.5
     """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
     for one lost answer, the first then asks again, and the switch gives the answer to all."""
-    reorder_min_s: float = 0.001
+    reorder_min_s: float = 20e-6
     """A gap at the LAST chunk is asked for after the larger of this and a quarter of the
     round-trip time (the reordering window of RFC 8985), not at once; but within `quiet_s`."""
+    swallowed_pause_s: float = 0.001
+    """A READ whose wait was ended by an answer about another copy is sent again after so long."""
     tries_per_home: int = 4
     """Time-outs in a row, on one segment and without any progress, after which a home is left."""
     max_restarts: int = 3

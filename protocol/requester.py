@@ -1120,7 +1120,7 @@ class Requester:
             return
         if flight.tries + 1 < self.config.tries_per_home:
             flight.tries += 1
-            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
+            flight.gap_at = now + self._jittered(self.config.swallowed_pause_s)
             self._timers.arm(flight, flight.gap_at)
 
     def _overloaded(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
