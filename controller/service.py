@@ -41,6 +41,7 @@ RETRY_SWITCH_S = 1.0
 SWITCH_GRACE_S = 3.0
 """While the switch has been away for less than this, changes wait for it, so that agents are not
 told of what the switch does not let through yet; after that they are told all the same."""
+BEAT_S = 0.1
 STALL_S = 0.3
 """Waking so much later than planned means that the process was starved or stopped."""
 STUCK_AFTER_S = 60.0
@@ -106,6 +107,8 @@ class ControllerService:
         self._ticked_at = 0.0
         self._tick_took_s = 0.0
         self._loop_at = time.monotonic()
+        self._beat_at = self._loop_at
+        """When this process was last seen to run."""
         self._lost_at: float | None = self._loop_at
         """Since when the switch has not been writable; None while it is."""
         self._switch = SwitchLink(
@@ -137,6 +140,7 @@ class ControllerService:
         tasks = [
             asyncio.create_task(self._switch.run(), name="switch"),
             asyncio.create_task(self._control(), name="control"),
+            asyncio.create_task(self._beat(), name="beat"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
@@ -168,6 +172,7 @@ class ControllerService:
 
     async def _round(self) -> None:
         """What is due, the tick if it is time, and then the switch and the agents."""
+        self._excuse_stall()
         started = time.monotonic()
         self._do(self._pool.advance(started))
         if started - self._ticked_at >= self.options.tick_s:
@@ -192,10 +197,20 @@ class ControllerService:
             self._wake.clear()
         except TimeoutError:
             pass
-        late_s = time.monotonic() - max(until, now)
+
+    async def _beat(self) -> None:
+        """Show, several times a second, that this process runs."""
+        while True:
+            self._excuse_stall()
+            await asyncio.sleep(BEAT_S)
+
+    def _excuse_stall(self) -> None:
+        """Where this process did not run for a while, wherever it was then, renewals may lie unread
+        in its sockets: the time that it slept is nobody's silence."""
+        now = time.monotonic()
+        late_s = now - self._beat_at - BEAT_S
+        self._beat_at = now
         if late_s > STALL_S:
-            # This process did not run. Renewals may lie unread in its sockets, so the time that
-            # it slept is nobody's silence.
             self._pool.membership.excuse(late_s)
             self.counts["stalls"] += 1
             log.warning("the controller did not run for %.1f s", late_s)
