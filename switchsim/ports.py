@@ -119,7 +119,7 @@ class Port(ABC):
         self.number = number
         self.counters = PortCounters()
         self.ingress: deque[bytes] = deque()
-        self._options = options
+        self.options = options
         self._queue_depth = options.queue_depth
         self._loss = options.loss
         self._rx_random = random.Random(f"{options.seed}/{number}/rx")
@@ -304,7 +304,7 @@ class UdpTunnelPort(Port):
         self, number: int, local: Address, peer: Address | None, options: PortOptions | None = None
     ) -> None:
         super().__init__(number, options or PortOptions())
-        self._fixed_peer = peer is not None
+        self.fixed_peer = peer is not None
         self.peer = peer
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
@@ -322,7 +322,7 @@ class UdpTunnelPort(Port):
         return self._socket.fileno()
 
     def drain(self) -> int:
-        return self._drain_connected() if self._fixed_peer else self._drain_learning()
+        return self._drain_connected() if self.fixed_peer else self._drain_learning()
 
     def _drain_connected(self) -> int:
         receive = self._socket.recv
@@ -372,7 +372,7 @@ class UdpTunnelPort(Port):
 
     def _send(self, frame: bytes) -> bool:
         try:
-            if self._fixed_peer:
+            if self.fixed_peer:
                 self._send_connected(frame)
             elif self.peer is None:
                 self.counters.tx_no_peer += 1
@@ -402,7 +402,7 @@ class UdpTunnelPort(Port):
 
     def describe(self) -> str:
         text = f"udp:{self.local[0]}:{self.local[1]}"
-        return f"{text}:{self.peer[0]}:{self.peer[1]}" if self._fixed_peer and self.peer else text
+        return f"{text}:{self.peer[0]}:{self.peer[1]}" if self.fixed_peer and self.peer else text
 
     def close(self) -> None:
         super().close()
@@ -416,6 +416,7 @@ _PACKET_ADD_MEMBERSHIP: Final = 1
 _PACKET_MR_PROMISC: Final = 1
 _PACKET_AUXDATA: Final = 8
 _PACKET_VNET_HDR: Final = 15
+_PACKET_QDISC_BYPASS: Final = 20
 _PACKET_IGNORE_OUTGOING: Final = 23  # Linux 4.20
 _TP_STATUS_VLAN_VALID: Final = 1 << 4
 _TP_STATUS_VLAN_TPID_VALID: Final = 1 << 6
@@ -474,7 +475,7 @@ class InterfacePort(Port):
         _enlarge_buffers(packets)
         reply = fcntl.ioctl(packets, _SIOCGIFMTU, struct.pack("16si12x", interface.encode(), 0))
         self.mtu_bytes: int = struct.unpack_from("16si", reply)[1]
-        self._max_frame_bytes = self.mtu_bytes + _ETHERNET_AND_VLAN_BYTES
+        self.max_frame_bytes = self.mtu_bytes + _ETHERNET_AND_VLAN_BYTES
         self._disable_offloads()
         packets.setsockopt(
             _SOL_PACKET,
@@ -482,6 +483,20 @@ class InterfacePort(Port):
             struct.pack("iHH8x", index, _PACKET_MR_PROMISC, 0),
         )
         packets.bind((interface, _ETH_P_ALL))
+        self._sender: socket.socket | None = None
+
+    def open_sender(self) -> int:
+        """A descriptor that only sends, frames without the virtio header and past the queueing
+        discipline; PortError where the kernel refuses."""
+        try:
+            sender = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
+            sender.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
+            _enlarge_buffers(sender)
+            sender.bind((self.interface, 0))
+        except OSError as error:
+            raise PortError(f"port {self.number}: if:{self.interface}: {error}") from error
+        self._sender = sender
+        return sender.fileno()
 
     def _disable_offloads(self) -> None:
         for name, command in _OFFLOADS.items():
@@ -527,7 +542,7 @@ class InterfacePort(Port):
         """The frame with checksum and tag put right; None for an unsplit segment."""
         flags, gso_type, _, _, start, offset = _VNET_HEADER.unpack_from(data)
         frame = data[_VNET_HEADER.size :]
-        if gso_type or len(frame) > self._max_frame_bytes:
+        if gso_type or len(frame) > self.max_frame_bytes:
             return None
         if flags & _VNET_NEEDS_CSUM:
             frame = complete_checksum(frame, start, offset)
@@ -557,6 +572,8 @@ class InterfacePort(Port):
 
     def close(self) -> None:
         super().close()
+        if self._sender is not None:
+            self._sender.close()
         self._socket.close()
 
 

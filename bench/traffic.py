@@ -1,0 +1,233 @@
+"""Compiled senders and the bare forwarder: what a switch is measured with, and against.
+
+Owns: the fastest plain way to send and to forward by recvmmsg and sendmmsg, in batches as large as
+the switch's own. Must not know: what is being measured. Python is not involved per frame.
+
+`python -m kvcast.bench.traffic forward IN OUT` is the bare forwarder: everything that arrives at
+one interface leaves at the other. `... send IF SECONDS PPS` sends the frames given on standard
+input (hex, one a line) in turn, as fast as it can (PPS 0) or at that rate, and prints how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvcast.switchsim.native_compiler import (
+    I32,
+    U32,
+    U64,
+    Library,
+    Ptr,
+    Struct,
+    address_of,
+    atomic_load,
+    ctypes_of,
+    native,
+    size_of,
+    unsigned,
+)
+from kvcast.switchsim.native_linux import (
+    CLOCK_MONOTONIC,
+    IoVec,
+    MsgHdr,
+    TimeSpec,
+    clock_gettime,
+    recvmmsg,
+    sendmmsg,
+)
+
+BATCH: Final = 64
+_SLOT_BYTES: Final = 10_432
+_WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
+
+
+class Traffic(Struct):
+    """One sender or forwarder, and its counts."""
+
+    stop: U64
+    sent: U64
+    received: U64
+    refused: U64
+    """Frames that the kernel did not take."""
+    messages: Ptr[MsgHdr]
+    vectors: Ptr[IoVec]
+    count: U64
+    """Messages."""
+    time: TimeSpec
+
+
+@native
+def clock_ns(traffic: Traffic) -> U64:
+    clock_gettime(CLOCK_MONOTONIC, traffic.time)
+    return traffic.time.seconds * 1_000_000_000 + traffic.time.nanoseconds
+
+
+@native
+def forward_bare(traffic: Traffic, source: I32, sink: I32) -> None:
+    """Forward until `stop`; the receiving socket has a timeout."""
+    while atomic_load(traffic.stop) == 0:
+        arrived = recvmmsg(source, traffic.messages, BATCH, _WAIT_FOR_ONE, 0)
+        if arrived <= 0:
+            continue
+        count = unsigned(arrived)
+        traffic.received += count
+        for i in range(count):
+            traffic.vectors[i].length = traffic.messages[i].length
+        send_all(traffic, sink, 0, count)
+        for i in range(count):
+            traffic.vectors[i].length = _SLOT_BYTES
+
+
+@native
+def send_all(traffic: Traffic, sink: I32, first: U64, count: U64) -> None:
+    at = 0 + first
+    end = first + count
+    while at < end:
+        messages = MsgHdr.array(address_of(traffic.messages) + at * size_of(MsgHdr))
+        sent = sendmmsg(sink, messages, end - at, 0)
+        if sent <= 0:
+            traffic.refused += 1
+            at += 1
+        else:
+            traffic.sent += unsigned(sent)
+            at += unsigned(sent)
+
+
+@native
+def send_paced(traffic: Traffic, sink: I32, batch: U32, gap_ns: U64, until_ns: U64) -> None:
+    """Send all messages in turn, `batch` at a time, a batch every `gap_ns`, until `until_ns`."""
+    now_ns = clock_ns(traffic)
+    next_ns = now_ns
+    at = 0
+    while now_ns < until_ns and atomic_load(traffic.stop) == 0:
+        if now_ns >= next_ns:
+            count = traffic.count - at
+            if count > batch:
+                count = 0 + batch
+            send_all(traffic, sink, at, count)
+            at += count
+            if at == traffic.count:
+                at = 0
+            next_ns += gap_ns
+        now_ns = clock_ns(traffic)
+
+
+_library: Library | None = None
+
+
+def library() -> Library:
+    global _library
+    if _library is None:
+        _library = Library(forward_bare, send_paced)
+    return _library
+
+
+class Native:
+    """The memory of one Traffic, for `count` messages over the buffers given."""
+
+    def __init__(self, count: int, frames: Sequence[bytes] | None) -> None:
+        self.state: Any = ctypes_of(Traffic)()
+        self._messages = (ctypes_of(MsgHdr) * count)()
+        self._vectors = (ctypes_of(IoVec) * count)()
+        self._time = ctypes_of(TimeSpec)()
+        self._buffers = (
+            [ctypes.create_string_buffer(_SLOT_BYTES) for _ in range(count)]
+            if frames is None
+            else [ctypes.create_string_buffer(f, len(f)) for f in frames]
+        )
+        for message, vector, buffer in zip(
+            self._messages, self._vectors, self._buffers, strict=True
+        ):
+            vector.base, vector.length = ctypes.addressof(buffer), len(buffer)
+            message.iov, message.iov_length = ctypes.addressof(vector), 1
+        self.state.count = count
+        self.state.messages = ctypes.addressof(self._messages)
+        self.state.vectors = ctypes.addressof(self._vectors)
+        self.state.time = ctypes.addressof(self._time)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.state)
+
+
+def interface_socket(interface: str, *, receive: bool) -> socket.socket:
+    """A raw socket of an interface; one that sends goes past the queueing discipline."""
+    sol_packet, qdisc_bypass, ignore_outgoing = 263, 20, 23  # linux/if_packet.h
+    endpoint = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    if receive:
+        endpoint.setsockopt(sol_packet, ignore_outgoing, 1)
+        endpoint.setsockopt(socket.SOL_SOCKET, 33, 32 << 20)  # SO_RCVBUFFORCE
+        endpoint.settimeout(0.2)
+        endpoint.setblocking(True)
+        timeout = (0).to_bytes(8, "little") + (200_000).to_bytes(8, "little")
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        endpoint.bind((interface, 3))  # ETH_P_ALL
+    else:
+        endpoint.setsockopt(sol_packet, qdisc_bypass, 1)
+        endpoint.bind((interface, 0))
+    return endpoint
+
+
+def forward(source: str, sink: str) -> dict[str, int]:
+    """Forward from one interface to another until SIGTERM."""
+    import threading
+
+    native_state = Native(BATCH, None)
+    with interface_socket(source, receive=True) as a, interface_socket(sink, receive=False) as b:
+        call = library().call(forward_bare)
+        thread = threading.Thread(
+            target=call, args=(native_state.address, a.fileno(), b.fileno()), daemon=True
+        )
+        thread.start()
+        print(json.dumps({"event": "ready"}), flush=True)
+        signal.sigwait({signal.SIGTERM, signal.SIGINT})
+        native_state.state.stop = 1
+        thread.join()
+    return {"received": native_state.state.received, "sent": native_state.state.sent}
+
+
+def send(interface: str, frames: Sequence[bytes], seconds: float, pps: float) -> dict[str, Any]:
+    """Send frames for that long; PPS 0 is as fast as it goes."""
+    traffic = Native(len(frames), frames)
+    # A slow sender sends small batches, so that it is no burst generator.
+    batch = BATCH if pps == 0 else max(1, min(BATCH, int(pps / 5000)))
+    gap_ns = 0 if pps == 0 else int(batch * 1e9 / pps)
+    with interface_socket(interface, receive=False) as sink:
+        call = library().call(send_paced)
+        start_ns = time.monotonic_ns()
+        call(traffic.address, sink.fileno(), batch, gap_ns, start_ns + int(seconds * 1e9))
+        took_s = (time.monotonic_ns() - start_ns) / 1e9
+    return {"sent": traffic.state.sent, "refused": traffic.state.refused, "seconds": took_s}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvcast.bench.traffic", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("forward")
+    one.add_argument("source")
+    one.add_argument("sink")
+    two = commands.add_parser("send")
+    two.add_argument("interface")
+    two.add_argument("seconds", type=float)
+    two.add_argument("pps", type=float)
+    arguments = parser.parse_args(argv)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    if arguments.command == "forward":
+        result: dict[str, Any] = forward(arguments.source, arguments.sink)
+    else:
+        frames = [bytes.fromhex(line) for line in sys.stdin]
+        result = send(arguments.interface, frames, arguments.seconds, arguments.pps)
+    print(json.dumps(result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

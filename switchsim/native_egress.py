@@ -1,0 +1,280 @@
+"""From the program to the wire: injected loss, queues, rates, and the system calls that send.
+
+Owns: when a frame leaves its port, and the count of every frame that does not. Must not know: the
+program; where frames came from.
+
+A port without a rate hands its frames to the kernel in batches, straight from the outbox. A port
+with a rate is an emulated link: eight strict-priority queues of `depth` frames before a wire that
+takes one frame at a time, each for length x 8 / rate. A frame is delivered when its last bit has
+left. Starts and ends of transmission follow from the frames' arrivals alone: a loop that wakes
+late catches up, and a virtual clock gives the same result as an exact real one.
+"""
+
+from __future__ import annotations
+
+from kvcast.switchsim.native_compiler import (
+    U64,
+    address_of,
+    copy,
+    native,
+    size_of,
+    unsigned,
+)
+from kvcast.switchsim.native_linux import (
+    EAGAIN,
+    ECONNREFUSED,
+    EINTR,
+    EMSGSIZE,
+    ENOBUFS,
+    MSG_DONTWAIT,
+    IoVec,
+    MsgHdr,
+    error_number,
+    free,
+    malloc,
+    sendmmsg,
+)
+from kvcast.switchsim.native_rings import ring_push
+from kvcast.switchsim.native_state import (
+    KIND_RING,
+    KIND_UDP_LEARNING,
+    NEVER,
+    PRIORITIES,
+    SEND_BATCH,
+    Loop,
+    Port,
+    QueuedFrame,
+)
+
+
+@native
+def mixed(state: U64) -> U64:
+    """The output of splitmix64 (Steele, Lea, Flood 2014) for a state."""
+    value = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@native
+def lost(threshold: U64, state: U64) -> bool:
+    """Whether the draw of this state means loss."""
+    return (mixed(state) >> 11) < threshold
+
+
+@native
+def transmit(loop: Loop, port: Port, frame: U64, length: U64, priority: U64, now_ns: U64) -> None:
+    """The program sends a frame to a port."""
+    if port.loss_threshold != 0:
+        port.tx_random += 0x9E3779B97F4A7C15
+        if lost(port.loss_threshold, port.tx_random):
+            port.tx_loss += 1
+            return
+    if port.ps_per_byte == 0:
+        send(loop, port, frame, length, now_ns)
+    else:
+        enqueue(loop, port, frame, length, priority & (PRIORITIES - 1), now_ns)
+
+
+@native
+def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
+    """Hand a frame over, or gather it for the next system call; it must stay until `flush`."""
+    if port.kind == KIND_RING:
+        if ring_push(loop.punt, port.number, now_ns, frame, length):
+            port.tx_frames += 1
+            port.tx_bytes += length
+            loop.news = 1
+        else:
+            port.tx_queue_drops += 1
+        return
+    if port.kind == KIND_UDP_LEARNING and port.peer[0].address == 0:
+        port.tx_no_peer += 1
+        return
+    vector = port.send_vectors[port.pending]
+    vector.base = frame
+    vector.length = length
+    port.pending += 1
+    loop.pending_ports = 1
+    if port.pending == SEND_BATCH:
+        flush_port(port)
+
+
+@native
+def flush_port(port: Port) -> None:
+    """Send what is gathered. What the kernel does not take is dropped and counted."""
+    at = 0
+    refused = 0
+    while at < port.pending:
+        messages = MsgHdr.array(address_of(port.send_messages) + at * size_of(MsgHdr))
+        sent = sendmmsg(port.send_fd, messages, port.pending - at, MSG_DONTWAIT)
+        if sent > 0:
+            for i in range(at, at + unsigned(sent)):
+                port.tx_bytes += port.send_vectors[i].length
+            port.tx_frames += unsigned(sent)
+            at += unsigned(sent)
+            refused = 0
+            continue
+        error = error_number()
+        if error == EINTR:
+            continue
+        if error == ECONNREFUSED:
+            # The error belongs to an earlier frame; this one has not been sent yet.
+            port.tx_refused += 1
+            if refused == 0:
+                refused = 1
+                continue
+        elif error == EAGAIN or error == ENOBUFS:  # noqa: SIM109
+            port.tx_busy += 1
+        elif error == EMSGSIZE:
+            port.tx_too_long += 1
+        else:
+            port.tx_errors += 1
+        at += 1
+        refused = 0
+    port.pending = 0
+
+
+@native
+def flush(loop: Loop) -> None:
+    """Send everything that is gathered, and empty the outbox."""
+    if loop.pending_ports != 0:
+        for i in range(loop.port_count):
+            if loop.ports[i].pending != 0:
+                flush_port(loop.ports[i])
+        loop.pending_ports = 0
+    loop.outbox.used = 0
+    loop.outbox.count = 0
+    while loop.garbage != 0:
+        frame = loop.garbage
+        loop.garbage = QueuedFrame.at(frame).next
+        free(frame)
+
+
+@native
+def enqueue(loop: Loop, port: Port, frame: U64, length: U64, priority: U64, now_ns: U64) -> None:
+    """A frame arrives at a port with a rate."""
+    release(loop, port, now_ns)
+    queue = port.queues[priority]
+    if queue.frames >= port.depth:
+        port.tx_queue_drops += 1
+        return
+    address = malloc(size_of(QueuedFrame) + length)
+    if address == 0:
+        port.tx_queue_drops += 1
+        return
+    queued = QueuedFrame.at(address)
+    queued.next = 0
+    queued.arrival_ns = now_ns
+    queued.length = length
+    copy(address + size_of(QueuedFrame), frame, length)
+    if queue.first == 0:
+        queue.first = address
+    else:
+        QueuedFrame.at(queue.last).next = address
+    queue.last = address
+    queue.frames += 1
+    if port.waiting == 0:
+        loop.backlog += 1
+    port.waiting += 1
+    if port.in_service == 0:
+        start_service(port)
+
+
+@native
+def start_service(port: Port) -> bool:
+    """Let the wire take the next frame; False where none waits."""
+    earliest = NEVER
+    for i in range(PRIORITIES):
+        first = port.queues[i].first
+        if first != 0 and QueuedFrame.at(first).arrival_ns < earliest:
+            earliest = QueuedFrame.at(first).arrival_ns
+    if earliest == NEVER:
+        return False
+    start = port.free_at_ns if port.free_at_ns > earliest else earliest
+    priority = PRIORITIES - 1
+    while port.queues[priority].first == 0 or (
+        QueuedFrame.at(port.queues[priority].first).arrival_ns > start
+    ):
+        priority -= 1
+    queue = port.queues[priority]
+    frame = QueuedFrame.at(queue.first)
+    port.in_service = queue.first
+    queue.first = frame.next
+    queue.frames -= 1
+    duration_ps = frame.length * port.ps_per_byte + port.remainder_ps
+    port.free_at_ns = start + duration_ps // 1000
+    port.remainder_ps = duration_ps % 1000
+    return True
+
+
+@native
+def release(loop: Loop, port: Port, now_ns: U64) -> None:
+    """Deliver every frame whose last bit has left by now."""
+    while port.in_service != 0 and port.free_at_ns <= now_ns:
+        address = port.in_service
+        frame = QueuedFrame.at(address)
+        send(loop, port, address + size_of(QueuedFrame), frame.length, port.free_at_ns)
+        frame.next = loop.garbage
+        loop.garbage = address
+        port.in_service = 0
+        port.waiting -= 1
+        if port.waiting == 0:
+            loop.backlog -= 1
+        start_service(port)
+
+
+@native
+def release_all(loop: Loop, now_ns: U64) -> U64:
+    """Deliver what is due at all ports; when the next frame will be, or NEVER."""
+    earliest = NEVER
+    if loop.backlog != 0:
+        for i in range(loop.port_count):
+            port = loop.ports[i]
+            if port.in_service != 0:
+                release(loop, port, now_ns)
+                if port.in_service != 0 and port.free_at_ns < earliest:
+                    earliest = port.free_at_ns
+    return earliest
+
+
+@native
+def next_release(loop: Loop) -> U64:
+    """When the next frame will have left, or NEVER."""
+    earliest = NEVER
+    if loop.backlog != 0:
+        for i in range(loop.port_count):
+            port = loop.ports[i]
+            if port.in_service != 0 and port.free_at_ns < earliest:
+                earliest = port.free_at_ns
+    return earliest
+
+
+@native
+def discard_queues(loop: Loop) -> None:
+    """Free all frames that still wait; the loop ends."""
+    for i in range(loop.port_count):
+        port = loop.ports[i]
+        if port.in_service != 0:
+            free(port.in_service)
+            port.in_service = 0
+        for j in range(PRIORITIES):
+            queue = port.queues[j]
+            while queue.first != 0:
+                address = queue.first
+                queue.first = QueuedFrame.at(address).next
+                free(address)
+            queue.frames = 0
+        port.waiting = 0
+    loop.backlog = 0
+    flush(loop)
+
+
+@native
+def prepare_send(port: Port) -> None:
+    """Point the send messages at their vectors, once."""
+    for i in range(SEND_BATCH):
+        message = port.send_messages[i]
+        message.iov = address_of(port.send_vectors) + i * size_of(IoVec)
+        message.iov_length = 1
+        if port.kind == KIND_UDP_LEARNING:
+            message.name = address_of(port.peer)
+            message.name_length = 16
