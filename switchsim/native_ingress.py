@@ -13,6 +13,8 @@ from kvcast.switchsim.native_compiler import (
     I32,
     U32,
     U64,
+    atomic_load,
+    atomic_store,
     bytes_at,
     indirect,
     move,
@@ -29,6 +31,8 @@ from kvcast.switchsim.native_linux import (
     MSG_DONTWAIT,
     PACKET_AUXDATA,
     SOL_PACKET,
+    TP_STATUS_KERNEL,
+    TP_STATUS_USER,
     TP_STATUS_VLAN_TPID_VALID,
     TP_STATUS_VLAN_VALID,
     VNET_HEADER_BYTES,
@@ -37,6 +41,7 @@ from kvcast.switchsim.native_linux import (
     IoVec,
     MsgHdr,
     SockAddrIn,
+    TpacketHeader,
     error_number,
     recvmmsg,
     swap16,
@@ -116,6 +121,11 @@ def run_program(loop: Loop, number: U64, frame: U64, length: U64, now_ns: U64) -
 @native
 def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
     """Take one batch from a socket; returns how many frames came."""
+    if port.packet_ring != 0:
+        mapped = receive_mapped(loop, port, now_ns)
+        if mapped != 0:
+            return mapped
+        # Readable, and no frame: an error is pending, which only a receive takes off.
     arrived = recvmmsg(port.receive_fd, port.receive_messages, RECEIVE_BATCH, MSG_DONTWAIT, 0)
     if arrived < 0:
         error = error_number()
@@ -143,6 +153,39 @@ def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
             datagram = port.receive_messages[i]
             accept(loop, port, IoVec.at(datagram.iov).base, datagram.length, now_ns)
     return count
+
+
+@native
+def receive_mapped(loop: Loop, port: Port, now_ns: U64) -> U64:
+    """Take one batch from an interface's mapped ring; returns how many frames came."""
+    arrived = 0
+    while arrived < RECEIVE_BATCH:
+        base = port.packet_ring + port.packet_ring_at * port.packet_ring_stride
+        header = TpacketHeader.at(base)
+        status = atomic_load(header.status)
+        if (status & TP_STATUS_USER) == 0:
+            break
+        tci = 0
+        tpid = 0
+        if status & TP_STATUS_VLAN_VALID:
+            tci = 0x10000 | header.vlan_tci
+            tpid = 0x8100
+            if status & TP_STATUS_VLAN_TPID_VALID:
+                tpid = 0 + header.vlan_tpid
+        frame = base + header.mac
+        if header.snapped < header.length:
+            port.rx_oversize += 1
+        else:
+            accept_unfinished(
+                loop, port, frame - VNET_HEADER_BYTES, frame, header.length, tci, tpid, now_ns
+            )
+        # What the program made of the frame is in the outbox: the kernel may have the place back.
+        atomic_store(header.status, TP_STATUS_KERNEL)
+        port.packet_ring_at += 1
+        if port.packet_ring_at == port.packet_ring_frames:
+            port.packet_ring_at = 0
+        arrived += 1
+    return arrived
 
 
 @native

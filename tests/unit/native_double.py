@@ -19,7 +19,6 @@ from kvcast.switchsim.native_compiler import (
     U32,
     U64,
     Library,
-    Ptr,
     Struct,
     bytes_at,
     copy,
@@ -53,9 +52,7 @@ def append(out: Outbox, frame: U64, length: U64, port: U64, priority: U64) -> No
 
 
 @native
-def forward(
-    context: Context, frame: U64, length: U32, port: U32, now_us: U64, out: Outbox
-) -> I32:
+def forward(context: Context, frame: U64, length: U32, port: U32, now_us: U64, out: Outbox) -> I32:
     before = 0 + out.count
     data = bytes_at(frame)
     context.frames += 1
