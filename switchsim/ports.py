@@ -505,7 +505,6 @@ class InterfacePort(Port):
         packets.bind((interface, _ETH_P_ALL))
         self._sender: socket.socket | None = None
         self._ring: mmap.mmap | None = None
-        self._ring_drops = 0
 
     def map_ring(self) -> MappedRing | None:
         """Let the kernel put received frames into memory that is mapped here, instead of handing
@@ -607,7 +606,12 @@ class InterfacePort(Port):
         return True
 
     def read_counters(self) -> dict[str, int]:
-        self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        if self._ring is None:
+            self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        else:
+            # struct tpacket_stats; reading it sets it back to 0.
+            stats = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+            self.counters.rx_kernel_drops += struct.unpack("II", stats)[1]
         return super().read_counters()
 
     def describe(self) -> str:
@@ -631,8 +635,8 @@ def complete_checksum(frame: bytes, start: int, offset: int) -> bytes:
         return frame
     covered = frame[start:] if (len(frame) - start) % 2 == 0 else frame[start:] + b"\0"
     # A number modulo 0xffff is the one's complement sum of its 16-bit digits.
-    total = int.from_bytes(covered, "big") % 0xFFFF
-    checksum = 0xFFFF - (total or 0xFFFF)
+    total = int.from_bytes(covered, "big")
+    checksum = 0xFFFF - (total % 0xFFFF or (0xFFFF if total else 0))
     if checksum == 0 and offset == 6:
         checksum = 0xFFFF  # UDP: 0 would mean "no checksum" (RFC 768)
     return frame[:at] + checksum.to_bytes(2, "big") + frame[at + 2 :]

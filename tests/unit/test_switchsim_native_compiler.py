@@ -17,7 +17,6 @@ from kvcast.switchsim.native_compiler import (
     I64,
     U8,
     U16,
-    U32,
     U64,
     Inline,
     Library,
@@ -62,9 +61,9 @@ def mix(a: U64, b: U64) -> U64:
 
 @native
 def compare(a: I64, b: I64) -> I32:
-    if a < b and not (b == 3):
+    if a < b and not (b == 3):  # noqa: SIM201
         return -1
-    elif a == b or (a > 100 and b <= 50):
+    if a == b or (a > 100 and b <= 50):
         return 0
     return 1 if a != 7 else -7
 
@@ -214,7 +213,7 @@ def mixed_signs(a: U64, b: I64) -> U64:
 def mixed_store(a: U64, b: I64) -> U64:
     total = 0 + a
     total = b
-    return total
+    return total  # noqa: RET504
 
 
 @native
@@ -229,7 +228,7 @@ def unknown_statement(a: U64) -> U64:
     return a
 
 
-@native
+@native  # noqa: RET503
 def no_result(a: U64) -> U64:  # type: ignore[return]
     if a:
         return 1
