@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from finsy.proto import p4i, p4r_grpc
@@ -32,6 +32,8 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
+from kvcast.switchsim.llvm_switch import CompiledSwitch
+from kvcast.switchsim.native_packetloop import NativePacketLoop
 from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime_errors import P4RuntimeError
 from kvcast.switchsim.packetloop import PacketLoop
@@ -44,8 +46,12 @@ from kvcast.switchsim.ports import (
     PortSpec,
     parse_port,
 )
+from kvcast.switchsim.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
+
+Engine = Literal["llvm", "reference"]
+DEFAULT_ENGINE: Engine = "llvm"
 
 STATS_INTERVAL_S = 1.0
 # How long RPCs in progress may take once the process is told to stop.
@@ -104,6 +110,8 @@ class DaemonOptions:
     """Refuse what BMv2's P4Runtime server does not implement."""
     program: Path | None = None
     p4info: Path | None = None
+    engine: Engine = DEFAULT_ENGINE
+    """llvm: the program and the packet loop in machine code; reference: in Python."""
     loss: float = 0.0
     seed: int = 0
     port_rate_bits_per_s: float | None = None
@@ -122,6 +130,12 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("llvm", "reference"),
+        default=DEFAULT_ENGINE,
+        help="llvm runs the program as machine code, reference interprets it, plainly and slowly",
     )
     ports = parser.add_argument_group("ports")
     ports.add_argument(
@@ -235,6 +249,7 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         strict=arguments.strict,
         program=_path(arguments.program),
         p4info=_path(arguments.p4info),
+        engine=arguments.engine,
         loss=arguments.loss,
         seed=arguments.seed,
         port_rate_bits_per_s=arguments.port_rate,
@@ -273,7 +288,8 @@ class Daemon:
         self.options = options
         self.ports: list[Port] = []
         self.grpc_port = 0
-        self._start_s = time.monotonic()
+        self._start_ns = time.monotonic_ns()
+        self.loop: PacketLoop | NativePacketLoop | None = None
         self._cpu: InProcessPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.time()
@@ -289,6 +305,8 @@ class Daemon:
             strict=options.strict,
             seed=options.seed,
             now_us=self._now_us,
+            new_switch=CompiledSwitch if options.engine == "llvm" else Switch,
+            adopt=self._adopt,
         )
         if options.program is not None:
             self._preload()
@@ -317,13 +335,14 @@ class Daemon:
                 )
                 self.ports.append(self._cpu)
             self.grpc_port = self._listen()
-            self.loop = PacketLoop(
-                self.ports, self.service.process, self.service.after_frame, self._now_us
-            )
+            self.loop = self._make_loop()
+            self._adopt(self.service.switch)
             if options.stats_json is not None:
                 self._store_stats(options.stats_json)
             await self.server.start()
         except (DaemonError, PortError, OSError, RuntimeError) as error:
+            if self.loop is not None:
+                self.loop.close()
             for port in self.ports:
                 port.close()
             await self.server.stop(None)
@@ -334,6 +353,26 @@ class Daemon:
         ]
         if options.stats_json is not None:
             self._tasks.append(asyncio.create_task(self._write_stats(options.stats_json)))
+
+    def _make_loop(self) -> PacketLoop | NativePacketLoop:
+        if self.options.engine == "reference":
+            return PacketLoop(
+                self.ports, self.service.process, self.service.after_frame, self._now_us
+            )
+        return NativePacketLoop(
+            self.ports,
+            cpu_port=self.options.cpu_port,
+            packet_in=self.service.packet_in,
+            after_frames=self.service.after_frame,
+            clock_base_ns=self._start_ns,
+            queue_depth=self.options.queue_depth,
+        )
+
+    def _adopt(self, switch: Switch) -> None:
+        """The service has a new switch: the compiled loop must run it from now on."""
+        if isinstance(self.loop, NativePacketLoop):
+            assert isinstance(switch, CompiledSwitch)
+            self.loop.use(None if switch.program is None else switch.native_entry)
 
     async def wait(self) -> None:
         """Until a part of the switch ends, which it should not: its exception is raised."""
@@ -350,6 +389,7 @@ class Daemon:
         if self.options.stats_json is not None:
             with contextlib.suppress(OSError):
                 self._store_stats(self.options.stats_json)
+        assert self.loop is not None
         self.loop.close()
         for port in self.ports:
             port.close()
@@ -364,6 +404,7 @@ class Daemon:
         return {
             "grpc": self.grpc_address,
             "device_id": self.options.device_id,
+            "engine": self.options.engine,
             "strict": self.options.strict,
             "ports": {
                 str(port.number): port.describe() for port in self.ports if port is not self._cpu
@@ -374,38 +415,43 @@ class Daemon:
 
     def stats(self) -> dict[str, Any]:
         """Every counter of the switch, as the statistics file has it."""
+        loop = self.loop
+        assert loop is not None
+        switch = self.service.switch_stats()
+        switch["dropped_unknown_port"] = loop.counters.no_such_port
+        if isinstance(loop, NativePacketLoop):
+            # Without a program, the compiled loop has nothing to call that would count.
+            switch["frames_in"] += loop.no_program
+            switch["dropped_no_program"] += loop.no_program
         return {
             "time_s": time.time(),
             "uptime_s": time.time() - self._started_s,
             "device_id": self.options.device_id,
             "pipeline": self.service.has_pipeline,
             "controllers": self.service.controllers,
-            "loop": {**asdict(self.loop.counters), "backlog": self.loop.backlog()},
+            "engine": self.options.engine,
+            "loop": {**asdict(loop.counters), "backlog": loop.backlog()},
             "ports": {
                 str(port.number): {
                     "kind": "cpu" if port is self._cpu else port.kind,
-                    **port.read_counters(),
-                    "ingress_backlog": len(port.ingress),
-                    "egress_backlog": port.egress_backlog,
+                    **loop.read_counters(port),
+                    "ingress_backlog": loop.ingress_backlog(port),
+                    "egress_backlog": loop.egress_backlog(port),
                 }
                 for port in self.ports
             },
             "p4runtime": self.service.counters.as_dict(),
-            "switch": {
-                **self.service.switch_stats(),
-                "dropped_unknown_port": self.loop.counters.no_such_port,
-            },
+            "switch": switch,
         }
 
     def _now_us(self) -> int:
         """The switch's clock: microseconds since it was made."""
-        return int((time.monotonic() - self._start_s) * 1e6)
+        return (time.monotonic_ns() - self._start_ns) // 1000
 
     def _packet_out(self, frame: bytes) -> bool:
-        if self._cpu is None or not self._cpu.receive(frame):
+        if self._cpu is None or self.loop is None:
             return False
-        self.loop.wake()
-        return True
+        return self.loop.packet_out(self._cpu, frame)
 
     def _preload(self) -> None:
         program, p4info_path = self.options.program, self.options.p4info

@@ -101,9 +101,8 @@ class NativePacketLoop:
             peer = self._native.peer(number)
             if peer != self._peers.get(number):
                 self._peers[number] = peer
-                log.info(
-                    "port peer learned", extra={"port": number, "peer": "%s:%d" % (peer or ("", 0))}
-                )
+                text = "" if peer is None else f"{peer[0]}:{peer[1]}"
+                log.info("port peer learned", extra={"port": number, "peer": text})
         emitted = self._native.take(_PUNTS_A_TURN)
         for one in emitted:
             if one.port != self._cpu_port or not self._packet_in(one.frame):
