@@ -4,8 +4,9 @@ Owns: the fastest plain way to send and to forward by recvmmsg and sendmmsg, in 
 the switch's own. Must not know: what is being measured. Python is not involved per frame.
 
 `python -m kvcast.bench.traffic forward IN OUT` is the bare forwarder: everything that arrives at
-one interface leaves at the other. `... send IF SECONDS PPS` sends the frames given on standard
-input (hex, one a line) in turn, as fast as it can (PPS 0) or at that rate, and prints how many.
+one interface leaves at the other. `... send TO SECONDS PPS` sends the frames given on standard
+input (hex, one a line) in turn, as fast as it can (PPS 0) or at that rate, and prints how many; TO
+is an interface, or LOCALPORT:PEERPORT of a UDP tunnel on the loopback.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -178,8 +180,6 @@ def interface_socket(interface: str, *, receive: bool) -> socket.socket:
 
 def forward(source: str, sink: str) -> dict[str, int]:
     """Forward from one interface to another until SIGTERM."""
-    import threading
-
     native_state = Native(BATCH, None)
     with interface_socket(source, receive=True) as a, interface_socket(sink, receive=False) as b:
         call = library().call(forward_bare)
@@ -194,14 +194,25 @@ def forward(source: str, sink: str) -> dict[str, int]:
     return {"received": native_state.state.received, "sent": native_state.state.sent}
 
 
-def send(interface: str, frames: Sequence[bytes], seconds: float, pps: float) -> dict[str, Any]:
+def tunnel_socket(local_port: int, peer_port: int) -> socket.socket:
+    """The far end of a switch's UDP tunnel."""
+    endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    endpoint.bind(("127.0.0.1", local_port))
+    endpoint.connect(("127.0.0.1", peer_port))
+    return endpoint
+
+
+def send(to: str, frames: Sequence[bytes], seconds: float, pps: float) -> dict[str, Any]:
     """Send frames for that long; PPS 0 is as fast as it goes."""
     traffic = Native(len(frames), frames)
     # A slow sender sends small batches, so that it is no burst generator.
     batch = BATCH if pps == 0 else max(1, min(BATCH, int(pps / 5000)))
     gap_ns = 0 if pps == 0 else int(batch * 1e9 / pps)
-    with interface_socket(interface, receive=False) as sink:
+    local, colon, peer = to.partition(":")
+    made = tunnel_socket(int(local), int(peer)) if colon else interface_socket(to, receive=False)
+    with made as sink:
         call = library().call(send_paced)
+        print(json.dumps({"event": "ready"}), flush=True)
         start_ns = time.monotonic_ns()
         call(traffic.address, sink.fileno(), batch, gap_ns, start_ns + int(seconds * 1e9))
         took_s = (time.monotonic_ns() - start_ns) / 1e9
@@ -215,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("source")
     one.add_argument("sink")
     two = commands.add_parser("send")
-    two.add_argument("interface")
+    two.add_argument("to")
     two.add_argument("seconds", type=float)
     two.add_argument("pps", type=float)
     arguments = parser.parse_args(argv)
@@ -224,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: dict[str, Any] = forward(arguments.source, arguments.sink)
     else:
         frames = [bytes.fromhex(line) for line in sys.stdin]
-        result = send(arguments.interface, frames, arguments.seconds, arguments.pps)
+        result = send(arguments.to, frames, arguments.seconds, arguments.pps)
     print(json.dumps(result), flush=True)
     return 0
 
