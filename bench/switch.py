@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import finsy as fy
-from kvcast.bench import facts
+from kvcast.bench import facts, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
 from kvcast.bench.switch_programs import Arrival, Setup
@@ -56,11 +56,12 @@ from kvcast.switchsim.switch import Switch
 
 NOW_US = 10_000_000
 REPEATS = 5
-MEMORY_SECONDS = 0.3
-WINDOW_S = 0.5
+MEMORY_SECONDS = 0.2
+WINDOW_S = 0.4
 """How long received frames are counted in one measurement."""
 
-_WARM_UP_S = 0.2
+_WARM_UP_S = 0.15
+_SETTLE_S = 0.05
 _CHECKED_FRAMES = 32
 _START_TIMEOUT_S = 30.0
 _BMV2_OFFERS = (60_000.0, 100_000.0, 0.0)
@@ -242,35 +243,25 @@ async def program_switch(address: str, setup: Setup) -> None:
 
 
 def offered(
-    to: str,
+    sink: socket.socket,
     frames: Sequence[bytes],
     count: Callable[[], int],
     processors: Processors,
-    log: IO[str],
-    *,
+    watched: Started,
     pps: float = 0.0,
-    window_s: float = WINDOW_S,
-    watched: Started | None = None,
 ) -> tuple[float, float]:
-    """Send, and count meanwhile what arrives: frames a second, and the watched process's
-    processor time a frame in seconds (0 where nothing is watched)."""
-    sender = [sys.executable, "-m", "kvcast.bench.traffic", "send", to]
-    seconds = _WARM_UP_S + window_s + 0.1
-    with started(
-        [*sender, str(seconds), str(pps)], processors.sender, log, stdin=subprocess.PIPE
-    ) as sending:
-        assert sending.process.stdin is not None
-        sending.process.stdin.write("\n".join(frame.hex() for frame in frames))
-        sending.process.stdin.close()
-        sending.ready()
+    """Send into `sink`, and count meanwhile what arrives: frames a second, and the watched
+    process's processor time a frame in seconds."""
+    with traffic.Sender(sink, frames, pps, processors.sender):
         time.sleep(_WARM_UP_S)
-        busy_s = watched.processor_time_s() if watched else 0.0
+        busy_s = watched.processor_time_s()
         before, start_s = count(), time.monotonic()
-        time.sleep(window_s)
+        time.sleep(WINDOW_S)
         after, end_s = count(), time.monotonic()
-        busy_s = (watched.processor_time_s() if watched else 0.0) - busy_s
-        arrived = after - before
-        return arrived / (end_s - start_s), busy_s / max(1, arrived)
+        busy_s = watched.processor_time_s() - busy_s
+    # What is still queued must not be counted with the next.
+    time.sleep(_SETTLE_S)
+    return (after - before) / (end_s - start_s), busy_s / max(1, after - before)
 
 
 # --- UDP tunnels ----------------------------------------------------------------------------------
@@ -312,18 +303,11 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
                     source.send(frame)
                     if sink.recv(20_000) != frame:
                         raise BenchError("udp: a frame came out changed")
-            sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            measured = [
-                offered(
-                    f"{theirs}:{ours[0]}",
-                    frames,
-                    lambda: _dropped(sink),
-                    processors,
-                    log,
-                    watched=switch,
-                )
-                for _ in range(repeats)
-            ]
+                sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                measured = [
+                    offered(source, frames, lambda: _dropped(sink), processors, switch)
+                    for _ in range(repeats)
+                ]
     rates = [rate for rate, _ in measured]
     return {
         "udp_tunnel_pps": round(statistics.median(rates)),
@@ -438,7 +422,7 @@ class Field:
 
     def bare(self) -> None:
         links = self._links("a")
-        command = [sys.executable, "-m", "kvcast.bench.traffic", "forward", *links]
+        command = [sys.executable, "-m", "kvcast.bench.traffic", *links]
         self._enter("bare", command, links, programs.ordinary(), None).process.ready()
 
     def switchsim(self, setup: Setup, inputs: list[Arrival], letter: str) -> None:
@@ -482,21 +466,21 @@ class Field:
         found: dict[str, list[tuple[float, float]]] = {c.name: [] for c in self.candidates}
         for _ in range(repeats):
             for candidate in self.candidates:
-                frames = [frame for _, frame in candidate.inputs]
-                runs = [
-                    offered(
-                        candidate.source,
-                        frames,
-                        lambda sink=candidate.sink: received(sink),  # type: ignore[misc]
-                        self.processors,
-                        self._log,
-                        pps=pps,
-                        watched=candidate.process,
-                    )
-                    for pps in candidate.offers
-                ]
-                found[candidate.name].append(max(runs))
+                found[candidate.name].append(max(self._runs(candidate)))
         return found
+
+    def _runs(self, candidate: Candidate) -> Iterator[tuple[float, float]]:
+        frames = [frame for _, frame in candidate.inputs]
+        with traffic.interface_socket(candidate.source, receive=False) as sink:
+            for pps in candidate.offers:
+                yield offered(
+                    sink,
+                    frames,
+                    lambda: received(candidate.sink),
+                    self.processors,
+                    candidate.process,
+                    pps,
+                )
 
 
 def measure_veth(repeats: int, log: IO[str]) -> dict[str, Any]:

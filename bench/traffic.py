@@ -3,10 +3,8 @@
 Owns: the fastest plain way to send and to forward by recvmmsg and sendmmsg, in batches as large as
 the switch's own. Must not know: what is being measured. Python is not involved per frame.
 
-`python -m kvcast.bench.traffic forward IN OUT` is the bare forwarder: everything that arrives at
-one interface leaves at the other. `... send TO SECONDS PPS` sends the frames given on standard
-input (hex, one a line) in turn, as fast as it can (PPS 0) or at that rate, and prints how many; TO
-is an interface, or LOCALPORT:PEERPORT of a UDP tunnel on the loopback.
+`python -m kvcast.bench.traffic IN OUT` is the bare forwarder: everything that arrives at one
+interface leaves at the other, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,13 +12,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import signal
 import socket
-import sys
 import threading
-import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from kvcast.switchsim.native_compiler import (
     I32,
@@ -194,49 +191,47 @@ def forward(source: str, sink: str) -> dict[str, int]:
     return {"received": native_state.state.received, "sent": native_state.state.sent}
 
 
-def tunnel_socket(local_port: int, peer_port: int) -> socket.socket:
-    """The far end of a switch's UDP tunnel."""
-    endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    endpoint.bind(("127.0.0.1", local_port))
-    endpoint.connect(("127.0.0.1", peer_port))
-    return endpoint
+class Sender:
+    """Sends frames in turn to an interface, or by a tunnel's socket, in a thread of its own."""
 
+    def __init__(
+        self, sink: socket.socket, frames: Sequence[bytes], pps: float, processors: set[int]
+    ) -> None:
+        """`pps` 0 is as fast as it goes; `processors` are where the thread may run."""
+        self._traffic = Native(len(frames), frames)
+        self._sink = sink
+        self._processors = processors
+        # A slow sender sends small batches, so that it is no burst generator.
+        self._batch = BATCH if pps == 0 else max(1, min(BATCH, int(pps / 5000)))
+        self._gap_ns = 0 if pps == 0 else int(self._batch * 1e9 / pps)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-def send(to: str, frames: Sequence[bytes], seconds: float, pps: float) -> dict[str, Any]:
-    """Send frames for that long; PPS 0 is as fast as it goes."""
-    traffic = Native(len(frames), frames)
-    # A slow sender sends small batches, so that it is no burst generator.
-    batch = BATCH if pps == 0 else max(1, min(BATCH, int(pps / 5000)))
-    gap_ns = 0 if pps == 0 else int(batch * 1e9 / pps)
-    local, colon, peer = to.partition(":")
-    made = tunnel_socket(int(local), int(peer)) if colon else interface_socket(to, receive=False)
-    with made as sink:
+    def _run(self) -> None:
+        os.sched_setaffinity(0, self._processors)  # of this thread
         call = library().call(send_paced)
-        print(json.dumps({"event": "ready"}), flush=True)
-        start_ns = time.monotonic_ns()
-        call(traffic.address, sink.fileno(), batch, gap_ns, start_ns + int(seconds * 1e9))
-        took_s = (time.monotonic_ns() - start_ns) / 1e9
-    return {"sent": traffic.state.sent, "refused": traffic.state.refused, "seconds": took_s}
+        call(self._traffic.address, self._sink.fileno(), self._batch, self._gap_ns, 1 << 63)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._traffic.state.stop = 1
+        self._thread.join()
+
+    @property
+    def sent(self) -> int:
+        """Frames that the kernel took."""
+        return int(self._traffic.state.sent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvcast.bench.traffic", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("forward")
-    one.add_argument("source")
-    one.add_argument("sink")
-    two = commands.add_parser("send")
-    two.add_argument("to")
-    two.add_argument("seconds", type=float)
-    two.add_argument("pps", type=float)
+    parser.add_argument("source")
+    parser.add_argument("sink")
     arguments = parser.parse_args(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    if arguments.command == "forward":
-        result: dict[str, Any] = forward(arguments.source, arguments.sink)
-    else:
-        frames = [bytes.fromhex(line) for line in sys.stdin]
-        result = send(arguments.to, frames, arguments.seconds, arguments.pps)
-    print(json.dumps(result), flush=True)
+    print(json.dumps(forward(arguments.source, arguments.sink)), flush=True)
     return 0
 
 
