@@ -1,7 +1,8 @@
 """A small subset of Python, compiled to machine code with llvmlite.
 
 Owns: the subset's types and statements, how they become LLVM IR, and the library of compiled
-functions that ctypes can call. Must not know: packets, sockets, P4. The packet loop is written in
+functions that ctypes can call (machine code and its cache are `llvm_jit`'s). Must not know:
+packets, sockets, P4. The packet loop is written in
 this subset, so that it reads, type-checks (mypy sees ordinary Python) and lints like the rest.
 
 The subset:
@@ -26,14 +27,13 @@ from __future__ import annotations
 import ast
 import ctypes
 import inspect
-import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, Self, TypeVar
 
-import llvmlite.binding as llvm
+from kvcast.switchsim import llvm_jit
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -989,31 +989,16 @@ class Library:
     """Compiled functions. `call` is a ctypes function (the interpreter lock is released while it
     runs); `address` is for compiled code. Valid as long as the library is alive."""
 
-    def __init__(self, *roots: Callable[..., Any], optimization: int = 2) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
+    def __init__(self, *roots: Callable[..., Any]) -> None:
         self.assembly = assembly_of(roots)
-        libc = ctypes.CDLL(None)
-        for name in re.findall(r"^declare \S+ @(\w+)\(", self.assembly, re.MULTILINE):
-            address = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
-            llvm.add_symbol(name, address)
-        module = llvm.parse_assembly(self.assembly)
-        module.verify()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(),
-            features=llvm.get_host_cpu_features().flatten(),
-            opt=optimization,
-            jit=True,
-        )
-        options = llvm.create_pipeline_tuning_options(speed_level=optimization)
-        passes = llvm.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(module, passes)
-        self._engine = llvm.create_mcjit_compiler(module, machine)
-        self._engine.finalize_object()
-        self._roots = {function.__name__: function for function in roots}
+        names = [function.__name__ for function in roots]
+        self._loaded = llvm_jit.load(self.assembly, self._text, names, llvm_jit.default_cache())
+
+    def _text(self, triple: str, layout: str) -> str:
+        return f'target triple = "{triple}"\ntarget datalayout = "{layout}"\n{self.assembly}'
 
     def address(self, function: Callable[..., Any]) -> int:
-        return int(self._engine.get_function_address(function.__name__))
+        return self._loaded.addresses[function.__name__]
 
     def call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = _signature(function)
