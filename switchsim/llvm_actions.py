@@ -9,10 +9,11 @@ element of a stack) becomes a switch over all that it can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.actions import MAX_STEPS
-from kvcast.switchsim.llvm_expressions import Expressions, Number, Scope, round_bits
+from kvcast.switchsim.llvm_expressions import Expressions
 from kvcast.switchsim.llvm_externs import Runtime
 from kvcast.switchsim.llvm_hashes import SPARE_BYTES, Hashes, Packer
 from kvcast.switchsim.llvm_ir import NULL, Block, Value, integer
@@ -31,6 +32,7 @@ from kvcast.switchsim.llvm_layout import (
     Place,
     stored_bytes,
 )
+from kvcast.switchsim.llvm_scope import Number, Scope, round_bits
 from kvcast.switchsim.phv import CLONE_REQUESTED, SESSION_MASK
 from kvcast.switchsim.program import UnsupportedConstruct
 
@@ -203,8 +205,6 @@ class Actions:
                     self.f.fill(to, 0, size - source.bytes)
                     self.f.copy(self.f.at(to, size - source.bytes), source.pointer, source.bytes)
                     return
-            if isinstance(value, ir.RegisterLoad):
-                round_bits(place.width)
         if place.width:
             self.scope.store_field(place, self.expressions.low(value, place.width))
 
@@ -233,7 +233,7 @@ class Actions:
     ) -> None:
         self._switch(
             selector,
-            [(n, lambda place=place: self.scope.store_field(place, value)) for n, place in cases],
+            [(n, partial(self.scope.store_field, place, value)) for n, place in cases],
         )
 
     def _switch(self, selector: Value, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
@@ -288,7 +288,7 @@ class Actions:
             if number >= 0:
                 run(number)
             return
-        cases = [(h, lambda h=h: run(h)) for h in self.expressions.candidates(header)]
+        cases = [(h, partial(run, h)) for h in self.expressions.candidates(header)]
         self._switch(number, cases)
 
     def _move(self, to: int, from_: int) -> None:
@@ -373,7 +373,7 @@ class Actions:
                 if number >= 0:
                     run(number)
                 return
-            self._switch(number, [(u, lambda u=u: run(u)) for u in ex.union_candidates(e)])
+            self._switch(number, [(u, partial(run, u)) for u in ex.union_candidates(e)])
 
         to, from_ = ex.union(target), ex.union(source)
         each(to, target, lambda u: each(from_, source, lambda v: copy(u, v)))
@@ -443,10 +443,8 @@ class Actions:
         )
         value = f.select(large, integer(bits, size), value)
         if number.low < 0:
-            value = f.select(
-                f.compare("slt", value, integer(bits, 0)), integer(bits, 0), value
-            )
-        self._switch(value, [(n, lambda n=n: shift(n)) for n in range(size + 1)])
+            value = f.select(f.compare("slt", value, integer(bits, 0)), integer(bits, 0), value)
+        self._switch(value, [(n, partial(shift, n)) for n in range(size + 1)])
 
     def _header_bytes(self, header: int) -> Value:
         f, offset = self.f, self.layout.varbit_length[header]
@@ -506,9 +504,7 @@ class Actions:
         f, low = self.f, self.expressions.modulo
         size = low(s.size, 64)
         if size.const is None:
-            size = f.select(
-                f.compare("eq", size, integer(64, 0)), integer(64, 1), size
-            )
+            size = f.select(f.compare("eq", size, integer(64, 0)), integer(64, 1), size)
         size = integer(64, 1) if size.const == 0 else size
         value = f.add(f.urem(self.digest(s.calculation), size), low(s.base, 64))
         self.store(s.target, Number(value, 0, (1 << 64) - 1))
@@ -569,9 +565,7 @@ class Actions:
                 if have <= size and spec.width <= place.width:
                     to = self.scope.slot(place.offset)
                     self.f.fill(to, 0, size - have)
-                    self.f.copy(
-                        self.f.at(to, size - have), self.expressions.cell(array, i), have
-                    )
+                    self.f.copy(self.f.at(to, size - have), self.expressions.cell(array, i), have)
                     return
             self.store(target, self.expressions.load_cell(array, i))
 

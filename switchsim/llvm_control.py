@@ -14,13 +14,6 @@ from dataclasses import dataclass, field
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.llvm_actions import Actions, Toolbox
-from kvcast.switchsim.llvm_expressions import (
-    ConstantArguments,
-    Number,
-    RecordArguments,
-    Scope,
-    Shared,
-)
 from kvcast.switchsim.llvm_hashes import SPARE_BYTES, Packer
 from kvcast.switchsim.llvm_ir import FALSE, NULL, TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import (
@@ -33,6 +26,7 @@ from kvcast.switchsim.llvm_layout import (
     RecordLayout,
 )
 from kvcast.switchsim.llvm_parser import POINTERS
+from kvcast.switchsim.llvm_scope import ConstantArguments, Number, RecordArguments, Scope, Shared
 from kvcast.switchsim.llvm_tables import InlineEntries, Lookup, is_inline
 
 SHORT = 3
@@ -79,7 +73,7 @@ class ProgramPlan:
             actions = list(dict.fromkeys(node.actions))
             if node.default is not None and node.default.action not in actions:
                 actions.append(node.default.action)
-            size = max([arguments[a].bytes for a in actions], default=0)
+            size = max([arguments[a].size for a in actions], default=0)
             fixed = node.action_profile is not None or (
                 node.default is not None and node.default.const_entry
             )
@@ -93,7 +87,7 @@ class ProgramPlan:
             )
         for number in range(len(program.action_profiles)):
             users = [t for t in program.tables() if t.action_profile == number]
-            sizes = [arguments[a].bytes for t in users for a in t.actions]
+            sizes = [arguments[a].size for t in users for a in t.actions]
             plan.member_bytes.append(MEMBER_ARGUMENTS + max(sizes, default=0))
         return plan
 
@@ -309,9 +303,7 @@ class _TableWriter:
         for action in actions:
             self.arms[action].append(_Arm(here, arguments, hit))
         # A record never names another action, so the last one needs no comparison.
-        f.switch(
-            number, self.targets[actions[-1]], [(a, self.targets[a]) for a in actions[:-1]]
-        )
+        f.switch(number, self.targets[actions[-1]], [(a, self.targets[a]) for a in actions[:-1]])
 
     def _go(self, action: int, arguments: Value, hit: Value) -> None:
         self.arms[action].append(_Arm(self.f.block, arguments, hit))

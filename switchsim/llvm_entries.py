@@ -1,13 +1,14 @@
 """Tables and action profiles whose entries live in native memory.
 
-The rules of the control plane are those of `tables.Table` and `Profile`, which these classes extend:
-what is added, changed or removed there is mirrored here in records and in the structures that
-lookups read (`llvm_tables` describes them). A change writes a new record and publishes it with one
-store; what it replaces is used again after a time of grace.
+The rules of the control plane are those of `tables.Table` and `Profile`, which these classes
+extend: what is added, changed or removed there is mirrored here in records and in the structures
+that lookups read (`llvm_tables` describes them). A change writes a new record and publishes it with
+one store; what it replaces is used again after a time of grace.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from array import array
 from bisect import bisect_left, insort
@@ -109,17 +110,13 @@ class NativeEntry(Entry):
         else:
             self._states.set_u64(STATE_BYTES * self.state + 8 * number, value)
 
-    packets = property(  # type: ignore[assignment]
-        lambda self: self._count(0), lambda self, value: self._set_count(0, value)
-    )
-    bytes = property(  # type: ignore[assignment]
-        lambda self: self._count(1), lambda self, value: self._set_count(1, value)
-    )
-    last_hit_us = property(  # type: ignore[assignment]
+    packets = property(lambda self: self._count(0), lambda self, value: self._set_count(0, value))
+    bytes = property(lambda self: self._count(1), lambda self, value: self._set_count(1, value))
+    last_hit_us = property(
         lambda self: self._count(2), lambda self, value: self._set_count(2, value)
     )
 
-    @property  # type: ignore[override]
+    @property
     def meter(self) -> Meter:
         return self._meter
 
@@ -186,8 +183,6 @@ class _HashBlock:
 
 
 def _poke(address: int, value: int) -> None:
-    import ctypes
-
     ctypes.c_uint64.from_address(address).value = value
 
 

@@ -2,9 +2,9 @@
 
 P4's arithmetic in a BMv2 file is exact and cut when it is stored. Two ways to compute the same
 thing meet here: `low` gives only the low bits that will be stored (addition, multiplication, logic
-need no more of their operands), and `exact` gives the number itself with the range that it can have,
-in an integer as wide as that range needs. What BMv2 leaves undefined is what the reference engine
-says (`expressions`): division by zero is 0, an element outside of a stack reads as 0.
+need no more of their operands), and `exact` gives the number itself with the range that it can
+have, in an integer as wide as that range needs. What BMv2 leaves undefined is what the reference
+engine says (`expressions`): division by zero is 0, an element outside of a stack reads as 0.
 
 Nothing here has an effect, so both sides of a choice may be computed.
 """
@@ -12,211 +12,20 @@ Nothing here has an effect, so both sides of a choice may be computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.expressions import MAX_SHIFT
+from kvcast.switchsim.llvm_conditions import Conditions
 from kvcast.switchsim.llvm_ir import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim.llvm_layout import (
     NATIVE_BITS,
-    ArgumentsLayout,
-    ContextLayout,
-    PhvLayout,
     Place,
     container_bits,
     pack_value,
     stored_bytes,
 )
+from kvcast.switchsim.llvm_scope import Bytes, ConstantArguments, Number, Scope, bits_of, round_bits
 from kvcast.switchsim.program import UnsupportedConstruct
-
-MAX_BITS = 8192
-"""Widest integer that is computed with; moving wider fields is no computation."""
-
-
-class Number(NamedTuple):
-    """An exact number: its IR value, and the least and greatest number that it can be.
-
-    A value that can be negative is in two's complement; one that cannot uses all its bits."""
-
-    value: Value
-    low: int
-    high: int
-
-
-class Bytes(NamedTuple):
-    """A number in memory, in network order."""
-
-    pointer: Value
-    bytes: int
-    width: int
-
-
-def round_bits(bits: int, where: str = "an expression") -> int:
-    """Bits of a machine-friendly integer that holds `bits` bits."""
-    if bits > MAX_BITS:
-        raise UnsupportedConstruct(f"arithmetic on {bits} bits", where)
-    for size in (8, 16, 32, 64, 128):
-        if bits <= size:
-            return size
-    return -(-bits // 64) * 64
-
-
-def _needed(low: int, high: int) -> int:
-    if low >= 0:
-        return max(1, high.bit_length())
-    return max(high.bit_length(), (~low).bit_length()) + 1
-
-
-class ConstantArguments:
-    """Action arguments that are known when the program is compiled."""
-
-    def __init__(self, layout: ArgumentsLayout, values: Sequence[int]) -> None:
-        self.widths = layout.widths
-        self.values = tuple(values)
-
-
-class RecordArguments:
-    """Action arguments in a record, from `pointer` on."""
-
-    def __init__(self, layout: ArgumentsLayout, pointer: Value) -> None:
-        self.widths = layout.widths
-        self.offsets = layout.offsets
-        self.pointer = pointer
-
-
-Arguments = ConstantArguments | RecordArguments
-
-
-@dataclass(slots=True)
-class Shared:
-    """What all functions of one program have in common."""
-
-    program: ir.Program
-    layout: PhvLayout
-    context: ContextLayout
-    checked: bool
-    """Check every access to memory whose place is only known at run time."""
-    drop_port: int
-
-
-class Scope:
-    """A function that is being written, with the packet and the context at hand."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        function: Function,
-        context: Value,
-        phv: Value,
-        arguments: Arguments | None = None,
-    ) -> None:
-        self.shared = shared
-        self.f = function
-        self.context = context
-        self.phv = phv
-        self.arguments = arguments
-        self.layout = shared.layout
-        self.program = shared.program
-
-    def with_arguments(self, arguments: Arguments) -> Scope:
-        return Scope(self.shared, self.f, self.context, self.phv, arguments)
-
-    # --- memory -----------------------------------------------------------------------------
-
-    def word(self, name: str) -> Value:
-        """Address of a word of the context."""
-        return self.f.at(self.context, self.shared.context[name])
-
-    def slot(self, offset: int) -> Value:
-        """An address in the PHV."""
-        assert 0 <= offset < self.layout.bytes
-        return self.f.at(self.phv, offset)
-
-    def register(self, offset: int) -> Value:
-        return self.f.load(64 if offset < 32 else 32, self.slot(offset), 4)
-
-    def set_register(self, offset: int, value: Value) -> None:
-        self.f.store(value, self.slot(offset), 4)
-
-    def is_valid(self, header: int) -> Value:
-        if self.program.headers[header].metadata:
-            return TRUE
-        byte = self.f.load(8, self.slot(self.layout.valid[header]))
-        return self.f.compare("ne", byte, integer(8, 0))
-
-    def set_valid(self, header: int, valid: bool) -> None:
-        self.f.store(integer(8, int(valid)), self.slot(self.layout.valid[header]))
-
-    def count(self, name: str) -> None:
-        """One more in the statistics."""
-        self.f.increment(self.word(f"stats.{name}"))
-
-    def guard(self, pointer: Value, bytes_: Value, start: Value, end: Value) -> Value:
-        """In the checked flavour: the pointer if `bytes_` bytes there lie within start..end,
-        else (and counted as a trap) the start of the range. `bytes_` is cut by the caller."""
-        if not self.shared.checked:
-            return pointer
-        f = self.f
-        first = f.raw("i64", f"ptrtoint {pointer} to i64")
-        low = f.raw("i64", f"ptrtoint {start} to i64")
-        high = f.raw("i64", f"ptrtoint {end} to i64")
-        good = f.and_(
-            f.compare("uge", first, low),
-            f.and_(
-                f.compare("ule", first, high),
-                f.compare("ule", bytes_, f.sub(high, first)),
-            ),
-        )
-        f.increment(self.word("traps"), f.zext(f.not_(good), 64))
-        return f.select(good, pointer, start)
-
-    # --- fields -----------------------------------------------------------------------------
-
-    def load_field(self, place: Place) -> Number:
-        f, width = self.f, place.width
-        if width == 0:
-            return Number(integer(8, 0), 0, 0)
-        if place.native:
-            value = f.load(place.container, self.slot(place.offset))
-        else:
-            bytes_ = (place.bit + width + 7) // 8
-            if bytes_ <= 16:  # the PHV goes on behind the field: read a power of two
-                bytes_ = container_bits(8 * bytes_) // 8
-            else:
-                round_bits(width)
-            value = f.load_network(self.slot(place.offset), bytes_)
-            value = f.lshr(value, 8 * bytes_ - place.bit - width)
-            value = f.resize(value, round_bits(width))
-            if place.bit:
-                value = f.and_(value, integer(value.bits, (1 << width) - 1))
-        if place.signed:
-            half = 1 << (width - 1)
-            unused = value.bits - width
-            return Number(f.ashr(f.shl(value, unused), unused), -half, half - 1)
-        return Number(value, 0, (1 << width) - 1)
-
-    def store_field(self, place: Place, value: Value) -> None:
-        """Store the low bits of the value."""
-        f, width = self.f, place.width
-        if width == 0:
-            return
-        if place.native:
-            value = f.resize(value, place.container)
-            if width < place.container:
-                value = f.and_(value, integer(value.bits, (1 << width) - 1))
-            f.store(value, self.slot(place.offset))
-            return
-        bytes_ = (place.bit + width + 7) // 8
-        value = f.resize(value, 8 * bytes_)
-        pointer = self.slot(place.offset)
-        if not place.whole_bytes:
-            shift = 8 * bytes_ - place.bit - width
-            ones = ((1 << width) - 1) << shift
-            old = f.load_network(pointer, bytes_)
-            kept = f.and_(old, integer(old.bits, ~ones))
-            value = f.or_(kept, f.and_(f.shl(value, shift), integer(old.bits, ones)))
-        f.store_network(value, pointer, bytes_)
 
 
 class Expressions:
@@ -227,6 +36,11 @@ class Expressions:
         self.f = scope.f
         self.layout = scope.layout
         self.program = scope.program
+        self._conditions = Conditions(self)
+
+    def boolean(self, e: ir.BoolExpr) -> Value:
+        """An i1."""
+        return self._conditions.boolean(e)
 
     # --- data -------------------------------------------------------------------------------
 
@@ -258,12 +72,14 @@ class Expressions:
             case ir.BoolToData(condition):
                 return Number(f.zext(self.boolean(condition), 8), 0, 1)
             case ir.LastIndex(stack_expr):
-                value = f.sub(self.next_index(stack_expr), integer(32, 1))
-                return Number(value, -1, self.stack_size(stack_expr) - 1)
+                last = f.sub(self.next_index(stack_expr), integer(32, 1))
+                return Number(last, -1, self.stack_size(stack_expr) - 1)
             case ir.StackSize(stack_expr):
                 return Number(self.next_index(stack_expr), 0, self.stack_size(stack_expr))
             case ir.ChooseData(condition, if_true, if_false):
-                return self._choose(self.boolean(condition), self.exact(if_true), self.exact(if_false))
+                return self._choose(
+                    self.boolean(condition), self.exact(if_true), self.exact(if_false)
+                )
 
     def low(self, e: ir.DataExpr, width: int) -> Value:
         """The low `width` bits, in an integer of round_bits(width) bits; what is above is noise."""
@@ -300,7 +116,7 @@ class Expressions:
                 return self.extend(self.exact(e), bits)
 
     def constant(self, value: int) -> Number:
-        return Number(integer(round_bits(_needed(value, value)), value), value, value)
+        return Number(integer(round_bits(bits_of(value, value)), value), value, value)
 
     def extend(self, number: Number, bits: int) -> Value:
         """The number in `bits` bits, cut if it is longer."""
@@ -315,23 +131,33 @@ class Expressions:
     def _as(self, number: Number, *also: int) -> Value:
         """The number in an integer that can hold it and all of `also`, signed if one is."""
         low, high = min(number.low, *also), max(number.high, *also)
-        return self.extend(number, max(round_bits(_needed(low, high)), number.value.bits))
+        return self.extend(number, max(round_bits(bits_of(low, high)), number.value.bits))
 
     def _fit(self, value: Value, low: int, high: int) -> Number:
         """A result of this range, in no more bits than it needs."""
-        bits = round_bits(_needed(low, high))
+        bits = round_bits(bits_of(low, high))
         return Number(self.f.trunc(value, bits) if bits < value.bits else value, low, high)
 
     def _field(self, ref: ir.FieldRef) -> Number:
         if ref.field == ir.VALID:
             return Number(self.f.zext(self.scope.is_valid(ref.header), 8), 0, 1)
-        return self.scope.load_field(self._readable(self.layout.place(ref)))
-
-    @staticmethod
-    def _readable(place: Place) -> Place:
+        place = self.layout.place(ref)
         if place.varbit:
-            raise UnsupportedConstruct("variable-length field in an expression", "an expression")
-        return place
+            return self._varbit(place, self.layout.varbit_length[ref.header])
+        return self.scope.load_field(place)
+
+    def _varbit(self, place: Place, length: int | None) -> Number:
+        """A variable-length field as the number that its present bits are."""
+        f, width = self.f, place.width
+        if width == 0:
+            return self.constant(0)
+        assert length is not None
+        bits = round_bits(width + 1)
+        loaded = f.load_network(self.scope.slot(place.offset), width // 8)
+        present = f.load(32, self.scope.slot(length), 4)
+        unused = f.sub(integer(32, width), present)
+        value = f.lshr(f.zext(loaded, bits), f.resize(unused, bits))
+        return Number(value, 0, (1 << width) - 1)
 
     def _local(self, index: int) -> Number:
         arguments = self.scope.arguments
@@ -365,7 +191,7 @@ class Expressions:
                 bits = max(x.high.bit_length(), y.high.bit_length())
                 low, high = 0, (1 << bits) - 1
                 if x.low < 0 or y.low < 0:
-                    bits = max(_needed(x.low, x.high), _needed(y.low, y.high))
+                    bits = max(bits_of(x.low, x.high), bits_of(y.low, y.high))
                     low, high = -(1 << bits), (1 << bits) - 1
             case "<<":
                 return self._shift_left(x, y)
@@ -373,7 +199,7 @@ class Expressions:
                 return self._shift_right(x, y)
             case _:
                 return self._divide(op, x, y)
-        bits = round_bits(max(_needed(low, high), _needed(x.low, x.high), _needed(y.low, y.high)))
+        bits = round_bits(max(bits_of(low, high), bits_of(x.low, x.high), bits_of(y.low, y.high)))
         result = _RING[op](f, self.extend(x, bits), self.extend(y, bits))
         return self._fit(result, low, high)
 
@@ -385,7 +211,7 @@ class Expressions:
                 part = self.low(side, bits)
                 return Number(f.and_(part, integer(part.bits, other.value)), 0, other.value)
         x, y = self.exact(left), self.exact(right)
-        bits = round_bits(max(_needed(x.low, x.high), _needed(y.low, y.high)))
+        bits = round_bits(max(bits_of(x.low, x.high), bits_of(y.low, y.high)))
         result = f.and_(self.extend(x, bits), self.extend(y, bits))
         if x.low >= 0 or y.low >= 0:
             tops = [n.high for n in (x, y) if n.low >= 0]
@@ -426,13 +252,13 @@ class Expressions:
             if not 0 <= amount <= MAX_SHIFT:
                 return self.constant(0)
             low, high = x.low << amount, x.high << amount
-            bits = round_bits(_needed(low, high))
+            bits = round_bits(bits_of(low, high))
             return Number(f.shl(self.extend(x, bits), amount), low, high)
         longest = min(by.high, MAX_SHIFT)
         if longest < 0:
             return self.constant(0)
         low, high = min(0, x.low << longest), max(0, x.high << longest)
-        bits = max(round_bits(_needed(low, high)), round_bits(longest + 1))
+        bits = max(round_bits(bits_of(low, high)), round_bits(longest + 1))
         good = self._within(by, 0, longest)
         amount_value = f.select(good, self.extend(by, bits), integer(bits, 0))
         shifted = f.shl(self.extend(x, bits), amount_value)
@@ -468,7 +294,7 @@ class Expressions:
     def _divide(self, op: str, x: Number, y: Number) -> Number:
         """Rounded towards minus infinity; 0 if the divisor is not positive."""
         f = self.f
-        bits = round_bits(max(_needed(x.low, x.high), _needed(0, max(0, y.high))) + (x.low < 0))
+        bits = round_bits(max(bits_of(x.low, x.high), bits_of(0, max(0, y.high))) + (x.low < 0))
         zero, one = integer(bits, 0), integer(bits, 1)
         divisor = self.extend(y, bits) if y.high > 0 else zero
         if y.low < 0:
@@ -530,7 +356,7 @@ class Expressions:
 
     def _choose(self, condition: Value, x: Number, y: Number) -> Number:
         low, high = min(x.low, y.low), max(x.high, y.high)
-        bits = round_bits(_needed(low, high))
+        bits = round_bits(bits_of(low, high))
         value = self.f.select(condition, self.extend(x, bits), self.extend(y, bits))
         return Number(value, low, high)
 
@@ -565,15 +391,15 @@ class Expressions:
     def _last(self, offset: int, headers: Sequence[int], field: int) -> Number:
         n = self.f.load(32, self.scope.slot(offset), 4)
         cases = [(number + 1, header) for number, header in enumerate(headers)]
-        return self._one_of(n, cases, field)
+        return self.one_of(n, cases, field)
 
     def _element(self, header: ir.HeaderExpr, field: int) -> Number:
         number = self.header(header)
         if isinstance(number, int):
             return self._field(ir.FieldRef(number, field)) if number >= 0 else self.constant(0)
-        return self._one_of(number, [(h, h) for h in self.candidates(header)], field)
+        return self.one_of(number, [(h, h) for h in self.candidates(header)], field)
 
-    def _one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number:
+    def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number:
         """The field of the header that belongs to the value; 0 if there is none."""
         f = self.f
         after, none = f.new_block("found"), f.new_block("none")
@@ -588,7 +414,7 @@ class Expressions:
         f.start(none)
         arms.append((self.constant(0), none))
         low, high = min(n.low for n, _ in arms), max(n.high for n, _ in arms)
-        bits = round_bits(_needed(low, high))
+        bits = round_bits(bits_of(low, high))
         if any(n.value.bits != bits and n.value.const is None for n, _ in arms):
             raise UnsupportedConstruct("elements of different types in a stack", "an expression")
         f.branch(after)
@@ -631,9 +457,10 @@ class Expressions:
         """Where the number lies in network order, if it does."""
         match e:
             case ir.FieldRef() if e.field != ir.VALID:
-                place = self._readable(self.layout.place(e))
+                place = self.layout.place(e)
                 metadata = self.program.headers[e.header].metadata
-                if place.signed or place.native or not (place.whole_bytes or metadata):
+                whole = place.whole_bytes or metadata
+                if place.signed or place.native or place.varbit or not whole:
                     return None
                 size = (place.bit + place.width) // 8
                 return Bytes(self.scope.slot(place.offset), size, place.width)
@@ -655,159 +482,6 @@ class Expressions:
             case _:
                 return None
 
-    # --- booleans ---------------------------------------------------------------------------
-
-    def boolean(self, e: ir.BoolExpr) -> Value:
-        f = self.f
-        match e:
-            case ir.BoolConst(value):
-                return TRUE if value else FALSE
-            case ir.Compare(op, left, right):
-                return self._compare(op, self.exact(left), self.exact(right))
-            case ir.Logic(op, left_b, right_b):
-                x, y = self.boolean(left_b), self.boolean(right_b)
-                if op == "and":
-                    return f.and_(x, y)
-                if op == "or":
-                    return f.or_(x, y)
-                return f.compare("eq" if op == "==" else "ne", x, y)
-            case ir.Not(operand):
-                return f.not_(self.boolean(operand))
-            case ir.DataToBool(operand_d):
-                number = self.exact(operand_d)
-                return f.compare("ne", number.value, integer(number.value.bits, 0))
-            case ir.HeaderValid(header):
-                return self._header_valid(header)
-            case ir.UnionValid(union):
-                return self._union_valid(union)
-            case ir.HeadersEqual(left_h, right_h):
-                return self._headers_equal(left_h, right_h)
-            case ir.UnionsEqual(left_u, right_u):
-                return self._unions_equal(left_u, right_u)
-            case ir.ChooseBool(condition, if_true, if_false):
-                return f.select(
-                    self.boolean(condition), self.boolean(if_true), self.boolean(if_false)
-                )
-
-    def _compare(self, op: str, x: Number, y: Number) -> Value:
-        low, high = min(x.low, y.low), max(x.high, y.high)
-        bits = round_bits(_needed(low, high))
-        name = _SIGNED[op] if low < 0 else _UNSIGNED[op]
-        return self.f.compare(name, self.extend(x, bits), self.extend(y, bits))
-
-    def _header_valid(self, header: ir.HeaderExpr) -> Value:
-        number = self.header(header)
-        if isinstance(number, int):
-            return self.scope.is_valid(number) if number >= 0 else FALSE
-        valid = self._one_of(number, [(h, h) for h in self.candidates(header)], ir.VALID)
-        return self.f.compare("ne", valid.value, integer(valid.value.bits, 0))
-
-    def _any_valid(self, union: int) -> Value:
-        result = FALSE
-        for header in self.program.unions[union].headers:
-            result = self.f.or_(self.scope.is_valid(header), result)
-        return result
-
-    def _union_valid(self, union: ir.UnionExpr) -> Value:
-        number = self.union(union)
-        if isinstance(number, int):
-            return self._any_valid(number) if number >= 0 else FALSE
-        cases = [(u, lambda u=u: self._any_valid(u)) for u in self.union_candidates(union)]
-        return self._dispatch(number, cases)
-
-    def _dispatch(self, value: Value, cases: Sequence[tuple[int, Callable[[], Value]]]) -> Value:
-        """The boolean of the case that the value names; false if none."""
-        f = self.f
-        after, none = f.new_block("decided"), f.new_block("none")
-        blocks = [(n, f.new_block("case")) for n, _ in cases]
-        f.switch(value, none, blocks)
-        arms: list[tuple[Value, Block]] = []
-        for (_, block), (_, make) in zip(blocks, cases, strict=True):
-            f.start(block)
-            arms.append((make(), f.block))
-            f.branch(after)
-        f.start(none)
-        arms.append((FALSE, none))
-        f.branch(after)
-        f.start(after)
-        return f.phi(FALSE, arms)
-
-    def _equal(self, h: int, g: int) -> Value:
-        """Two known headers: both valid, of one type, all fields equal."""
-        f, scope = self.f, self.scope
-        headers = self.program.headers
-        if headers[h].type_name != headers[g].type_name:
-            return FALSE
-        both = f.and_(scope.is_valid(h), scope.is_valid(g))
-        result, after = f.block, f.new_block("compared")
-        compare = f.new_block("compare")
-        f.branch_if(both, compare, after)
-        if both.const is not None and not both.const:
-            f.start(after)
-            return FALSE
-        f.start(compare)
-        equal = TRUE
-        length_h, length_g = self.layout.varbit_length[h], self.layout.varbit_length[g]
-        if length_h is not None and length_g is not None:
-            equal = f.compare(
-                "eq", f.load(32, scope.slot(length_h)), f.load(32, scope.slot(length_g))
-            )
-        for a, b in zip(self.layout.places[h], self.layout.places[g], strict=True):
-            if a.varbit:
-                assert length_h is not None
-                bytes_ = f.lshr(f.zext(f.load(32, scope.slot(length_h)), 64), 3)
-                f.module.declare("memcmp", "i32 {}(ptr, ptr, i64)")
-                order = f.call("memcmp", [scope.slot(a.offset), scope.slot(b.offset), bytes_], "i32")
-                # The lengths may differ, but never exceed the space.
-                equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
-                continue
-            equal = f.and_(equal, self._compare("==", scope.load_field(a), scope.load_field(b)))
-        last = f.block
-        f.branch(after)
-        f.start(after)
-        if both.const is not None:
-            return equal
-        return f.phi(FALSE, [(FALSE, result), (equal, last)])
-
-    def _headers_equal(self, left: ir.HeaderExpr, right: ir.HeaderExpr) -> Value:
-        h, g = self.header(left), self.header(right)
-        if isinstance(h, int) and isinstance(g, int):
-            return self._equal(h, g) if h >= 0 and g >= 0 else FALSE
-        if isinstance(h, int):
-            left, right, h, g = right, left, g, h
-
-        def against(n: int) -> Value:
-            if isinstance(g, int):
-                return self._equal(n, g) if g >= 0 else FALSE
-            inner = [(m, lambda m=m: self._equal(n, m)) for m in self.candidates(right)]
-            return self._dispatch(g, inner)
-
-        assert isinstance(h, Value)
-        return self._dispatch(h, [(n, lambda n=n: against(n)) for n in self.candidates(left)])
-
-    def _union_equal(self, u: int, v: int) -> Value:
-        result = FALSE
-        unions = self.program.unions
-        for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
-            result = self.f.or_(result, self._equal(h, g))
-        return result
-
-    def _unions_equal(self, left: ir.UnionExpr, right: ir.UnionExpr) -> Value:
-        u, v = self.union(left), self.union(right)
-        if isinstance(u, int) and isinstance(v, int):
-            return self._union_equal(u, v) if u >= 0 and v >= 0 else FALSE
-        if isinstance(u, int):
-            left, right, u, v = right, left, v, u
-
-        def against(n: int) -> Value:
-            if isinstance(v, int):
-                return self._union_equal(n, v) if v >= 0 else FALSE
-            inner = [(m, lambda m=m: self._union_equal(n, m)) for m in self.union_candidates(right)]
-            return self._dispatch(v, inner)
-
-        assert isinstance(u, Value)
-        return self._dispatch(u, [(n, lambda n=n: against(n)) for n in self.union_candidates(left)])
-
     # --- headers ----------------------------------------------------------------------------
 
     def header(self, e: ir.HeaderExpr) -> int | Value:
@@ -818,14 +492,14 @@ class Expressions:
             case ir.StackElement(stack, index):
                 return self._indexed(self.program.stacks[stack].headers, index)
             case ir.UnionMember(union, member):
-                number = self.union(union)
+                at = self.union(union)
                 members = [
                     u.headers[member] if member < len(u.headers) else -1
                     for u in self.program.unions
                 ]
-                if isinstance(number, int):
-                    return members[number] if number >= 0 else -1
-                return self._lookup(members, self.f.compare("sge", number, integer(32, 0)), number)
+                if isinstance(at, int):
+                    return members[at] if at >= 0 else -1
+                return self._lookup(members, self.f.compare("sge", at, integer(32, 0)), at)
 
     def union(self, e: ir.UnionExpr) -> int | Value:
         match e:
@@ -873,5 +547,3 @@ _RING: dict[str, Callable[[Function, Value, Value], Value]] = {
     "|": Function.or_,
     "^": Function.xor,
 }
-_UNSIGNED = {"==": "eq", "!=": "ne", "<": "ult", ">": "ugt", "<=": "ule", ">=": "uge"}
-_SIGNED = {"==": "eq", "!=": "ne", "<": "slt", ">": "sgt", "<=": "sle", ">=": "sge"}

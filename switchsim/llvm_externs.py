@@ -6,9 +6,9 @@ The arithmetic is that of `externs`, and the random numbers are those of Python'
 
 from __future__ import annotations
 
-from kvcast.switchsim.llvm_expressions import Scope
 from kvcast.switchsim.llvm_ir import NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
+from kvcast.switchsim.llvm_scope import Scope
 
 RANDOM_WORDS = 624
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import program as ir
-from kvcast.switchsim.llvm_expressions import Scope
-from kvcast.switchsim.llvm_ir import FALSE, TRUE, Function, Module, Value, integer
+from kvcast.switchsim.llvm_ir import TRUE, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import NATIVE_BITS, Place
+from kvcast.switchsim.llvm_scope import Scope
 from kvcast.switchsim.program import UnsupportedConstruct
 
 SPARE_BYTES = 24
@@ -87,11 +87,20 @@ class Hashes:
 class _Piece:
     """A run of bits of one header, or a constant."""
 
-    def __init__(self, header: int | None, place: Place | None, width: int, constant: int) -> None:
+    def __init__(
+        self,
+        header: int | None,
+        place: Place | None,
+        width: int,
+        constant: int,
+        length: int | None = None,
+    ) -> None:
         self.header = header
         self.place = place
         self.width = width
         self.constant = constant
+        self.length = length
+        """Where the length of a variable-length field is."""
         self.varbit = place is not None and place.varbit
 
 
@@ -116,7 +125,8 @@ class Packer:
             for ref in refs:
                 place = layout.place(ref)
                 if place.width:
-                    pieces.append(_Piece(header, place, place.width, 0))
+                    length = layout.varbit_length[item.header]
+                    pieces.append(_Piece(header, place, place.width, 0, length))
         self._runs: list[list[_Piece]] = []
         for piece in pieces:
             if self._runs and self._runs[-1][0].header == piece.header:
@@ -178,7 +188,6 @@ class Packer:
         for piece in run:
             if piece.varbit:
                 assert piece.place is not None
-                assert piece.header is not None
                 length = f.lshr(f.zext(self._varbit_bits(piece), 64), 3)
                 f.copy(f.at(buffer, at), scope.slot(piece.place.offset), length)
                 at = f.add(at, length)
@@ -223,10 +232,8 @@ class Packer:
         return self._cut(value, piece.width)
 
     def _varbit_bits(self, piece: _Piece) -> Value:
-        assert piece.header is not None
-        offset = self._scope.layout.varbit_length[piece.header]
-        assert offset is not None
-        return self._f.load(32, self._scope.slot(offset), 4)
+        assert piece.length is not None
+        return self._f.load(32, self._scope.slot(piece.length), 4)
 
     def _pack_bits(self, buffer: Value) -> Value:
         """Bit by bit: validity of headers decides on where a byte begins."""
@@ -279,7 +286,7 @@ def _adjoin(a: _Piece, b: _Piece) -> bool:
 
 
 def _csum16(f: Function) -> None:
-    """RFC 1071, which does not mind the order of bytes: words of the machine, swapped at the end."""
+    """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end."""
     data, length = f.arguments
     total = f.variable(64)
     f.store(_i64(0), total, 8)
@@ -398,9 +405,9 @@ def _xxh64(f: Function) -> None:
     f.store(p5, result, 8)
     with f.when(f.compare("uge", length, _i64(32))):
         lanes = [f.variable(64) for _ in range(4)]
-        starts = [_PRIME[0] + _PRIME[1], _PRIME[1], 0, -_PRIME[0]]
-        for lane, start in zip(lanes, starts, strict=True):
-            f.store(_i64(start), lane, 8)
+        seeds = [_PRIME[0] + _PRIME[1], _PRIME[1], 0, -_PRIME[0]]
+        for lane, seed in zip(lanes, seeds, strict=True):
+            f.store(_i64(seed), lane, 8)
         stripes = f.lshr(length, 5)
         with f.times(stripes) as n:
             base = f.at(data, f.shl(n, 5))
@@ -437,6 +444,3 @@ def _xxh64(f: Function) -> None:
     h = f.mul(f.xor(h, f.lshr(h, 33)), p2)
     h = f.mul(f.xor(h, f.lshr(h, 29)), p3)
     f.ret(f.xor(h, f.lshr(h, 32)))
-
-
-__all__ = ["FALSE", "SPARE_BYTES", "Hashes", "Packer"]

@@ -7,10 +7,10 @@ it. LLVM's language reference is the specification. Loads and stores claim no al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-_COMPARE = {
+_COMPARE: dict[str, Callable[[int, int, int], bool]] = {
     "eq": lambda a, b, s: a == b,
     "ne": lambda a, b, s: a != b,
     "ult": lambda a, b, s: a < b,
@@ -130,9 +130,7 @@ class Function:
         self.exported = exported
         self._parameters = parameters
         self._count = 0
-        self.arguments = [
-            Value(t.split()[0], f"%{n}", _bits(t.split()[0])) for t, n in parameters
-        ]
+        self.arguments = [Value(t.split()[0], f"%{n}", _bits(t.split()[0])) for t, n in parameters]
         self.blocks: list[Block] = []
         self._allocas: list[str] = []
         self.block = self.new_block("entry")

@@ -5,9 +5,10 @@ alone (so that compiled code can be kept on disk). Must not know IR, nor what an
 
 A packet (its PHV) is one block of bytes:
 
-1. packet registers (REG_*), then per stack its next index, per header its validity byte and, with a
-   varbit field, the length of that in bits;
-2. metadata: a field of up to 128 bits as a native integer, a wider one as bytes in network order;
+1. packet registers (REG_*), then per stack its next index, per packet header with a varbit field
+   the length of that in bits, and per header its validity byte;
+2. metadata: a field of up to 128 bits as a native integer, a wider one as bytes in network order
+   (the length of a varbit field is in front);
 3. each packet header as its bytes on the wire (a varbit field at its maximal length), so that
    extracting and emitting copy bytes, and a wide field is memory moved once.
 
@@ -112,8 +113,9 @@ class PhvLayout:
         at += 4 * len(program.union_stacks)
         self.varbit_length: list[int | None] = []
         for h in headers:
-            self.varbit_length.append(None if h.varbit is None else at)
-            at += 0 if h.varbit is None else 4
+            here = h.varbit is not None and not h.metadata
+            self.varbit_length.append(at if here else None)
+            at += 4 if here else 0
         self.valid = [at + n for n in range(len(headers))]
         """Validity bytes; metadata has one too, but nobody reads it: metadata is always valid."""
         at = align(at + len(headers), 16)
@@ -125,19 +127,24 @@ class PhvLayout:
             if h.metadata:
                 start = at
                 places: list[Place] = []
+                if h.varbit is not None:
+                    self.varbit_length[number] = at
+                    at += 4
                 for f in h.fields:
                     if f.varbit:
-                        raise UnsupportedConstruct("variable-length field in metadata", h.name)
-                    if f.width <= NATIVE_BITS:
+                        if f.width % 8:
+                            raise UnsupportedConstruct("variable-length field of odd bits", h.name)
+                        places.append(Place(at, 0, f.width, False, False, True))
+                        at += f.width // 8
+                    elif f.width <= NATIVE_BITS:
                         at = align(at, container_bits(f.width) // 8)
                         places.append(Place(at, 0, f.width, f.signed, True))
+                        at += container_bits(f.width) // 8
                     else:
                         # Right-aligned in whole bytes.
                         size = (f.width + 7) // 8
                         places.append(Place(at, -f.width % 8, f.width, f.signed, False))
                         at += size
-                        continue
-                    at += container_bits(f.width) // 8
                 at = align(at, 16)
                 self.places[number] = tuple(places)
                 self.block[number] = (start, at - start)
@@ -190,7 +197,7 @@ class ArgumentsLayout:
 
     widths: tuple[int, ...]
     offsets: tuple[int, ...]
-    bytes: int
+    size: int
 
     @staticmethod
     def of(action: ir.Action) -> ArgumentsLayout:
@@ -205,7 +212,7 @@ class ArgumentsLayout:
         return ArgumentsLayout(widths, tuple(offsets), align(at, 16))
 
     def pack(self, values: Sequence[int]) -> bytes:
-        data = bytearray(self.bytes)
+        data = bytearray(self.size)
         for value, width, offset in zip(values, self.widths, self.offsets, strict=True):
             data[offset : offset + stored_bytes(width)] = pack_value(value, width)
         return bytes(data)

@@ -150,4 +150,7 @@ class Heap:
 
     def retire(self, address: int) -> None:
         if address:
-            self._reclaimer.retire(lambda: self._blocks.pop(address, None))
+            self._reclaimer.retire(lambda: self._free(address))
+
+    def _free(self, address: int) -> None:
+        del self._blocks[address]

@@ -10,17 +10,17 @@ whose states are blocks; extracting a header is one copy of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.llvm_actions import Actions, Toolbox
-from kvcast.switchsim.llvm_expressions import Number, Scope, Shared, round_bits
 from kvcast.switchsim.llvm_ir import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import (
     REG_CHECKSUM_ERROR,
     REG_PARSER_ERROR,
     REG_TRUNCATE,
 )
+from kvcast.switchsim.llvm_scope import Number, Scope, Shared, round_bits
 from kvcast.switchsim.parser import MAX_STATES, Errors
 from kvcast.switchsim.program import UnsupportedConstruct
 
@@ -112,7 +112,7 @@ class ParserWriter:
     # --- transitions ------------------------------------------------------------------------
 
     def _transition(
-        self, state: ir.ParserState, targets: Sequence[Block], target: _Target
+        self, state: ir.ParserState, targets: Sequence[Block], target: Callable[[int | None], Block]
     ) -> None:
         f = self.f
         default = target(state.default)
@@ -328,17 +328,8 @@ def payload_of(
     return f.at(frame, at), size
 
 
-class _Target:
-    """A function from a state's number to its block (for the type checker)."""
-
-    def __call__(self, number: int | None) -> Block:
-        raise NotImplementedError
-
-
 def _has_cycle(parser: ir.Parser) -> bool:
-    following = [
-        {t.next_state for t in s.transitions} | {s.default} for s in parser.states
-    ]
+    following = [{t.next_state for t in s.transitions} | {s.default} for s in parser.states]
     finished: set[int] = set()
     for start in range(len(parser.states)):
         todo: list[tuple[int, bool]] = [(start, False)]
@@ -411,9 +402,7 @@ class DeparserWriter:
     def emit(self) -> Function:
         """Write all valid headers to `to`, where there is room for them up to `end`; gives the
         position behind them."""
-        f = self.module.function(
-            "deparse.emit", "ptr", [*POINTERS, ("ptr", "to"), ("ptr", "end")]
-        )
+        f = self.module.function("deparse.emit", "ptr", [*POINTERS, ("ptr", "to"), ("ptr", "end")])
         context, phv, to, end = f.arguments
         scope = Scope(self.shared, f, context, phv)
         at = f.raw("ptr", "alloca ptr")

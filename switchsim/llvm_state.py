@@ -13,7 +13,14 @@ from dataclasses import fields
 from typing import overload
 
 from kvcast.switchsim import program as ir
-from kvcast.switchsim.externs import CounterArray, ExternError, Meter, MeterArray, Rate, RegisterArray
+from kvcast.switchsim.externs import (
+    CounterArray,
+    ExternError,
+    Meter,
+    MeterArray,
+    Rate,
+    RegisterArray,
+)
 from kvcast.switchsim.llvm_layout import pack_value, stored_bytes, unpack_value
 from kvcast.switchsim.llvm_memory import Heap, Region
 from kvcast.switchsim.switch import SwitchStats

@@ -26,13 +26,13 @@ from kvcast.switchsim.llvm_abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeE
 from kvcast.switchsim.llvm_actions import Toolbox
 from kvcast.switchsim.llvm_control import ProgramPlan
 from kvcast.switchsim.llvm_entries import Native, NativeProfile, NativeTable
-from kvcast.switchsim.llvm_expressions import Shared
 from kvcast.switchsim.llvm_externs import RANDOM_WORDS, Runtime
 from kvcast.switchsim.llvm_hashes import Hashes
 from kvcast.switchsim.llvm_ir import Module
 from kvcast.switchsim.llvm_jit import Library, default_cache, load
 from kvcast.switchsim.llvm_layout import ContextLayout, PhvLayout, stored_bytes, unpack_value
 from kvcast.switchsim.llvm_memory import Heap, Reclaimer, Region
+from kvcast.switchsim.llvm_scope import Shared
 from kvcast.switchsim.llvm_state import (
     STATS,
     NativeCounters,
@@ -236,7 +236,7 @@ class CompiledSwitch(Switch):
 
     # --- statistics -------------------------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     def stats(self) -> SwitchStats:
         return self._stats
 
@@ -339,9 +339,7 @@ class CompiledSwitch(Switch):
         super().set_clone_session(session, replicas, packet_length_bytes)
         instance = self._loaded()
         made: CloneSession = self.clone_sessions[session]
-        instance.set_replicas(
-            instance.sessions, session, made.packet_length_bytes, made.replicas
-        )
+        instance.set_replicas(instance.sessions, session, made.packet_length_bytes, made.replicas)
 
     def delete_clone_session(self, session: int) -> None:
         super().delete_clone_session(session)

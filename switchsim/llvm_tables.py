@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcast.switchsim import program as ir
-from kvcast.switchsim.llvm_expressions import Scope
 from kvcast.switchsim.llvm_ir import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import (
     NATIVE_BITS,
@@ -27,6 +26,7 @@ from kvcast.switchsim.llvm_layout import (
     container_bits,
     stored_bytes,
 )
+from kvcast.switchsim.llvm_scope import Scope
 
 DELETED = 0xFFFFFFFF
 INLINE_ENTRIES = 256
@@ -176,7 +176,9 @@ class Lookup:
         f.start(found)
         return record
 
-    def _groups(self, version: Value, words: Sequence[Value], miss: Block, *, ranked: bool) -> Value:
+    def _groups(
+        self, version: Value, words: Sequence[Value], miss: Block, *, ranked: bool
+    ) -> Value:
         f, layout = self.f, self.layout
         size = group_bytes(layout)
         count = f.load(64, version, 8)
@@ -256,7 +258,7 @@ class Lookup:
         count = f.load(64, version, 8)
         before, head, body = f.block, f.new_block("range"), f.new_block("try")
         next_, found = f.new_block("next"), f.new_block("hit")
-        fields = [self._field(words, number) for number, _, _, _ in layout.ranges]
+        fields = [self.key_field(words, number) for number, _, _, _ in layout.ranges]
         before = f.block
         f.branch(head)
         f.start(head)
@@ -284,7 +286,7 @@ class Lookup:
         f.start(found)
         return record
 
-    def _field(self, words: Sequence[Value], number: int) -> Value:
+    def key_field(self, words: Sequence[Value], number: int) -> Value:
         """A key field out of the key."""
         f, key = self.f, self.table.key
         shift = sum(k.width for k in key[number + 1 :])
@@ -370,11 +372,11 @@ class InlineEntries:
                 difference = f.or_(f.xor(f.and_(word, _i64(m)), _i64(v)), difference)
         good = TRUE if difference.const == 0 else f.compare("eq", difference, _i64(0))
         lookup = Lookup(self.scope, 0, self.table, self.layout)
-        for n, v in enumerate(self.table.entries[number].key):
-            if isinstance(v, ir.Range):
-                field = lookup._field(words, n)
-                above = f.compare("uge", field, integer(field.bits, v.low))
-                below = f.compare("ule", field, integer(field.bits, v.high))
+        for n, end in enumerate(self.table.entries[number].key):
+            if isinstance(end, ir.Range):
+                field = lookup.key_field(words, n)
+                above = f.compare("uge", field, integer(field.bits, end.low))
+                below = f.compare("ule", field, integer(field.bits, end.high))
                 good = f.and_(f.and_(above, below), good)
         return good
 

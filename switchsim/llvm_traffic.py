@@ -15,7 +15,6 @@ from kvcast.switchsim import program as ir
 from kvcast.switchsim.llvm_abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm_actions import Toolbox
 from kvcast.switchsim.llvm_control import PipelineWriter, ProgramPlan, written_headers
-from kvcast.switchsim.llvm_expressions import Scope, Shared
 from kvcast.switchsim.llvm_ir import FALSE, NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm_layout import (
     NATIVE_BITS,
@@ -35,6 +34,7 @@ from kvcast.switchsim.llvm_layout import (
     stored_bytes,
 )
 from kvcast.switchsim.llvm_parser import FRAME, POINTERS, DeparserWriter, ParserWriter
+from kvcast.switchsim.llvm_scope import Scope, Shared
 from kvcast.switchsim.parser import Errors
 from kvcast.switchsim.phv import SESSION_MASK
 from kvcast.switchsim.switch import (
@@ -201,7 +201,7 @@ class TrafficWriter:
             f.start(block)
             for ref in field_list.fields:
                 place = self.layout.place(ref)
-                if place.native or place.width > NATIVE_BITS and place.whole_bytes:
+                if place.native or (place.width > NATIVE_BITS and place.whole_bytes):
                     size = place.end - place.offset
                     f.copy(to.slot(place.offset), from_.slot(place.offset), size)
                 else:
@@ -350,7 +350,13 @@ class TrafficWriter:
         f = self.module.function(
             "clone.egress",
             "void",
-            [("ptr", "context"), ("ptr", "phv"), ("ptr", "frame"), ("i64", "length"), ("i64", "at")],
+            [
+                ("ptr", "context"),
+                ("ptr", "phv"),
+                ("ptr", "frame"),
+                ("i64", "length"),
+                ("i64", "at"),
+            ],
         )
         context, phv, frame, length, at = f.arguments
         scope = self._scope(f, phv)
@@ -703,13 +709,34 @@ class TrafficWriter:
         f.store(f.load_pointer(element), scope.word("ingress_first"), 8)
         f.fill(phv, 0, self.layout.bytes)
         f.copy(phv, f.at(element, _INGRESS_BYTES), self.kept_bytes)
-        next_frame = f.load_pointer(f.at(element, 8))
         next_length = f.load(64, f.at(element, 16), 8)
+        next_frame = self._compact(scope, f.load_pointer(f.at(element, 8)), next_length)
         f.call(self.ingress, [context, phv, next_frame, next_length])
         f.branch(head)
         f.start(done)
         f.ret(f.sub(f.load(32, f.at(out, 36), 4), before))
         return f
+
+    def _compact(self, scope: Scope, frame: Value, length: Value) -> Value:
+        """Where nothing else waits, the frame (if it is in the arena) moves to its beginning, and
+        what is behind it is free: a packet that goes round and round needs room for one frame."""
+        f = scope.f
+        moved = f.variable(64)
+        start = f.raw("i64", f"ptrtoint {frame} to i64")
+        f.store(start, moved, 8)
+        others = f.compare("ne", f.load_pointer(scope.word("ingress_first")), NULL)
+        with f.when(f.not_(f.or_(others, self._waiting(scope)))):
+            f.store(_i64(0), scope.word("arena_at"), 8)
+            arena = f.load(64, scope.word("arena"), 8)
+            size = f.load(64, scope.word("arena_end"), 8)
+            with f.when(f.compare("ult", f.sub(start, arena), size)):
+                base = f.load_pointer(scope.word("arena"))
+                move = "llvm.memmove.p0.p0.i64"
+                f.module.declare(move, "void {}(ptr, ptr, i64, i1)")
+                f.effect(f"call void @{move}({base}, {frame}, {length}, i1 false)")
+                f.store(f.and_(f.add(length, _i64(127)), _i64(-64)), scope.word("arena_at"), 8)
+                f.store(arena, moved, 8)
+        return f.raw("ptr", f"inttoptr i64 {f.load(64, moved, 8).text} to ptr")
 
     def _process_guarded(self, process: Function) -> None:
         """`process` for callers without a loop: the epoch moves on here, and rests afterwards."""
