@@ -5,11 +5,11 @@
 
 Work comes in chunks; each is made from (seed, number of the chunk) alone, on two fresh switches: a
 random set-up of everything that the control plane can set, then frames, some of them between
-further writes. A third of the frames walk the program's parser, with field values that its tables
-know; the others are frames of the STF scenarios (whose set-ups are used too), as they are or
-damaged, and noise of 0 to 9216 bytes. What is compared: the frames that leave, after each frame;
-what each write answers; after each chunk the statistics, entries with their counters, registers,
-counters and digests. Meters show in their colours only.
+further writes. Frames walk the program's parser, with field values that its tables know; where
+there are STF scenarios, one of them gives the set-up and, told over and over, half of the frames,
+and all of them give frames to damage; a few frames are noise of 0 to 9216 bytes. What is compared:
+the frames that leave, after each frame; what each write answers; after each chunk the statistics,
+entries with their counters, registers, counters and digests. Meters show in their colours only.
 
 With --json the file is written after every chunk, and a run with the same seed and program goes on
 where the file says that the last one stopped. Random programs (--generated) are those of
@@ -92,7 +92,7 @@ class Pools:
         roll = rng.random()
         if roll < 0.1:
             return rng.getrandbits(width)
-        if roll < 0.35 and width <= 16:
+        if roll < 0.35 and width <= 32:
             return min(full, rng.randrange(8))
         if roll < 0.6 and width in self._known:
             return rng.choice(self._known[width])
@@ -106,25 +106,44 @@ class Frames:
     """Makes frames for a program."""
 
     def __init__(
-        self, rng: random.Random, program: Program, pools: Pools, corpus: Sequence[bytes]
+        self,
+        rng: random.Random,
+        program: Program,
+        pools: Pools,
+        story: Sequence[tuple[int, bytes]],
+        corpus: Sequence[tuple[int, bytes]],
     ) -> None:
+        """(port, frame) of the scenario that the set-up is from, in order, and of all."""
         self.rng = rng
         self.program = program
         self.pools = pools
+        self.story = story
         self.corpus = corpus
+        self._next = 0
 
-    def frame(self) -> bytes:
+    def frame(self) -> tuple[int, bytes]:
+        """(port, frame)"""
         rng = self.rng
+        port = rng.choice((rng.randrange(PORTS), rng.randrange(PORTS), rng.randrange(512)))
         roll = rng.random()
-        if self.corpus and roll < 0.6:
-            data = rng.choice(self.corpus)
+        if self.story and roll < 0.45:
+            # Mostly as it is told, so that what builds on what went before is reached.
+            port, data = self.story[self._next % len(self.story)]
+            self._next += rng.choice((1, 1, 1, 1, 1, 0, 2))
+            if rng.random() < 0.8:
+                return port, data
+        elif self.corpus and roll < 0.75:
+            port, data = rng.choice(self.corpus)
+            if rng.random() < 0.2:
+                port = rng.randrange(PORTS)
         elif roll < 0.97:
             data = self.walk()
         else:
-            return rng.randbytes(rng.choice((0, 1, 13, 60, 1500, rng.randrange(MAX_FRAME + 1))))
+            size = rng.choice((0, 1, 13, 60, 1500, rng.randrange(MAX_FRAME + 1)))
+            return port, rng.randbytes(size)
         for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 4))):
             data = self.damage(data)
-        return data[:MAX_FRAME]
+        return port, data[:MAX_FRAME]
 
     def damage(self, data: bytes) -> bytes:
         rng = self.rng
@@ -147,7 +166,7 @@ class Frames:
             case 6:
                 return data[:at] + data[at + 1 :]
             case _:
-                other = rng.choice(self.corpus) if self.corpus else self.walk()
+                other = rng.choice(self.corpus)[1] if self.corpus else self.walk()
                 return data[:at] + other[at:]
 
     def walk(self) -> bytes:
@@ -351,6 +370,7 @@ class Writer:
         self.pools = pools
         self.program = pair.program
         self.tables = [t.name for t in self.program.tables()]
+        self.loose = [t.name for t in self.program.tables() if not t.key]
         self.keyed = [t.name for t in self.program.tables() if t.key and not t.const_entries]
 
     def set_up(self) -> None:
@@ -570,15 +590,21 @@ class Work:
     checked: bool = False
 
 
-def corpus_of(scenarios: Sequence[Path]) -> list[bytes]:
-    """All frames that go in."""
-    frames: list[bytes] = []
-    for path in scenarios:
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words and words[0] == "packet":
-                frames.append(bytes.fromhex("".join(words[2:])))
+def frames_of(scenario: Path) -> list[tuple[int, bytes]]:
+    """(port, frame) of all that goes in, in order."""
+    frames: list[tuple[int, bytes]] = []
+    for line in scenario.read_text().splitlines():
+        words = line.split()
+        if words and words[0] == "packet":
+            frames.append((int(words[1]), bytes.fromhex("".join(words[2:]))))
     return frames
+
+
+def setup_of(scenario: Path) -> str:
+    """The scenario without what goes in and comes out."""
+    lines = [line for line in scenario.read_text().splitlines() if line.split()]
+    left_out = ("packet", "expect", "check_counter", "wait", "remove")
+    return "\n".join(line for line in lines if line.split()[0] not in left_out)
 
 
 @dataclass
@@ -605,19 +631,21 @@ def run_chunk(work: Work, seed: int, number: int) -> ChunkResult:
         return result
     pools = Pools(rng, program)
     writer = Writer(rng, pair, pools)
+    story: list[tuple[int, bytes]] = []
     if work.scenarios:
-        setup = "\n".join(
-            line
-            for line in rng.choice(work.scenarios).read_text().splitlines()
-            if line.split()[:1] and line.split()[0] not in ("packet", "expect", "check_counter")
-        )
-        stf.Scenario(pair.reference).run(setup)
-        stf.Scenario(pair.compiled).run(setup)
+        scenario = rng.choice(work.scenarios)
+        story = frames_of(scenario)
+        stf.Scenario(pair.reference).run(setup_of(scenario))
+        stf.Scenario(pair.compiled).run(setup_of(scenario))
         if rng.random() < 0.4:
             writer.set_up()
+        elif rng.random() < 0.4:
+            for name in writer.loose:
+                writer.default(name)
     else:
         writer.set_up()
-    frames = Frames(rng, program, pools, corpus_of(work.scenarios))
+    corpus = [one for path in work.scenarios for one in frames_of(path)]
+    frames = Frames(rng, program, pools, story, corpus)
     now_us = rng.randrange(1 << 40)
     writing = rng.choice((0.0, 0.02, 0.2))
     for _ in range(work.chunk_packets):
@@ -625,8 +653,7 @@ def run_chunk(work: Work, seed: int, number: int) -> ChunkResult:
             writer.write()
             result.writes += 1
         now_us += rng.choice((0, 1, 10, 1000, 100_000))
-        port = rng.choice((rng.randrange(PORTS), rng.randrange(PORTS), rng.randrange(512)))
-        result.frames_out += pair.process(port, frames.frame(), now_us)
+        result.frames_out += pair.process(*frames.frame(), now_us)
         result.packets += 1
     pair.compare()
     return result
