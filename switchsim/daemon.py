@@ -72,6 +72,7 @@ Ports (--port, once for each):
   N=udp:LOCALIP:LPORT:PEERIP:PPORT  one UDP datagram is one Ethernet frame; no privilege needed
   N=udp:LOCALIP:LPORT               the same; the peer is whoever on this machine sends first
   N=if:NAME                         a network interface, e.g. one end of a veth pair; needs root
+  N=xdp:NAME                        the same past the kernel's stack, by AF_XDP; needs root
 """
 
 EPILOG = """\
@@ -224,6 +225,8 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
             raise DaemonError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
             raise DaemonError(f"port {number} is the {what} port")
+    if arguments.engine == "reference" and any(spec.kind == "xdp" for spec in ports):
+        raise DaemonError("xdp ports need --engine llvm")
     if cpu_port == arguments.drop_port:
         raise DaemonError("the CPU port and the drop port are the same")
     if arguments.device_id < 0 or arguments.device_id >= 1 << 64:

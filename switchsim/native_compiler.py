@@ -10,6 +10,7 @@ The subset:
 - Functions under `@native`, with every parameter annotated. They call each other, C functions
   (declared under `@external`), functions whose address is a value (`@indirect`), and the
   intrinsics at the end of this module. No recursion deeper than the stack, no exceptions.
+- `in` and `not in` ask about a tuple of numbers.
 - Statements: assignment, `if`, `while`, `for ... in range(...)`, `break`, `continue`, `return`.
 - All arithmetic is in 64 bits and wraps, unsigned unless a value was declared signed; a mixture is
   an error. Fields and parameters may be narrower; what is stored there is cut. Division is
@@ -675,6 +676,8 @@ class _FunctionCompiler:
     def _of_compare(self, node: ast.Compare) -> _Value:
         if len(node.ops) != 1:
             self._fail(node, "one comparison at a time")
+        if isinstance(node.ops[0], ast.In | ast.NotIn):
+            return self._membership(node)
         left = self._number(node, self._value(node.left))
         right = self._number(node, self._value(node.comparators[0]))
         names = _COMPARISONS.get(type(node.ops[0]))
@@ -683,6 +686,22 @@ class _FunctionCompiler:
         kind = self._agree(node, left, right)
         name = names[1] if kind.signed else names[0]
         return _Value(_BOOL, self._set(f"icmp {name} i64 {left.text}, {right.text}"))
+
+    def _membership(self, node: ast.Compare) -> _Value:
+        """`x in (a, b, c)`, where all are numbers."""
+        among = node.comparators[0]
+        if not isinstance(among, ast.Tuple) or not among.elts:
+            self._fail(node, "membership is of a tuple")
+        left = self._number(node, self._value(node.left))
+        found = "false"
+        for element in among.elts:
+            right = self._number(node, self._value(element))
+            self._agree(node, left, right)
+            same = self._set(f"icmp eq i64 {left.text}, {right.text}")
+            found = self._set(f"or i1 {found}, {same}")
+        if isinstance(node.ops[0], ast.NotIn):
+            found = self._set(f"xor i1 {found}, true")
+        return _Value(_BOOL, found)
 
     def _condition(self, node: ast.expr) -> _Value:
         value = self._value(node)

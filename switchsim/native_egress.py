@@ -38,6 +38,7 @@ from kvcast.switchsim.native_rings import ring_push
 from kvcast.switchsim.native_state import (
     KIND_RING,
     KIND_UDP_LEARNING,
+    KIND_XDP,
     NEVER,
     PRIORITIES,
     SEND_BATCH,
@@ -45,6 +46,7 @@ from kvcast.switchsim.native_state import (
     Port,
     QueuedFrame,
 )
+from kvcast.switchsim.native_xdp import gather_xdp, kick
 
 
 @native
@@ -86,6 +88,9 @@ def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
         else:
             port.tx_queue_drops += 1
         return
+    if port.kind == KIND_XDP:
+        gather_xdp(loop, port, frame, length)
+        return
     if port.kind == KIND_UDP_LEARNING and port.peer[0].address == 0:
         port.tx_no_peer += 1
         return
@@ -101,6 +106,9 @@ def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
 @native
 def flush_port(port: Port) -> None:
     """Send what is gathered. What the kernel does not take is dropped and counted."""
+    if port.kind == KIND_XDP:
+        kick(port)
+        return
     at = 0
     refused = 0
     while at < port.pending:
@@ -122,7 +130,7 @@ def flush_port(port: Port) -> None:
             if refused == 0:
                 refused = 1
                 continue
-        elif error == EAGAIN or error == ENOBUFS:  # noqa: SIM109
+        elif error in (EAGAIN, ENOBUFS):
             port.tx_busy += 1
         elif error == EMSGSIZE:
             port.tx_too_long += 1
@@ -137,10 +145,12 @@ def flush_port(port: Port) -> None:
 def flush(loop: Loop) -> None:
     """Send everything that is gathered, and empty the outbox."""
     if loop.pending_ports != 0:
+        left = 0
         for i in range(loop.port_count):
             if loop.ports[i].pending != 0:
                 flush_port(loop.ports[i])
-        loop.pending_ports = 0
+                left += loop.ports[i].pending
+        loop.pending_ports = left
     loop.outbox.used = 0
     loop.outbox.count = 0
     while loop.garbage != 0:

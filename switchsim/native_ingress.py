@@ -21,6 +21,7 @@ from kvcast.switchsim.native_compiler import (
     native,
     size_of,
     u16_at,
+    u32_at,
     unsigned,
 )
 from kvcast.switchsim.native_egress import flush, lost, transmit
@@ -51,12 +52,15 @@ from kvcast.switchsim.native_state import (
     FLUSH_FRAMES,
     KIND_PACKET,
     KIND_UDP_LEARNING,
+    KIND_XDP,
     PORT_NUMBERS,
     RECEIVE_BATCH,
     Loop,
     Outbox,
     Port,
+    XdpDesc,
 )
+from kvcast.switchsim.native_xdp import produced, return_chunk
 from kvcast.switchsim.ports import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 
 
@@ -121,6 +125,8 @@ def run_program(loop: Loop, number: U64, frame: U64, length: U64, now_ns: U64) -
 @native
 def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
     """Take one batch from a socket; returns how many frames came."""
+    if port.kind == KIND_XDP:
+        return receive_xdp(loop, port, now_ns)
     if port.packet_ring != 0:
         mapped = receive_mapped(loop, port, now_ns)
         if mapped != 0:
@@ -186,6 +192,27 @@ def receive_mapped(loop: Loop, port: Port, now_ns: U64) -> U64:
             port.packet_ring_at = 0
         arrived += 1
     return arrived
+
+
+@native
+def receive_xdp(loop: Loop, port: Port, now_ns: U64) -> U64:
+    """Take one batch from an AF_XDP port; returns how many frames came."""
+    ring = port.xdp_receive
+    count = produced(ring)
+    if count > RECEIVE_BATCH:
+        count = RECEIVE_BATCH
+    for i in range(count):
+        desc = XdpDesc.at(ring.entries + ((ring.position + i) & ring.mask) * size_of(XdpDesc))
+        if desc.length > port.longest:
+            port.rx_oversize += 1
+        else:
+            accept(loop, port, port.xdp_memory + desc.address, desc.length, now_ns)
+        return_chunk(port, i, desc.address)
+    ring.position += count
+    atomic_store(u32_at(ring.consumer)[0], ring.position)
+    port.xdp_fill.position += count
+    atomic_store(u32_at(port.xdp_fill.producer)[0], port.xdp_fill.position)
+    return count
 
 
 @native

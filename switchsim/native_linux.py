@@ -23,6 +23,7 @@ from kvcast.switchsim.native_compiler import (
 # errno.h
 EINTR = 4
 EAGAIN = 11
+EBUSY = 16
 EMSGSIZE = 90
 ENETDOWN = 100
 ENOBUFS = 105

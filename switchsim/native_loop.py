@@ -185,8 +185,11 @@ def run_loop(loop: Loop) -> None:
         timeout_ms: I64 = -1
         if injected != 0 or due_ns <= idle_ns:
             timeout_ms = 0
-        elif due_ns != NEVER:
-            arm_timer(loop, due_ns)
+        else:
+            if due_ns != NEVER:
+                arm_timer(loop, due_ns)
+            if loop.pending_ports != 0:
+                timeout_ms = 1  # the kernel could not take everything: try again
         events = epoll_wait(loop.epoll_fd, loop.events, loop.max_events, timeout_ms)
         next_epoch(loop)
         now_ns = read_clock(loop)

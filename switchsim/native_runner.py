@@ -48,6 +48,7 @@ from kvcast.switchsim.native_loop import (
     run_virtual,
 )
 from kvcast.switchsim.native_rings import ring_peek, ring_pop, ring_push, take_notice
+from kvcast.switchsim.native_xdp import prepare_xdp
 from kvcast.switchsim.ports import (
     MAX_FRAME_BYTES,
     InProcessPort,
@@ -57,6 +58,7 @@ from kvcast.switchsim.ports import (
     PortOptions,
     UdpTunnelPort,
 )
+from kvcast.switchsim.xdp import RING_ENTRIES, XdpPort
 
 _COUNTER_NAMES: Final = tuple(PortCounters.__dataclass_fields__)
 _SLOT_BYTES: Final = 10_432
@@ -97,6 +99,7 @@ def library() -> Library:
         ring_peek,
         ring_pop,
         prepare_send,
+        prepare_xdp,
     )
 
 
@@ -152,7 +155,7 @@ class NativeLoop:
             function.__name__: compiled.call(function)
             for function in (
                 *(run_loop, run_virtual, close_loop, adopt_program, offer_program),
-                *(take_notice, ring_push, ring_peek, ring_pop, prepare_send),
+                *(take_notice, ring_push, ring_peek, ring_pop, prepare_send, prepare_xdp),
             )
         }
         self._memory = _Memory()
@@ -224,6 +227,8 @@ class NativeLoop:
                 self._set_up_tunnel(native, port)
             elif isinstance(port, InterfacePort):
                 self._set_up_interface(native, port)
+            elif isinstance(port, XdpPort):
+                self._set_up_xdp(native, port)
             else:
                 assert isinstance(port, InProcessPort)
                 native.kind = state.KIND_RING
@@ -256,12 +261,30 @@ class NativeLoop:
             native.packet_ring = ring.address
             native.packet_ring_frames, native.packet_ring_stride = ring.frames, ring.stride
 
+    def _set_up_xdp(self, native: Any, port: XdpPort) -> None:
+        native.kind = state.KIND_XDP
+        native.receive_fd = native.send_fd = port.fileno()
+        native.longest = port.max_frame_bytes
+        native.xdp_memory, native.xdp_chunk_bytes = port.memory, port.chunk_bytes
+        native.xdp_free = self._memory.pages(8 * 2 * RING_ENTRIES)
+        for name, addresses in (
+            ("xdp_receive", port.receive_ring),
+            ("xdp_fill", port.fill_ring),
+            ("xdp_send", port.send_ring),
+            ("xdp_completion", port.completion_ring),
+        ):
+            (ring,), address = self._one(state.XdpRing)
+            ring.producer, ring.consumer = addresses.producer, addresses.consumer
+            ring.entries, ring.mask = addresses.entries, RING_ENTRIES - 1
+            setattr(native, name, address)
+        self._call["prepare_xdp"](ctypes.addressof(native), RING_ENTRIES)
+
     def _set_up_messages(self, native: Any) -> None:
         memory, count = self._memory, state.RECEIVE_BATCH
         native.send_messages = memory.struct(MsgHdr, state.SEND_BATCH)[1]
         native.send_vectors = memory.struct(IoVec, state.SEND_BATCH)[1]
         self._call["prepare_send"](ctypes.addressof(native))
-        if native.kind == state.KIND_RING:
+        if native.kind in (state.KIND_RING, state.KIND_XDP):
             return
         messages, native.receive_messages = memory.struct(MsgHdr, count)
         vectors, vectors_at = memory.struct(IoVec, 2 * count)

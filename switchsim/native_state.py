@@ -108,6 +108,26 @@ class Queue(Struct):
     frames: U64
 
 
+class XdpRing(Struct):
+    """A ring shared with the kernel (AF_XDP): one side produces, the other consumes."""
+
+    producer: U64
+    consumer: U64
+    entries: U64
+    """Addresses."""
+    mask: U64
+    position: U64
+    """This side's position."""
+
+
+class XdpDesc(Struct):
+    """struct xdp_desc"""
+
+    address: U64
+    length: U32
+    options: U32
+
+
 class Port(Struct):
     """One port. The counters are those of `ports.PortCounters`, by the same names."""
 
@@ -172,6 +192,17 @@ class Port(Struct):
     packet_ring_frames: U64
     packet_ring_stride: U64
     packet_ring_at: U64
+
+    xdp_receive: XdpRing
+    xdp_fill: XdpRing
+    xdp_send: XdpRing
+    xdp_completion: XdpRing
+    xdp_memory: U64
+    """What the addresses in the rings count from."""
+    xdp_chunk_bytes: U64
+    xdp_free: Ptr[U64]
+    """Chunks that can be sent from: a stack of `xdp_free_count`."""
+    xdp_free_count: U64
 
 
 class Loop(Struct):

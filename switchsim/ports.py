@@ -678,7 +678,7 @@ def _enlarge_buffers(endpoint: socket.socket) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PortSpec:
-    """A parsed `N=udp:LOCALIP:LPORT[:PEERIP:PPORT]` or `N=if:NAME`."""
+    """A parsed `N=udp:LOCALIP:LPORT[:PEERIP:PPORT]`, `N=if:NAME` or `N=xdp:NAME`."""
 
     number: int
     kind: str
@@ -691,6 +691,10 @@ class PortSpec:
         if self.kind == "udp":
             assert self.local is not None
             return UdpTunnelPort(self.number, self.local, self.peer, options)
+        if self.kind == "xdp":
+            from kvcast.switchsim.xdp import XdpPort
+
+            return XdpPort(self.number, self.interface, options)
         return InterfacePort(self.number, self.interface, options)
 
 
@@ -698,7 +702,7 @@ def parse_port(text: str, *, max_port: int = 510) -> PortSpec:
     """One --port value; PortError says what is wrong with it."""
     number_text, equals, spec = text.partition("=")
     if not equals or not number_text.isascii() or not number_text.isdigit():
-        raise PortError(f"{text!r} is not N=udp:... or N=if:NAME")
+        raise PortError(f"{text!r} is not N=udp:..., N=if:NAME or N=xdp:NAME")
     number = int(number_text)
     if not 0 <= number <= max_port:
         raise PortError(f"{text!r}: port numbers are 0 to {max_port}")
@@ -712,12 +716,12 @@ def parse_port(text: str, *, max_port: int = 510) -> PortSpec:
         if peer is not None and peer[1] == 0:
             raise PortError(f"{text!r}: the peer's port cannot be 0")
         return PortSpec(number, "udp", local=local, peer=peer)
-    if kind == "if":
+    if kind in ("if", "xdp"):
         name = rest.encode()
         if not 0 < len(name) < 16 or b"/" in name or os.fsdecode(name).split() != [rest]:
             raise PortError(f"{text!r}: not an interface name")
-        return PortSpec(number, "if", interface=rest)
-    raise PortError(f"{text!r}: kinds of ports are udp and if")
+        return PortSpec(number, kind, interface=rest)
+    raise PortError(f"{text!r}: kinds of ports are udp, if and xdp")
 
 
 def _parse_address(text: str, host: str, port: str) -> Address:

@@ -63,6 +63,8 @@ def mix(a: U64, b: U64) -> U64:
 def compare(a: I64, b: I64) -> I32:
     if a < b and not (b == 3):  # noqa: SIM201
         return -1
+    if b in (90, LIMIT) and a not in (1, 2):
+        return 5
     if a == b or (a > 100 and b <= 50):
         return 0
     return 1 if a != 7 else -7
@@ -153,6 +155,7 @@ def test_comparisons_are_signed_where_the_numbers_are(library: Library) -> None:
     call = library.call(compare)
     cases = [(-1, 1), (2, 3), (5, 5), (101, 50), (7, 3), (8, 3), (-9, -9)]
     assert [call(a, b) for a, b in cases] == [-1, 1, 0, 0, -7, 1, 0]
+    assert [call(a, b) for a, b in ((95, 90), (11, 10), (91, 89))] == [5, 5, 1]
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, 100])
