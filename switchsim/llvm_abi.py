@@ -45,7 +45,7 @@ class Desc(ctypes.Structure):
 
 
 class Outbox(ctypes.Structure):
-    """Where `process` appends frames; 56 bytes. `used` counts bytes, `count` descriptors."""
+    """Where `process` appends frames; 48 bytes. `used` counts bytes, `count` descriptors."""
 
     _fields_ = (
         ("bytes", ctypes.c_void_p),

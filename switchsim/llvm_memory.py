@@ -154,3 +154,6 @@ class Heap:
 
     def _free(self, address: int) -> None:
         del self._blocks[address]
+
+    def __len__(self) -> int:
+        return len(self._blocks)

@@ -48,7 +48,7 @@ from kvcast.switchsim.llvm_traffic import (
     digest_slot_bytes,
 )
 from kvcast.switchsim.phv import Layout
-from kvcast.switchsim.program import Program, ProgramError
+from kvcast.switchsim.program import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.switch import CloneSession, Digest, Switch, SwitchStats, _target
 from kvcast.switchsim.tables import ActionTable
 
@@ -130,7 +130,12 @@ def compile_program(
 
     options = f"{drop_port} {digest_queue_size} {checked}"
     key = f"{_engine_version()}\n{options}\n{program!r}"
-    library = load(key, text, _EXPORTS, cache_folder)
+    try:
+        library = load(key, text, _EXPORTS, cache_folder)
+    except RuntimeError as error:
+        raise UnsupportedConstruct(
+            f"code that LLVM does not take: {error}", program.name
+        ) from error
     learn_widths = {
         item.id: tuple(phv.place(r).width for r in item.fields) for item in program.learn_lists
     }
@@ -179,7 +184,8 @@ class _Instance:
         self.ring = Region(slots * self.digest_bytes)
         self.outbox_bytes = Region(OUTBOX_BYTES)
         self.outbox_descs = Region(OUTBOX_FRAMES * ctypes.sizeof(Desc))
-        self.kept: list[Region] = []
+        self.kept: list[object] = []
+        """What owns the memory of registers, tables and so on: it lives as long as the context."""
         for name, value in (
             ("epoch", EPOCH_IDLE),
             ("arena", self.arena.address),
@@ -274,7 +280,6 @@ class CompiledSwitch(Switch):
         for kind, arrays in (("register", registers), ("counter", counters), ("meter", meters)):
             for number, one in enumerate(arrays):
                 if one is not None:
-                    instance.kept.append(one.region)
                     native.publish(f"{kind}.{number}", one.region.address)
         # Only what packs selectors' fields; actions themselves are compiled.
         actions = Actions(
@@ -296,6 +301,7 @@ class CompiledSwitch(Switch):
         for name in STATS:
             setattr(stats, name, getattr(self._stats, name))
         self._seed_random(instance)
+        instance.kept += [*registers, *counters, *meters, *profiles, *tables.values()]
         # Nothing above touched the switch; from here on nothing can fail.
         self._stats = stats
         self._instance = instance

@@ -321,8 +321,11 @@ class InlineEntries:
         table = self.table
         words = key_words(self.scope, table, self.layout.words)
         if table.match == "exact" and self.layout.key_bits <= 64:
-            cases = [(self._value_and_mask(n)[0], t) for n, t in enumerate(targets)]
-            self.f.switch(words[0], miss, cases)
+            cases: dict[int, Block] = {}
+            for n, target in enumerate(targets):
+                # The table itself refuses two entries with one key.
+                cases.setdefault(self._value_and_mask(n)[0], target)
+            self.f.switch(words[0], miss, list(cases.items()))
             return
         for n in self._order():
             next_ = self.f.new_block("next")
