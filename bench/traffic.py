@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, Final, Self
@@ -35,6 +36,7 @@ from kvcast.switchsim.native_compiler import (
 )
 from kvcast.switchsim.native_linux import (
     CLOCK_MONOTONIC,
+    MSG_TRUNC,
     IoVec,
     MsgHdr,
     TimeSpec,
@@ -45,6 +47,7 @@ from kvcast.switchsim.native_linux import (
 
 BATCH: Final = 64
 _SLOT_BYTES: Final = 10_432
+_SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104  # linux/udp.h
 _WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
 
 
@@ -83,6 +86,16 @@ def forward_bare(traffic: Traffic, source: I32, sink: I32) -> None:
         send_all(traffic, sink, 0, count)
         for i in range(count):
             traffic.vectors[i].length = _SLOT_BYTES
+
+
+@native
+def count_bytes(traffic: Traffic, source: I32) -> None:
+    """Count what arrives until `stop`, without looking at it; the socket has a timeout."""
+    while atomic_load(traffic.stop) == 0:
+        arrived = recvmmsg(source, traffic.messages, BATCH, _WAIT_FOR_ONE | MSG_TRUNC, 0)
+        if arrived > 0:
+            for i in range(unsigned(arrived)):
+                traffic.received += traffic.messages[i].length
 
 
 @native
@@ -125,7 +138,7 @@ _library: Library | None = None
 def library() -> Library:
     global _library
     if _library is None:
-        _library = Library(forward_bare, send_paced)
+        _library = Library(forward_bare, send_paced, count_bytes)
     return _library
 
 
@@ -164,15 +177,17 @@ def interface_socket(interface: str, *, receive: bool) -> socket.socket:
     if receive:
         endpoint.setsockopt(sol_packet, ignore_outgoing, 1)
         endpoint.setsockopt(socket.SOL_SOCKET, 33, 32 << 20)  # SO_RCVBUFFORCE
-        endpoint.settimeout(0.2)
-        endpoint.setblocking(True)
-        timeout = (0).to_bytes(8, "little") + (200_000).to_bytes(8, "little")
-        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        _set_timeout(endpoint)
         endpoint.bind((interface, 3))  # ETH_P_ALL
     else:
         endpoint.setsockopt(sol_packet, qdisc_bypass, 1)
         endpoint.bind((interface, 0))
     return endpoint
+
+
+def _set_timeout(endpoint: socket.socket) -> None:
+    """Let a blocking receive end after 0.2 s, so that its thread sees `stop`."""
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("=qq", 0, 200_000))
 
 
 def forward(source: str, sink: str) -> dict[str, int]:
@@ -195,10 +210,19 @@ class Sender:
     """Sends frames in turn to an interface, or by a tunnel's socket, in a thread of its own."""
 
     def __init__(
-        self, sink: socket.socket, frames: Sequence[bytes], pps: float, processors: set[int]
+        self,
+        sink: socket.socket,
+        frames: Sequence[bytes],
+        pps: float,
+        processors: set[int],
+        joined: int = 1,
     ) -> None:
-        """`pps` 0 is as fast as it goes; `processors` are where the thread may run."""
-        self._traffic = Native(len(frames), frames)
+        """`pps` 0 is as fast as it goes; `processors` are where the thread may run; `joined`
+        frames, of one length, go to a tunnel in one message."""
+        messages = [b"".join(frames[i : i + joined]) for i in range(0, len(frames), joined)]
+        if joined > 1:
+            sink.setsockopt(_SOL_UDP, _UDP_SEGMENT, len(frames[0]))
+        self._traffic = Native(len(messages), messages)
         self._sink = sink
         self._processors = processors
         # A slow sender sends small batches, so that it is no burst generator.
@@ -221,8 +245,38 @@ class Sender:
 
     @property
     def sent(self) -> int:
-        """Frames that the kernel took."""
+        """Messages that the kernel took."""
         return int(self._traffic.state.sent)
+
+
+class Counter:
+    """Counts the bytes that come to a tunnel's far end, in a thread of its own."""
+
+    def __init__(self, source: socket.socket, processors: set[int]) -> None:
+        self._traffic = Native(BATCH, None)
+        self._source = source
+        self._processors = processors
+        source.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+        source.settimeout(None)
+        _set_timeout(source)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        os.sched_setaffinity(0, self._processors)  # of this thread
+        library().call(count_bytes)(self._traffic.address, self._source.fileno())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._traffic.state.stop = 1
+        self._thread.join()
+
+    @property
+    def received(self) -> int:
+        """Bytes so far."""
+        return int(self._traffic.state.received)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

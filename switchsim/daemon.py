@@ -38,6 +38,7 @@ from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime_errors import P4RuntimeError
 from kvcast.switchsim.packetloop import PacketLoop
 from kvcast.switchsim.ports import (
+    DEFAULT_QUANTUM_S,
     DEFAULT_QUEUE_DEPTH,
     InProcessPort,
     Port,
@@ -116,6 +117,7 @@ class DaemonOptions:
     loss: float = 0.0
     seed: int = 0
     port_rate_bits_per_s: float | None = None
+    port_quantum_s: float = DEFAULT_QUANTUM_S
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     stats_json: Path | None = None
     tls_cert: Path | None = None
@@ -164,6 +166,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="BITS/S",
         help="most that each port sends; unlimited if left out",
+    )
+    ports.add_argument(
+        "--port-quantum",
+        type=float,
+        default=DEFAULT_QUANTUM_S,
+        metavar="SECONDS",
+        help="how late frames may leave at --port-rate, to leave several at once (llvm engine)",
     )
     ports.add_argument(
         "--loss",
@@ -256,6 +265,7 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         loss=arguments.loss,
         seed=arguments.seed,
         port_rate_bits_per_s=arguments.port_rate,
+        port_quantum_s=arguments.port_quantum,
         queue_depth=arguments.queue_depth,
         stats_json=_path(arguments.stats_json),
         tls_cert=_path(arguments.tls_cert),
@@ -281,6 +291,7 @@ def port_options(options: DaemonOptions) -> PortOptions:
         loss=options.loss,
         seed=options.seed,
         rate_bits_per_s=options.port_rate_bits_per_s,
+        quantum_s=options.port_quantum_s,
     )
 
 

@@ -7,7 +7,9 @@ A port without a rate hands its frames to the kernel in batches, straight from t
 with a rate is an emulated link: eight strict-priority queues of `depth` frames before a wire that
 takes one frame at a time, each for length x 8 / rate. A frame is delivered when its last bit has
 left. Starts and ends of transmission follow from the frames' arrivals alone: a loop that wakes
-late catches up, and a virtual clock gives the same result as an exact real one.
+late catches up, and a virtual clock gives the same result as an exact real one. In real time
+frames are handed over up to a quantum late, so that those of a link leave in one piece and the
+loop is not woken for each; when they left is reckoned without it.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from kvcast.switchsim.native_linux import (
     EMSGSIZE,
     ENOBUFS,
     MSG_DONTWAIT,
+    SOL_UDP,
+    UDP_SEGMENT,
     IoVec,
     MsgHdr,
+    SegmentMessage,
     error_number,
     free,
     malloc,
@@ -41,6 +46,8 @@ from kvcast.switchsim.native_state import (
     KIND_XDP,
     NEVER,
     PRIORITIES,
+    SEGMENTS_AT_MOST,
+    SEGMENTS_BYTES,
     SEND_BATCH,
     Loop,
     Port,
@@ -109,19 +116,71 @@ def flush_port(port: Port) -> None:
     if port.kind == KIND_XDP:
         kick(port)
         return
-    at = 0
-    refused = 0
+    frame = 0
+    while frame < port.pending:
+        frame = send_messages(port, frame, pack(port, frame))
+    port.pending = 0
+
+
+@native
+def pack(port: Port, first: U64) -> U64:
+    """Messages of all gathered frames from `first` on; how many. For a tunnel whose kernel
+    splits messages, neighbours of one length go together, and a shorter one may end them."""
+    messages = 0
+    at = 0 + first
     while at < port.pending:
+        length = port.send_vectors[at].length
+        end = at + 1
+        if port.segments != 0:
+            size = 0 + length
+            while (
+                end < port.pending
+                and end - at < SEGMENTS_AT_MOST
+                and port.send_vectors[end].length <= length
+                and size + length <= SEGMENTS_BYTES
+            ):
+                size += port.send_vectors[end].length
+                end += 1
+                if port.send_vectors[end - 1].length < length:
+                    break
+        message = port.send_messages[messages]
+        message.iov = address_of(port.send_vectors) + at * size_of(IoVec)
+        message.iov_length = end - at
+        message.control_length = 0
+        if end - at > 1:
+            control = port.send_controls[messages]
+            control.size = size_of(SegmentMessage) - 6  # CMSG_LEN of a u16
+            control.level = SOL_UDP
+            control.kind = UDP_SEGMENT
+            control.length = length
+            message.control = address_of(control)
+            message.control_length = size_of(SegmentMessage)
+        messages += 1
+        at = end
+    return messages
+
+
+@native
+def send_messages(port: Port, first: U64, count: U64) -> U64:
+    """Send `count` messages, whose frames begin with `first`; the first frame not dealt with."""
+    at = 0
+    frame = 0 + first
+    refused = 0
+    while at < count:
         messages = MsgHdr.array(address_of(port.send_messages) + at * size_of(MsgHdr))
-        sent = sendmmsg(port.send_fd, messages, port.pending - at, MSG_DONTWAIT)
+        sent = sendmmsg(port.send_fd, messages, count - at, MSG_DONTWAIT)
         if sent > 0:
-            for i in range(at, at + unsigned(sent)):
-                port.tx_bytes += port.send_vectors[i].length
-            port.tx_frames += unsigned(sent)
+            for i in range(unsigned(sent)):
+                frames = messages[i].iov_length
+                for j in range(frames):
+                    port.tx_bytes += port.send_vectors[frame + j].length
+                port.tx_frames += frames
+                frame += frames
             at += unsigned(sent)
             refused = 0
             continue
         error = error_number()
+        frames_lost = messages[0].iov_length
         if error == EINTR:
             continue
         if error == ECONNREFUSED:
@@ -130,15 +189,21 @@ def flush_port(port: Port) -> None:
             if refused == 0:
                 refused = 1
                 continue
+            port.tx_refused += frames_lost - 1
         elif error in (EAGAIN, ENOBUFS):
-            port.tx_busy += 1
+            port.tx_busy += frames_lost
+        elif frames_lost > 1:
+            # This kernel, device or path cannot split messages: one by one from now on.
+            port.segments = 0
+            return frame
         elif error == EMSGSIZE:
             port.tx_too_long += 1
         else:
             port.tx_errors += 1
         at += 1
+        frame += frames_lost
         refused = 0
-    port.pending = 0
+    return frame
 
 
 @native
@@ -221,10 +286,10 @@ def release(loop: Loop, port: Port, now_ns: U64) -> None:
     """Deliver every frame whose last bit has left by now."""
     while port.in_service != 0 and port.free_at_ns <= now_ns:
         address = port.in_service
-        frame = QueuedFrame.at(address)
-        send(loop, port, address + size_of(QueuedFrame), frame.length, port.free_at_ns)
-        frame.next = loop.garbage
-        loop.garbage = address
+        if port.quantum_ns == 0:
+            hand_over(loop, port, address, port.free_at_ns)
+        else:
+            keep(loop, port, address)
         port.in_service = 0
         port.waiting -= 1
         if port.waiting == 0:
@@ -233,17 +298,60 @@ def release(loop: Loop, port: Port, now_ns: U64) -> None:
 
 
 @native
+def hand_over(loop: Loop, port: Port, address: U64, left_ns: U64) -> None:
+    """Send a queued frame; it is freed once it is sent."""
+    frame = QueuedFrame.at(address)
+    send(loop, port, address + size_of(QueuedFrame), frame.length, left_ns)
+    frame.next = loop.garbage
+    loop.garbage = address
+
+
+@native
+def keep(loop: Loop, port: Port, address: U64) -> None:
+    """A frame has left: keep it until its quantum is over, and others may go with it."""
+    frame = QueuedFrame.at(address)
+    frame.next = 0
+    frame.arrival_ns = port.free_at_ns
+    queue = port.departed[0]
+    if queue.first == 0:
+        queue.first = address
+        if port.free_at_ns + port.quantum_ns < loop.handover_ns:
+            loop.handover_ns = port.free_at_ns + port.quantum_ns
+    else:
+        QueuedFrame.at(queue.last).next = address
+    queue.last = address
+    queue.frames += 1
+
+
+@native
+def hand_over_due(loop: Loop, now_ns: U64) -> None:
+    """When a quantum is over, hand over everything that has left."""
+    if loop.handover_ns > now_ns:
+        return
+    loop.handover_ns = NEVER
+    for i in range(loop.port_count):
+        port = loop.ports[i]
+        queue = port.departed[0]
+        while queue.first != 0:
+            address = queue.first
+            queue.first = QueuedFrame.at(address).next
+            hand_over(loop, port, address, QueuedFrame.at(address).arrival_ns)
+        queue.frames = 0
+
+
+@native
 def release_all(loop: Loop, now_ns: U64) -> U64:
-    """Deliver what is due at all ports; when the next frame will be, or NEVER."""
+    """Deliver what is due at all ports; when there will be more to deliver, or NEVER."""
     earliest = NEVER
     if loop.backlog != 0:
         for i in range(loop.port_count):
             port = loop.ports[i]
             if port.in_service != 0:
                 release(loop, port, now_ns)
-                if port.in_service != 0 and port.free_at_ns < earliest:
-                    earliest = port.free_at_ns
-    return earliest
+                if port.in_service != 0 and port.free_at_ns + port.quantum_ns < earliest:
+                    earliest = port.free_at_ns + port.quantum_ns
+    hand_over_due(loop, now_ns)
+    return loop.handover_ns if loop.handover_ns < earliest else earliest
 
 
 @native
@@ -274,17 +382,20 @@ def discard_queues(loop: Loop) -> None:
                 free(address)
             queue.frames = 0
         port.waiting = 0
+        departed = port.departed[0]
+        while departed.first != 0:
+            gone = departed.first
+            departed.first = QueuedFrame.at(gone).next
+            free(gone)
     loop.backlog = 0
     flush(loop)
 
 
 @native
 def prepare_send(port: Port) -> None:
-    """Point the send messages at their vectors, once."""
+    """What does not change in the send messages."""
     for i in range(SEND_BATCH):
         message = port.send_messages[i]
-        message.iov = address_of(port.send_vectors) + i * size_of(IoVec)
-        message.iov_length = 1
         if port.kind == KIND_UDP_LEARNING:
             message.name = address_of(port.peer)
             message.name_length = 16

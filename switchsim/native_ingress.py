@@ -32,15 +32,18 @@ from kvcast.switchsim.native_linux import (
     MSG_DONTWAIT,
     PACKET_AUXDATA,
     SOL_PACKET,
+    SOL_UDP,
     TP_STATUS_KERNEL,
     TP_STATUS_USER,
     TP_STATUS_VLAN_TPID_VALID,
     TP_STATUS_VLAN_VALID,
+    UDP_GRO,
     VNET_HEADER_BYTES,
     VNET_NEEDS_CSUM,
     AuxMessage,
     IoVec,
     MsgHdr,
+    SegmentMessage,
     SockAddrIn,
     TpacketHeader,
     error_number,
@@ -132,33 +135,63 @@ def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
         if mapped != 0:
             return mapped
         # Readable, and no frame: an error is pending, which only a receive takes off.
-    arrived = recvmmsg(port.receive_fd, port.receive_messages, RECEIVE_BATCH, MSG_DONTWAIT, 0)
+    arrived = recvmmsg(
+        port.receive_fd, port.receive_messages, port.receive_at_once, MSG_DONTWAIT, 0
+    )
     if arrived < 0:
         error = error_number()
         if error == ECONNREFUSED:
             # An earlier frame found nobody at the peer's address; the socket stays usable.
             port.tx_refused += 1
-        elif error != EAGAIN and error != EINTR:
+        elif error not in (EAGAIN, EINTR):
             port.rx_errors += 1
         return 0
-    count = unsigned(arrived)
+    messages = unsigned(arrived)
     if port.kind == KIND_PACKET:
-        for i in range(count):
+        for i in range(messages):
             accept_from_interface(loop, port, port.receive_messages[i], now_ns)
-    elif port.kind == KIND_UDP_LEARNING:
-        for i in range(count):
-            message = port.receive_messages[i]
-            vector = IoVec.at(message.iov)
-            if is_peer(loop, port, SockAddrIn.at(message.name)):
-                accept(loop, port, vector.base, message.length, now_ns)
-            else:
-                port.rx_foreign += 1
-            message.name_length = size_of(SockAddrIn)
-    else:
-        for i in range(count):
-            datagram = port.receive_messages[i]
-            accept(loop, port, IoVec.at(datagram.iov).base, datagram.length, now_ns)
-    return count
+        return messages
+    frames = 0
+    for i in range(messages):
+        frames += accept_datagrams(loop, port, port.receive_messages[i], now_ns)
+    # The turn of one port is about a batch of frames, however they come.
+    if frames > RECEIVE_BATCH:
+        port.receive_at_once = (port.receive_at_once + 1) // 2
+    elif messages == port.receive_at_once and messages < RECEIVE_BATCH:
+        port.receive_at_once = 2 * messages
+    return frames
+
+
+@native
+def accept_datagrams(loop: Loop, port: Port, message: MsgHdr, now_ns: U64) -> U64:
+    """A message from a tunnel: one frame, or several of one length that the kernel has put
+    together, of which the last may be shorter. Returns how many."""
+    length = message.length
+    segment = 0 + length
+    if message.control_length >= size_of(SegmentMessage) - 4:
+        control = SegmentMessage.at(message.control)
+        if control.level == SOL_UDP and control.kind == UDP_GRO and control.length != 0:
+            segment = 0 + control.length
+    believed = True
+    if port.kind == KIND_UDP_LEARNING:
+        believed = is_peer(loop, port, SockAddrIn.at(message.name))
+        message.name_length = size_of(SockAddrIn)
+    message.control_length = size_of(SegmentMessage)
+    frame = IoVec.at(message.iov).base
+    frames = 0
+    while True:
+        if segment > length:
+            segment = length
+        if believed:
+            accept(loop, port, frame, segment, now_ns)
+        else:
+            port.rx_foreign += 1
+        frames += 1
+        frame += segment
+        length -= segment
+        if length == 0:
+            break
+    return frames
 
 
 @native

@@ -22,9 +22,13 @@ from kvcast.switchsim.native_compiler import (
 
 # errno.h
 EINTR = 4
+EIO = 5
 EAGAIN = 11
 EBUSY = 16
+EINVAL = 22
 EMSGSIZE = 90
+ENOPROTOOPT = 92
+EOPNOTSUPP = 95
 ENETDOWN = 100
 ENOBUFS = 105
 ECONNREFUSED = 111
@@ -36,6 +40,11 @@ EPOLLIN = 1
 SOL_PACKET = 263
 PACKET_AUXDATA = 8
 CLOCK_MONOTONIC = 1
+
+# linux/udp.h
+SOL_UDP = 17
+UDP_SEGMENT = 103
+UDP_GRO = 104
 TFD_TIMER_ABSTIME = 1
 
 # linux/virtio_net.h
@@ -92,6 +101,17 @@ class AuxMessage(Struct):
     net: U16
     vlan_tci: U16
     vlan_tpid: U16
+
+
+class SegmentMessage(Struct):
+    """struct cmsghdr and, behind it, the length of a segment: u16 to UDP_SEGMENT, int from
+    UDP_GRO; the bytes between are 0 here."""
+
+    size: U64
+    level: U32
+    kind: U32
+    length: U32
+    padding: U32
 
 
 class TpacketHeader(Struct):

@@ -35,6 +35,7 @@ from kvcast.switchsim.native_linux import (
     EpollEvent,
     IoVec,
     MsgHdr,
+    SegmentMessage,
     SockAddrIn,
     TimerSpec,
 )
@@ -61,9 +62,11 @@ from kvcast.switchsim.ports import (
 from kvcast.switchsim.xdp import RING_ENTRIES, XdpPort
 
 _COUNTER_NAMES: Final = tuple(PortCounters.__dataclass_fields__)
-_SLOT_BYTES: Final = 10_432
-"""A received frame with its headroom; not a multiple of the page, which would waste the cache."""
-assert _SLOT_BYTES >= state.HEADROOM_BYTES + MAX_FRAME_BYTES + 1
+_SLOT_BYTES: Final = 65_664
+"""What one message may bring, with headroom; no multiple of the page, which would waste the
+cache. Only what is used takes up memory."""
+_DATAGRAM_BYTES: Final = 65_535
+assert _SLOT_BYTES >= state.HEADROOM_BYTES + _DATAGRAM_BYTES > MAX_FRAME_BYTES
 
 RING_BYTES = 4 << 20
 """Room of each ring between Python and the loop."""
@@ -162,7 +165,7 @@ class NativeLoop:
         (self._state,), self._address = self._one(state.Loop)
         loop = self._state
         loop.clock_base_ns = time.monotonic_ns() if clock_base_ns is None else clock_base_ns
-        loop.timer_ns = state.NEVER
+        loop.timer_ns = loop.handover_ns = state.NEVER
         loop.scratch = self._memory.pages(64)
         _, loop.timer = self._one(TimerSpec)
         (outbox,), loop.outbox = self._one(state.Outbox)
@@ -241,10 +244,12 @@ class NativeLoop:
         native.tx_random = _seed(f"{options.seed}/{number}/tx")
         if options.rate_bits_per_s is not None:
             native.ps_per_byte = max(1, round(8e12 / options.rate_bits_per_s))
+            native.quantum_ns = int(options.quantum_s * 1e9)
 
     def _set_up_tunnel(self, native: Any, port: UdpTunnelPort) -> None:
         native.kind = state.KIND_UDP if port.fixed_peer else state.KIND_UDP_LEARNING
         native.receive_fd = native.send_fd = port.fileno()
+        native.segments = int(port.segment_frames())
         native.local_address = _network_address(port.local[0])
         if port.peer is not None:
             peer = native.peer[0]
@@ -283,13 +288,16 @@ class NativeLoop:
         memory, count = self._memory, state.RECEIVE_BATCH
         native.send_messages = memory.struct(MsgHdr, state.SEND_BATCH)[1]
         native.send_vectors = memory.struct(IoVec, state.SEND_BATCH)[1]
+        native.send_controls = memory.struct(SegmentMessage, state.SEND_BATCH)[1]
         self._call["prepare_send"](ctypes.addressof(native))
         if native.kind in (state.KIND_RING, state.KIND_XDP):
             return
         messages, native.receive_messages = memory.struct(MsgHdr, count)
         vectors, vectors_at = memory.struct(IoVec, 2 * count)
         headers = memory.pages(16 * count)
+        native.receive_at_once = count
         auxiliary = memory.struct(AuxMessage, count)[1]
+        segments = memory.struct(SegmentMessage, count)[1]
         names = memory.struct(SockAddrIn, count)[1]
         for slot in range(count):
             message, (header, frame) = messages[slot], vectors[2 * slot : 2 * slot + 2]
@@ -302,6 +310,9 @@ class NativeLoop:
                 message.control_length = size_of(AuxMessage)
                 continue
             message.iov, message.iov_length = message.iov + size_of(IoVec), 1
+            frame.length = _DATAGRAM_BYTES
+            message.control = segments + slot * size_of(SegmentMessage)
+            message.control_length = size_of(SegmentMessage)
             if native.kind == state.KIND_UDP_LEARNING:
                 message.name = names + slot * size_of(SockAddrIn)
                 message.name_length = size_of(SockAddrIn)
@@ -398,6 +409,8 @@ class NativeLoop:
         """Process what arrives and leaves up to that time of the virtual clock, and give what
         left. The thread must not run."""
         assert self._thread is None
+        for native in self._port_states:
+            native.quantum_ns = 0  # virtual time has no wake-ups to save
         emitted: list[Emitted] = []
         done = False
         while not done:

@@ -20,10 +20,21 @@ from kvcast.switchsim.native_compiler import (
     Ptr,
     Struct,
 )
-from kvcast.switchsim.native_linux import EpollEvent, IoVec, MsgHdr, SockAddrIn, TimerSpec
+from kvcast.switchsim.native_linux import (
+    EpollEvent,
+    IoVec,
+    MsgHdr,
+    SegmentMessage,
+    SockAddrIn,
+    TimerSpec,
+)
 
 PRIORITIES = 8
 """Strict-priority queues of a port with a rate; 7 leaves first, as in simple_switch."""
+
+SEGMENTS_AT_MOST = 60
+SEGMENTS_BYTES = 64_000
+"""What one message to a tunnel holds at most, for the kernel to split."""
 
 PORT_NUMBERS = 512
 RECEIVE_BATCH = 64
@@ -179,10 +190,19 @@ class Port(Struct):
     """Frames that each of the queues holds."""
     waiting: U64
     """Frames in all queues, the one in service included."""
+    quantum_ns: U64
+    """How long frames that have left may be kept to be handed over together."""
+    departed: Annotated[Ptr[Queue], Inline(1)]
+    """Frames that have left, and are kept for that."""
     queues: Annotated[Ptr[Queue], Inline(PRIORITIES)]
 
     receive_messages: Ptr[MsgHdr]
+    receive_at_once: U64
+    """Messages of the next receive: fewer where each holds many frames."""
     send_messages: Ptr[MsgHdr]
+    send_controls: Ptr[SegmentMessage]
+    segments: U64
+    """1 while the kernel splits a message of a tunnel into frames of one length for us."""
     send_vectors: Ptr[IoVec]
     pending: U64
     """Frames in `send_messages` that are not sent yet."""
@@ -252,6 +272,8 @@ class Loop(Struct):
     """Index of a port, plus 1; 0 = there is none."""
     backlog: U64
     """Ports at which frames wait for their rate."""
+    handover_ns: U64
+    """When `departed` frames of some port must be handed over; NEVER = there are none."""
     pending_ports: U64
     """Ports with `pending` frames: an upper bound, 0 only if there are none."""
     garbage: U64

@@ -35,6 +35,7 @@ log = logging.getLogger("kvcast.switchsim.ports")
 MIN_FRAME_BYTES = 14  # an Ethernet header
 MAX_FRAME_BYTES = 10_240  # MTU 9000 and a few encapsulations; a UDP tunnel datagram
 DEFAULT_QUEUE_DEPTH = 8192
+DEFAULT_QUANTUM_S = 0.001
 
 # Frames that one call of `drain` takes, so that a flood of one port cannot hold the loop. An
 # unprivileged receive buffer (208 KiB) holds about as many frames of 1500 bytes.
@@ -101,6 +102,9 @@ class PortOptions:
     """Seed of the losses; every port and direction draws from a sequence of its own."""
     rate_bits_per_s: float | None = None
     """Egress rate; None = as fast as the socket takes it."""
+    quantum_s: float = DEFAULT_QUANTUM_S
+    """How late frames may leave a port with a rate, so that several leave in one piece (compiled
+    loop, real time only; when they would have left is reckoned without it)."""
 
     def __post_init__(self) -> None:
         if self.queue_depth < 1:
@@ -109,6 +113,8 @@ class PortOptions:
             raise PortError(f"loss {self.loss} is not between 0 and 1")
         if self.rate_bits_per_s is not None and self.rate_bits_per_s <= 0:
             raise PortError(f"port rate {self.rate_bits_per_s} is not above 0")
+        if not 0 <= self.quantum_s <= 1:
+            raise PortError(f"port quantum {self.quantum_s} is not 0 to 1 s")
 
 
 class Port(ABC):
@@ -290,6 +296,9 @@ class InProcessPort(Port):
 
 Address = tuple[str, int]
 
+_SOL_UDP: Final = 17
+_UDP_GRO: Final = 104  # linux/udp.h
+
 
 class UdpTunnelPort(Port):
     """Ethernet over UDP: one datagram is one frame, with nothing before or behind it.
@@ -318,6 +327,15 @@ class UdpTunnelPort(Port):
         _enlarge_buffers(self._socket)
         self.local: Address = self._socket.getsockname()
         self._local_addresses = {self.local[0]}
+
+    def segment_frames(self) -> bool:
+        """Ask the kernel to hand over frames of one length in one piece (UDP_GRO), and say
+        whether it can. `drain` cannot take them apart: for the compiled loop."""
+        try:
+            self._socket.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+        except OSError:
+            return False
+        return True
 
     def fileno(self) -> int | None:
         return self._socket.fileno()

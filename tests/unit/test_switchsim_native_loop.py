@@ -333,6 +333,7 @@ def peers() -> Iterator[list[socket.socket]]:
             endpoint = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             endpoint.bind(("127.0.0.1", 0))
             endpoint.settimeout(10)
+            endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
             made.append(endpoint)
         yield made
 
@@ -356,6 +357,80 @@ def test_frames_pass_from_tunnel_to_tunnel(peers: list[socket.socket]) -> None:
         counts = loop.read_counters(1)
         assert (counts["rx_frames"], counts["tx_frames"]) == (500, 500)
         assert counts["rx_bytes"] == sum(60 + label * 20 for label in range(500))
+
+
+SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "one by one"])
+def test_frames_that_come_in_one_piece_are_told_apart_and_leave_in_one(
+    peers: list[socket.socket], joined: bool
+) -> None:
+    """As a host's kernel joins them: all of one length but the last."""
+    one, two = tunnel(1, peers[0]), tunnel(2, peers[1])
+    if not joined:  # what makes the kernel refuse to split: no checksum to compute
+        two._socket.setsockopt(socket.SOL_SOCKET, 11, 1)  # SO_NO_CHECK
+    peers[1].setsockopt(SOL_UDP, UDP_GRO, 1)
+    sent = [frame_to(2, 1000, label=label) for label in range(50)] + [frame_to(2, 333, label=50)]
+    with loop_of(one, two) as loop:
+        loop.start()
+        size = [(SOL_UDP, UDP_SEGMENT, (1000).to_bytes(2, "little"))]
+        peers[0].sendmsg(sent, size, 0, one.local)
+        got, messages = b"", 0
+        while len(got) < sum(map(len, sent)):
+            got += peers[1].recv(65_536)
+            messages += 1
+        assert got == b"".join(sent)
+        assert messages == (1 if joined else 51)
+        assert loop.read_counters(1)["rx_frames"] == loop.read_counters(2)["tx_frames"] == 51
+        assert loop.read_counters(2)["tx_bytes"] == len(got)
+
+
+def test_only_neighbours_of_one_length_leave_together(peers: list[socket.socket]) -> None:
+    rng = random.Random(2)
+    sizes = [rng.choice((60, 60, 60, 300, 1066, 9000)) for _ in range(300)]
+    with loop_of(inside(1), tunnel(2, peers[1])) as loop:
+        loop.start()
+        for start in range(0, 300, 100):
+            sent = [frame_to(2, size, label=i) for i, size in enumerate(sizes[start : start + 100])]
+            for frame in sent:
+                loop.inject(1, frame)
+            loop.wake()
+            assert [peers[1].recv(65_536) for _ in sent] == sent
+
+
+def test_datagrams_longer_than_any_frame_are_counted(peers: list[socket.socket]) -> None:
+    one = tunnel(1, peers[0])
+    with loop_of(one, tunnel(2, peers[1])) as loop:
+        loop.start()
+        peers[0].sendto(frame_to(2, MAX_FRAME_BYTES + 1), one.local)
+        peers[0].sendto(frame_to(2, 60_000), one.local)
+        peers[0].sendto(b"", one.local)
+        peers[0].sendto(frame_to(2), one.local)
+        assert peers[1].recv(65_536) == frame_to(2)
+        counts = loop.read_counters(1)
+        assert (counts["rx_oversize"], counts["rx_runts"], counts["rx_frames"]) == (2, 1, 1)
+
+
+def test_frames_of_a_slow_link_leave_together_and_never_too_early(
+    peers: list[socket.socket],
+) -> None:
+    """A quantum of 50 ms holds some fifty frames of a millisecond each."""
+    port = tunnel(2, peers[1], rate_bits_per_s=1e6, quantum_s=0.05)
+    peers[1].setsockopt(SOL_UDP, UDP_GRO, 1)
+    with loop_of(inside(1), port) as loop:
+        start_s = time.monotonic()
+        for label in range(150):
+            loop.inject(1, frame_to(2, 125, label=label))
+        loop.start()
+        got, arrivals = b"", []
+        while len(got) < 150 * 125:
+            got += peers[1].recv(65_536)
+            arrivals.append((time.monotonic() - start_s, len(got) // 125))
+        assert got == b"".join(frame_to(2, 125, label=label) for label in range(150))
+        # The n-th frame's last bit leaves after n milliseconds.
+        assert all(at_s >= number / 1000 for at_s, number in arrivals)
+        assert len(arrivals) < 30
 
 
 def test_a_tunnel_without_a_peer_learns_it_from_the_first_frame(
