@@ -382,7 +382,8 @@ def test_frames_that_come_in_one_piece_are_told_apart_and_leave_in_one(
             messages += 1
         assert got == b"".join(sent)
         assert messages == (1 if joined else 51)
-        assert loop.read_counters(1)["rx_frames"] == loop.read_counters(2)["tx_frames"] == 51
+        wait_until(lambda: loop.read_counters(2)["tx_frames"] == 51)
+        assert loop.read_counters(1)["rx_frames"] == 51
         assert loop.read_counters(2)["tx_bytes"] == len(got)
 
 
