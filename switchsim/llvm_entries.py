@@ -47,6 +47,7 @@ SPARE_RECORDS = 1024
 """Records and states beyond a table's size, for those that wait for their time of grace."""
 
 _FIRST_SLOTS = 8
+_NO_STATE = bytes(STATE_BYTES)
 _HEAD = struct.Struct("<IIIIqQ")
 
 
@@ -72,7 +73,7 @@ class Native:
 class NativeEntry(Entry):
     """An entry whose counts are in native memory. After its removal they are what they were."""
 
-    __slots__ = ("_kept", "_meter", "_states", "record", "state")
+    __slots__ = ("_heap", "_kept", "_meter", "_states", "record", "state")
 
     def __init__(self, handle: int, key: tuple[MatchValue, ...], priority: int, heap: Heap) -> None:
         self.handle = handle
@@ -85,19 +86,22 @@ class NativeEntry(Entry):
         self.record = 0
         self.state = 0
         self._states: Region | None = None
-        self._kept = [0, 0, 0]
-        self._meter = NativeMeter(heap, None, 0)
+        self._kept = (0, 0, 0)
+        self._heap = heap
+        self._meter: NativeMeter | None = None  # most entries never have one
 
     def attach(self, states: Region, state: int) -> None:
         self._states = states
         self.state = state
-        states.write(STATE_BYTES * state, bytes(STATE_BYTES))
-        self._meter.move(states, STATE_BYTES * state + 24)
+        states.write(STATE_BYTES * state, _NO_STATE)
+        if self._meter is not None:
+            self._meter.move(states, STATE_BYTES * state + 24)
 
     def detach(self) -> None:
-        self._kept = [self._count(n) for n in range(3)]
+        self._kept = self._count(0), self._count(1), self._count(2)
         self._states = None
-        self._meter.move(None, 0)
+        if self._meter is not None:
+            self._meter.move(None, 0)
 
     def _count(self, number: int) -> int:
         if self._states is None:
@@ -106,7 +110,9 @@ class NativeEntry(Entry):
 
     def _set_count(self, number: int, value: int) -> None:
         if self._states is None:
-            self._kept[number] = value
+            kept = list(self._kept)
+            kept[number] = value
+            self._kept = kept[0], kept[1], kept[2]
         else:
             self._states.set_u64(STATE_BYTES * self.state + 8 * number, value)
 
@@ -118,6 +124,9 @@ class NativeEntry(Entry):
 
     @property
     def meter(self) -> Meter:
+        if self._meter is None:
+            place = STATE_BYTES * self.state + 24
+            self._meter = NativeMeter(self._heap, self._states, place)
         return self._meter
 
     @meter.setter

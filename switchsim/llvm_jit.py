@@ -28,6 +28,7 @@ MAX_CACHED = 64
 """Files in the cache; the oldest go."""
 
 _lock = threading.Lock()
+"""LLVM's context and linker are shared by all that is compiled and loaded in the process."""
 
 
 @cache
@@ -64,6 +65,11 @@ def machine() -> str:
 
 
 def _compile(text: Callable[[str, str], str]) -> bytes:
+    with _lock:
+        return _compile_alone(text)
+
+
+def _compile_alone(text: Callable[[str, str], str]) -> bytes:
     target = _target_machine()
     ir = text(target.triple, str(target.target_data))
     module = llvm.parse_assembly(ir)
@@ -82,7 +88,6 @@ class Library:
     """Loaded code. Addresses are good while the object lives."""
 
     def __init__(self, object_code: bytes, exports: Sequence[str]) -> None:
-        # The linker of LLVM is shared by all that is loaded in the process.
         with _lock:
             engine = _engine()
             builder = llvm.JITLibraryBuilder().add_object_img(object_code).add_current_process()

@@ -182,8 +182,7 @@ class _Instance:
         self.digest_bytes = digest_slot_bytes(code.plan.program, code.learn_widths)
         self.digest_mask = slots - 1
         self.ring = Region(slots * self.digest_bytes)
-        self.outbox_bytes = Region(OUTBOX_BYTES)
-        self.outbox_descs = Region(OUTBOX_FRAMES * ctypes.sizeof(Desc))
+        self._outbox: tuple[Region, Region] | None = None
         self.kept: list[object] = []
         """What owns the memory of registers, tables and so on: it lives as long as the context."""
         for name, value in (
@@ -196,6 +195,13 @@ class _Instance:
             ("digest_ring", self.ring.address),
         ):
             self.native.publish(name, value)
+
+    @property
+    def outbox(self) -> tuple[Region, Region]:
+        """Bytes and descriptors, for callers without a loop."""
+        if self._outbox is None:
+            self._outbox = Region(OUTBOX_BYTES), Region(OUTBOX_FRAMES * ctypes.sizeof(Desc))
+        return self._outbox
 
     def word(self, name: str) -> int:
         return self.context.u64(self.code.context[name])
@@ -398,15 +404,8 @@ class CompiledSwitch(Switch):
             self._stats.bytes_in += len(frame)
             self._stats.dropped_abandoned += 1
             return []
-        out = Outbox(
-            instance.outbox_bytes.address,
-            OUTBOX_BYTES,
-            0,
-            instance.outbox_descs.address,
-            OUTBOX_FRAMES,
-            0,
-            0,
-        )
+        data, descs = instance.outbox
+        out = Outbox(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
         self._calls += 1
         count = instance.process(
             instance.context.address,
@@ -419,8 +418,8 @@ class CompiledSwitch(Switch):
         )
         sent: list[tuple[int, bytes]] = []
         for n in range(count):
-            offset, length, to = struct.unpack("<QII", instance.outbox_descs.read(24 * n, 16))
-            sent.append((to, instance.outbox_bytes.read(offset, length)))
+            offset, length, to = struct.unpack("<QII", descs.read(24 * n, 16))
+            sent.append((to, data.read(offset, length)))
         return sent
 
     def push_digest(self, digest: Digest) -> None:

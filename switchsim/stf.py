@@ -564,7 +564,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--engine",
         choices=["llvm", "reference"],
-        default="reference",
+        default="llvm",
         help="which engine runs the program (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file, as JSON")

@@ -1,7 +1,7 @@
 """The engines against each other on random packets, table writes and programs.
 
 Oracle: the reference engine. Compiled code runs in its checked flavour, so that an access out of
-bounds is counted and fails the test. `python -m kvcast.switchsim.difftest` does the same for longer.
+bounds is counted and fails the test. `python -m kvcast.switchsim.difftest` does this for longer.
 """
 
 from __future__ import annotations
