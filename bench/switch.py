@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import finsy as fy
+import grpc
 from kvcast.bench import facts, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
@@ -63,6 +64,8 @@ WINDOW_S = 0.4
 
 _WARM_UP_S = 0.15
 _SETTLE_S = 0.05
+_STORM_S = 1.5
+_STORM_BATCH = 1000
 _CHECKED_FRAMES = 32
 JOINED = 56
 """Frames that a host's kernel hands over in one piece (UDP_SEGMENT), as kvcast's agents do."""
@@ -271,7 +274,7 @@ def offered(
 # --- UDP tunnels ----------------------------------------------------------------------------------
 
 
-def _free_udp_ports(count: int) -> list[int]:
+def free_udp_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(count)]
         for endpoint in made:
@@ -282,11 +285,12 @@ def _free_udp_ports(count: int) -> list[int]:
 def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
     """Frames from tunnel to tunnel through the switch process, on the loopback."""
     processors = Processors.of_this_machine()
-    ours, theirs, sink_port = _free_udp_ports(2), _free_udp_ports(1)[0], 0
+    ours, theirs, sink_port = free_udp_ports(2), free_udp_ports(1)[0], 0
     setup = programs.kvcast()
     frames = [frame for _, frame in programs.ordinary(4 * JOINED)]
     measured: dict[str, list[tuple[float, float]]] = {}
     with socket.socket(type=socket.SOCK_DGRAM) as sink:
+        sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
         sink.bind(("127.0.0.1", 0))
         sink_port = sink.getsockname()[1]
         ports = [
@@ -294,7 +298,8 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
             f"2=udp:127.0.0.1:{ours[1]}:127.0.0.1:{sink_port}",
         ]
         with started(switch_command(ports), processors.switch, log) as switch:
-            asyncio.run(program_switch(switch.ready()["grpc"], setup))
+            address = switch.ready()["grpc"]
+            asyncio.run(program_switch(address, setup))
             with socket.socket(type=socket.SOCK_DGRAM) as source:
                 source.bind(("127.0.0.1", theirs))
                 source.connect(("127.0.0.1", ours[0]))
@@ -313,7 +318,10 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
                             offered(source, frames, arrived, processors, switch, joined=joined)
                             for _ in range(repeats)
                         ]
-    report: dict[str, Any] = {}
+                    half = statistics.median(rate for rate, _ in measured["udp_tunnel"]) / 2
+                    source.setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
+                    writes = _writes_under_load(address, source, frames, half, counter, processors)
+    report: dict[str, Any] = {"table_writes": writes}
     for name, runs in measured.items():
         report[f"{name}_pps"] = round(statistics.median(rate for rate, _ in runs))
         report[name] = {
@@ -322,6 +330,58 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
             "processor_ns_a_frame": round(statistics.median(ns for _, ns in runs) * 1e9),
         }
     return report
+
+
+def _writes_under_load(
+    address: str,
+    source: socket.socket,
+    frames: Sequence[bytes],
+    pps: float,
+    counter: traffic.Counter,
+    processors: Processors,
+) -> dict[str, Any]:
+    """Frames at half of what the switch can forward, first alone, then while a controller inserts
+    and deletes entries as fast as the switch takes them: what is lost, and how many it takes."""
+    report: dict[str, Any] = {"offered_pps": round(pps), "unit": "updates a second"}
+    time.sleep(0.5)  # what the measurements before have left behind
+    for name in ("without", "with"):
+        before = counter.received
+        with traffic.Sender(source, frames, pps, processors.sender) as sender:
+            if name == "with":
+                report["updates_per_s"] = round(asyncio.run(_write_storm(address)))
+            else:
+                time.sleep(_STORM_S)
+        time.sleep(0.3)
+        arrived = (counter.received - before) // programs.FRAME_BYTES
+        report[f"sent_{name}_writes"] = sender.sent
+        report[f"lost_{name}_writes"] = sender.sent - arrived
+    return report
+
+
+async def _write_storm(address: str) -> float:
+    """Insert and delete entries of l2_forward in batches for a while; updates a second."""
+    ready = asyncio.Event()
+
+    async def is_ready(_: fy.Switch) -> None:
+        ready.set()
+
+    setup = programs.kvcast()
+    options = fy.SwitchOptions(p4info=setup.p4info, ready_handler=is_ready)
+    async with fy.Switch("bench", address, options) as client:
+        await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
+        # Written out beforehand: it is not the client's speed that is asked for.
+        requests = [
+            programs.write_request(client, kind, _STORM_BATCH).SerializeToString()
+            for kind in ("insert", "delete")
+        ]
+        async with grpc.aio.insecure_channel(address) as channel:
+            write: Any = channel.unary_unary("/p4.v1.P4Runtime/Write")
+            updates, start_s = 0, time.monotonic()
+            while time.monotonic() - start_s < _STORM_S:
+                for request in requests:
+                    await write(request)
+                    updates += _STORM_BATCH
+            return updates / (time.monotonic() - start_s)
 
 
 # --- veth -----------------------------------------------------------------------------------------
@@ -624,6 +684,13 @@ def table(report: dict[str, Any]) -> str:
             lines.append(f"{name:36}{value:>14,} frames/s")
         elif "_over_" in name and value is not None:
             lines.append(f"{name:36}{value:>14.2f} x")
+    if "table_writes" in report:
+        writes = report["table_writes"]
+        lines.append(
+            f"table writes while forwarding {writes['offered_pps']:,} frames/s: "
+            f"{writes['updates_per_s']:,} updates/s; of {writes['sent_with_writes']:,} frames lost "
+            f"{writes['lost_with_writes']:,} (without writes {writes['lost_without_writes']:,})"
+        )
     lines += [f"skipped: {name}: {why}" for name, why in report["skipped"].items()]
     return "\n".join(lines)
 

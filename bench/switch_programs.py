@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import finsy as fy
+from finsy.proto import p4r
 from kvcast.bench import l3
 from kvcast.p4 import artefact
 from kvcast.protocol import ethernet, wire
@@ -172,6 +174,22 @@ async def write(client: fy.Switch, setup: Setup) -> None:
     await client.write([+made(entry) for entry in setup.entries])
     if setup.defaults:
         await client.write([~made(entry, default=True) for entry in setup.defaults])
+
+
+def write_request(client: fy.Switch, kind: Literal["insert", "delete"], count: int) -> Any:
+    """A P4Runtime WriteRequest that inserts or deletes `count` addresses in l2_forward."""
+    request = p4r.WriteRequest(
+        device_id=client.device_id, election_id=p4r.Uint128(low=client.election_id)
+    )
+    for number in range(count):
+        entry = fy.P4TableEntry(
+            "l2_forward",
+            match=fy.P4TableMatch({"hdr.ethernet.dst": 0x0A_0000_0000 + number}),
+            action=fy.P4TableAction("to_port", port=3, port_bit=4),
+        )
+        change = +entry if kind == "insert" else -entry
+        request.updates.append(change.encode_update(client.p4info))
+    return request
 
 
 # --- traffic --------------------------------------------------------------------------------------

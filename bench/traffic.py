@@ -47,7 +47,7 @@ from kvcast.switchsim.native_linux import (
 
 BATCH: Final = 64
 _SLOT_BYTES: Final = 10_432
-_SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104  # linux/udp.h
+SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104  # linux/udp.h
 _WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
 
 
@@ -221,7 +221,7 @@ class Sender:
         frames, of one length, go to a tunnel in one message."""
         messages = [b"".join(frames[i : i + joined]) for i in range(0, len(frames), joined)]
         if joined > 1:
-            sink.setsockopt(_SOL_UDP, _UDP_SEGMENT, len(frames[0]))
+            sink.setsockopt(SOL_UDP, UDP_SEGMENT, len(frames[0]))
         self._traffic = Native(len(messages), messages)
         self._sink = sink
         self._processors = processors
@@ -256,7 +256,7 @@ class Counter:
         self._traffic = Native(BATCH, None)
         self._source = source
         self._processors = processors
-        source.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+        source.setsockopt(SOL_UDP, UDP_GRO, 1)
         source.settimeout(None)
         _set_timeout(source)
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import l3, switch, traffic
+from kvcast.bench import l3, soak, switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
 from kvcast.p4.build import find_compiler
@@ -132,3 +133,22 @@ def test_the_whole_bench_runs_and_names_what_it_measured(
     else:
         assert "root" in report["skipped"]["veth"]
     assert "frames/s" in switch.table(report)
+
+
+@pytest.mark.slow
+def test_the_soak_counts_its_frames_and_watches_memory(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    assert soak.main(["--frames", "200000", "--json", str(path)]) == 0
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["frames"] >= 200_000
+    assert report["frames_out"] > 0
+    assert report["switch"]["parser_errors"] > 0
+    assert report["switch"]["recirculated"] > 0
+    assert report["growth_mib"] <= soak.GROWTH_LIMIT_MIB
+
+
+def test_every_damaged_frame_is_a_frame_of_some_host() -> None:
+    rng = random.Random(1)
+    frames = [soak.damaged(rng) for _ in range(300)]
+    assert {host for host, _ in frames} == set(range(1, programs.HOSTS + 1))
+    assert {len(frame) for _, frame in frames} >= {0, 1, 9216}
