@@ -51,6 +51,7 @@ from kvcast.switchsim.native_linux import (
     swap16,
 )
 from kvcast.switchsim.native_state import (
+    DATAGRAMS_AT_ONCE,
     FLUSH_BYTES,
     FLUSH_FRAMES,
     KIND_PACKET,
@@ -157,7 +158,7 @@ def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
     # The turn of one port is about a batch of frames, however they come.
     if frames > RECEIVE_BATCH:
         port.receive_at_once = (port.receive_at_once + 1) // 2
-    elif messages == port.receive_at_once and messages < RECEIVE_BATCH:
+    elif messages == port.receive_at_once and messages < DATAGRAMS_AT_ONCE:
         port.receive_at_once = 2 * messages
     return frames
 

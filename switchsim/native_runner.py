@@ -295,7 +295,7 @@ class NativeLoop:
         messages, native.receive_messages = memory.struct(MsgHdr, count)
         vectors, vectors_at = memory.struct(IoVec, 2 * count)
         headers = memory.pages(16 * count)
-        native.receive_at_once = count
+        native.receive_at_once = count if native.kind == state.KIND_PACKET else 1
         auxiliary = memory.struct(AuxMessage, count)[1]
         segments = memory.struct(SegmentMessage, count)[1]
         names = memory.struct(SockAddrIn, count)[1]

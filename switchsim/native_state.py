@@ -40,6 +40,9 @@ PORT_NUMBERS = 512
 RECEIVE_BATCH = 64
 """Frames that one system call receives at most, and so the turn of one port."""
 
+DATAGRAMS_AT_ONCE = 16
+"""Messages from a tunnel that one system call receives at most: each may hold many frames."""
+
 SEND_BATCH = 256
 """Frames of one port that wait for one system call at most."""
 

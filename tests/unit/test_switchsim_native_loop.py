@@ -413,6 +413,24 @@ def test_datagrams_longer_than_any_frame_are_counted(peers: list[socket.socket])
         assert (counts["rx_oversize"], counts["rx_runts"], counts["rx_frames"]) == (2, 1, 1)
 
 
+def test_a_flood_at_one_port_does_not_hold_up_another(peers: list[socket.socket]) -> None:
+    """All is there before the loop starts, so its own order decides."""
+    flooded, quiet = tunnel(1, peers[0]), tunnel(3, peers[1])
+    with loop_of(flooded, inside(2), quiet) as loop:
+        peers[0].setsockopt(SOL_UDP, UDP_SEGMENT, 100)
+        for start in range(0, 5000, 50):
+            message = b"".join(frame_to(2, 100, label=start + i) for i in range(50))
+            peers[0].sendto(message, flooded.local)
+        for label in range(3):
+            peers[1].sendto(frame_to(2, label=10_000 + label), quiet.local)
+        loop.start()
+        wait_until(lambda: loop.counters["processed"] == 5003)
+        order = [int.from_bytes(e.frame[15:23], "big") for e in loop.take()]
+    for label in range(3):
+        assert order.index(10_000 + label) < 1000
+    assert [n for n in order if n < 10_000] == list(range(5000))
+
+
 def test_frames_of_a_slow_link_leave_together_and_never_too_early(
     peers: list[socket.socket],
 ) -> None:
