@@ -94,7 +94,9 @@ class _Generator:
         self.max_length: dict[str, int] = {}
         self.headers: list[tuple[str, str, bool]] = []
         self.stacks: list[tuple[str, str, list[str]]] = []
-        self.union: list[str] = []
+        self.unions: dict[str, list[str]] = {}
+        """Members of each."""
+        self.union_stack: list[str] = []
         self.parameters: list[int] = []
         """Widths of the parameters of the action that is being made."""
         self.actions: list[dict[str, Json]] = []
@@ -124,11 +126,20 @@ class _Generator:
             names = [f"stack[{n}]" for n in range(rng.randrange(2, 5))]
             self.headers += [(name, "e_t", False) for name in names]
             self.stacks.append(("stack", "e_t", names))
+            if rng.random() < 0.4:
+                names = [f"other[{n}]" for n in range(len(names))]
+                self.headers += [(name, "e_t", False) for name in names]
+                self.stacks.append(("other", "e_t", names))
         if rng.random() < 0.4:
             for n in range(2):
                 self.header_type(f"u{n}_t", varbit=False)
-                self.headers.append((f"u.u{n}", f"u{n}_t", False))
-                self.union.append(f"u.u{n}")
+            unions = ["u", "v"] if rng.random() < 0.5 else ["u"]
+            if rng.random() < 0.5:
+                self.union_stack = [f"us[{n}]" for n in range(rng.randrange(2, 4))]
+            for union in [*unions, *self.union_stack]:
+                members = [f"{union}.u{n}" for n in range(2)]
+                self.headers += [(m, f"u{n}_t", False) for n, m in enumerate(members)]
+                self.unions[union] = members
 
     def header_type(self, name: str, *, varbit: bool) -> None:
         rng = self.rng
@@ -261,7 +272,19 @@ class _Generator:
         left = {"type": "header_stack", "value": stack}
         return self.op("dereference_header_stack", left, index)
 
+    def a_union(self) -> Json:
+        rng = self.rng
+        if not self.union_stack or rng.random() < 0.5:
+            plain = [u for u in self.unions if u not in self.union_stack]
+            return {"type": "header_union", "value": rng.choice(plain)}
+        field = {"type": "field", "value": list(self.any_field())}
+        index = self.op("&", field, hexstr(3)) if rng.random() < 0.5 else hexstr(rng.randrange(4))
+        left = {"type": "header_union_stack", "value": "us"}
+        return self.op("dereference_union_stack", left, index)
+
     def header(self) -> Json:
+        if self.unions and self.rng.random() < 0.15:
+            return self.op("access_union_header", self.a_union(), self.rng.randrange(2))
         if self.stacks and self.rng.random() < 0.25:
             return self.element(self.rng.choice(self.stacks)[0])
         return {"type": "header", "value": self.rng.choice(self.packet_headers())}
@@ -287,8 +310,10 @@ class _Generator:
             )
         if roll < 0.8:
             return {"type": "bool", "value": rng.random() < 0.5}
-        if roll < 0.83 and self.union:
-            return self.op("valid_union", None, {"type": "header_union", "value": "u"})
+        if roll < 0.85 and self.unions:
+            if rng.random() < 0.4:
+                return self.op(rng.choice(("==", "!=")), self.a_union(), self.a_union())
+            return self.op("valid_union", None, self.a_union())
         return self.op(rng.choice(("and", "or")), self.boolean(depth - 1), self.boolean(depth - 1))
 
     # --- statements -------------------------------------------------------------------------
@@ -303,12 +328,15 @@ class _Generator:
             "add_header", "add_header", "remove_header", "assign_header", "register_read",
             "register_read", "register_write", "register_write", "count", "meter", "hash", "clone",
             "drop", "digest", "recirculate", "resubmit", "truncate", "random", "group", "port",
-            "port", "exit", "assert", "element", "array",
+            "port", "exit", "assert", "element", "array", "varbit", "union", "stacks",
         ]  # fmt: skip
         kind = rng.choice(choices)
         if kind in ("clone", "exit", "assert") and rng.random() < 0.7:
             kind = "port"
-        if kind in ("recirculate", "resubmit") and rng.random() < 0.93:
+        # What loops for ever stops only at the bound, after thousands of passes.
+        if kind in ("recirculate", "resubmit") and rng.random() < 0.97:
+            kind = "port"
+        if kind == "clone" and self.egress and rng.random() < 0.8:
             kind = "port"
         index = self.data(1)
         if rng.random() < 0.8:
@@ -373,6 +401,21 @@ class _Generator:
                 stack = {"type": "header_stack", "value": rng.choice(self.stacks)[0]}
                 count = hexstr(rng.randrange(4)) if rng.random() < 0.7 else self.data(1)
                 return self.call(rng.choice(("push", "pop")), stack, count)
+            case "varbit" if self.types["h0_t"][-1][1] == "*":
+                names = rng.choice((("h0", "twin"), ("twin", "h0")))
+                fields = [{"type": "field", "value": [n, "vb"]} for n in names]
+                return self.call("assign_VL", *fields)
+            case "union" if self.unions:
+                if self.union_stack and rng.random() < 0.3:
+                    unions = {"type": "header_union_stack", "value": "us"}
+                    if rng.random() < 0.5:
+                        return self.call("assign_union_stack", unions, unions)
+                    return self.call(rng.choice(("push", "pop")), unions, hexstr(rng.randrange(4)))
+                return self.call("assign_union", self.a_union(), self.a_union())
+            case "stacks" if len(self.stacks) == 2:
+                both = [{"type": "header_stack", "value": n} for n in ("stack", "other")]
+                rng.shuffle(both)
+                return self.call("assign_header_stack", *both)
             case "assign":
                 return self.call("assign", field, self.data())
             case _:
@@ -412,7 +455,8 @@ class _Generator:
     def parser(self) -> Json:
         rng = self.rng
         names = [f"s{n}" for n in range(rng.randrange(2, 6))]
-        plain = [n for n in self.packet_headers() if n not in self.union and "[" not in n]
+        members = [m for ms in self.unions.values() for m in ms]
+        plain = [n for n in self.packet_headers() if n not in members and "[" not in n]
         states: list[Json] = []
         for number, name in enumerate(names):
             ops: list[Json] = []
@@ -420,13 +464,22 @@ class _Generator:
             widths: list[int] = []
             header = "h0" if number == 0 else rng.choice(plain)
             if self.stacks and number and rng.random() < 0.35:
-                stack, type_, _ = self.stacks[0]
+                stack, type_, _ = rng.choice(self.stacks)
                 ops.append(self.extract("stack", stack))
                 field = rng.choice(self.types[type_])
                 key.append({"type": "stack_field", "value": [stack, field[0]]})
                 widths.append(field[1])
-            elif self.union and number and rng.random() < 0.3:
-                ops.append(self.extract("regular", rng.choice(self.union)))
+            elif self.union_stack and number and rng.random() < 0.3:
+                which = rng.randrange(2)
+                value = ["us", f"u{which}"]
+                ops.append(
+                    {"op": "extract", "parameters": [{"type": "union_stack", "value": value}]}
+                )
+                chosen = rng.choice(self.types[f"u{which}_t"])
+                key.append({"type": "union_stack_field", "value": [*value, chosen[0]]})
+                widths.append(chosen[1])
+            elif self.unions and number and rng.random() < 0.3:
+                ops.append(self.extract("regular", rng.choice(members)))
             else:
                 kind = self.types[self.type_of(header)]
                 if kind[-1][1] == "*":
@@ -441,7 +494,7 @@ class _Generator:
                     ops.append(self.extract("regular", header))
                 narrow = [f for f in self.fields_of(header) if f[1] <= 64]
                 if narrow:
-                    chosen = rng.choice(narrow)
+                    chosen = list(rng.choice(narrow))
                     key.append({"type": "field", "value": [header, chosen[0]]})
                     widths.append(chosen[1])
             if rng.random() < 0.3:
@@ -451,7 +504,7 @@ class _Generator:
                 key.append({"type": "lookahead", "value": [rng.choice((0, 0, 3, 8)), width]})
                 widths.append(width)
             later = [*names[number + 1 :], None]
-            if self.stacks:
+            if self.stacks or self.union_stack:
                 later.append(name)
             states.append(
                 {
@@ -770,17 +823,27 @@ class _Generator:
             "header_union_types": [
                 {"name": "u_t", "id": 0, "headers": [["u0", "u0_t"], ["u1", "u1_t"]]}
             ]
-            if self.union
+            if self.unions
             else [],
             "header_unions": [
                 {
-                    "name": "u",
+                    "name": name,
+                    "id": n,
+                    "union_type": "u_t",
+                    "header_ids": [ids[m] for m in members],
+                }
+                for n, (name, members) in enumerate(self.unions.items())
+            ],
+            "header_union_stacks": [
+                {
+                    "name": "us",
                     "id": 0,
                     "union_type": "u_t",
-                    "header_ids": [ids[m] for m in self.union],
+                    "size": len(self.union_stack),
+                    "header_union_ids": [list(self.unions).index(u) for u in self.union_stack],
                 }
             ]
-            if self.union
+            if self.union_stack
             else [],
             "errors": [[name, n] for n, name in enumerate(_ERRORS)],
             "parsers": [parser],
