@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -321,6 +322,7 @@ class Daemon:
             now_us=self._now_us,
             new_switch=CompiledSwitch if options.engine == "llvm" else Switch,
             adopt=self._adopt,
+            pause=self._pause,
         )
         if options.program is not None:
             self._preload()
@@ -387,6 +389,12 @@ class Daemon:
         if isinstance(self.loop, NativePacketLoop):
             assert isinstance(switch, CompiledSwitch)
             self.loop.use(None if switch.program is None else switch.native_entry)
+
+    def _pause(self) -> AbstractContextManager[None]:
+        """While this is entered, no frame is processed."""
+        if isinstance(self.loop, NativePacketLoop):
+            return self.loop.paused()
+        return contextlib.nullcontext()  # one thread runs everything
 
     async def wait(self) -> None:
         """Until a part of the switch ends, which it should not: its exception is raised."""

@@ -11,8 +11,9 @@ among that port's tx_queue_drops, as does what the ring between the threads had 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcast.switchsim.llvm_abi import NativeEntry
 from kvcast.switchsim.native_runner import NativeLoop
@@ -89,6 +90,18 @@ class NativePacketLoop:
             loop.remove_reader(self._native.notify_descriptor)
             self._collect()
             self._event_loop = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is entered, frames wait in the kernel's buffers."""
+        if self._event_loop is None:
+            yield
+            return
+        self._native.stop()
+        try:
+            yield
+        finally:
+            self._native.start()
 
     def close(self) -> None:
         """Free everything; frames that wait for their port's rate are lost."""

@@ -22,6 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, Protocol
 
@@ -148,11 +149,12 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         now_us: Callable[[], int],
         new_switch: NewSwitch = Switch,
         adopt: Callable[[Switch], None] | None = None,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`packet_out` injects a frame at the CPU port and returns whether it was taken;
         `now_us` is the clock that `process` is called with; `new_switch` makes an engine.
         `adopt` is told of the switch that runs from now on, and returns when no frame is in the
-        one before any more."""
+        one before any more. While `pause()` is entered, no frame is processed."""
         self.device_id = device_id
         self.strict = strict
         self.counters = ServiceCounters()
@@ -170,6 +172,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self._timer_changed = asyncio.Event()
         self._make_switch = new_switch
         self._adopt = adopt
+        self._pause = pause
         # What the switches before this one counted: the counts are the device's.
         self._earlier_stats: Counter[str] = Counter()
         self.switch = self._new_switch()
@@ -424,7 +427,14 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             p4r.WriteRequest.DATAPLANE_ATOMIC,
         ):
             raise invalid_argument(f"atomicity {request.atomicity}")
-        # No await from here on: no frame is processed before the batch is complete or undone.
+        # No await from here on, and the packet loop pauses if it has a thread of its own: no frame
+        # is processed before the batch is complete or undone.
+        with self._pause():
+            return self._apply_all_or_none(pipeline, request)
+
+    def _apply_all_or_none(
+        self, pipeline: Pipeline, request: p4r.WriteRequest
+    ) -> list[P4RuntimeError | None]:
         done: list[Undo] = []
         for index, update in enumerate(request.updates):
             error, undo = self._apply_one(pipeline, update)

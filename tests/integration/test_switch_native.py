@@ -275,6 +275,57 @@ async def test_table_writes_lose_no_frame(rack: Rack) -> None:
     assert stats["p4runtime"]["update_errors"] == 0
 
 
+async def test_atomic_batches_pause_the_loop_and_lose_nothing(rack: Rack) -> None:
+    """The loop pauses for each of many batches: every frame comes out, here or there."""
+    macs = [0x0A_0000_0001, 0x0A_0000_0002]
+    frames = []
+    for number in range(400):
+        frame = programs.ordinary(1, 200)[0][1]
+        frames.append(macs[number % 2].to_bytes(6, "big") + frame[6:46] + bytes([number % 256]))
+    async with controller(rack) as client:
+
+        async def send_both_to(port: int, kind: str) -> None:
+            request = p4r.WriteRequest(
+                device_id=client.device_id,
+                election_id=p4r.Uint128(low=client.election_id),
+                atomicity=p4r.WriteRequest.DATAPLANE_ATOMIC,
+            )
+            for mac in macs:
+                entry = fy.P4TableEntry(
+                    "l2_forward",
+                    match=fy.P4TableMatch({"hdr.ethernet.dst": mac}),
+                    action=fy.P4TableAction("to_port", port=port, port_bit=1 << (port - 1)),
+                )
+                change = +entry if kind == "insert" else ~entry
+                request.updates.append(change.encode_update(client.p4info))
+            async with grpc.aio.insecure_channel(rack.address) as channel:
+                await p4r_grpc.P4RuntimeStub(channel).Write(request)
+
+        await send_both_to(3, "insert")
+
+        async def change() -> None:
+            for turn in range(40):
+                await send_both_to(4 if turn % 2 == 0 else 3, "modify")
+
+        def flood() -> None:
+            for start in range(0, 400, 2):
+                rack.send([(1, frames[start]), (1, frames[start + 1])])
+                time.sleep(0.001)
+
+        await asyncio.gather(change(), asyncio.to_thread(flood))
+        got = {port: rack_drained(rack, port) for port in (3, 4)}
+    assert sum(map(len, got.values())) == 400
+    stats = rack.stop()
+    assert stats["loop"]["processed"] == 400
+    assert stats["p4runtime"]["update_errors"] == 0
+
+
+def rack_drained(rack: Rack, number: int) -> list[bytes]:
+    """Everything that a host has been sent so far."""
+    rack.sockets[number].settimeout(0.5)
+    return rack.receive(number, 1 << 20)
+
+
 @pytest.mark.parametrize("rack", [("--loss", "1")], indirect=True)
 async def test_certain_loss_loses_everything(rack: Rack) -> None:
     async with controller(rack):
