@@ -59,7 +59,7 @@ from kvcast.switchsim.switch import Switch
 NOW_US = 10_000_000
 REPEATS = 5
 MEMORY_SECONDS = 0.2
-WINDOW_S = 0.4
+WINDOW_S = 0.3
 """How long received frames are counted in one measurement."""
 
 _WARM_UP_S = 0.15
