@@ -72,6 +72,7 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--loss", "2"], "loss"),
         (["--queue-depth", "0"], "queue depth"),
         (["--port-rate", "-1"], "port rate"),
+        (["--port-quantum", "2"], "quantum"),
         (["--program", "x.json"], "--p4info"),
         (["--tls-cert", "x"], "--tls-key"),
         (["--tls-ca", "x"], "--tls-cert"),
