@@ -210,9 +210,10 @@ def run_loop(loop: Loop) -> None:
 
 
 @native
-def run_virtual(loop: Loop, until_ns: U64) -> bool:
-    """Process what arrives and leaves up to that time of the virtual clock, in order of time. The
-    frames in `inject` must be in that order too. False: `punt` is half full, empty it first."""
+def run_virtual(loop: Loop, until_ns: U64, stop_at_output: U64) -> bool:
+    """Process what arrives and leaves up to that time of the virtual clock, in order of time, or
+    up to the first moment at which something leaves for Python. The frames in `inject` must be in
+    that order too. False: `punt` is half full, empty it first."""
     adopt_program(loop)
     next_epoch(loop)
     done = True
@@ -225,6 +226,10 @@ def run_virtual(loop: Loop, until_ns: U64) -> bool:
         if address != 0:
             arrival_ns = Record.at(address).time_ns
         departure_ns = next_release(loop)
+        next_ns = departure_ns if departure_ns < arrival_ns else arrival_ns
+        if stop_at_output != 0 and next_ns > loop.now_ns and ring_peek(loop.punt) != 0:
+            until_ns = 0 + loop.now_ns
+            break
         if departure_ns <= arrival_ns:
             if departure_ns > until_ns or departure_ns == NEVER:
                 break

@@ -405,16 +405,18 @@ class NativeLoop:
         """The virtual clock."""
         return int(self._state.now_ns)
 
-    def run_until(self, until_ns: int) -> list[Emitted]:
+    def run_until(self, until_ns: int, *, first_output: bool = False) -> list[Emitted]:
         """Process what arrives and leaves up to that time of the virtual clock, and give what
-        left. The thread must not run."""
+        left. With `first_output`, stop at the first moment at which something leaves at a port
+        without a socket, so that whoever hears it can answer; `now_ns` says when that was. The
+        thread must not run."""
         assert self._thread is None
         for native in self._port_states:
             native.quantum_ns = 0  # virtual time has no wake-ups to save
         emitted: list[Emitted] = []
         done = False
         while not done:
-            done = self._call["run_virtual"](self._address, until_ns)
+            done = self._call["run_virtual"](self._address, until_ns, int(first_output))
             emitted += self.take()
         return emitted
 

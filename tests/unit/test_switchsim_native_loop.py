@@ -123,6 +123,32 @@ def test_frames_that_are_not_due_yet_wait_for_the_next_call() -> None:
         assert [e.time_ns for e in loop.run_until(3_000_000)] == [3_000_000]
 
 
+def test_hosts_can_answer_at_the_moment_that_a_frame_reaches_them() -> None:
+    """Two hosts play ball over links of a millisecond a frame: no moment is skipped."""
+    with loop_of(inside(1, rate_bits_per_s=1e6), inside(2, rate_bits_per_s=1e6)) as loop:
+        loop.inject(1, frame_to(2, 125), 0)
+        told = []
+        for _ in range(6):
+            for emitted in loop.run_until(SECOND_NS, first_output=True):
+                assert emitted.time_ns == loop.now_ns
+                told.append((emitted.time_ns, emitted.port))
+                other = 3 - emitted.port
+                loop.inject(emitted.port, frame_to(other, 125), loop.now_ns)
+        assert told == [(n * 1_000_000, 2 - (n + 1) % 2) for n in range(1, 7)]
+        assert loop.counters["processed"] == 6
+
+
+def test_frames_that_leave_at_one_moment_are_told_together() -> None:
+    ports = [inside(n, rate_bits_per_s=1e6 if n < 3 else 1e5) for n in range(1, 4)]
+    with loop_of(*ports, double=Double(flood_ports=3)) as loop:
+        loop.inject(1, frame_to(255, 125), 0)
+        assert [e.port for e in loop.run_until(SECOND_NS, first_output=True)] == [1, 2]
+        assert [e.port for e in loop.run_until(SECOND_NS, first_output=True)] == [3]
+        assert loop.now_ns == 10_000_000
+        assert loop.run_until(SECOND_NS, first_output=True) == []
+        assert loop.now_ns == SECOND_NS
+
+
 def test_higher_priorities_overtake_but_never_interrupt() -> None:
     with loop_of(inside(1), inside(2, rate_bits_per_s=1e6)) as loop:
         for label, priority in enumerate((0, 0, 3, 7, 3)):
