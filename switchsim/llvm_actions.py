@@ -32,6 +32,7 @@ from kvcast.switchsim.llvm_layout import (
     Place,
     stored_bytes,
 )
+from kvcast.switchsim.llvm_log import write_message
 from kvcast.switchsim.llvm_scope import Number, Scope, round_bits
 from kvcast.switchsim.phv import CLONE_REQUESTED, SESSION_MASK
 from kvcast.switchsim.program import UnsupportedConstruct
@@ -134,7 +135,7 @@ class Actions:
                 f.branch_if(failed, self.abandon, on)
                 f.start(on)
             case ir.LogMessage():
-                pass  # compiled code keeps no log
+                write_message(self.expressions, s)
             case ir.MarkToDrop(egress_spec, mcast_grp):
                 place = self.layout.place(egress_spec)
                 port = integer(place.container, self.scope.shared.drop_port)

@@ -103,7 +103,9 @@ _loaded = [0]
 
 @cache
 def _engine() -> Any:
-    return llvm.create_lljit_compiler(_target_machine())
+    # Unlike LLVM's older linker, JITLink puts all of an object side by side, so that code reaches
+    # its constants however far apart the free parts of the address space lie.
+    return llvm.create_lljit_compiler(_target_machine(), use_jit_link=True)
 
 
 def load(

@@ -330,6 +330,10 @@ class ContextLayout:
             "sessions",
             "random",
             "random_at",
+            "log_on",
+            "log_ring",
+            "log_head",
+            "log_tail",
         ):
             self.add(name)
         self._phv_bytes = phv.bytes

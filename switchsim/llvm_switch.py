@@ -6,13 +6,15 @@ layouts and code (`llvm_layout` to `llvm_jit`), and the state behind them (`llvm
 `llvm_entries`). Like the reference engine it opens nothing and reads no clock.
 
 The control plane may write while another thread runs packets through `native_entry`; two threads
-must not write at once. Compiled code keeps no log (`log_msg` does nothing).
+must not write at once. What a program logs through `native_entry` is written out when digests are
+taken.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from kvcast.switchsim.llvm_hashes import Hashes
 from kvcast.switchsim.llvm_ir import Module
 from kvcast.switchsim.llvm_jit import Library, default_cache, load
 from kvcast.switchsim.llvm_layout import ContextLayout, PhvLayout, stored_bytes, unpack_value
+from kvcast.switchsim.llvm_log import LogReader, log
 from kvcast.switchsim.llvm_memory import Heap, Reclaimer, Region
 from kvcast.switchsim.llvm_scope import Shared
 from kvcast.switchsim.llvm_state import (
@@ -182,6 +185,7 @@ class _Instance:
         self.digest_bytes = digest_slot_bytes(code.plan.program, code.learn_widths)
         self.digest_mask = slots - 1
         self.ring = Region(slots * self.digest_bytes)
+        self.log = LogReader(code.plan.program)
         self._outbox: tuple[Region, Region] | None = None
         self.kept: list[object] = []
         """What owns the memory of registers, tables and so on: it lives as long as the context."""
@@ -193,6 +197,7 @@ class _Instance:
             ("sessions", self.sessions.address),
             ("random", self.random.address),
             ("digest_ring", self.ring.address),
+            ("log_ring", self.log.region.address),
         ):
             self.native.publish(name, value)
 
@@ -205,6 +210,16 @@ class _Instance:
 
     def word(self, name: str) -> int:
         return self.context.u64(self.code.context[name])
+
+    def write_log(self) -> None:
+        """Write out what the program has logged, and say whether to go on with it."""
+        if not self.log:
+            return
+        tail, head = self.word("log_tail"), self.word("log_head")
+        if head != tail:
+            self.log.write_out(tail, head)
+            self.native.publish("log_tail", head)
+        self.native.publish("log_on", int(log.isEnabledFor(logging.INFO)))
 
     def set_replicas(
         self, region: Region, number: int, length: int, replicas: Sequence[tuple[int, int]] | None
@@ -362,6 +377,7 @@ class CompiledSwitch(Switch):
         instance, program = self._instance, self.program
         if instance is None or program is None:
             return []
+        instance.write_log()
         tail, head = instance.word("digest_tail"), instance.word("digests")
         if tail == head:
             return []
@@ -404,6 +420,7 @@ class CompiledSwitch(Switch):
             self._stats.bytes_in += len(frame)
             self._stats.dropped_abandoned += 1
             return []
+        instance.write_log()
         data, descs = instance.outbox
         out = Outbox(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
         self._calls += 1
@@ -416,6 +433,7 @@ class CompiledSwitch(Switch):
             ctypes.byref(out),
             self._calls,
         )
+        instance.write_log()
         sent: list[tuple[int, bytes]] = []
         for n in range(count):
             offset, length, to = struct.unpack("<QII", descs.read(24 * n, 16))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kvcast.switchsim import llvm_jit
 from kvcast.switchsim.llvm_ir import Module, integer
+from kvcast.switchsim.llvm_memory import Region
 
 
 class Source:
@@ -135,3 +136,22 @@ def test_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert llvm_jit.default_cache() == tmp_path / ".cache" / "kvcast" / "switchsim"
+
+
+def constants(triple: str, layout: str) -> str:
+    """A function that reads a table of constants, which lies in a section of its own."""
+    module = Module()
+    f = module.function("answer", "i64", [("i64", "n")], exported=True)
+    table = module.words([n * n for n in range(100)], 64)
+    f.ret(f.load(64, f.at(table, f.shl(f.arguments[0], 3)), 8))
+    return module.text(triple, layout)
+
+
+def test_code_finds_its_constants_in_an_address_space_full_of_large_regions() -> None:
+    kept: list[object] = []
+    for _ in range(12):
+        kept.append(Region(1 << 30))
+        library = llvm_jit.load("", constants, ["answer"], None)
+        kept.append(library)
+        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(library.addresses["answer"])
+        assert call(9) == 81

@@ -121,9 +121,7 @@ def test_index_out_of_range_is_counted_and_harmless() -> None:
     assert switch.stats.index_out_of_range == 2
 
 
-def test_log_message_is_formatted(caplog: pytest.LogCaptureFixture, engine: str) -> None:
-    if engine == "llvm":
-        pytest.skip("compiled code keeps no log")
+def test_log_message_is_formatted(caplog: pytest.LogCaptureFixture) -> None:
     switch = switch_with("externs")
     with caplog.at_level("INFO", logger="kvcast.switchsim.program"):
         switch.process(1, extern_frame(12, 5, 600), 0)
