@@ -652,7 +652,7 @@ def run_chunk(work: Work, seed: int, number: int) -> ChunkResult:
         if rng.random() < writing:
             writer.write()
             result.writes += 1
-        now_us += rng.choice((0, 1, 10, 1000, 100_000))
+        now_us = max(0, now_us + rng.choice((0, 1, 10, 1000, 100_000, -5)))
         result.frames_out += pair.process(*frames.frame(), now_us)
         result.packets += 1
     pair.compare()

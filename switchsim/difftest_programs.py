@@ -328,7 +328,8 @@ class _Generator:
             "add_header", "add_header", "remove_header", "assign_header", "register_read",
             "register_read", "register_write", "register_write", "count", "meter", "hash", "clone",
             "drop", "digest", "recirculate", "resubmit", "truncate", "random", "group", "port",
-            "port", "exit", "assert", "element", "element", "array", "array", "array", "varbit", "union", "stacks",
+            "port", "exit", "assert", "element", "element", "array", "array", "array", "varbit",
+            "union", "stacks",
         ]  # fmt: skip
         kind = rng.choice(choices)
         if kind in ("clone", "exit", "assert") and rng.random() < 0.7:
