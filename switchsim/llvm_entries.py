@@ -1,37 +1,32 @@
 """Tables and action profiles whose entries live in native memory.
 
 The rules of the control plane are those of `tables.Table` and `Profile`, which these classes
-extend: what is added, changed or removed there is mirrored here in records and in the structures
-that lookups read (`llvm_tables` describes them). A change writes a new record and publishes it with
-one store; what it replaces is used again after a time of grace.
+extend: what is added, changed or removed there is mirrored in records (`llvm_records`) and in the
+structures that lookups read (`llvm_index`). A change writes a new record and publishes it with one
+store; what it replaces is used again after a time of grace.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.actions import Actions, Step
-from kvcast.switchsim.externs import Meter
-from kvcast.switchsim.llvm_control import ProgramPlan, TablePlan
+from kvcast.switchsim.llvm_control import TablePlan
+from kvcast.switchsim.llvm_index import ExactIndex, GroupIndex, Index, NoIndex, RangeIndex
 from kvcast.switchsim.llvm_layout import (
     MEMBER_ARGUMENTS,
-    STATE_BYTES,
     TO_ACTION,
     TO_GROUP,
     TO_MEMBER,
-    ContextLayout,
     align,
     pack_value,
 )
-from kvcast.switchsim.llvm_memory import Heap, Reclaimer, Region, Slots
-from kvcast.switchsim.llvm_state import NativeMeter
-from kvcast.switchsim.llvm_tables import DELETED, group_bytes
+from kvcast.switchsim.llvm_memory import Region, Slots
+from kvcast.switchsim.llvm_records import SPARE_RECORDS, Native, NativeEntry, Records
 from kvcast.switchsim.phv import Layout
 from kvcast.switchsim.program import MatchValue, Range
 from kvcast.switchsim.tables import (
@@ -43,358 +38,13 @@ from kvcast.switchsim.tables import (
     TableError,
 )
 
-SPARE_RECORDS = 1024
-"""Records and states beyond a table's size, for those that wait for their time of grace."""
-
-_FIRST_SLOTS = 8
-_NO_STATE = bytes(STATE_BYTES)
 _HEAD = struct.Struct("<IIIIqQ")
-
-
-@dataclass(slots=True)
-class Native:
-    """What tables need of the loaded program."""
-
-    context: Region
-    layout: ContextLayout
-    plan: ProgramPlan
-    reclaimer: Reclaimer
-    heap: Heap
-    insert: Callable[[int, int, int, int, int], int]
-    """table_insert(block, records, stride, words, index)"""
-    replace: Callable[[int, int, int, int, int, int], None]
-    rehash: Callable[[int, int, int, int, int], None]
-
-    def publish(self, name: str, value: int) -> None:
-        """Store a word of the context."""
-        self.context.set_u64(self.layout[name], value)
-
-
-class NativeEntry(Entry):
-    """An entry whose counts are in native memory. After its removal they are what they were."""
-
-    __slots__ = ("_heap", "_kept", "_meter", "_states", "record", "state")
-
-    def __init__(self, handle: int, key: tuple[MatchValue, ...], priority: int, heap: Heap) -> None:
-        self.handle = handle
-        self.key = key
-        self.priority = priority
-        self.action = None
-        self.next = None
-        self.member = None
-        self.group = None
-        self.record = 0
-        self.state = 0
-        self._states: Region | None = None
-        self._kept = (0, 0, 0)
-        self._heap = heap
-        self._meter: NativeMeter | None = None  # most entries never have one
-
-    def attach(self, states: Region, state: int) -> None:
-        self._states = states
-        self.state = state
-        states.write(STATE_BYTES * state, _NO_STATE)
-        if self._meter is not None:
-            self._meter.move(states, STATE_BYTES * state + 24)
-
-    def detach(self) -> None:
-        self._kept = self._count(0), self._count(1), self._count(2)
-        self._states = None
-        if self._meter is not None:
-            self._meter.move(None, 0)
-
-    def _count(self, number: int) -> int:
-        if self._states is None:
-            return self._kept[number]
-        return self._states.u64(STATE_BYTES * self.state + 8 * number)
-
-    def _set_count(self, number: int, value: int) -> None:
-        if self._states is None:
-            kept = list(self._kept)
-            kept[number] = value
-            self._kept = kept[0], kept[1], kept[2]
-        else:
-            self._states.set_u64(STATE_BYTES * self.state + 8 * number, value)
-
-    packets = property(lambda self: self._count(0), lambda self, value: self._set_count(0, value))
-    bytes = property(lambda self: self._count(1), lambda self, value: self._set_count(1, value))
-    last_hit_us = property(
-        lambda self: self._count(2), lambda self, value: self._set_count(2, value)
-    )
-
-    @property
-    def meter(self) -> Meter:
-        if self._meter is None:
-            place = STATE_BYTES * self.state + 24
-            self._meter = NativeMeter(self._heap, self._states, place)
-        return self._meter
-
-    @meter.setter
-    def meter(self, meter: Meter) -> None:
-        assert isinstance(meter, NativeMeter)
-        self._meter = meter
-        if self._states is not None:
-            meter.move(self._states, STATE_BYTES * self.state + 24)
-
-
-# --- the structures of lookups ------------------------------------------------------------------
-
-
-class _HashBlock:
-    """A hash block: it grows, and says where it is by `moved`."""
-
-    def __init__(self, table: _Records, moved: Callable[[int], None]) -> None:
-        self._table = table
-        self._native = table.native
-        self._moved = moved
-        self._slots = _FIRST_SLOTS
-        self._used = 0
-        """Slots that were ever used."""
-        self._live = 0
-        self.address = self._new(_FIRST_SLOTS)
-        moved(self.address)
-
-    def _new(self, slots: int) -> int:
-        address = self._native.heap.zeros(8 + 4 * slots)
-        _poke(address, slots - 1)
-        return address
-
-    def _place(self) -> tuple[int, int, int]:
-        table = self._table
-        return table.records.address, table.stride, table.plan.record.words
-
-    def insert(self, record: int) -> None:
-        if 4 * (self._used + 1) > 3 * self._slots:
-            self._grow()
-        self._used += self._native.insert(self.address, *self._place(), record)
-        self._live += 1
-
-    def _grow(self) -> None:
-        slots = _FIRST_SLOTS
-        while slots < 2 * (self._live + 1):
-            slots *= 2
-        new = self._new(slots)
-        self._native.rehash(self.address, *self._place(), new)
-        old, self.address = self.address, new
-        self._slots, self._used = slots, self._live
-        self._moved(new)
-        self._native.heap.retire(old)
-
-    def replace(self, old: int, new: int) -> None:
-        self._native.replace(self.address, *self._place(), old, new)
-
-    def remove(self, record: int) -> None:
-        self.replace(record, DELETED)
-        self._live -= 1
-
-    def dispose(self) -> None:
-        self._native.heap.retire(self.address)
-
-
-def _poke(address: int, value: int) -> None:
-    ctypes.c_uint64.from_address(address).value = value
-
-
-class _Records:
-    """The records and states of one table, and its version."""
-
-    def __init__(self, native: Native, plan: TablePlan) -> None:
-        self.native = native
-        self.plan = plan
-        self.stride = plan.record.bytes
-        spec = plan.spec
-        capacity = max(spec.size, len(spec.entries)) + SPARE_RECORDS
-        self.records = Region((capacity + 1) * self.stride)
-        self.states = Region((capacity + 1) * STATE_BYTES)
-        self.slots = Slots(capacity, native.reclaimer)
-        self.state_slots = Slots(capacity, native.reclaimer)
-        name = f"table.{plan.number}"
-        native.publish(f"{name}.records", self.records.address)
-        native.publish(f"{name}.states", self.states.address)
-        self._default = 0
-
-    def write(self, data: bytes) -> int:
-        """A new record."""
-        record = self.slots.take()
-        self.records.write(record * self.stride, data)
-        return record
-
-    def publish_version(self, address: int) -> None:
-        self.native.publish(f"table.{self.plan.number}.version", address)
-
-    def set_default(self, data: bytes | None) -> None:
-        record = 0 if data is None else self.write(data)
-        self.native.publish(f"table.{self.plan.number}.default", record)
-        old, self._default = self._default, record
-        if old:
-            self.slots.retire(old)
-
-
-class _ExactIndex:
-    def __init__(self, records: _Records) -> None:
-        self._records = records
-        self._block = _HashBlock(records, records.publish_version)
-
-    def add(self, entry: NativeEntry, value: int, mask: int) -> None:
-        self._block.insert(entry.record)
-
-    def change(self, entry: NativeEntry, new: int, value: int, mask: int) -> None:
-        self._block.replace(entry.record, new)
-
-    def remove(self, entry: NativeEntry, value: int, mask: int) -> None:
-        self._block.remove(entry.record)
-
-
-class _Group:
-    """All entries of one mask: of those with one value only the best is seen."""
-
-    def __init__(self, records: _Records) -> None:
-        self.entries: dict[int, list[NativeEntry]] = {}
-        self.ranks: list[tuple[int, int]] = []
-        """Of the best entry of each value, sorted."""
-        self.pointer = 0
-        """Address of the word that says where the block is; 0 before there is one."""
-        self.block = _HashBlock(records, self._moved)
-
-    def _moved(self, address: int) -> None:
-        if self.pointer:
-            _poke(self.pointer, address)
-
-
-class _GroupIndex:
-    """Tuple space: lpm and ternary tables."""
-
-    def __init__(self, records: _Records, *, ranked: bool) -> None:
-        self._records = records
-        self._ranked = ranked
-        self._groups: dict[int, _Group] = {}
-        self._address = 0
-        self._arrange()
-
-    def add(self, entry: NativeEntry, value: int, mask: int) -> None:
-        group = self._groups.get(mask)
-        if group is None:
-            group = self._groups[mask] = _Group(self._records)
-        best = group.ranks[0] if group.ranks else None
-        entries = group.entries.setdefault(value, [])
-        insort(entries, entry, key=_rank)
-        if len(entries) == 1:
-            group.block.insert(entry.record)
-            insort(group.ranks, _rank(entry))
-        elif entries[0] is entry:
-            group.block.replace(entries[1].record, entry.record)
-            _drop(group.ranks, _rank(entries[1]))
-            insort(group.ranks, _rank(entry))
-        if best is None or (self._ranked and group.ranks[0] != best):
-            self._arrange()
-
-    def change(self, entry: NativeEntry, new: int, value: int, mask: int) -> None:
-        group = self._groups[mask]
-        if group.entries[value][0] is entry:
-            group.block.replace(entry.record, new)
-
-    def remove(self, entry: NativeEntry, value: int, mask: int) -> None:
-        group = self._groups[mask]
-        entries = group.entries[value]
-        best = group.ranks[0]
-        if entries[0] is not entry:
-            entries.remove(entry)
-            return
-        _drop(group.ranks, _rank(entry))
-        del entries[0]
-        if entries:
-            group.block.replace(entry.record, entries[0].record)
-            insort(group.ranks, _rank(entries[0]))
-        else:
-            group.block.remove(entry.record)
-            del group.entries[value]
-        if not group.entries:
-            del self._groups[mask]
-            self._arrange()
-            group.block.dispose()
-        elif self._ranked and group.ranks[0] != best:
-            self._arrange()
-
-    def _arrange(self) -> None:
-        """Publish the groups anew, in their order."""
-        words = self._records.plan.record.words
-        if self._ranked:
-            order = sorted(self._groups.items(), key=lambda item: item[1].ranks[0])
-        else:
-            order = sorted(self._groups.items(), key=lambda item: -item[0])
-        parts = [struct.pack("<Q", len(order))]
-        for mask, group in order:
-            parts.append(mask.to_bytes(8 * words, "little"))
-            parts.append(struct.pack("<qQQ", *group.ranks[0], group.block.address))
-        heap = self._records.native.heap
-        address = heap.new(b"".join(parts))
-        size = group_bytes(self._records.plan.record)
-        for number, (_, group) in enumerate(order):
-            group.pointer = address + 8 + number * size + 8 * words + 16
-        self._records.publish_version(address)
-        heap.retire(self._address)
-        self._address = address
-
-
-class _RangeIndex:
-    """All entries, the best first."""
-
-    def __init__(self, records: _Records) -> None:
-        self._records = records
-        self._order: list[NativeEntry] = []
-        self._address = 0
-        self._arrange()
-
-    def add(self, entry: NativeEntry, value: int, mask: int) -> None:
-        insort(self._order, entry, key=_rank)
-        self._arrange()
-
-    def change(self, entry: NativeEntry, new: int, value: int, mask: int) -> None:
-        old, entry.record = entry.record, new
-        self._arrange()
-        entry.record = old
-
-    def remove(self, entry: NativeEntry, value: int, mask: int) -> None:
-        del self._order[bisect_left(self._order, _rank(entry), key=_rank)]
-        self._arrange()
-
-    def _arrange(self) -> None:
-        numbers = array("I", [e.record for e in self._order])
-        heap = self._records.native.heap
-        address = heap.new(struct.pack("<Q", len(numbers)) + numbers.tobytes())
-        self._records.publish_version(address)
-        heap.retire(self._address)
-        self._address = address
-
-
-class _NoIndex:
-    """Entries that are part of the code."""
-
-    def add(self, entry: NativeEntry, value: int, mask: int) -> None:
-        pass
-
-    def change(self, entry: NativeEntry, new: int, value: int, mask: int) -> None:
-        pass
-
-    def remove(self, entry: NativeEntry, value: int, mask: int) -> None:
-        pass
-
-
-_NativeIndex = _ExactIndex | _GroupIndex | _RangeIndex | _NoIndex
-
-
-def _rank(entry: NativeEntry) -> tuple[int, int]:
-    return entry.priority, entry.handle
-
-
-def _drop(ranks: list[tuple[int, int]], rank: tuple[int, int]) -> None:
-    del ranks[bisect_left(ranks, rank)]
 
 
 class _Mirror:
     """What `Table` calls its index: it keeps records and index in step with the entries."""
 
-    def __init__(self, table: NativeTable, index: _NativeIndex) -> None:
+    def __init__(self, table: NativeTable, index: Index) -> None:
         self._table = table
         self.index = index
 
@@ -441,26 +91,26 @@ class NativeTable(Table):
     ) -> None:
         self.plan = plan
         self.native = native
-        self.records = _Records(native, plan)
+        self.records = Records(native, plan)
         self._numbers = {actions[n].name: n for n in reversed(plan.actions)}
         self._native_profile = profile
         runs: list[Step] = [_never] * len(actions)
         super().__init__(plan.spec, layout, actions, runs, profile)
 
     def _new_index(self) -> _Mirror:  # type: ignore[override]
-        index: _NativeIndex
+        index: Index
         if self.plan.inline or (not self.spec.key and self.spec.action_profile is None):
-            index = _NoIndex()
+            index = NoIndex()
         else:
             match self.spec.match:
                 case "exact":
-                    index = _ExactIndex(self.records)
+                    index = ExactIndex(self.records)
                 case "lpm":
-                    index = _GroupIndex(self.records, ranked=False)
+                    index = GroupIndex(self.records, ranked=False)
                 case "ternary":
-                    index = _GroupIndex(self.records, ranked=True)
+                    index = GroupIndex(self.records, ranked=True)
                 case _:
-                    index = _RangeIndex(self.records)
+                    index = RangeIndex(self.records)
         return _Mirror(self, index)
 
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
@@ -610,6 +260,7 @@ class NativeProfile(Profile):
         data = struct.pack("<I", number).ljust(MEMBER_ARGUMENTS, b"\0") + arguments
         record = self._record_slots.take()
         self._records.write(record * self._stride, data.ljust(self._stride, b"\0"))
+        self._native.reclaimer.fence()
         return record
 
     def add_member(self, member: int, action: str, arguments: Sequence[int] = ()) -> None:

@@ -61,12 +61,13 @@ class Reclaimer:
 
     def __init__(self, epoch: Callable[[], int], fence: Callable[[], None]) -> None:
         self._epoch = epoch
-        self._fence = fence
+        self.fence = fence
+        """Between writing something and publishing it by a plain store."""
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 
     def retire(self, free: Callable[[], None]) -> None:
         """Call `free` when no packet can see any more what was just taken away."""
-        self._fence()
+        self.fence()
         epoch = self._epoch()
         if epoch == EPOCH_IDLE and not self._waiting:
             free()
@@ -135,11 +136,12 @@ class Heap:
         self._reclaimer = reclaimer
 
     def new(self, data: bytes) -> int:
-        """The address (a multiple of 16) of a copy of data."""
+        """The address (a multiple of 16) of a copy of data, ready to be published."""
         block = (ctypes.c_char * (len(data) + 16))()
         address = (ctypes.addressof(block) + 15) & ~15
         ctypes.memmove(address, data, len(data))
         self._blocks[address] = block
+        self._reclaimer.fence()
         return address
 
     def zeros(self, size: int) -> int:

@@ -27,7 +27,7 @@ from kvcast.switchsim.expressions import Expressions
 from kvcast.switchsim.llvm_abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm_actions import Toolbox
 from kvcast.switchsim.llvm_control import ProgramPlan
-from kvcast.switchsim.llvm_entries import Native, NativeProfile, NativeTable
+from kvcast.switchsim.llvm_entries import NativeProfile, NativeTable
 from kvcast.switchsim.llvm_externs import RANDOM_WORDS, Runtime
 from kvcast.switchsim.llvm_hashes import Hashes
 from kvcast.switchsim.llvm_ir import Module
@@ -35,6 +35,7 @@ from kvcast.switchsim.llvm_jit import Library, default_cache, load
 from kvcast.switchsim.llvm_layout import ContextLayout, PhvLayout, stored_bytes, unpack_value
 from kvcast.switchsim.llvm_log import LogReader, log
 from kvcast.switchsim.llvm_memory import Heap, Reclaimer, Region
+from kvcast.switchsim.llvm_records import Native
 from kvcast.switchsim.llvm_scope import Shared
 from kvcast.switchsim.llvm_state import (
     STATS,
