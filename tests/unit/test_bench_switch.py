@@ -104,12 +104,14 @@ def test_medians_and_ratios_are_of_neighbouring_measurements() -> None:
         "l3": [(100.0, 1e-6)] * 3,
         "bmv2_kvcast": [(30.0, 9e-6), (10.0, 9e-6), (30.0, 9e-6)],
     }
-    report = switch._veth_report(found)
+    runs = {name: [switch.Run(*pair, 300.0) for pair in pairs] for name, pairs in found.items()}
+    report = switch._veth_report(runs)
     assert report["veth_pps"] == 90
     assert report["veth_over_bare_forwarder"] == 0.9
     assert report["veth_over_bmv2"] == 5.0
     assert report["veth_l3_over_bmv2"] is None
     assert report["veth"]["kvcast"]["processor_ns_a_frame"] == 2000
+    assert report["veth_processor_time_bare_over_kvcast"] == 0.5
 
 
 @pytest.mark.slow
