@@ -33,6 +33,8 @@ GROWTH_LIMIT_MIB = 8.0
 _TURN_S = 1.0
 _DAMAGED_A_TURN = 200
 _FRAME_BYTES = 128
+_TURNS_AT_LEAST = 3
+"""A segment that fills the switch in one turn is served from it in the next."""
 
 
 def damaged(rng: random.Random) -> programs.Arrival:
@@ -92,8 +94,9 @@ def run(frames: int, seed: int = 1) -> dict[str, Any]:
             *programs.data(resident, range(64), last=True),
             *programs.reads(resident, programs.READERS),
         ]
-        processed = 0
-        while processed < frames:
+        processed = turns = 0
+        while processed < frames or turns < _TURNS_AT_LEAST:
+            turns += 1
             with traffic.Sender(hosts[1], ordinary, 0, processors.sender, switch.JOINED):
                 time.sleep(_TURN_S)
             hosts[1].setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
