@@ -119,6 +119,25 @@ class PacketLoop:
     def close(self) -> None:
         self._epoll.close()
 
+    def read_counters(self, port: Port) -> dict[str, int]:
+        """All counters of a port, by name."""
+        return port.read_counters()
+
+    def ingress_backlog(self, port: Port) -> int:
+        """Frames of a port that wait for the program."""
+        return len(port.ingress)
+
+    def egress_backlog(self, port: Port) -> int:
+        """Frames that wait for a port's rate."""
+        return port.egress_backlog
+
+    def packet_out(self, port: Port, frame: bytes) -> bool:
+        """A frame comes in at an in-process port; False where it was dropped."""
+        if not port.receive(frame):
+            return False
+        self.wake()
+        return True
+
     def run_until_idle(self, max_frames: int = 1_000_000) -> int:
         """Process everything that is queued or readable now, without an event loop's help; for
         tests and in-process runs. Returns the number of frames processed."""

@@ -1,4 +1,4 @@
-"""The data plane's STF scenarios, on both targets' programs.
+"""The data plane's STF scenarios, on both targets' programs and both engines.
 
 Oracle: the frames written out in p4_scenarios.py. Blind to leases, heat and digests, for which STF
 has no words (tests/p4).
@@ -14,10 +14,11 @@ from kvcast.p4 import artefact, profiles
 from kvcast.switchsim import stf
 
 
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("target", sorted(profiles))
 @pytest.mark.parametrize("name", sorted(p4_scenarios.SCENARIOS))
-def test_scenario_passes(name: str, target: str) -> None:
-    report = stf.run_file(p4_scenarios.FOLDER / f"{name}.stf", artefact(target).json)
+def test_scenario_passes(name: str, target: str, engine: stf.Engine) -> None:
+    report = stf.run_file(p4_scenarios.FOLDER / f"{name}.stf", artefact(target).json, engine)
     assert (report.outcome, report.reason) == ("passed", "")
 
 

@@ -63,6 +63,7 @@ def test_specifications_are_parsed() -> None:
     )
     assert parse_port("1=udp:10.0.0.1:7001") == PortSpec(1, "udp", local=("10.0.0.1", 7001))
     assert parse_port("2=if:veth0") == PortSpec(2, "if", interface="veth0")
+    assert parse_port("2=xdp:veth0") == PortSpec(2, "xdp", interface="veth0")
 
 
 @pytest.mark.parametrize(
