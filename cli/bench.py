@@ -27,6 +27,14 @@ examples:
   kvcast bench incast --readers 4 --runner namespaces --switch bmv2     (root, BMv2 installed)
   kvcast bench incast --resident --readers 8"""
 
+_SIMULATION = """\
+The incast in virtual time: the real cores, frames, P4 program, tables and port queues, but links
+with any rate, a clock that waits for everybody, and hosts whose processors cost nothing. So it
+says what protocol and network cost, not what a machine can do.
+
+One home; N readers start within --spread-ns of each other. Three runs: one reader alone, N through
+a plain switch, N through kvcast. over_one_reader = the slowest of N / one reader alone."""
+
 _HOSTILE = """\
 Mutated frames into the switch's ports and into an agent's UDP port, mutated bytes into the Unix
 socket and into the HTTP API of a running pool: nothing may crash or hang, memory stays flat, and
@@ -101,6 +109,35 @@ def build_parser() -> argparse.ArgumentParser:
         "KVCAST_SIMPLE_SWITCH_GRPC",
     )
     _report_options(incast)
+    simulation = benches.add_parser(
+        "incast-simulation",
+        help="the same on fast links, in virtual time (a simulation)",
+        description=_SIMULATION,
+        formatter_class=HelpFormatter,
+    )
+    simulation.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
+    simulation.add_argument("--blocks", type=int, default=1, metavar="K", help="distinct blocks")
+    simulation.add_argument(
+        "--block-size", type=byte_size, default="2MiB", metavar="SIZE", help="size of each block"
+    )
+    simulation.add_argument(
+        "--link-rate", type=float, default=100e9, metavar="BITS/S", help="speed of every link"
+    )
+    simulation.add_argument(
+        "--loss", type=float, default=0.0, metavar="P", help="of a frame at each port it crosses"
+    )
+    simulation.add_argument(
+        "--spread-ns",
+        type=int,
+        default=2000,
+        metavar="NS",
+        help="the readers start within so much of each other; 2000 is about one round trip",
+    )
+    simulation.add_argument(
+        "--gather-ms", type=int, default=0, metavar="MS", help="what READs let the home gather"
+    )
+    simulation.add_argument("--seed", type=int, default=1, help="seeds starts, losses and keys")
+    _report_options(simulation, run_dir=False)
     hostile = benches.add_parser(
         "hostile",
         help="mutated frames and bytes into every door of a pool",
@@ -120,9 +157,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report_options(parser: argparse.ArgumentParser) -> None:
+def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
+    if run_dir:
+        parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
     parser.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
@@ -134,7 +172,11 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a bench; 1 if it failed or delivered a wrong byte."""
     options = build_parser().parse_args(argv)
-    command = {"incast": _run_incast, "hostile": _run_hostile}[options.bench]
+    command = {
+        "incast": _run_incast,
+        "incast-simulation": _run_simulation,
+        "hostile": _run_hostile,
+    }[options.bench]
     return run_command(lambda: command(options), log_level=options.log_level)
 
 
@@ -163,6 +205,58 @@ async def _run_incast(options: argparse.Namespace) -> int:
     if options.json != "-":
         _print_incast(report)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
+
+
+async def _run_simulation(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts, incast_simulation
+
+    report = incast_simulation.run(
+        incast_simulation.SimulationOptions(
+            readers=options.readers,
+            blocks=options.blocks,
+            block_bytes=options.block_size,
+            link_rate_bits_per_s=options.link_rate,
+            loss=options.loss,
+            spread_ns=options.spread_ns,
+            gather_ms=options.gather_ms,
+            seed=options.seed,
+        )
+    )
+    if options.json:
+        facts.write_json(options.json, report)
+    if options.json != "-":
+        _print_simulation(report)
+    return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
+
+
+def _print_simulation(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parameters = report["parameters"]
+    table = Table()
+    for title in ("", "one reader", "plain switch", "kvcast"):
+        table.add_column(title, justify="right" if title else "left")
+    names = ("one_reader", "plain", "kvcast")
+    ratios = ("", report["plain_owner_egress_ratio"], report["owner_egress_ratio"])
+    table.add_row("owner egress ratio", *(str(ratio) for ratio in ratios))
+    for share in ("p50", "max"):
+        times = (report["fetch_us"][name][share] for name in names)
+        shown = ("–" if time_us is None else f"{time_us:,.1f}" for time_us in times)
+        table.add_row(f"fetch time {share}, µs", *shown)
+    slower = (report["over_one_reader"].get(name, 1) for name in names)
+    table.add_row("slowest over one reader", *(str(times) for times in slower))
+    drops = (report["queue_drops"][name] for name in names)
+    table.add_row("frames that found a full queue", *(f"{count:,}" for count in drops))
+    console = Console()
+    console.print(
+        f"simulation: {parameters['readers']} readers, {parameters['blocks']} blocks of "
+        f"{parameters['block_bytes']:,} bytes, links of "
+        f"{parameters['link_rate_bits_per_s'] / 1e9:g} Gb/s, loss {parameters['loss']:g}; "
+        f"misses {report['misses']}, wrong bytes {report['wrong_bytes']}",
+        highlight=False,
+    )
+    console.print(table)
 
 
 def _print_incast(report: dict[str, Any]) -> None:
