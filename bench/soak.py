@@ -31,6 +31,8 @@ from kvcast.bench.switch import BenchError
 
 GROWTH_LIMIT_MIB = 8.0
 _TURN_S = 1.0
+_SETTLE_S = 0.3
+"""So that the flood has gone, and the few frames behind it are not lost in its queue."""
 _DAMAGED_A_TURN = 200
 _FRAME_BYTES = 128
 _TURNS_AT_LEAST = 3
@@ -99,6 +101,7 @@ def run(frames: int, seed: int = 1) -> dict[str, Any]:
             turns += 1
             with traffic.Sender(hosts[1], ordinary, 0, processors.sender, switch.JOINED):
                 time.sleep(_TURN_S)
+            time.sleep(_SETTLE_S)
             hosts[1].setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
             for host, frame in few + [damaged(rng) for _ in range(_DAMAGED_A_TURN)]:
                 with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ import pytest
 from kvcast.protocol import wire
 from kvcast.switchsim import switch as switch_module
 from kvcast.switchsim.llvm_switch import CompiledSwitch
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, PoolSwitch, content_of, endpoint, ports
 
 CONTENT = content_of(6 * wire.CHUNK_BYTES)

@@ -1,4 +1,7 @@
-"""Every test of the data plane that makes a `PoolSwitch` runs on both engines."""
+"""A fixture for test modules that make a `PoolSwitch`: each test runs on both engines.
+
+Import it (``from pool_engine import both_engines``); it applies itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from kvcast.switchsim.llvm_switch import CompiledSwitch
 
 
 @pytest.fixture(params=["reference", "llvm"], autouse=True)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def both_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "llvm":
         monkeypatch.setattr(pool_switch, "Switch", CompiledSwitch)
     return str(request.param)
