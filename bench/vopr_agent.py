@@ -143,12 +143,14 @@ class SimHost:
 
     # --- life -------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self) -> SimAgent:
+        """Begin a process over whatever the memory holds."""
         assert self.process is None
         self.lives += 1
         rng = self.world.stream(f"agent/{self.number}/{self.lives}")
-        self.process = SimAgent(self, self._make_core(self, rng), rng)
-        self.process.start()
+        process = self.process = SimAgent(self, self._make_core(self, rng), rng)
+        process.start()
+        return process
 
     def crash(self) -> None:
         assert self.process is not None

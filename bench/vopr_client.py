@@ -41,7 +41,7 @@ class Client:
         self._session = Session(agent.core, self._replied)
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
-        self._closed = False
+        self.closed = False
         agent.on_death.append(self._died)
 
     def _died(self) -> None:
@@ -132,7 +132,7 @@ class Client:
         model.got(host.number, name, content, block.tier)
 
         def look_again() -> None:
-            if self._closed:
+            if self.closed:
                 return
             if self._bytes(block) != content:
                 raise ViolationError(
@@ -244,7 +244,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnect, and leave whatever is held to the agent."""
-        self._closed = True
+        self.closed = True
         self._session.close()
 
 

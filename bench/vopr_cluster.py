@@ -35,7 +35,7 @@ from kvcast.switchsim.program import Program
 LEASE_S: Final = 1.0
 REBALANCE_S: Final = 0.5
 TICK_S: Final = 0.25
-SLAB_BYTES: Final = 256 * 1024
+SLAB_BYTES: Final = 64 * 1024
 FORM_S: Final = 4.0
 """By when a pool without faults must have formed."""
 HEAL_S: Final = 8.0
@@ -146,13 +146,12 @@ class Cluster:
         """An agent's connection to a controller: the primary's, or whoever listens."""
         if self._is_cut("control", {host.number}):
             return None
-        primary = self.primary_controller()
-        for controller in [primary, *self.controllers] if primary else self.controllers:
-            if controller.process is not None:
-                stream = self._stream("control", frozenset({host.number}))
-                controller.process.accept(stream)
-                return stream
-        return None
+        controller = self.primary_controller()
+        if controller is None or controller.process is None:
+            return None
+        stream = self._stream("control", frozenset({host.number}))
+        controller.process.accept(stream)
+        return stream
 
     def open_bulk(self, host: SimHost, to: str) -> Stream | None:
         """A connection to another agent's bulk port."""
@@ -207,7 +206,7 @@ class Cluster:
         """The live controller that may write to the switch, else any that lives."""
         alive = [c for c in self.controllers if c.process is not None]
         primary = [c for c in alive if c.process is not None and c.process.switch.primary]
-        return (primary or alive or [None])[0]  # type: ignore[list-item]
+        return next(iter(primary or alive), None)
 
     def running(self) -> list[SimHost]:
         """Hosts with an agent."""
@@ -224,9 +223,7 @@ class Cluster:
         """Start the agent, and a client beside it."""
         host = self.hosts[number]
         if host.process is None:
-            host.start()
-            assert host.process is not None
-            self._clients[number] = Client(host.process, self.model, self._owed)
+            self._clients[number] = Client(host.start(), self.model, self._owed)
 
     def foreign_block(self, number: int) -> BlockId:
         """A block of nobody's, for whoever only wants its room."""
@@ -358,6 +355,8 @@ class Cluster:
         names = [block.name for block in blocks]
 
         def act() -> None:
+            if client.closed:
+                return
             match op.kind:
                 case "get" | "group_get":
                     client.get(
@@ -409,9 +408,9 @@ class Cluster:
         """A host that is no home forgets the block, as if its arena had been wanted for others."""
         process = self.hosts[number].process
         block = BlockId(*name)
-        if process is not None and process.core.pool is not None:
-            if not process.core.pool.is_home(block):
-                process.core.store.drop(block)
+        pool = process.core.pool if process is not None else None
+        if process is not None and pool is not None and not pool.is_home(block):
+            process.core.store.drop(block)
 
     # --- the last look ----------------------------------------------------------------------
 

@@ -204,7 +204,9 @@ class _Process:
         if end is not None:
             end.close()
             # The server's task for the connection ends, and says so, a little later.
-            self._world.after(0.0, lambda: None if self._dead else self.loop.disconnected(connection))
+            self._world.after(
+                0.0, lambda: None if self._dead else self.loop.disconnected(connection)
+            )
 
 
 def _nothing() -> None:

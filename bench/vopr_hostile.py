@@ -205,5 +205,3 @@ class Hostile:
             size, digest = len(content), wire.digest_of(content)
             end.send(BulkPut(*name, size, digest, 1 << 40))
             end.send(content)
-
-

@@ -6,16 +6,19 @@ delivered to clients, sent by hosts, and let through by the switch. Must not kno
 product's code. It reads frames by their offsets and keeps its own tables, so that a mistake in a
 core or in the codec cannot hide itself here.
 
-| | invariant | observed at |
-|---|---|---|
-| 1 | a reader gets one whole copy of the block that it named, bit for bit | a get's answer, and again when the client lets go of it |
-| 1 | an honest home sends only true chunks of the copy that it names | the host's cable |
-| 1 | the switch changes no chunk, and serves only what passed under that name and digest | the switch's ports |
-| 2 | every get and put ends by its deadline | the clock |
-| 2 | a READ is held back only while its answer is under way | the switch's ports |
-| 3 | an acknowledged put is held by somebody, and is readable while a home of it that acknowledged it lives and keeps it, and nothing is wrong in between | gets in calm times |
-| 4 | a segment leaves its home once a coalescing window, and once more for every frame lost | the home's cable |
-| 5 | nothing of a namespace reaches a host that has no right to it; answers pass only from ports that own the bucket, frames only from the address that belongs to the port | the switch's ports, clients |
+1. A reader gets one whole copy of the block that it named, bit for bit: judged by a get's answer,
+   and again when the client lets go of it. An honest home sends only true chunks of the copy that
+   it names (its cable). The switch changes no chunk, and serves only what passed it under that
+   name and digest (its ports).
+2. Every get and put ends by its deadline (the clock). A READ is held back only while its answer
+   is under way (the switch's ports).
+3. An acknowledged put is held by somebody. It is readable while a home of it that acknowledged it
+   lives and keeps it and nothing is wrong (gets in calm times).
+4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
+   home's cable).
+5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports that
+   own the bucket, and frames only from the address that belongs to the port (the switch's ports,
+   and clients).
 
 Invariants 2 (held back), 4 and 5 are the switch program's only while it is enabled; the others hold
 always, which is invariant 6.
@@ -95,9 +98,9 @@ def look(frame: bytes) -> Seen | None:
         return None
     if frame[23] != 17 or frame[36:38] != b"\x4b\x56":
         return None
-    (version, op, flags, namespace, group, key, digest, size, segment, chunk, _gather, wanted, _tag) = (
-        _HEADER.unpack_from(frame, _HEADER_AT)
-    )  # fmt: skip
+    fields = _HEADER.unpack_from(frame, _HEADER_AT)
+    version, op, flags, namespace, group, key, digest, size, segment, chunk = fields[:10]
+    wanted = fields[11]
     if version != 1 or not _READ <= op <= _OFFER:
         return None
     if op == _DATA and len(frame) != _PAYLOAD_AT + _CHUNK:
@@ -244,9 +247,7 @@ class Model:
         as (host, copy)."""
         number = self._next
         self._next += 1
-        request = Request(
-            number, host, name, what, due + GRACE_S, self._world.now, False, held
-        )
+        request = Request(number, host, name, what, due + GRACE_S, self._world.now, False, held)
         self._requests[number] = request
         heapq.heappush(self._due, (request.due, number))
         return number
@@ -349,9 +350,9 @@ class Model:
         if times > 1 and self._countable(seen) and times > 1 + self._lost(seen.where):
             raise ViolationError(
                 4,
-                f"host {host} sent chunk {seen.chunk} of {_show(seen)} {times} times in one window "
-                f"that began at {window.opened_at:.6f} s, and {self._lost(seen.where)} frames of it "
-                f"were lost",
+                f"host {host} sent chunk {seen.chunk} of {_show(seen)} {times} times in one "
+                f"window, open since {window.opened_at:.6f} s, and {self._lost(seen.where)} "
+                "frames of it were lost",
             )
 
     def _countable(self, seen: Seen) -> bool:
@@ -418,9 +419,7 @@ class Model:
         mine = seen.source_ip == self._rules.ip_of_port[port]
         return mine and self.was_home(port, seen.key)
 
-    def _guarded(
-        self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
-    ) -> None:
+    def _guarded(self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
         if not sent:
             return
         if seen.source_ip != self._rules.ip_of_port[port]:
@@ -456,9 +455,7 @@ class Model:
         elif out[_PAYLOAD_AT:] != frame[_PAYLOAD_AT:] or after.where != seen.where:
             raise ViolationError(1, f"the switch changed a chunk of {_show(seen)}")
 
-    def _follow(
-        self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
-    ) -> None:
+    def _follow(self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
         """Keep account of windows."""
         if not seen.full or seen.op == _OFFER:
             return

@@ -167,8 +167,8 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
             rights[namespace] = frozenset(some)
     hosts = tuple(
         HostPlan(
-            # Half of the runs have arenas that overflow; slabs are of 256 KiB.
-            arena_slabs=rng.choice((2, 4, 16)),
+            # Some arenas overflow; a slab is of 64 KiB, and holds copies of one size class.
+            arena_slabs=rng.choice((4, 12, 32, 64)),
             clock_offset_s=rng.uniform(0, 1e5),
             clock_rate=rng.choice((1.0, 1.0, 1.0, 1.002, 0.998, 1.05, 0.95)),
         )

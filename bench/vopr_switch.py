@@ -10,7 +10,9 @@ is remembered by the controller's own names, so that it can be read back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -61,12 +63,8 @@ class Engine(Protocol):
 def engines() -> dict[str, Engine]:
     """The engines by the names that the switch's daemon gives them, its default first."""
     found: dict[str, Engine] = {}
-    try:
-        from kvcast.switchsim.llvm_switch import CompiledSwitch
-    except ImportError:  # no llvmlite
-        pass
-    else:
-        found["llvm"] = CompiledSwitch
+    with contextlib.suppress(ImportError):  # without llvmlite there is only the reference
+        found["llvm"] = importlib.import_module("kvcast.switchsim.llvm_switch").CompiledSwitch
     found["reference"] = Switch
     return found
 

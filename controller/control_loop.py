@@ -147,7 +147,7 @@ class ControlLoop:
         """What is due, the tick if it is time, and then the switch and the agents."""
         started = self.clock()
         self._do(self.pool.advance(started))
-        if started - self._ticked_at >= self.tick_s:
+        if started >= self._ticked_at + self.tick_s:  # as in `next_round_at`, or it may never be
             self._ticked_at = started
             await self._count()
         await self._converge()

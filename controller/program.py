@@ -20,6 +20,8 @@ import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvcast.protocol.control import NamespaceInfo
+
 from .membership import Address
 from .names import Group
 from .reconcile import ActionCall, DigestConfig, EntryKey, Replica, SwitchState
@@ -115,7 +117,7 @@ def desired_state(
     settings: Settings,
     hosts: Sequence[Host],
     bucket_owners: Sequence[Sequence[str]],
-    namespaces: Iterable[int],
+    namespaces: Iterable[NamespaceInfo],
     groups: Iterable[Group],
     residents: Iterable[Resident],
     port_sets: Mapping[int, int],
@@ -123,7 +125,8 @@ def desired_state(
     """Everything that the switch should hold.
 
     `hosts`: every known node; `bucket_owners`: for each bucket the node ids that may answer for
-    it; `port_sets`: port bitmap to its place among the recurring sets.
+    it; `namespaces`: each with the nodes that may use it (all, if it names none); `port_sets`:
+    port bitmap to its place among the recurring sets.
     """
     state = SwitchState()
     _forwarding(state, settings, hosts)
@@ -146,14 +149,17 @@ def desired_state(
         entries[EGRESS_HOST, (host.port,)] = ActionCall(
             "rewrite", (mac_number(a.mac), ip_number(a.ip), a.udp_port, host.port_bit)
         )
-    for namespace in namespaces:
-        for host in hosts:
-            entries[NAMESPACE_GUARD, (host.port, namespace)] = ActionCall("allow")
+    users: dict[int, list[Host]] = {}
+    for info in namespaces:
+        users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
+        for host in users[info.namespace]:
+            entries[NAMESPACE_GUARD, (host.port, info.namespace)] = ActionCall("allow")
     for bucket, owners in enumerate(bucket_owners):
         for node_id in owners:
             entries[BUCKET_OWNER, (bucket, by_id[node_id].port)] = ActionCall("owner")
     for group in groups:
-        _reader_group(state, group, by_id, recirculated)
+        members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
+        _reader_group(state, group, members, recirculated)
     for resident in residents:
         entries.update(resident_entries(resident))
     for bits, place in port_sets.items():
@@ -182,10 +188,10 @@ def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -
 
 
 def _reader_group(
-    state: SwitchState, group: Group, by_id: Mapping[str, Host], recirculated: int
+    state: SwitchState, group: Group, members: Sequence[Host], recirculated: int
 ) -> None:
-    """A group's entry and copy list, over those of its nodes that are known."""
-    ports = sorted(by_id[node_id].port for node_id in group.nodes if node_id in by_id)
+    """A group's entry and copy list, over those of its nodes that are known and may read."""
+    ports = sorted(host.port for host in members)
     if not ports:
         return
     serve = READER_GROUP_BASE + group.ordinal

@@ -1072,6 +1072,7 @@ class Requester:
             return
         if reason == MISS_NOT_HOME:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_HOME)
             return
         if frame.digest not in (0, pinned):
@@ -1083,6 +1084,7 @@ class Requester:
             self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_FOUND)
         elif reason == MISS_OVERLOADED:
             self.counters.misses += 1
@@ -1090,6 +1092,7 @@ class Requester:
             self._overloaded(now, source, frame, fetch)
         elif reason == MISS_DIGEST_GONE and frame.digest:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             fetch.gone.add(source)
             if source == fetch.home:
                 self._next_home(now, fetch)
@@ -1104,6 +1107,26 @@ class Requester:
             self._pump(now)
         else:
             fetch.verdicts.setdefault(source, verdict)
+
+    def _wait_ended(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
+        """A MISS has ended the wait for a segment, at every switch on its way.
+
+        If it came from the home that we asked, our next READ finds no wait of ours: it is a first
+        READ again, and not a repeat, since a repeat is always sent on, and all who waited with us
+        ask the next home at this moment. If it came from another, our READ may have joined the
+        wait that it ended: ask again soon, but not for ever.
+        """
+        if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
+            return
+        flight = fetch.flights[frame.segment]
+        if flight.state is not _State.FLYING or not flight.awaiting:
+            return
+        if flight.home == source:
+            flight.asked = False
+        elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
+            flight.tries += 1
+            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
+            self._timers.arm(flight, flight.gap_at)
 
     def _swallowed(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """A MISS or LAST about another copy ended a wait, and our READ may have joined that
