@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PUT_BOUND_S: Final = 8.0
 """By when a put ends: the homes' time-outs one after the other, and more."""
 
-PATIENT_S: Final = 1.0
-"""A get that waits less may miss a block because of one time-out."""
+PATIENT_S: Final = 3.0
+"""A get that waits less may miss a block because of a few time-outs."""
 
 Owed = Callable[[int, Name], frozenset[tuple[int, int]]]
 """(reader, name): the copies, by host and identity, of which one must be readable now; none if

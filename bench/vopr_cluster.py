@@ -66,9 +66,10 @@ class Cluster:
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
         self._idle: list[tuple[int, Client]] = []
+        self._last_map: PoolMap | None = None
         self._faults_on = 0
-        self._last_fault_at = -1e9
-        self._wrong_until = -1e9
+        self._severe_on = 0
+        self._last_severe_at = -1e9
         count = len(plan.hosts)
         self.model = Model(
             self.world,
@@ -115,7 +116,7 @@ class Cluster:
                 _pool_options(plan),
                 election_id=10 - n,
                 tick_s=TICK_S,
-                published=self._published,
+                decided=self._decided,
             )
             for n in range(plan.controllers)
         ]
@@ -138,7 +139,10 @@ class Cluster:
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None:
         self.model.acknowledged(host, self.hosts[host].lives, (namespace, key))
 
-    def _published(self, pool_map: PoolMap) -> None:
+    def _decided(self, pool_map: PoolMap) -> None:
+        if pool_map is self._last_map:
+            return
+        self._last_map = pool_map
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         self.model.homes_are([[number[i] for i in bucket] for bucket in pool_map.buckets])
 
@@ -232,7 +236,8 @@ class Cluster:
     # --- what is owed -----------------------------------------------------------------------
 
     def _calm(self) -> bool:
-        return self._faults_on == 0 and self.world.now - self._last_fault_at > HEAL_S - 1.0
+        """Whether nothing is wrong that could keep a patient get from its block."""
+        return self._severe_on == 0 and self.world.now - self._last_severe_at > HEAL_S - 1.0
 
     def _owed(self, reader: int, name: Name) -> frozenset[tuple[int, int]]:
         """See `vopr_client.Owed`: the copies at homes that acknowledged the block, hold it and
@@ -264,7 +269,7 @@ class Cluster:
         self._schedule(1, chaos)
         for number in sorted(self._latecomers):
             when = chaos + self.world.stream(f"latecomer/{number}").uniform(0.1, CHAOS_S)
-            self.world.at(when, functools.partial(self.start_host, number))
+            self.world.at(when, functools.partial(self._comes_late, number))
         for fault in self.plan.faults:
             self.world.at(chaos + fault.at, functools.partial(self._fault_begins, fault))
         self._step_to(chaos + CHAOS_S)
@@ -307,6 +312,12 @@ class Cluster:
                 return False
         return bool(self.switch.holds.entries) and (self.plan.plain or self.switch.enabled)
 
+    def _comes_late(self, number: int) -> None:
+        """A host joins, and takes buckets from others whose blocks it has not got."""
+        self._last_severe_at = self.world.now
+        self.model.disturbed()
+        self.start_host(number)
+
     # --- faults -----------------------------------------------------------------------------
 
     def _fault_begins(self, fault: Fault) -> None:
@@ -320,15 +331,18 @@ class Cluster:
         if kind.disturbs:
             self.model.disturbed()
         self._faults_on += 1
-        self.world.after(fault.for_s, lambda: self._fault_ends(kind.disturbs, end))
+        self._severe_on += not vopr_faults.is_mild(fault)
+        self.world.after(fault.for_s, lambda: self._fault_ends(fault, end))
 
-    def _fault_ends(self, disturbs: bool, end: Callable[[], None] | None) -> None:
+    def _fault_ends(self, fault: Fault, end: Callable[[], None] | None) -> None:
         if end is not None:
             end()
-        if disturbs:
+        if vopr_faults.FAULTS[fault.kind].disturbs:
             self.model.disturbed()
         self._faults_on -= 1
-        self._last_fault_at = self.world.now
+        if not vopr_faults.is_mild(fault):
+            self._severe_on -= 1
+            self._last_severe_at = self.world.now
 
     # --- what clients do --------------------------------------------------------------------
 

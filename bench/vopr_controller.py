@@ -15,7 +15,7 @@ from kvcast.bench.vopr_network import Stream, StreamEnd
 from kvcast.bench.vopr_switch import SimSwitch, SwitchConnection, run_coroutine
 from kvcast.bench.vopr_world import World
 from kvcast.controller.control_loop import ControlLoop
-from kvcast.controller.pool import Pool, PoolOptions
+from kvcast.controller.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
 from kvcast.protocol.control import AgentMessage, PoolMap
 from kvcast.protocol.framing import FramingError, MessageCodec
@@ -40,7 +40,7 @@ class SimController:
         *,
         election_id: int,
         tick_s: float,
-        published: Callable[[PoolMap], None],
+        decided: Callable[[PoolMap], None],
     ) -> None:
         self.name = name
         self.alive = False
@@ -52,7 +52,7 @@ class SimController:
         self._switch = switch
         self._election_id = election_id
         self._tick_s = tick_s
-        self._published = published
+        self._decided = decided
         self._lives = 0
         self._process: _Process | None = None
 
@@ -86,6 +86,28 @@ class SimController:
         return True
 
 
+class _WatchedPool(Pool):
+    """A pool of which every map is known as soon as it is decided on: from then on the switch may
+    let a new home's answers through."""
+
+    def __init__(
+        self,
+        decided: Callable[[PoolMap], None],
+        options: PoolOptions,
+        saved: SavedState,
+        now: float,
+        *,
+        first_generation: int,
+    ) -> None:
+        self._decided = decided
+        super().__init__(options, saved, now, first_generation=first_generation)
+
+    def plan(self) -> Plan:
+        plan = super().plan()
+        self._decided(plan.map)
+        return plan
+
+
 class _Process:
     """One life of a controller."""
 
@@ -101,7 +123,8 @@ class _Process:
         self._wanted = False
         self._next_check = 0.0
         self._abandon: Callable[[], None] = _nothing
-        self.pool = Pool(
+        self.pool = _WatchedPool(
+            machine._decided,
             machine.options,
             machine.store.load(),
             world.now,
@@ -191,8 +214,6 @@ class _Process:
         end = self._links.get(connection)
         if end is None or self._dead:
             return
-        if isinstance(message, PoolMap):
-            self._machine._published(message)
         end.send(self._codec.encode(message))
 
     def close(self, connection: int, reason: str) -> None:

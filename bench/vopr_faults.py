@@ -40,6 +40,16 @@ class FaultKind:
     disturbs: bool = True
 
 
+MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
+"""Faults of links that, in their smallest amount, no patient get may fail for."""
+LEAST: Final = 0.1
+
+
+def is_mild(fault: Fault) -> bool:
+    """Whether a patient get of a block that is there succeeds all the same."""
+    return fault.kind in MILD and fault.amount == LEAST
+
+
 # --- links ------------------------------------------------------------------------------------
 
 
@@ -53,7 +63,7 @@ def _on_link(kind: str, chance: float, extra_s: float = 0.0, rate: float = 0.0) 
             directions = (0, 1)
         elif kind == "one_way_partition":
             directions = (rng.randrange(2),)
-        how_much = rng.choice((0.1, 0.3, 1.0))
+        how_much = rng.choice((LEAST, 0.3, 1.0))
         return (host, *directions), how_much, rng.uniform(0.2, 3.0)
 
     def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:

@@ -116,6 +116,8 @@ class _Window:
     """A segment's answer is under way: from the READ that went to the home to the answer's end."""
 
     opened_at: float
+    used_at: float
+    """When the switch last sent on a READ or an answer of it."""
     ports: set[int] = field(default_factory=set)
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -339,6 +341,16 @@ class Model:
                 1, f"host {host} sends wrong bytes as chunk {seen.chunk} of {_show(seen)}"
             )
         if seen.full:
+            last = (
+                seen.chunk == (min(_SEGMENT, len(content) - seen.segment * _SEGMENT) - 1) // _CHUNK
+            )
+            if last != bool(seen.flags & _LAST):
+                raise ViolationError(
+                    2,
+                    f"host {host} sends chunk {seen.chunk} of {_show(seen)} "
+                    + ("without saying" if last else "saying wrongly")
+                    + " that its answer ends",
+                )
             self._count_sent(host, seen)
 
     def _count_sent(self, host: int, seen: Seen) -> None:
@@ -441,7 +453,7 @@ class Model:
         if (
             not self.may_use(to, after.namespace)
             and not self.was_home(to, after.key)
-            and seen.namespace in self._rules.rights
+            and (after.namespace, after.key, after.digest) in self._by_digest
         ):
             raise ViolationError(5, f"DATA of {_show(after)} went to host {to}, without a right")
         if seen.op == _READ:
@@ -466,6 +478,8 @@ class Model:
             self._note_use(where)
             if seen.op == _MISS or seen.flags & _LAST:
                 self._windows.pop(where, None)
+            elif where in self._windows:
+                self._windows[where].used_at = self._world.now
 
     def _follow_read(
         self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
@@ -474,11 +488,15 @@ class Model:
         served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)
         if served:
             return
+        now = self._world.now
         window = self._windows.get(where)
+        if window is not None and now - window.used_at > self._rules.lease_s + 0.01:
+            window = None  # whoever waits now may ask again for all
         if sent:
             if window is None:
-                window = self._windows[where] = _Window(self._world.now)
+                window = self._windows[where] = _Window(now, now)
             window.ports.add(port)
+            window.used_at = now
             self._note_use(where)
         elif window is not None:
             window.ports.add(port)

@@ -176,7 +176,8 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     )[:count]
     draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, _blocks(seed, rights))
     _draft_ops(draft)
-    faults = _faults(seed, planned, fault_kinds)
+    plain = rng.random() < 0.1
+    faults = _faults(seed, planned, fault_kinds, hostile=plain)
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -190,7 +191,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         slots=rng.choice((2, 4, 8)),
         coalesce_lease_s=rng.choice((0.25, 1.0, 4.0)),
         heat_threshold=rng.choice((1, 2, 3)),
-        plain=rng.random() < 0.08,
+        plain=plain,
         admit=rng.random() < 0.75,
         controllers=2 if rng.random() < 0.3 else 1,
         switch_clock_s=rng.choice((10.0, rng.uniform(0, 1e5), ticks_wrap_s - rng.uniform(1, 6))),
@@ -208,6 +209,9 @@ def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
     blocks = []
     for number, key in enumerate(keys):
         namespace = OPEN if number < 4 else rng.choice(sorted(rights))
+        if number == 4 and len(rights) > 1:
+            # Two tenants' engines have the same key for blocks of their own.
+            namespace, key = 2, keys[0]
         size = rng.choice(
             (rng.randrange(1, 1025), rng.randrange(1, 1025), 1024, rng.randrange(1025, 3072),
              rng.randrange(1025, 3072), rng.randrange(3072, 12_000))
@@ -307,10 +311,13 @@ def _add(
     )  # fmt: skip
 
 
-def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault]) -> list[Fault]:
-    """Some faults of some kinds; few kinds at a time, so that each has runs of its own."""
+def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool) -> list[Fault]:
+    """Some faults of some kinds; few kinds at a time, so that each has runs of its own. With
+    `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
-    chosen = rng.sample(sorted(kinds), rng.choice((0, 1, 2, 3, 4, 6)))
+    chosen = rng.sample(sorted(kinds), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
+    if hostile:
+        chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
     faults: list[Fault] = []
     for kind in chosen:
         for _ in range(rng.choice((1, 1, 2, 3))):
