@@ -195,6 +195,7 @@ class _Fetch:
         "bulk_tried",
         "contributors",
         "deadline",
+        "expect_digest",
         "expect_size",
         "expectation",
         "flights",
@@ -237,6 +238,7 @@ class _Fetch:
         self.timer = _Deadline(self)
         self.expectation: _Expectation | None = None  # set while the group's DATA is awaited
         self.expect_size: int | None = None
+        self.expect_digest = 0
         self.group = 0
         self.gather_ms = 0
         self.assembly: Assembly | None = None
@@ -249,6 +251,11 @@ class _Fetch:
         self.in_bulk = False
         self.bulk_tried = False
         self.report = FetchReport()
+
+    @property
+    def pinned_digest(self) -> int:
+        """The digest of the copy that is being put together, or expected; 0 = any will do."""
+        return self.expect_digest if self.assembly is None else self.assembly.digest
 
 
 class Requester:
@@ -298,6 +305,7 @@ class Requester:
         *,
         deadline: float,
         expect_size: int | None = None,
+        expect_digest: int = 0,
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
@@ -307,6 +315,7 @@ class Requester:
         `homes` lists node indices in the order of preference; DATA from other nodes is not
         taken. `deadline` is a time on the clock of `now`. With `expect_size` (bytes) the first
         round trip already asks for several segments, and copies of another size are refused.
+        With `expect_digest` (not 0) no copy but that one is taken.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -332,6 +341,7 @@ class Requester:
         fetch = _Fetch(fetch_id, block, tuple(dict.fromkeys(homes)), now)
         fetch.deadline = deadline
         fetch.expect_size = expect_size
+        fetch.expect_digest = expect_digest
         fetch.gather_ms = gather_ms
         fetch.group = group
         fetch.offers_usable = bool(self.config.usable_offer_kinds)
@@ -404,6 +414,8 @@ class Requester:
             size = copy.buffer.nbytes
             if not self._size_allowed(fetch, size):
                 self.counters.wrong_size += 1
+            elif fetch.expect_digest not in (0, copy.digest):
+                self.counters.other_copy += 1
             elif digest_of(copy.buffer) != copy.digest:
                 self.counters.corrupt_blocks += 1
             else:
@@ -764,7 +776,7 @@ class Requester:
                     flight.index,
                     flags,
                     fetch.group,
-                    0 if fetch.assembly is None else fetch.assembly.digest,
+                    fetch.pinned_digest,
                     gather=gather_ms,
                     wanted=wanted,
                     tag=flight.tag,
@@ -971,6 +983,10 @@ class Requester:
         if fetch.in_bulk:
             self.counters.duplicates += count
             return None
+        if fetch.expect_digest not in (0, frame.digest):
+            self.counters.other_copy += count
+            fetch.others.add(source)
+            return None
         if not self._size_allowed(fetch, frame.size):
             self.counters.wrong_size += count
             self._judge(now, fetch, source, MissReason.WRONG_SIZE)
@@ -1066,7 +1082,7 @@ class Requester:
 
     def _receive_miss(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         reason = frame.chunk
-        pinned = 0 if fetch.assembly is None else fetch.assembly.digest
+        pinned = fetch.pinned_digest
         if fetch.in_bulk:
             self.counters.other_copy += 1
             return
