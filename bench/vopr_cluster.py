@@ -15,6 +15,7 @@ from kvcast.bench import vopr_faults
 from kvcast.bench.vopr_agent import CoreFactory, HostOptions, SimHost, agent_core
 from kvcast.bench.vopr_client import Client
 from kvcast.bench.vopr_controller import SimController
+from kvcast.bench.vopr_hostile import Hostile
 from kvcast.bench.vopr_model import Model, Name, Rules, ViolationError
 from kvcast.bench.vopr_network import Link, Stream
 from kvcast.bench.vopr_plan import CALM_S, CHAOS_S, FINAL_S, OPEN, Fault, Op, Plan
@@ -62,6 +63,7 @@ class Cluster:
         self.hosts: dict[int, SimHost] = {}
         self.links: dict[int, tuple[Link, Link]] = {}
         """By host: to the switch, from the switch."""
+        self.hostiles: list[Hostile] = []
         self._cuts: list[tuple[str, frozenset[int]]] = []
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
@@ -373,6 +375,8 @@ class Cluster:
                 return
             match op.kind:
                 case "get" | "group_get":
+                    for hostile in self.hostiles:
+                        hostile.strike(number, names)
                     client.get(
                         names,
                         op.deadline_s,

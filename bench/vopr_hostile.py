@@ -48,6 +48,7 @@ class Hostile:
 
     def begin(self) -> None:
         self._active = True
+        self._cluster.hostiles.append(self)
         if self._kind is HostileKind.LIAR:
             # Even when it stops, what it has sent lives on in others' assemblies.
             self._cluster.model.dishonest.add(self._host.number)
@@ -59,6 +60,7 @@ class Hostile:
 
     def end(self) -> None:
         self._active = False
+        self._cluster.hostiles.remove(self)
         self._host.tamper = self._host.overhear = None
 
     def _soon(self) -> None:
@@ -108,6 +110,16 @@ class Hostile:
                 if victim != self._host.number:
                     self._forge(block.name, victim)
         self._soon()
+
+    def strike(self, victim: int, names: list[Name]) -> None:
+        """A host begins to read these: be the first to answer."""
+        model = self._cluster.model
+        for name in names:
+            if victim != self._host.number and not model.was_home(self._host.number, name[1]):
+                if self._kind in (HostileKind.FORGER, HostileKind.SPOOFER):
+                    self._forge(name, victim)
+                elif self._kind is HostileKind.TENANT:
+                    self._trespass(name)
 
     def _answer_stray(self, data: bytes) -> None:
         """A READ has come here, perhaps for a bucket that is not ours: answer it at once."""

@@ -53,6 +53,9 @@ _WHOLE: Final = (1 << 64) - 1
 LOSSES_COUNT_S: Final = 6.0
 """For so long a lost frame excuses the home's sending a segment again: longer than all time-outs
 of a requester together."""
+REPEAT_S: Final = 0.04
+"""A reader that asks again after so long does it because nothing came: less than its shortest
+time-out, more than the longest pause in which it repeats a READ for safety."""
 GRACE_S: Final = 0.05
 """How late a get may end: less than any pause that its reader makes on purpose."""
 
@@ -119,6 +122,8 @@ class _Window:
     used_at: float
     """When the switch last sent on a READ or an answer of it."""
     ports: set[int] = field(default_factory=set)
+    read_at: dict[int, float] = field(default_factory=dict)
+    """When each port last asked."""
     sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -170,6 +175,7 @@ class Model:
         self._now_home: dict[int, list[int]] = {}
         # what is under way
         self._requests: dict[int, Request] = {}
+        self._ended_at: dict[tuple[int, Name], float] = {}
         self._due: list[tuple[float, int]] = []
         self._next = 1
         # the switch
@@ -271,7 +277,13 @@ class Model:
         request = self._requests.pop(number, None)
         if request is None:
             raise ViolationError(2, "a request was answered twice")
+        self._ended_at[request.host, request.name] = self._world.now
         return request
+
+    def prefetched(self, host: int, name: Name) -> None:
+        """A client wants the block, and will not wait for it: nobody knows how long it is asked
+        for."""
+        self._ended_at[host, name] = 1e9
 
     @property
     def under_way(self) -> int:
@@ -495,23 +507,36 @@ class Model:
         if sent:
             if window is None:
                 window = self._windows[where] = _Window(now, now)
-            window.ports.add(port)
             window.used_at = now
             self._note_use(where)
-        elif window is not None:
+        elif self._may_read_here(port, frame, seen):
+            if window is None:
+                raise ViolationError(
+                    2, f"a READ of {_show(seen)} by host {port} was held back; no answer comes"
+                )
+            asked_at = window.read_at.get(port, now)
+            ended_at = self._ended_at.get((port, (seen.namespace, seen.key)), -1e9)
+            if now - max(asked_at, window.used_at) > REPEAT_S and ended_at < asked_at:
+                raise ViolationError(
+                    2,
+                    f"host {port} repeats a READ of {_show(seen)} since nothing has come, and the "
+                    "switch holds it back",
+                )
+        if window is not None:
             window.ports.add(port)
-        elif (
+            window.read_at[port] = now
+
+    def _may_read_here(self, port: int, frame: bytes, seen: Seen) -> bool:
+        """Whether there is no other reason than another READ for holding this one back."""
+        return (
             self._world.now - self._disturbed_at > LOSSES_COUNT_S
             and seen.wanted == _WHOLE
             and _well_formed_read(frame)
             and self.may_use(port, seen.namespace)
             and seen.source_ip == self._rules.ip_of_port[port]
             and self.known_mac(frame[0:6])
-            and not self._collided(where)
-        ):
-            raise ViolationError(
-                2, f"a READ of {_show(seen)} by host {port} was held back, and no answer comes"
-            )
+            and not self._collided(seen.where)
+        )
 
     def _note_use(self, where: Segment) -> None:
         self._used[_entry_of(where)][where] = self._world.now

@@ -16,6 +16,7 @@ Multicast groups, each a copy list:
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,6 @@ def desired_state(
     )
     if not settings.enabled:
         return state
-    by_id = {host.node_id: host for host in hosts}
     recirculated = settings.recirculate_rid
     entries = state.entries
     for host in hosts:
@@ -154,9 +154,8 @@ def desired_state(
         users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
         for host in users[info.namespace]:
             entries[NAMESPACE_GUARD, (host.port, info.namespace)] = ActionCall("allow")
-    for bucket, owners in enumerate(bucket_owners):
-        for node_id in owners:
-            entries[BUCKET_OWNER, (bucket, by_id[node_id].port)] = ActionCall("owner")
+    ports = tuple((host.node_id, host.port) for host in hosts)
+    entries.update(_bucket_owners(tuple(map(tuple, bucket_owners)), ports))
     for group in groups:
         members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
         _reader_group(state, group, members, recirculated)
@@ -167,6 +166,21 @@ def desired_state(
         entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
     return state
+
+
+@functools.lru_cache(maxsize=2)
+def _bucket_owners(
+    owners: tuple[tuple[str, ...], ...], ports: tuple[tuple[str, int], ...]
+) -> dict[EntryKey, ActionCall]:
+    """Who may answer for which bucket. By far the most entries, and they change the least, so a
+    plan that only admits a block need not make them anew."""
+    port_of = dict(ports)
+    owner = ActionCall("owner")
+    return {
+        (BUCKET_OWNER, (bucket, port_of[node_id])): owner
+        for bucket, node_ids in enumerate(owners)
+        for node_id in node_ids
+    }
 
 
 def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -> None:
