@@ -421,11 +421,6 @@ class Model:
         enabled = self.enabled()
         if enabled:
             self._guarded(port, frame, seen, sent)
-        elif seen.op == _DATA and sent and self._forged:
-            spoofed = seen.source_ip != self._rules.ip_of_port[port]
-            if spoofed and seen.size <= _CHUNK:
-                content = frame[_PAYLOAD_AT : _PAYLOAD_AT + seen.size]
-                self.excused((seen.namespace, seen.key), seen.digest, content)
         if seen.op == _DATA and enabled and self._true_owner(port, seen):
             # What it may keep, under the name that it saw.
             name = (seen.namespace, seen.key, seen.digest, seen.segment, seen.chunk)
@@ -438,6 +433,11 @@ class Model:
             self._left(frame, seen, to, out)
         if enabled:
             self._follow(port, frame, seen, sent)
+        elif seen.op == _DATA and sent and self._forged:
+            spoofed = seen.source_ip != self._rules.ip_of_port[port]
+            if spoofed and seen.size <= _CHUNK:
+                content = frame[_PAYLOAD_AT : _PAYLOAD_AT + seen.size]
+                self.excused((seen.namespace, seen.key), seen.digest, content)
 
     def _true_owner(self, port: int, seen: Seen) -> bool:
         mine = seen.source_ip == self._rules.ip_of_port[port]
