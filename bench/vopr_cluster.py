@@ -29,6 +29,7 @@ from kvcast.hostagent.core import AgentOptions
 from kvcast.hostagent.reads import ReadOptions
 from kvcast.hostagent.writes import WriteOptions
 from kvcast.protocol.control import NamespaceInfo, PoolMap
+from kvcast.protocol.owner import OwnerConfig
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.wire import BlockId
 from kvcast.switchsim.program import Program
@@ -494,6 +495,7 @@ def _agent_options(plan: Plan, node_id: str) -> AgentOptions:
     return AgentOptions(
         node_id,
         requester=RequesterConfig(max_block_bytes=192 * 1024),
+        owner=OwnerConfig(rate_frames_per_s=5000.0 if plan.paced else 0.0, burst_frames=16),
         reads=ReadOptions(keep_timeout_s=1.0),
         writes=WriteOptions(
             put_ack="local" if plan.put_ack_local else "home", replicate_timeout_s=1.5

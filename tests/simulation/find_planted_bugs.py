@@ -21,11 +21,13 @@ def main() -> int:
     parser.add_argument("--max-seeds", type=int, default=300)
     parser.add_argument("--engine", default=next(iter(engines())), choices=sorted(engines()))
     parser.add_argument("--only", default="", help="bugs whose name contains this")
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth bug, from the Ith on")
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
     logging.disable(logging.CRITICAL)
     engine = engines()[options.engine]
     missed = 0
-    for bug in BUGS.values():
+    for bug in list(BUGS.values())[part::parts]:
         if options.only not in bug.name:
             continue
         started = time.perf_counter()
