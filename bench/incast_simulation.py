@@ -29,6 +29,7 @@ from kvcast.controller.program import Host as SwitchHost
 from kvcast.controller.program import Settings, desired_state
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol import ethernet
+from kvcast.protocol.control import NamespaceInfo
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfig
 from kvcast.protocol.wire import BUCKETS, BlockId, Frame, decode, digest_of, encode
@@ -302,7 +303,7 @@ def _program(engine: Switch, star: Star, *, enabled: bool) -> None:
         ),
         hosts,
         [[hosts[0].node_id]] * BUCKETS,
-        [NAMESPACE],
+        [NamespaceInfo(NAMESPACE, "bench", "incast", "1", "bytes")],
         [],
         [],
         {},

@@ -26,10 +26,11 @@ from kvcast.cli.service import (
 from kvcast.p4 import artefact, profiles
 
 from .admission import ValueOptions
+from .control_loop import StoreError
 from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
-from .store import Store, StoreError
+from .store import Store
 from .switch import OneLineErrors
 from .tiers import AdmitMode
 

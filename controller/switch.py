@@ -24,6 +24,7 @@ from finsy.p4client import P4ClientError
 from kvcast.protocol.wire import KEY_BYTES, BlockId
 
 from . import program
+from .control_loop import SwitchError
 from .reconcile import (
     SETTINGS,
     ActionCall,
@@ -68,10 +69,6 @@ class OneLineErrors(logging.Filter):
             record.msg, record.args = f"{record.getMessage()}: {text}", None
             record.exc_info = record.exc_text = None
         return True
-
-
-class SwitchError(Exception):
-    """The switch could not be read or written; what it holds is unknown until it is read."""
 
 
 class SwitchLink:

@@ -261,7 +261,8 @@ class AgentCore:
             self.metrics.keeps_failed_total += not held
             self._say(Kept(message.request, message.namespace, message.key, held))
 
-        self.reads.keep(now, BlockId(message.namespace, message.key), message.size_bytes, done)
+        block = BlockId(message.namespace, message.key)
+        self.reads.keep(now, block, message.size_bytes, message.digest, done)
 
     def ask_controller(
         self, make: Callable[[int], NamespaceRequest | GroupRequest], found: Found

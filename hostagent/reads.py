@@ -8,7 +8,8 @@ A get of a block that lies here ends at once. Else it joins the fetch of that bl
 one at the block's other homes, in the map's order. A node that is itself the only home has
 nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
 addressed to: so such a block is asked for at any other node, for no longer than
-`recall_probe_s`.
+`recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
+it from that; so only the copy that this node has had, or that the controller names, is taken.
 
 Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
 for any more goes on to its own, and its block is then simply cached.
@@ -221,7 +222,12 @@ class Reads:
         return started
 
     def keep(
-        self, now: float, block: BlockId, size_bytes: int, done: Callable[[bool], None]
+        self,
+        now: float,
+        block: BlockId,
+        size_bytes: int,
+        digest: int,
+        done: Callable[[bool], None],
     ) -> None:
         """Make sure that a block lives here; `done` tells whether it does."""
         copy = self._store.get(block)
@@ -229,7 +235,7 @@ class Reads:
             done(True)
             return
         deadline = now + self._options.keep_timeout_s
-        fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None)
+        fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
         fetch.keeps.append(done)
         self.drain(now)
 
@@ -242,6 +248,7 @@ class Reads:
         group: int,
         expect: bool,
         expect_size: int | None = None,
+        recall_digest: int = 0,
     ) -> _Fetch:
         fetch = self._fetches.get(block)
         if fetch is not None:
@@ -253,9 +260,11 @@ class Reads:
         self._metrics.fetches_total += 1
         pool = self._outbox.pool
         homes = pool.other_homes_of(block) if pool is not None else []
+        digest = 0
         if pool is not None and not homes:
+            digest = recall_digest or self._store.evicted_digest(block)
             other = pool.another_node()
-            if other != NO_NODE:
+            if other != NO_NODE and digest:
                 homes = [other]
                 deadline = min(deadline, now + self._options.recall_probe_s)
         fetch = self._fetches[block] = _Fetch(block, deadline)
@@ -265,6 +274,7 @@ class Reads:
             homes,
             deadline=deadline,
             expect_size=expect_size,
+            expect_digest=digest,
             gather_ms=gather_ms,
             group=group,
             expect=expect,

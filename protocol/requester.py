@@ -195,6 +195,7 @@ class _Fetch:
         "bulk_tried",
         "contributors",
         "deadline",
+        "expect_digest",
         "expect_size",
         "expectation",
         "flights",
@@ -237,6 +238,7 @@ class _Fetch:
         self.timer = _Deadline(self)
         self.expectation: _Expectation | None = None  # set while the group's DATA is awaited
         self.expect_size: int | None = None
+        self.expect_digest = 0
         self.group = 0
         self.gather_ms = 0
         self.assembly: Assembly | None = None
@@ -249,6 +251,11 @@ class _Fetch:
         self.in_bulk = False
         self.bulk_tried = False
         self.report = FetchReport()
+
+    @property
+    def pinned_digest(self) -> int:
+        """The digest of the copy that is being put together, or expected; 0 = any will do."""
+        return self.expect_digest if self.assembly is None else self.assembly.digest
 
 
 class Requester:
@@ -298,6 +305,7 @@ class Requester:
         *,
         deadline: float,
         expect_size: int | None = None,
+        expect_digest: int = 0,
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
@@ -307,6 +315,7 @@ class Requester:
         `homes` lists node indices in the order of preference; DATA from other nodes is not
         taken. `deadline` is a time on the clock of `now`. With `expect_size` (bytes) the first
         round trip already asks for several segments, and copies of another size are refused.
+        With `expect_digest` (not 0) no copy but that one is taken.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -332,6 +341,7 @@ class Requester:
         fetch = _Fetch(fetch_id, block, tuple(dict.fromkeys(homes)), now)
         fetch.deadline = deadline
         fetch.expect_size = expect_size
+        fetch.expect_digest = expect_digest
         fetch.gather_ms = gather_ms
         fetch.group = group
         fetch.offers_usable = bool(self.config.usable_offer_kinds)
@@ -404,6 +414,8 @@ class Requester:
             size = copy.buffer.nbytes
             if not self._size_allowed(fetch, size):
                 self.counters.wrong_size += 1
+            elif fetch.expect_digest not in (0, copy.digest):
+                self.counters.other_copy += 1
             elif digest_of(copy.buffer) != copy.digest:
                 self.counters.corrupt_blocks += 1
             else:
@@ -771,7 +783,7 @@ class Requester:
                     flight.index,
                     flags,
                     fetch.group,
-                    0 if fetch.assembly is None else fetch.assembly.digest,
+                    fetch.pinned_digest,
                     gather=gather_ms,
                     wanted=wanted,
                     tag=flight.tag,
@@ -978,6 +990,10 @@ class Requester:
         if fetch.in_bulk:
             self.counters.duplicates += count
             return None
+        if fetch.expect_digest not in (0, frame.digest):
+            self.counters.other_copy += count
+            fetch.others.add(source)
+            return None
         if not self._size_allowed(fetch, frame.size):
             self.counters.wrong_size += count
             self._judge(now, fetch, source, MissReason.WRONG_SIZE)
@@ -1073,12 +1089,13 @@ class Requester:
 
     def _receive_miss(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         reason = frame.chunk
-        pinned = 0 if fetch.assembly is None else fetch.assembly.digest
+        pinned = fetch.pinned_digest
         if fetch.in_bulk:
             self.counters.other_copy += 1
             return
         if reason == MISS_NOT_HOME:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_HOME)
             return
         if frame.digest not in (0, pinned):
@@ -1090,6 +1107,7 @@ class Requester:
             self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_FOUND)
         elif reason == MISS_OVERLOADED:
             self.counters.misses += 1
@@ -1097,6 +1115,7 @@ class Requester:
             self._overloaded(now, source, frame, fetch)
         elif reason == MISS_DIGEST_GONE and frame.digest:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             fetch.gone.add(source)
             if source == fetch.home:
                 self._next_home(now, fetch)
@@ -1111,6 +1130,26 @@ class Requester:
             self._pump(now)
         else:
             fetch.verdicts.setdefault(source, verdict)
+
+    def _wait_ended(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
+        """A MISS has ended the wait for a segment, at every switch on its way.
+
+        If it came from the home that we asked, our next READ finds no wait of ours: it is a first
+        READ again, and not a repeat, since a repeat is always sent on, and all who waited with us
+        ask the next home at this moment. If it came from another, our READ may have joined the
+        wait that it ended: ask again soon, but not for ever.
+        """
+        if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
+            return
+        flight = fetch.flights[frame.segment]
+        if flight.state is not _State.FLYING or not flight.awaiting:
+            return
+        if flight.home == source:
+            flight.asked = False
+        elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
+            flight.tries += 1
+            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
+            self._timers.arm(flight, flight.gap_at)
 
     def _swallowed(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """A MISS or LAST about another copy ended a wait, and our READ may have joined that

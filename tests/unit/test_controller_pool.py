@@ -307,6 +307,19 @@ def test_groups_are_found_or_made_and_bounded() -> None:
     assert "999" in driver.take(1, Refused)[0].reason
 
 
+def test_a_group_takes_only_nodes_that_may_use_its_namespace() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    names = driver.pool.names.namespaces
+    names[namespace] = msgspec.structs.replace(names[namespace], nodes=["node-1", "node-2"])
+    driver.say(1, GroupRequest(1, namespace, ["node-1", "node-3"]))
+    assert "node-3" in driver.take(1, Refused)[0].reason
+    driver.say(1, GroupRequest(2, namespace, ["node-1", "node-2"]))
+    driver.round()
+    assert driver.take(1, GroupReply)[0].request == 2
+
+
 def test_a_restarted_controller_changes_neither_epoch_nor_switch() -> None:
     driver = Driver()
     driver.join(1, 2, 3)

@@ -39,7 +39,16 @@ from kvcast.protocol.control import (
     PoolMap,
     Registered,
 )
-from kvcast.protocol.wire import BUCKETS, OP_READ, BlockId, Frame, digest_of
+from kvcast.protocol.wire import (
+    BUCKETS,
+    FLAG_LAST,
+    FLAG_RESIDENT,
+    OP_DATA,
+    OP_READ,
+    BlockId,
+    Frame,
+    digest_of,
+)
 
 SLAB = 64 * 1024
 
@@ -203,11 +212,45 @@ def test_a_local_block_asks_nobody() -> None:
     assert node.frames() == []
 
 
-def test_the_sole_home_asks_the_switch_through_another_node_and_only_briefly() -> None:
+def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
     node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    copy.home = True
+    node.core.store._evict(copy)
     items = node.get(1, deadline_s=60)
     ((target, frame),) = node.frames()
-    assert (target, frame.op) == (other.index, OP_READ)
+    assert (target, frame.op, frame.digest) == (other.index, OP_READ, copy.digest)
+    node.now += 0.06
+    node.core.handle_timer(node.now)
+    assert items[0].status == local.MISS
+
+
+def test_the_sole_home_asks_nobody_for_what_it_never_had() -> None:
+    # Whoever is asked is no home of the block, and could answer anything.
+    node = pool_of([1])[0]
+    items = node.get(1, deadline_s=60)
+    assert node.frames() == []
+    assert (items[0].status, items[0].reason) == (local.MISS, "no_home")
+
+
+def test_the_sole_home_takes_no_other_copy_from_the_node_that_it_asks() -> None:
+    node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    copy.home = True
+    node.core.store._evict(copy)
+    items = node.get(1, deadline_s=60)
+    forged = b"not what was here"
+    frame = Frame(
+        OP_DATA, 1, key(1), 0, FLAG_LAST | FLAG_RESIDENT, digest=digest_of(forged),
+        size=len(forged), payload=forged + bytes(1024 - len(forged)),
+    )  # fmt: skip
+    node.core.receive(node.now, other.index, frame)
+    node.core.after_receiving(node.now)
+    assert items == []
     node.now += 0.06
     node.core.handle_timer(node.now)
     assert items[0].status == local.MISS

@@ -443,6 +443,38 @@ def test_what_has_arrived_is_kept_when_the_home_is_left() -> None:
     assert to_replica.digest == digest_of(alone)
 
 
+def test_who_is_sent_on_by_a_miss_asks_the_next_home_as_if_for_the_first_time() -> None:
+    # A MISS is shared with all who wait, and ends their wait. If all of them asked the next home
+    # with RETRY, a switch would send every one of those READs on.
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    assert not bench.reads()[0].flags & wire.FLAG_RETRY
+    bench.miss(0.001, wire.MISS_NOT_FOUND)
+    ((target, read),) = bench.core.frames_to_send()
+    assert target == REPLICA
+    assert not read.flags & wire.FLAG_RETRY
+
+
+def test_who_leaves_a_silent_home_repeats_its_read() -> None:
+    # The wait at the switch may still stand, with our own bit in it.
+    bench = Bench(tries_per_home=1)
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    (_, target, read), *_ = bench.run_timers(0.3)
+    assert target == REPLICA
+    assert read.flags & wire.FLAG_RETRY
+
+
+def test_a_miss_of_a_home_that_was_not_asked_may_have_ended_our_wait() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    bench.miss(0.001, wire.MISS_NOT_FOUND, source=REPLICA)
+    ((when, target, read), *_) = bench.run_timers(0.02)
+    assert (target, bool(read.flags & wire.FLAG_RETRY)) == (HOME, True)
+    assert when < 0.01  # long before the time-out
+
+
 def test_not_found_goes_on_to_the_replica_and_then_misses() -> None:
     bench = Bench()
     bench.fetch(homes=(HOME, REPLICA))
