@@ -1129,8 +1129,9 @@ class Requester:
 
         If it came from the home that we asked, our next READ finds no wait of ours: it is a first
         READ again, and not a repeat, since a repeat is always sent on, and all who waited with us
-        ask the next home at this moment. If it came from another, our READ may have joined the
-        wait that it ended: ask again soon, but not for ever.
+        ask the next home at this moment. So are those of the fetch's other segments that this
+        home was asked for: it has answered all of them alike. If the MISS came from another home,
+        our READ may have joined the wait that it ended: ask again soon, but not for ever.
         """
         if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
             return
@@ -1138,7 +1139,9 @@ class Requester:
         if flight.state is not _State.FLYING or not flight.awaiting:
             return
         if flight.home == source:
-            flight.asked = False
+            for asked in fetch.flights:
+                if asked.awaiting and asked.home == source:
+                    asked.asked = False
         elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
             flight.tries += 1
             flight.gap_at = now + self._jittered(self.config.reorder_min_s)
