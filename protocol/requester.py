@@ -32,7 +32,7 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final
 
@@ -372,6 +372,28 @@ class Requester:
             self._miss(now, fetch, MissReason.CANCELLED)
             self._pump(now)
 
+    def forget(self, now: float, indices: Collection[int]) -> None:
+        """These indices stand for no node any more, or for others: ask and hear none of them.
+
+        A fetch goes on with its other homes; one that has none left ends as `Missed`
+        (UNREACHABLE), or when its bulk call does.
+        """
+        for fetch in list(self._fetches.values()):
+            gone = [home for home in fetch.homes if home in indices]
+            if not gone:
+                continue
+            fetch.homes = tuple(home for home in fetch.homes if home not in gone)
+            fetch.sources = fetch.sources.difference(gone)
+            for home in gone:
+                fetch.verdicts[home] = MissReason.UNREACHABLE
+            if fetch.in_bulk:
+                continue
+            if not fetch.homes:
+                self._miss(now, fetch, MissReason.UNREACHABLE)
+            elif fetch.home in gone:
+                self._next_home(now, fetch)
+        self._pump(now)
+
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """Take a frame, as `wire.decode` made it, that came from node `source`."""
         if frame.op == OP_DATA:
@@ -426,10 +448,12 @@ class Requester:
                     Fetched(fetch_id, fetch.block, copy.buffer, size, copy.digest, fetch.report)
                 )
                 return True
-        if fetch.bulk_tried:
+        if fetch.bulk_tried or not fetch.homes:
             self._miss(now, fetch, self._worst_verdict(fetch))
         else:  # an offer that led nowhere: go on with READs
             fetch.offers_usable = False
+            if fetch.home not in fetch.homes:
+                fetch.home = fetch.homes[0]
             self._plan(fetch)
         self._pump(now)
         return False

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 from kvcast.bench.vopr_run import run_seed
 from kvcast.bench.vopr_switch import engines
-from vopr_bugs import BUGS
 from vopr_bug_seeds import FIRST_SEEDS
+from vopr_bugs import BUGS
 
 ENGINE = engines()[next(iter(engines()))]
 
