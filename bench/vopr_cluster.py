@@ -501,7 +501,7 @@ class Cluster:
 
 
 def _note_refusal(refused: list[str], number: int, status: str) -> None:
-    if status != "ok":
+    if status not in ("ok", "no_room", "busy"):  # an arena may be full of what is being read
         refused.append(f"{status} at host {number}")
 
 
