@@ -35,6 +35,9 @@ from kvcast.bench.vopr_run import Outcome, run_seed
 from kvcast.bench.vopr_shrink import shrink
 from kvcast.bench.vopr_switch import engines, product_program
 
+PROGRESS_EVERY = 500
+"""Seeds after which a line tells how far the run is."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser."""
@@ -169,6 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             violations.append(tell_violation(outcome, options))
             if not options.keep_going:
                 break
+        if seeds % PROGRESS_EVERY == 0:
+            so_far = f"{seeds} seeds, {delivered} blocks, {len(violations)} violations"
+            print(so_far, file=sys.stderr)
     minutes = (time.monotonic() - started) / 60
     report = {
         "seeds": seeds,
@@ -190,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gets": {k[4:]: n for k, n in sorted(total.items()) if k.startswith("get.")},
         "misses": {k[5:]: n for k, n in sorted(total.items()) if k.startswith("miss.")},
         "puts": {k[4:]: n for k, n in sorted(total.items()) if k.startswith("put.")},
+        "blocks_held_by_no_home_of_today": total["strays"],
         "machine": facts.machine(),
         "commit": facts.commit(),
     }

@@ -209,8 +209,6 @@ class Client:
     def prefetch(self, names: list[Name], deadline_s: float) -> None:
         """Have blocks fetched that nobody waits for."""
         number = self._number()
-        for name in names:
-            self._model.prefetched(self._host.number, name)
         keys = [key for _, key in names]
         self._ask(local.Prefetch(number, names[0][0], keys, deadline_s), number, _ignore)
 

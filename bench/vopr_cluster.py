@@ -439,6 +439,7 @@ class Cluster:
         while self._busy():
             self._step_to(self.world.now + 0.1)
         for block in self.plan.blocks:
+            self._count_strays(block.name)
             users = [h for h in self._clients if self.model.may_use(h, block.name[0])]
             for number in rng.sample(users, min(2, len(users))):
                 self._clients[number].get([block.name], 6.0, hold_s=0.0)
@@ -456,6 +457,19 @@ class Cluster:
         if refused and self._calm():
             raise ViolationError(2, f"nothing is wrong, and a put was refused: {refused[0]}")
         self._step_to(self.world.now + 0.5)
+
+    def _count_strays(self, name: Name) -> None:
+        """Count a block that somebody who acknowledged it still holds, but no home of today."""
+        holders = self.model.holders(name)
+        keep = [
+            host.number
+            for host in self.running()
+            if holders.get(host.number) == host.lives
+            and host.process is not None
+            and host.process.core.store.peek(BlockId(*name)) is not None
+        ]
+        if keep and not set(keep) & set(self.model.homes_of(name)):
+            self.world.counts["strays"] += 1
 
     def _busy(self) -> bool:
         return self.model.under_way > 0
@@ -487,7 +501,7 @@ class Cluster:
 
 
 def _note_refusal(refused: list[str], number: int, status: str) -> None:
-    if status != "ok":
+    if status not in ("ok", "no_room", "busy"):  # an arena may be full of what is being read
         refused.append(f"{status} at host {number}")
 
 

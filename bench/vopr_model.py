@@ -99,8 +99,10 @@ def look(frame: bytes) -> Seen | None:
     """What a frame says; None if it is no kvcast frame that anybody would take."""
     if len(frame) < _PAYLOAD_AT or frame[12:14] != b"\x08\x00" or frame[14] != 0x45:
         return None
-    if frame[23] != 17 or frame[36:38] != b"\x4b\x56":
-        return None
+    if frame[23] != 17 or frame[36:38] != b"\x4b\x56" or frame[20] & 0x3F or frame[21]:
+        return None  # not UDP, another port, or a fragment
+    if int.from_bytes(frame[14:34], "big") % 0xFFFF:
+        return None  # a damaged IPv4 header
     fields = _HEADER.unpack_from(frame, _HEADER_AT)
     version, op, flags, namespace, group, key, digest, size, segment, chunk = fields[:10]
     wanted = fields[11]
@@ -175,7 +177,6 @@ class Model:
         self._now_home: dict[int, list[int]] = {}
         # what is under way
         self._requests: dict[int, Request] = {}
-        self._ended_at: dict[tuple[int, Name], float] = {}
         self._due: list[tuple[float, int]] = []
         self._next = 1
         # the switch
@@ -277,13 +278,7 @@ class Model:
         request = self._requests.pop(number, None)
         if request is None:
             raise ViolationError(2, "a request was answered twice")
-        self._ended_at[request.host, request.name] = self._world.now
         return request
-
-    def prefetched(self, host: int, name: Name) -> None:
-        """A client wants the block, and will not wait for it: nobody knows how long it is asked
-        for."""
-        self._ended_at[host, name] = 1e9
 
     @property
     def under_way(self) -> int:
@@ -515,8 +510,9 @@ class Model:
                     2, f"a READ of {_show(seen)} by host {port} was held back; no answer comes"
                 )
             asked_at = window.read_at.get(port, now)
-            ended_at = self._ended_at.get((port, (seen.namespace, seen.key)), -1e9)
-            if now - max(asked_at, window.used_at) > REPEAT_S and ended_at < asked_at:
+            if now - max(asked_at, window.used_at) > REPEAT_S and self._waits_since(
+                port, (seen.namespace, seen.key), asked_at
+            ):
                 raise ViolationError(
                     2,
                     f"host {port} repeats a READ of {_show(seen)} since nothing has come, and the "
@@ -525,6 +521,14 @@ class Model:
         if window is not None:
             window.ports.add(port)
             window.read_at[port] = now
+
+    def _waits_since(self, host: int, name: Name, since: float) -> bool:
+        """Whether a client of the host has waited for the block all the time since then, so that
+        it is one and the same reader that asks again."""
+        return any(
+            r.host == host and r.name == name and r.what == "get" and r.started_at <= since
+            for r in self._requests.values()
+        )
 
     def _may_read_here(self, port: int, frame: bytes, seen: Seen) -> bool:
         """Whether there is no other reason than another READ for holding this one back."""

@@ -252,8 +252,8 @@ def _draft_ops(draft: _Draft) -> None:
     for phase, length_s, storms in ((0, CALM_S, 8), (1, CHAOS_S, 24), (2, FINAL_S, 8)):
         for _ in range(storms):
             _draft_storm(draft, phase, rng.uniform(0.3 if phase == 0 else 0.0, length_s))
-    for _ in range(rng.randrange(0, 10)):
-        _draft_other(draft, rng.choice((0, 1, 1, 2)))
+    for _ in range(rng.randrange(2, 16)):
+        _draft_other(draft, rng.choice((0, 1, 1, 1, 2)))
 
 
 def _draft_storm(draft: _Draft, phase: int, at: float) -> None:
@@ -287,7 +287,8 @@ def _draft_other(draft: _Draft, phase: int) -> None:
     block = draft.blocks[number]
     host = rng.choice(sorted(draft.rights[block.name[0]]))
     at = rng.uniform(0.2, (CALM_S, CHAOS_S, FINAL_S)[phase])
-    kind = rng.choice(("put", "put", "put", "half_put", "exists", "prefetch", "drop", "leave_open"))
+    others = ("half_put", "exists", "prefetch", "drop", "leave_open")
+    kind = "put" if rng.random() < 0.6 else rng.choice(others)
     _add(draft, phase, at, kind, (host,), (number,), copy=rng.randrange(len(block.copies)))
 
 

@@ -189,7 +189,7 @@ class AgentCore:
     def control_message(self, now: float, message: ControllerMessage) -> None:
         """Anything that the controller says after it took the registration."""
         if isinstance(message, PoolMap):
-            self._new_map(message)
+            self._new_map(now, message)
         elif isinstance(message, Credit):
             for namespace, key, hits in message.hits:
                 self.metrics.credits_total += hits
@@ -224,7 +224,7 @@ class AgentCore:
             self.requester.config, read_padding=message.read_padding_bytes > 0
         )
 
-    def _new_map(self, message: PoolMap) -> None:
+    def _new_map(self, now: float, message: PoolMap) -> None:
         try:
             pool = Pool(message, self._index, self.options.node_id)
         except PoolMapError:
@@ -234,8 +234,18 @@ class AgentCore:
         self.outbox.pool = pool
         if old is None:
             return
-        for index in old.nodes.keys() - pool.nodes.keys():
-            self.owner.drop_reader(index)
+        # An index may come to stand for another node: a controller that has lost its state
+        # numbers them anew, and a node that is forgotten leaves its own to the next.
+        gone = {
+            index
+            for index, node in old.nodes.items()
+            if index not in pool.nodes or pool.nodes[index].node_id != node.node_id
+        }
+        if gone:
+            for index in sorted(gone):
+                self.owner.drop_reader(index)
+            self.requester.forget(now, gone)
+            self.reads.drain(now)
         # A number that now means something else must not serve what it meant before.
         for namespace, info in old.namespaces.items():
             new = pool.namespaces.get(namespace)

@@ -309,10 +309,10 @@ class Reads:
             elif isinstance(event, Missed):
                 self._on_missed(event)
             elif isinstance(event, TryBulk):
-                self._try_bulk(event.fetch_id, event.block, event.home, digest=0)
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=0)
             else:
                 assert isinstance(event, OfferReceived)
-                self._try_bulk(event.fetch_id, event.block, event.home, digest=event.digest)
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=event.digest)
 
     def _fetched(self, now: float, event: Fetched) -> None:
         fetch = self._fetches.pop(event.block)
@@ -354,14 +354,28 @@ class Reads:
         for done in fetch.keeps:
             done(False)
 
-    def _try_bulk(self, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
+    def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
         """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
         pool = self._outbox.pool
-        others = pool.other_homes_of(block) if pool is not None else []
-        homes = deque([first, *(home for home in others if home != first)])
-        self._bulk_get(fetch_id, block, homes, digest)
+        if pool is None:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
+        others = pool.other_homes_of(block)
+        homes = [first, *(home for home in others if home != first)]
+        named = deque((home, pool.nodes[home].node_id) for home in homes if home in pool.nodes)
+        self._bulk_get(now, fetch_id, block, named, digest)
 
-    def _bulk_get(self, fetch_id: int, block: BlockId, homes: deque[int], digest: int) -> None:
+    def _bulk_get(
+        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]], digest: int
+    ) -> None:
+        pool = self._outbox.pool
+        assert pool is not None
+        # By now an index may stand for another node, which is no home of the block.
+        while homes and not pool.is_node(*homes[0]):
+            homes.popleft()
+        if not homes:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
         view: memoryview | None = None
         promised = 0
 
@@ -385,7 +399,8 @@ class Reads:
             if copy is None and ours and homes:
                 if view is not None:
                     self.discard(block, view)
-                self._bulk_get(fetch_id, block, homes, digest)
+                self._bulk_get(now, fetch_id, block, homes, digest)
+                self.drain(now)
                 return
             taken = self.requester.bulk_done(now, fetch_id, copy)
             if view is not None and not taken:
@@ -393,7 +408,8 @@ class Reads:
             self.drain(now)
 
         deadline = self._fetches[block].deadline
-        self._outbox.calls.append(GetCall(homes.popleft(), block, digest, deadline, begin, done))
+        index, _ = homes.popleft()
+        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, done))
 
     # --- answers ------------------------------------------------------------------------------
 

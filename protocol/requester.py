@@ -32,7 +32,7 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final
 
@@ -372,6 +372,28 @@ class Requester:
             self._miss(now, fetch, MissReason.CANCELLED)
             self._pump(now)
 
+    def forget(self, now: float, indices: Collection[int]) -> None:
+        """These indices stand for no node any more, or for others: ask and hear none of them.
+
+        A fetch goes on with its other homes; one that has none left ends as `Missed`
+        (UNREACHABLE), or when its bulk call does.
+        """
+        for fetch in list(self._fetches.values()):
+            gone = [home for home in fetch.homes if home in indices]
+            if not gone:
+                continue
+            fetch.homes = tuple(home for home in fetch.homes if home not in gone)
+            fetch.sources = fetch.sources.difference(gone)
+            for home in gone:
+                fetch.verdicts[home] = MissReason.UNREACHABLE
+            if fetch.in_bulk:
+                continue
+            if not fetch.homes:
+                self._miss(now, fetch, MissReason.UNREACHABLE)
+            elif fetch.home in gone:
+                self._next_home(now, fetch)
+        self._pump(now)
+
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """Take a frame, as `wire.decode` made it, that came from node `source`."""
         if frame.op == OP_DATA:
@@ -426,10 +448,12 @@ class Requester:
                     Fetched(fetch_id, fetch.block, copy.buffer, size, copy.digest, fetch.report)
                 )
                 return True
-        if fetch.bulk_tried:
+        if fetch.bulk_tried or not fetch.homes:
             self._miss(now, fetch, self._worst_verdict(fetch))
         else:  # an offer that led nowhere: go on with READs
             fetch.offers_usable = False
+            if fetch.home not in fetch.homes:
+                fetch.home = fetch.homes[0]
             self._plan(fetch)
         self._pump(now)
         return False
@@ -1136,8 +1160,9 @@ class Requester:
 
         If it came from the home that we asked, our next READ finds no wait of ours: it is a first
         READ again, and not a repeat, since a repeat is always sent on, and all who waited with us
-        ask the next home at this moment. If it came from another, our READ may have joined the
-        wait that it ended: ask again soon, but not for ever.
+        ask the next home at this moment. So are those of the fetch's other segments that this
+        home was asked for: it has answered all of them alike. If the MISS came from another home,
+        our READ may have joined the wait that it ended: ask again soon, but not for ever.
         """
         if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
             return
@@ -1145,7 +1170,9 @@ class Requester:
         if flight.state is not _State.FLYING or not flight.awaiting:
             return
         if flight.home == source:
-            flight.asked = False
+            for asked in fetch.flights:
+                if asked.awaiting and asked.home == source:
+                    asked.asked = False
         elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
             flight.tries += 1
             flight.gap_at = now + self._jittered(self.config.reorder_min_s)

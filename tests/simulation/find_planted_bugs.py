@@ -37,8 +37,10 @@ def main() -> int:
                 if outcome.violation is not None:
                     number, text = outcome.violation
                     took = time.perf_counter() - started
-                    expected = "" if number in bug.invariants else " UNEXPECTED"
-                    print(f"| {bug.name} | {number}{expected} | {seed} | {took:.0f} s | {text}")
+                    if number not in bug.invariants:
+                        print(f"{bug.name}: seed {seed}: invariant {number} (unexpected): {text}")
+                        continue
+                    print(f"| {bug.name} | {number} | {seed} | {took:.0f} s | {text}")
                     break
             else:
                 missed += 1

@@ -288,11 +288,26 @@ def _read_rights_not_checked() -> Any:
 def _stale_map() -> Any:
     original = AgentCore._new_map
 
-    def new_map(self: AgentCore, message: Any) -> None:
+    def new_map(self: AgentCore, now: float, message: Any) -> None:
         if self.pool is None or len(self.pool.nodes) < len(message.nodes):
-            original(self, message)
+            original(self, now, message)
 
     return mock.patch.object(AgentCore, "_new_map", new_map)
+
+
+@bug("reads go on when the controller gives a node's number to another", 5)
+def _renumbering_ignored() -> Any:
+    return mock.patch.object(requester.Requester, "forget", return_value=None)
+
+
+@bug("the only home of a block believes whoever it asks for it", 5)
+def _recall_believes_all() -> Any:
+    original = requester.Requester.fetch
+
+    def fetch(self: Any, *arguments: Any, **rest: Any) -> int:
+        return original(self, *arguments, **(rest | {"expect_digest": 0}))
+
+    return mock.patch.object(requester.Requester, "fetch", fetch)
 
 
 @bug("a put is acknowledged before any home has it", 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from kvcast.hostagent.arena import Allocator
 from kvcast.hostagent.calls import (
@@ -225,6 +226,22 @@ def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() ->
     node.now += 0.06
     node.core.handle_timer(node.now)
     assert items[0].status == local.MISS
+
+
+def test_a_map_that_numbers_the_nodes_anew_ends_reads_from_the_old_numbers() -> None:
+    # A controller that lost its state gives indices anew; what was asked of node 2 must not be
+    # taken from whoever has its number now.
+    node, _, _ = pool_of([2])
+    items = node.get(1, deadline_s=60)
+    ((target, _),) = node.frames()
+    assert target == 2
+    renumbered = pool_map([2], epoch=2)
+    second, third = renumbered.nodes[1], renumbered.nodes[2]
+    renumbered.nodes[1] = msgspec.structs.replace(third, index=2)
+    renumbered.nodes[2] = msgspec.structs.replace(second, index=3)
+    node.take_map(renumbered)
+    assert (items[0].status, items[0].reason) == (local.MISS, "unreachable")
+    assert node.core.reads.waiting == 0
 
 
 def test_the_sole_home_asks_nobody_for_what_it_never_had() -> None:

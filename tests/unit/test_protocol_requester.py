@@ -455,6 +455,29 @@ def test_who_is_sent_on_by_a_miss_asks_the_next_home_as_if_for_the_first_time() 
     assert not read.flags & wire.FLAG_RETRY
 
 
+def test_a_fetch_goes_on_without_the_homes_that_are_forgotten() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    assert bench.targets() == [HOME]
+    bench.core.forget(0.001, {HOME})
+    assert bench.targets() == [REPLICA]
+    bench.whole(0.002, 0, source=HOME, of=b"x" * 10)
+    assert bench.core.counters.wrong_source == 1
+    bench.core.forget(0.003, {REPLICA})
+    (missed,) = bench.events()
+    assert (missed.reason, bench.core.fetches_under_way) == (MissReason.UNREACHABLE, 0)
+
+
+def test_a_miss_of_one_segment_stands_for_all_that_the_home_was_asked_for() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA), expect_size=len(BYTES))
+    assert [read.segment for read in bench.reads()] == [0, 1, 2]
+    bench.miss(0.001, wire.MISS_NOT_FOUND)
+    again = bench.core.frames_to_send()
+    assert [(home, read.segment) for home, read in again] == [(REPLICA, s) for s in (0, 1, 2)]
+    assert not any(read.flags & wire.FLAG_RETRY for _, read in again)
+
+
 def test_who_leaves_a_silent_home_repeats_its_read() -> None:
     # The wait at the switch may still stand, with our own bit in it.
     bench = Bench(tries_per_home=1)
