@@ -126,7 +126,8 @@ class _Window:
     ports: set[int] = field(default_factory=set)
     read_at: dict[int, float] = field(default_factory=dict)
     """When each port last asked."""
-    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    """How often each host has sent each chunk."""
 
 
 @dataclass
@@ -364,8 +365,9 @@ class Model:
         window = self._windows.get(seen.where)
         if window is None or not self.enabled():
             return
-        window.sent[seen.chunk] += 1
-        times = window.sent[seen.chunk]
+        # By host: a recall may be answered by one that is no home, and whose answer goes nowhere.
+        window.sent[host, seen.chunk] += 1
+        times = window.sent[host, seen.chunk]
         if times > 1 and self._countable(seen) and times > 1 + self._lost(seen.where):
             raise ViolationError(
                 4,

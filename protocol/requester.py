@@ -1158,11 +1158,11 @@ class Requester:
     def _wait_ended(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """A MISS has ended the wait for a segment, at every switch on its way.
 
-        If it came from the home that we asked, our next READ finds no wait of ours: it is a first
-        READ again, and not a repeat, since a repeat is always sent on, and all who waited with us
-        ask the next home at this moment. So are those of the fetch's other segments that this
-        home was asked for: it has answered all of them alike. If the MISS came from another home,
-        our READ may have joined the wait that it ended: ask again soon, but not for ever.
+        So our next READ finds no wait of ours, and is a first READ again and not a repeat: a
+        repeat is always sent on, and all who waited with us ask at this moment. If the MISS came
+        from the home that we asked, that is true of the fetch's other segments too, since the home
+        has answered all of them alike. If it came from another, our READ had joined the wait that
+        it ended, and must be sent again; but not for ever.
         """
         if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
             return
@@ -1174,6 +1174,7 @@ class Requester:
                 if asked.awaiting and asked.home == source:
                     asked.asked = False
         elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
+            flight.asked = False
             flight.tries += 1
             flight.gap_at = now + self._jittered(self.config.reorder_min_s)
             self._timers.arm(flight, flight.gap_at)
