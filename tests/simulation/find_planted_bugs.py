@@ -36,7 +36,7 @@ def main() -> int:
         started = time.perf_counter()
         with bug.plant(engine) as product:
             for seed in range(1, options.max_seeds + 1):
-                if not bug.may_show(fault.kind for fault in plan_of(seed, Mask()).faults):
+                if not bug.may_show(plan_of(seed, Mask())):
                     continue
                 outcome = run_seed(seed, product)
                 if outcome.violation is not None:

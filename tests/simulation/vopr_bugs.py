@@ -20,6 +20,7 @@ from unittest import mock
 
 from kvcast.bench.vopr_agent import SimHost, agent_core
 from kvcast.bench.vopr_cluster import Product
+from kvcast.bench.vopr_plan import Plan
 from kvcast.bench.vopr_switch import Engine, product_program
 from kvcast.controller import pool as controller_pool
 from kvcast.controller.membership import Membership
@@ -50,10 +51,14 @@ class Bug:
     invariants: frozenset[int]
     plant: Plant
     faults: frozenset[str] = frozenset()
+    only_plain: bool = False
+    """It can show only where the switch program does not act and blocks have one home."""
 
-    def may_show(self, faults: Iterable[str]) -> bool:
-        """Whether it can show in a run with faults of these kinds."""
-        there = set(faults)
+    def may_show(self, plan: Plan) -> bool:
+        """Whether it can show in a run of this plan."""
+        if self.only_plain and not (plan.plain and plan.replicas == 0):
+            return False
+        there = {fault.kind for fault in plan.faults}
         return not self.faults or any(set(need.split("+")) <= there for need in self.faults)
 
 
@@ -61,7 +66,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    name: str, *invariants: int, faults: Iterable[str] = ()
+    name: str, *invariants: int, faults: Iterable[str] = (), only_plain: bool = False
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a context manager that plants a bug into a class of the product."""
 
@@ -71,7 +76,7 @@ def bug(
             with patch():
                 yield Product(engine, product_program())
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults), only_plain)
         return patch
 
     return register
@@ -117,6 +122,7 @@ def p4_bug(
 
 
 ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
+FORGERS = ["hostile_forger"]
 TENANTS = ["hostile_tenant"]
 CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger", "controller_wiped+hostile_spoofer"]
@@ -321,7 +327,7 @@ def _renumbering_ignored() -> Any:
     return mock.patch.object(requester.Requester, "forget", return_value=None)
 
 
-@bug("the only home of a block believes whoever it asks for it", 5, faults=ANSWERERS)
+@bug("the only home of a block believes whoever it asks for it", 5, faults=FORGERS, only_plain=True)
 def _recall_believes_all() -> Any:
     original = requester.Requester.fetch
 
