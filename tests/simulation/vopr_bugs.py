@@ -123,6 +123,7 @@ def p4_bug(
 
 ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
 FORGERS = ["hostile_forger"]
+LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
 CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger", "controller_wiped+hostile_spoofer"]
@@ -574,7 +575,7 @@ def _source_not_checked(data: Json) -> None:
             spec["primitives"] = []
 
 
-@p4_bug("a chunk of another copy is stored under the resident's digest", 1)
+@p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
 def _fill_ignores_digest(data: Json) -> None:
     _ignore_key(data, "fill_verdict", "digest_difference")
 
