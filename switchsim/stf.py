@@ -7,6 +7,9 @@ simple_switch_CLI. This module owns the grammar and the comparison; the switch i
 that it exercises.
 
     python -m kvcast.switchsim.stf DIR_OR_FILE [--engine llvm|reference] [--json FILE]
+                                   [--program FILE]
+
+With --program, one compiled program serves all scenarios, such as those that p4testgen writes.
 
 A scenario ends as *passed*, *refused* (the program uses a construct that the switch refuses by
 name), *wrong* (a frame came out that should not have, or came out other than it should, or did
@@ -567,13 +570,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="llvm",
         help="which engine runs the program (default: %(default)s)",
     )
+    parser.add_argument(
+        "--program", type=Path, help="the compiled program of all of them, in place of NAME.json"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file, as JSON")
     options = parser.parse_args(argv)
     scenarios = find_scenarios(options.path)
     if not scenarios:
         print(f"no scenarios in {options.path}", file=sys.stderr)
         return 2
-    reports = [run_file(s, engine=options.engine) for s in scenarios]
+    reports = [run_file(s, options.program, options.engine) for s in scenarios]
     result = summary(reports)
     for report in reports:
         if report.outcome != "passed":

@@ -247,3 +247,14 @@ def test_stf_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "1 passed, 0 failed, 0 refused, 0 wrong" in capsys.readouterr().out
     assert '"passed": 1' in out.read_text()
     assert stf.main([str(tmp_path)]) == 2
+
+
+def test_stf_command_line_takes_one_program_for_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.stf").write_text("packet 2 07 aabb\nexpect 1 000507aabb$\n")
+    (tmp_path / "two.stf").write_text("packet 2 07 aabb\nexpect 1 000507aabc$\n")
+    assert stf.main([str(tmp_path), "--program", str(PROGRAMS / "headers.json")]) == 1
+    output = capsys.readouterr().out
+    assert "1 passed, 0 failed, 0 refused, 1 wrong" in output
+    assert "wrong   two: " in output
