@@ -271,6 +271,14 @@ class SwitchLink:
         except P4ClientError as error:
             self.counts["rpc_errors"] += 1
             raise SwitchError(_brief(error)) from error
+        except asyncio.CancelledError as error:
+            # A call that is under way when its channel is closed ends so too (grpc.aio), although
+            # nobody has cancelled this task.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self.counts["rpc_errors"] += 1
+            raise SwitchError("connection lost during a call") from error
         except (AssertionError, AttributeError, RuntimeError) as error:
             # finsy asserts that its client is open, which ends under our hands when the
             # connection breaks between two awaits.
