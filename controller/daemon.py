@@ -23,16 +23,24 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
+from kvcast.cli.tls import (
+    add_tls_option,
+    credentials_of,
+    refuse_open_addresses,
+    reload_on_hangup,
+)
 from kvcast.p4 import artefact, profiles
 
 from .admission import ValueOptions
 from .control_loop import StoreError
+from .http_api import HttpOptions
 from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
 from .store import Store
-from .switch import OneLineErrors
+from .switch import OneLineErrors, SwitchTls
 from .tiers import AdmitMode
+from .tokens import TokensError, TokensFile
 
 log = logging.getLogger("kvcast.controller")
 
@@ -59,6 +67,18 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         default="127.0.0.1:9559",
         help="P4Runtime address of the switch",
+    )
+    switch.add_argument(
+        "--switch-tls",
+        action=argparse.BooleanOptionalAction,
+        help="speak TLS with the switch, by the files of --tls; by default where it is beyond "
+        "loopback",
+    )
+    switch.add_argument(
+        "--switch-name",
+        metavar="HOST",
+        default="",
+        help="whose certificate the switch must show, where that is not the host of --switch",
     )
     switch.add_argument("--device-id", type=_int(1, 2**64 - 1), default=1, help="P4Runtime device")
     switch.add_argument(
@@ -116,11 +136,26 @@ def build_parser() -> argparse.ArgumentParser:
         help="where the HTTP API is served; port 0 = pick one",
     )
     pool.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow listening beyond loopback, although neither listener has encryption or "
-        "passwords",
+        "--tokens",
+        metavar="FILE",
+        type=Path,
+        help="tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without "
+        "it, everybody may on loopback, and elsewhere only who has an operator's certificate",
     )
+    pool.add_argument(
+        "--http-client-certs",
+        action="store_true",
+        help="let nobody use the HTTP API, with or without a token, who has no certificate of the "
+        "cluster",
+    )
+    pool.add_argument(
+        "--http-rate",
+        metavar="REQUESTS",
+        type=_number(0, 1e6),
+        default=100.0,
+        help="requests a second that one client may make over HTTP; 0 = no limit",
+    )
+    add_tls_option(pool.add_argument)
     pool.add_argument(
         "--state",
         metavar="FILE",
@@ -305,6 +340,14 @@ async def run(options: argparse.Namespace) -> int:
                 agents_addr=options.agents_addr,
                 http_addr=options.http_addr,
                 tick_s=options.tick,
+                credentials=options.credentials,
+                switch_tls=options.switch_credentials,
+                http=HttpOptions(
+                    tokens=options.tokens_file,
+                    client_certificates=options.http_client_certs,
+                    authenticated=authenticates(options),
+                    rate_per_s=options.http_rate,
+                ),
             ),
             pool_options(options),
             store,
@@ -313,7 +356,11 @@ async def run(options: argparse.Namespace) -> int:
     except (StoreError, OSError) as error:
         print(f"kvcast controller: {error}", file=sys.stderr)
         return 1
-    stop = stop_event(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    stop = stop_event(loop)
+    files = [f.refresh for f in (options.credentials, options.tokens_file) if f is not None]
+    if files:
+        reload_on_hangup(loop, *files)
     announce_ready(
         agents_addr=_joined(service.agents_address),
         http_addr=_joined(service.http_address),
@@ -331,15 +378,51 @@ def _joined(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`kvcast controller`."""
+def authenticates(options: argparse.Namespace) -> bool:
+    """Whether the HTTP API asks who somebody is: wherever there is a way to tell."""
+    return options.tokens is not None or options.tls is not None
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags and file, checked, with the files that they name opened; exits with status 2 and a
+    message on an error."""
     parser = build_parser()
     options = parse_with_config(parser, argv)
-    for flag in ("agents_addr", "http_addr"):
-        host, _ = getattr(options, flag)
-        if not is_loopback(host) and not options.insecure:
-            name = flag.replace("_", "-")
-            parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
+    switch_host = options.switch.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    refuse_open_addresses(
+        parser,
+        options,
+        [
+            ("--agents-addr", options.agents_addr[0]),
+            ("--http-addr", options.http_addr[0]),
+            ("--switch", switch_host),
+        ],
+    )
+    if options.switch_tls is None:
+        options.switch_tls = options.tls is not None and not is_loopback(switch_host)
+    elif options.switch_tls and options.tls is None:
+        parser.error("--switch-tls needs --tls DIR")
+    elif not (options.switch_tls or is_loopback(switch_host) or options.insecure):
+        parser.error(f"--switch {switch_host} is not loopback: --no-switch-tls needs --insecure")
+    if options.http_client_certs and options.tls is None:
+        parser.error("--http-client-certs needs --tls DIR")
+    options.credentials = credentials_of(parser, options.tls)
+    options.switch_credentials = None
+    if options.switch_tls:
+        assert options.credentials is not None
+        options.switch_credentials = SwitchTls(options.credentials.files, options.switch_name)
+    options.tokens_file = None
+    if options.tokens is not None:
+        try:
+            options.tokens_file = TokensFile(options.tokens)
+        except TokensError as error:
+            parser.error(f"--tokens {error}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kvcast controller`."""
+    options = parse(argv)
     setup_logging(options.log_level, options.log_format)
     for library in ("finsy", "grpc", "asyncio", "aiohttp"):
         # At "debug" finsy prints every entity that it reads or writes.
