@@ -34,6 +34,7 @@ from kvcast.p4 import artefact, profiles
 from .admission import ValueOptions
 from .control_loop import StoreError
 from .http_api import HttpOptions
+from .names import SaltMode, TenantRules
 from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
@@ -185,6 +186,22 @@ def build_parser() -> argparse.ArgumentParser:
         help="nodes that a bucket lists after its home, in the order in which they take over",
     )
     pool.add_argument(
+        "--tenant",
+        metavar="NAME[=NODE,…]",
+        type=_tenant,
+        action="append",
+        default=[],
+        help="a tenant, and the nodes that its namespaces are for (none = all); where any are "
+        "named, there are no others (repeatable)",
+    )
+    pool.add_argument(
+        "--salts",
+        choices=[mode.value for mode in SaltMode],
+        default=SaltMode.AUTO.value,
+        help="secrets that keep tenants from naming each other's blocks; auto: as soon as there "
+        "are two tenants, or --tenant is given",
+    )
+    pool.add_argument(
         "--tick",
         metavar="SECONDS",
         type=_seconds(0.05, 60),
@@ -288,6 +305,16 @@ def _int(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _tenant(text: str) -> tuple[str, frozenset[str]]:
+    name, equals, nodes = text.partition("=")
+    names = frozenset(node.strip() for node in nodes.split(",")) if equals else frozenset()
+    if not 1 <= len(name) <= 256 or "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=NODE,…")
+    if wrong := sorted(node for node in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", node)):
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no node's name")
+    return name, names
+
+
 def _mac(text: str) -> str:
     mac = text.lower()
     if not re.fullmatch(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", mac) or int(mac[:2], 16) & 1:
@@ -322,6 +349,7 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
             min_stay_s=options.min_stay,
         ),
         drain_s=options.recirculation_wait,
+        tenants=TenantRules(dict(options.tenant), SaltMode(options.salts)),
     )
 
 

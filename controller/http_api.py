@@ -79,11 +79,14 @@ class HttpOptions:
 
 
 class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of both pin requests; `wait_s`: how long POST may wait for the block."""
+    """The body of both pin requests. `key`: as /v1/status shows it, or, with `engine_key`, as the
+    engine has it (the two differ where the namespace is salted); `wait_s`: how long POST may wait
+    for the block."""
 
     namespace: Annotated[int, Meta(ge=1, le=0xFFFF)]
     key: Annotated[str, Meta(pattern="^[0-9a-fA-F]{32}$")]
     wait_s: Annotated[float, Meta(ge=0, le=10)] = 5.0
+    engine_key: bool = False
 
     @property
     def block(self) -> BlockId:
@@ -109,6 +112,9 @@ class Service(Protocol):
     def decisions(self) -> list[dict[str, Any]]: ...
 
     def metrics(self) -> bytes: ...
+
+    def derived(self, block: BlockId) -> BlockId:
+        """An engine's block as the pool knows it."""
 
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
         """Pin and wait until the switch holds the entries; ApiError."""
@@ -330,13 +336,16 @@ class HttpApi:
 
     async def _pin(self, request: web.BaseRequest) -> web.Response:
         body = await _pin_body(request)
-        return _json(await self._service.pin(body.block, body.wait_s))
+        return _json(await self._service.pin(self._block(body), body.wait_s))
 
     async def _unpin(self, request: web.BaseRequest) -> web.Response:
         body = await _pin_body(request)
-        if not self._service.unpin(body.block):
+        if not self._service.unpin(self._block(body)):
             raise ApiError(404, "the block is not pinned")
         return _json({"unpinned": True})
+
+    def _block(self, body: PinBody) -> BlockId:
+        return self._service.derived(body.block) if body.engine_key else body.block
 
 
 async def _pin_body(request: web.BaseRequest) -> PinBody:

@@ -220,6 +220,10 @@ class ControllerService:
         """/metrics."""
         return self._metrics.render()
 
+    def derived(self, block: BlockId) -> BlockId:
+        """An engine's block as the pool knows it."""
+        return self._pool.derived(block)
+
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
         """Pin the block and wait until the switch holds its entries; ApiError with why not."""
         pool = self._pool

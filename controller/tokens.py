@@ -9,7 +9,8 @@ to guess from a hash, and no need for a slow one. One line each:
     NAME ROLE HASH EXPIRES        # EXPIRES: 2027-05-20, or "never"
 
 Every line's hash is compared, each in constant time, whichever matches: how long an answer takes
-says nothing about a token.
+says nothing about a token. What is wrong with a line is said without a word of it: somebody may
+have written a token there.
 """
 
 from __future__ import annotations
@@ -56,11 +57,9 @@ class Token:
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
-            raise TokensError(
-                f"{self.name[:80]!r} is no name: 1 to 64 letters, digits, dots, dashes, underscores"
-            )
+            raise TokensError("a name has 1 to 64 letters, digits, dots, dashes, underscores, @")
         if self.role not in ROLES:
-            raise TokensError(f"{self.role[:80]!r} is no role ({', '.join(ROLES)})")
+            raise TokensError(f"the roles are {' and '.join(ROLES)}")
 
     @property
     def line(self) -> str:

@@ -33,6 +33,7 @@ from kvcast.cli.tls import (
     refuse_open_addresses,
     reload_on_hangup,
 )
+from kvcast.hostagent.access import AccessRules, parse_rule
 from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.arena import SLAB_BYTES, ArenaError
 from kvcast.hostagent.controllink import ControlOptions
@@ -181,10 +182,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--socket", help="path of the Unix socket for engines (required)")
     add(
         "--allow-uid",
-        type=int,
+        type=parse_rule,
         action="append",
         default=[],
-        help="user that may connect besides this process's own and root (repeatable)",
+        metavar="UID[=TENANT,…]",
+        help="user that may connect besides this process's own and root; with tenants, for their "
+        "namespaces only (repeatable)",
+    )
+    add(
+        "--allow-gid",
+        type=parse_rule,
+        action="append",
+        default=[],
+        metavar="GID[=TENANT,…]",
+        help="the same for the members of a group (repeatable)",
     )
     add("--max-clients", type=int, default=256, help="clients at once")
     add(
@@ -349,7 +360,7 @@ def options_of(flags: argparse.Namespace) -> Options:
         control=ControlOptions(*flags.controller),
         local=LocalOptions(
             socket_path=flags.socket,
-            allowed_uids=frozenset(flags.allow_uid),
+            access=AccessRules(dict(flags.allow_uid), dict(flags.allow_gid)),
             max_clients=flags.max_clients,
         ),
         arena=ArenaOptions(

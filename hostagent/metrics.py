@@ -130,6 +130,8 @@ class Metrics:
     """Replies to clients that had gone."""
     local_busy_total: int = 0
     local_unknown_handles_total: int = 0
+    local_forbidden_total: int = 0
+    """Requests for a tenant's namespace that the rule which let the client in does not name."""
     # the control link
     control_connects_total: int = 0
     control_errors_total: int = 0

@@ -307,10 +307,10 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("a viewer", "line 1: 2 words"),
-        ("\n\na king " + "0" * 64 + " never", "line 3: 'king' is no role"),
+        ("\n\na king " + "0" * 64 + " never", "line 3: the roles are"),
         ("a viewer xyz never", "no SHA-256"),
         ("a viewer " + "0" * 64 + " soon", "neither a date"),
-        ("a/b viewer " + "0" * 64 + " never", "is no name"),
+        ("a/b viewer " + "0" * 64 + " never", "a name has"),
         ("a viewer " + "0" * 64 + " never\n" + "a viewer " + "1" * 64 + " never", "there twice"),
     ],
 )
