@@ -1,7 +1,7 @@
 """Nothing secret is ever logged: tokens, private keys and salts pass while every logger is heard.
 
-Oracle: the records of all loggers at their most talkative, searched for every secret in the forms in
-which one could be printed. Cannot see: what a core dump or a debugger would show.
+Oracle: the records of all loggers at their most talkative, searched for every secret in the forms
+in which one could be printed. Cannot see: what a core dump or a debugger would show.
 """
 
 from __future__ import annotations
