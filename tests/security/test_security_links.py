@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -284,3 +285,26 @@ async def test_an_agent_does_not_register_with_a_node(
         await agent.close()
         await pool.controller.stop()
         pool.switch.close()
+
+
+async def test_no_session_is_resumed(shared_certificates: Certificates) -> None:
+    """A resumed session would outlive the authority by which its peer was trusted."""
+    async with Door(shared_certificates.of("controller")) as door:
+        context = shared_certificates.of("node-1").client()
+        context.options &= ~ssl.OP_NO_TICKET
+
+        def connect(session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool]:
+            with (
+                socket.create_connection(door.address) as plain,
+                context.wrap_socket(plain, session=session) as secure,
+            ):
+                secure.sendall(MessageCodec[AgentMessage](AgentMessage).encode(register("node-2")))
+                with contextlib.suppress(OSError):  # refused: it is node-1's certificate
+                    while secure.recv(100):
+                        pass
+                return secure.session, bool(secure.session_reused)
+
+        session, _ = await asyncio.to_thread(connect, None)
+        assert session is None or not session.has_ticket
+        _, resumed = await asyncio.to_thread(connect, session)
+        assert not resumed
