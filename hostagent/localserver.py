@@ -35,6 +35,7 @@ HIGH_WATER_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
 LOGGED_COMPLAINTS: Final = 100
 _HANDSHAKE_TIMEOUT_S: Final = 5.0
+_REJECT_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,14 @@ class LocalServer:
     ) -> None:
         self._core.metrics.local_connections_refused_total += 1
         self.complain("a client was rejected", reason)
-        with contextlib.suppress(OSError):  # it may have gone
-            await asyncio.get_running_loop().sock_sendall(
-                connection, codec.encode(local.Rejected(reason))
-            )
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError, TimeoutError):  # it may have gone
+            await loop.sock_sendall(connection, codec.encode(local.Rejected(reason)))
+            # Its Hello may still be on the way; closed before that, it would not hear why.
+            connection.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_REJECT_TIMEOUT_S):
+                while await loop.sock_recv(connection, 65536):
+                    pass
         connection.close()
 
     def complain(self, what: str, why: str) -> None:
