@@ -165,6 +165,6 @@ def test_the_command_writes_a_find_and_repeats_it(
 def test_a_port_of_thousands_of_digits_is_a_wrong_port() -> None:
     harness = TARGETS["config"].harness()
     try:
-        assert tell(harness, b'agents_addr = "127.0.0.1:' + b"9" * 5000 + b'"\n', 20.0) is None
+        assert tell(harness, b'grpc_addr = "127.0.0.1:' + b"9" * 5000 + b'"\n', 20.0) is None
     finally:
         harness.close()

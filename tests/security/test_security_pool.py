@@ -19,7 +19,8 @@ from kvcast.cli.common import CommandError
 from kvcast.cli.tls import TlsFiles
 from kvcast.controller.tokens import VIEWER, Token, digest_of_token, new_token, write
 from kvcast.hostagent.client import AsyncClient
-from security_harness import Certificates
+from kvcast.switchsim.p4runtime_tls import CertificateFiles
+from security_harness import Certificates, calling
 
 
 def _free_ports(count: int) -> list[int]:
@@ -148,3 +149,32 @@ async def _only_controllers_program(certificates: Certificates, address: str) ->
     assert await answer("controller") == "OK"
     assert await answer("operator") == "OK"
     assert await answer("node-1") == "PERMISSION_DENIED"
+
+
+async def test_the_switch_shows_a_new_certificate_without_a_restart(
+    certificates: Certificates,
+) -> None:
+    files = TlsFiles.of_folder(certificates.folder / "switch")
+    serving = CertificateFiles(files.cert, files.key, files.ca)
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", serving.credentials())
+    await server.start()
+    context = certificates.of("controller").client()
+    context.set_alpn_protocols(["h2"])
+
+    async def serial() -> str:
+        async with calling(("127.0.0.1", port), context) as caller:
+            return caller.serial
+
+    try:
+        before = await serial()
+        assert await serial() == before
+        certificates.renew("switch")
+        assert await serial() != before
+        after = await serial()
+        # Half of a pair: the last good one goes on.
+        files.key.unlink()
+        assert await serial() == after
+        assert (serving.reloads, serving.failed_reloads) == (1, 1)
+    finally:
+        await server.stop(None)
