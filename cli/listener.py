@@ -27,6 +27,7 @@ from kvcast.cli.tls import HANDSHAKE_TIMEOUT_S, Credentials
 log = logging.getLogger("kvcast.listener")
 
 _BACKLOG: Final = 128
+_NO_SUCH_ADDRESS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _OUT_OF_DESCRIPTORS_PAUSE_S: Final = 0.1
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -75,21 +76,20 @@ class Listener:
         found = await loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        try:
-            for family, kind, proto, _, address in dict.fromkeys(found):
-                sock = socket.socket(family, kind, proto)
-                self._sockets.append(sock)
-                sock.setblocking(False)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                sock.bind((address[0], port, *address[2:]))
-                port = sock.getsockname()[1]
-                sock.listen(_BACKLOG)
-        except OSError as error:
-            self._close_sockets()
-            why = f"cannot listen on {host}:{port}: {error.strerror}"
-            raise OSError(error.errno, why) from None
+        absent: OSError | None = None
+        for family, kind, proto, _, address in dict.fromkeys(found):
+            try:
+                sock = _listening(family, kind, proto, (address[0], port, *address[2:]))
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    self._close_sockets()
+                    raise _cannot_listen(host, port, error) from None
+                absent = error  # a name may stand for addresses that this machine does without
+                continue
+            self._sockets.append(sock)
+            port = sock.getsockname()[1]
+        if absent is not None and not self._sockets:
+            raise _cannot_listen(host, port, absent)
         self._accepting = [loop.create_task(self._accept(sock)) for sock in self._sockets]
         name = self._sockets[0].getsockname()
         return name[0], name[1]
@@ -184,6 +184,25 @@ class Listener:
             task = asyncio.current_task()
             assert task is not None
             self._handshakes.pop(task, None)
+
+
+def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}")
 
 
 def _hang_up(connection: socket.socket) -> None:

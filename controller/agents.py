@@ -24,8 +24,8 @@ log = logging.getLogger("kvcast.controller.agents")
 
 MAX_CONNECTIONS = 64
 """Twice the agents that a pool can have: old connections may linger."""
-MAX_CONNECTIONS_PER_ADDRESS = 16
-"""A node has one, and perhaps some that linger; nodes behind one address share this."""
+MAX_CONNECTIONS_PER_ADDRESS = 40
+"""All nodes may be behind one address, but nobody there can take every place."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Longest message of an agent; a Renew with 256 hot blocks takes about 16 KiB."""
 MAX_UNSENT_BYTES = 8 << 20
