@@ -36,6 +36,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
+from weakref import WeakSet
 
 import msgspec
 from aiohttp import web
@@ -59,6 +60,8 @@ REQUEST_TIMEOUT_S = 15.0
 MAX_CONCURRENT = 64
 MAX_CONNECTIONS = 256
 """Open connections, idle ones included."""
+FIRST_REQUEST_TIMEOUT_S = 15.0
+"""A connection that has made no request by then is closed; later ones have 30 s each."""
 MAX_CONNECTIONS_PER_ADDRESS = 64
 """Of them, from one address beyond loopback."""
 MAX_SLOWED = 32
@@ -154,6 +157,8 @@ class HttpApi:
         self._failures = Failures()
         self._sleep = sleep
         self._slowed = 0
+        self._spoken: WeakSet[asyncio.BaseTransport] = WeakSet()
+        """Connections on which a request was made."""
         self._runner: web.ServerRunner | None = None
         self._busy = 0
         self._listener = Listener(
@@ -191,7 +196,16 @@ class HttpApi:
         assert self._runner is not None
         server = self._runner.server
         assert server is not None
-        return server()
+        protocol = server()
+        asyncio.get_running_loop().call_later(FIRST_REQUEST_TIMEOUT_S, self._must_speak, protocol)
+        return protocol
+
+    def _must_speak(self, protocol: web.RequestHandler[Any]) -> None:
+        """Close a connection that has asked for nothing, or for half of something."""
+        transport = protocol.transport
+        if transport is not None and transport not in self._spoken:
+            self.counts["connections_silent"] += 1
+            transport.abort()
 
     def _answer_counter(self) -> type[AbstractAccessLogger]:
         """What aiohttp calls behind every answer, also those that it makes itself."""
@@ -224,6 +238,8 @@ class HttpApi:
     async def _bounded(self, request: web.BaseRequest) -> web.Response:
         """Bounds and errors of every request."""
         self.counts["requests"] += 1
+        if request.transport is not None:
+            self._spoken.add(request.transport)
         client = _client(request)
         wait_s = self._rate.wait_s(client, time.monotonic())
         if wait_s:

@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from kvcast.cli import tokens as tokens_command
 from kvcast.cli.tls import Credentials
+from kvcast.controller import http_api
 from kvcast.controller.http_api import HttpApi, HttpOptions
 from kvcast.controller.limits import FREE_FAILURES, MAX_CLIENTS, Failures, RateLimit, client_of
 from kvcast.controller.tokens import (
@@ -33,7 +34,7 @@ from kvcast.controller.tokens import (
     write,
 )
 from kvcast.protocol.wire import BlockId
-from security_harness import Certificates, until
+from security_harness import Certificates, hang_up, until
 
 PIN = {"namespace": 1, "key": "00" * 16}
 
@@ -221,6 +222,26 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
         async with session.post(f"{api.url}/v1/pin", data=b"x" * 20_000) as answer:
             assert answer.status == 413
         assert api.service.pinned == []
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nX: "])
+async def test_a_connection_that_asks_for_nothing_is_closed(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_api, "FIRST_REQUEST_TIMEOUT_S", 0.2)
+    async with Api(HttpOptions()).running() as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        reader, silent = await asyncio.open_connection(host, int(port))
+        _, asks = await asyncio.open_connection(host, int(port))
+        silent.write(said)
+        asks.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+        assert api.api.counts["connections_silent"] == 1
+        await until(lambda: api.api.counts["requests"] == 1)
+        assert not asks.transport.is_closing()
+        for writer in (silent, asks):
+            await hang_up(writer)
 
 
 def test_the_rate_limit_forgets_the_oldest_clients_first() -> None:
