@@ -16,7 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from hostagent_harness import key_of, running_pool
-from kvcast.controller.names import NameRequestError, Names, SaltMode, TenantRules
+from kvcast.controller.names import (
+    MAX_GROUPS_PER_NAMESPACE,
+    MAX_NAMESPACES,
+    NameRequestError,
+    Names,
+    SaltMode,
+    TenantRules,
+)
 from kvcast.controller.pool import Pool, PoolOptions, SavedState, Send
 from kvcast.controller.program import Settings
 from kvcast.controller.residency import SavedResident
@@ -111,20 +118,23 @@ async def test_without_the_salt_a_prober_can_address_nothing(tmp_path: Path) -> 
 
 async def test_what_was_kept_before_the_salt_is_forgotten(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 2) as pool:
+        store = pool.agents[1].core.store
         await pool.clients[1].put(1, {key_of(1): b"before"})
+        assert store.peek(BlockId(1, key_of(1))) is not None
         pool.controller.namespaces[0] = NamespaceInfo(1, "t", "m", "1", "l", [], True)
         for node in ("node-1", "node-2"):
             pool.controller.send(node, Salts([NamespaceSalt(1, SECRET)]))
         pool.controller.publish()
         await pool.settled()
-        assert pool.agents[1].core.store.used_bytes == 0
+        assert store.peek(BlockId(1, key_of(1))) is None
         assert await pool.clients[1].get(1, [key_of(1)], 0.2) == [None]
         # So it is when one salt takes another's place.
         await pool.clients[1].put(1, {key_of(1): b"under the first"})
+        assert store.peek(BlockId(1, Salt(SECRET).key(key_of(1)))) is not None
         pool.controller.send("node-1", Salts([NamespaceSalt(1, OTHER)]))
         pool.controller.publish()
         await pool.settled()
-        assert pool.agents[1].core.store.used_bytes == 0
+        assert store.peek(BlockId(1, Salt(SECRET).key(key_of(1)))) is None
 
 
 # --- the controller -------------------------------------------------------------------------------
@@ -297,3 +307,19 @@ def test_no_printed_form_shows_a_salt() -> None:
         for form in (repr(secret)[2:-1], secret.hex()):
             assert form not in repr(shown), type(shown)
             assert form not in str(driver.pool.status(0.0))
+
+
+def test_names_are_bounded() -> None:
+    """One node that asks for ever more names does not fill the switch's tables."""
+    names = Names()
+    for number in range(MAX_NAMESPACES):
+        names.namespace("t", str(number), "1", "l", "n")
+    with pytest.raises(NameRequestError, match="all 128 namespaces are taken"):
+        names.namespace("t", "one more", "1", "l", "n")
+    assert names.namespace("t", "5", "1", "l", "n")[1] is False
+    known = frozenset(f"n{number}" for number in range(MAX_GROUPS_PER_NAMESPACE + 1))
+    for node in sorted(known)[:-1]:
+        names.group(1, [node], known)
+    with pytest.raises(NameRequestError, match="namespace 1 has all of its 64 groups"):
+        names.group(1, [max(known)], known)
+    assert len(names.groups) == MAX_GROUPS_PER_NAMESPACE
