@@ -10,6 +10,7 @@ import signal
 import socket
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 from controller_harness import Lab
@@ -18,7 +19,7 @@ from kvcast.cli import status
 from kvcast.cli.common import CommandError
 from kvcast.cli.tls import TlsFiles
 from kvcast.controller.tokens import VIEWER, Token, digest_of_token, new_token, write
-from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.client import AsyncClient, InvalidRequestError
 from kvcast.switchsim.p4runtime_tls import CertificateFiles
 from security_harness import Certificates, calling
 
@@ -57,6 +58,7 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
             f"--tls={folder}/controller",
             "--switch-tls",
             f"--tokens={tmp_path / 'tokens'}",
+            "--tenant=t=node-1,node-2",
         )
         agents = [
             await lab.start(
@@ -97,6 +99,23 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
                 assert block is not None
                 with block:
                     assert bytes(block.data) == blocks[key]
+
+            # The tenant's namespaces are salted, and who may pin by the engine's key.
+            with pytest.raises(InvalidRequestError, match="no tenant 'other'"):
+                await reader.namespace("other", "m", "1", "l")
+        (info,) = status.fetch_status(url, access)["namespaces"]
+        assert info["salted"]
+        assert info["nodes"] == ["node-1", "node-2"]
+        key = next(iter(blocks))
+        assert access.context is not None
+        pin = {"namespace": namespace, "key": key.hex(), "engine_key": True, "wait_s": 10}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/pin", json=pin, ssl=access.context) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+        (resident,) = (await asyncio.to_thread(status.fetch_status, url, access))["residents"]
+        assert resident["key"] != key.hex()
 
         # HTTP: a token reads, nobody else does; the name in the certificate is checked.
         assert status.fetch_status(url, access)["epoch"] > 0
