@@ -36,6 +36,8 @@ from kvcast.controller.tokens import (
 from kvcast.protocol.wire import BlockId
 from security_harness import Certificates, hang_up, until
 
+pytest_plugins = ["security_fixtures"]
+
 PIN = {"namespace": 1, "key": "00" * 16}
 
 

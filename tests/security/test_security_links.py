@@ -26,6 +26,8 @@ from kvcast.protocol.framing import MessageCodec
 from kvcast.protocol.identity import Identity, IdentityError, identity_of_uris
 from security_harness import Certificates, calling, hang_up, register, until
 
+pytest_plugins = ["security_fixtures"]
+
 
 class Door:
     """The controller's door for agents, and what came in through it."""

@@ -16,6 +16,8 @@ from kvcast.cli.listener import Bounds, Listener, streams
 from kvcast.cli.tls import Credentials
 from security_harness import Certificates, hang_up, until
 
+pytest_plugins = ["security_fixtures"]
+
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):

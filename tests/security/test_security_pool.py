@@ -23,6 +23,8 @@ from kvcast.hostagent.client import AsyncClient, InvalidRequestError
 from kvcast.switchsim.p4runtime_tls import CertificateFiles
 from security_harness import Certificates, calling
 
+pytest_plugins = ["security_fixtures"]
+
 
 def _free_ports(count: int) -> list[int]:
     socks = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]

@@ -26,6 +26,8 @@ from security_harness import Certificates, calling, register
 from test_security_http import Api
 from test_security_links import Door
 
+pytest_plugins = ["security_fixtures"]
+
 SALT = bytes(range(100, 132))
 
 

@@ -1,15 +1,10 @@
-"""The integration tests' small pools serve here, too; and one set of certificates for all tests."""
+"""The security tests' certificates as fixtures: a plugin of the test modules that name it."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from security_harness import Certificates
 
 
