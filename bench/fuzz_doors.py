@@ -39,12 +39,20 @@ from kvcast.controller.agents import MAX_MESSAGE_BYTES
 from kvcast.controller.program import Settings
 from kvcast.hostagent import bulklink, core, localserver, sessions
 from kvcast.hostagent import pool as agent_pool
+from kvcast.hostagent.access import Tenants
 from kvcast.hostagent.arena import Allocator
 from kvcast.hostagent.core import AgentCore, AgentOptions
 from kvcast.hostagent.pool import PoolMapError
 from kvcast.hostagent.store import Store
 from kvcast.p4 import artefact
-from kvcast.protocol.control import AgentMessage, ControllerMessage, NamespaceInfo, Registered
+from kvcast.protocol.control import (
+    AgentMessage,
+    ControllerMessage,
+    NamespaceInfo,
+    NamespaceSalt,
+    Registered,
+    Salts,
+)
 from kvcast.protocol.framing import FramingError, MessageCodec
 from kvcast.protocol.wire import BlockId, digest_of
 from kvcast.switchsim import p4runtime, p4runtime_entities, p4runtime_tables, p4runtime_values
@@ -136,12 +144,19 @@ def _hold(agent: AgentCore, key: bytes, data: bytes) -> None:
 
 
 class LocalSocketHarness(LoopHarness):
-    """One client after another, before one agent, which holds a block."""
+    """One client after another, before one agent, which holds a block. One whose input has an odd
+    length may use one tenant's namespaces only; namespace 2 is another's, and 3 is salted."""
 
     def __init__(self) -> None:
         super().__init__()
         self._agent = _agent()
         _hold(self._agent, KEY, b"x" * 5000)
+        self._agent.control_message(0.0, Salts([NamespaceSalt(3, bytes(32))]))
+        namespaces = [
+            NamespaceInfo(number, tenant, "m", "1", "l", [], number != 1)
+            for number, tenant in ((1, "t"), (2, "other"), (3, "t"))
+        ]
+        self._agent.control_message(0.0, pool_map(namespaces))
         self._fresh = one_of(client_messages)
         self._server = localserver.LocalServer(
             self._agent, cast(Any, None), localserver.LocalOptions(""), self._after
@@ -167,7 +182,8 @@ class LocalSocketHarness(LoopHarness):
 
     async def _tell(self, data: bytes) -> None:
         codec = MessageCodec[Any](localserver.local.ClientMessage, max_message_bytes=1 << 20)
-        client = localserver._Client(self._server, self._agent, codec, self._after, None)
+        tenants: Tenants = frozenset({"t"}) if len(data) % 2 else None
+        client = localserver._Client(self._server, self._agent, codec, self._after, tenants)
         transport = _Transport()
         client.connection_made(transport)
         half = len(data) // 2
