@@ -1,20 +1,11 @@
-// What the controls say to each other: the frame's headers, and the state of one frame on its way
-// through the pipeline. No target's types: those live under v1model/.
+// What the controls say to each other: the state of one frame on its way through the pipeline. No
+// target's types: those, and the headers that it parses, live under v1model/ and tna/.
 
 #ifndef KVCAST_TYPES_P4_
 #define KVCAST_TYPES_P4_
 
 #include "generated/kvcast_headers.p4"
 #include "sizes.p4"
-
-struct headers_t {
-    ethernet_h     ethernet;
-    ipv4_h         ipv4;
-    udp_h          udp;
-    kvcast_h       kvcast;
-    cell_h         cell;         // DATA's chunk
-    read_padding_h padding;      // what a PADDED READ brings, so that a target may grow it
-}
 
 // ---- what a frame is (control FrameClass) --------------------------------------------------
 const bit<8> KIND_ORDINARY     = 0;   // not kvcast, or the switch is told to be a plain one
@@ -97,8 +88,7 @@ struct state_t {
     bit<32> now;            // ticks of 64 us
     bit<1>  broken;         // the parser gave up: too short, or a disguise
     bit<1>  damaged;        // the IPv4 header checksum is wrong
-    bit<16> frame_excess;   // bytes of the frame beyond Ethernet header and IPv4 packet
-    bit<16> ip_excess;      // bytes of the IPv4 packet beyond the UDP datagram
+    bit<1>  misfit;         // the frame is not as long as its IPv4 header says, if one can tell
     bit<8>  kind;           // KIND_*
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
@@ -107,6 +97,8 @@ struct state_t {
     bit<8>  decision;       // DECISION_*
 
     // who asks
+    bit<1>  admitted;       // its address is bound to its port
+    bit<1>  permitted;      // READ: its namespace is allowed there; answer: the bucket is its own
     bit<32> reader_bit;     // of the port that the frame came in by
     bit<1>  grouped;        // the READ names a reader group that it belongs to
 

@@ -84,6 +84,8 @@ control LowestChunk(inout headers_t hdr, inout state_t state) {
     apply {
         lowest_chunk.apply();
         // 32 bits are what a switch's gateway can test.
-        state.last = (bit<1>)((hdr.kvcast.wanted[63:32] | hdr.kvcast.wanted[31:0]) == 0);
+        if (hdr.kvcast.wanted[63:32] == 0 && hdr.kvcast.wanted[31:0] == 0) {
+            state.last = 1;
+        }
     }
 }

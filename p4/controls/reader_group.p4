@@ -5,6 +5,7 @@
 control ReaderGroup(inout headers_t hdr, inout state_t state) {
     bit<32> group_bits = 0;
     bit<16> group_serve_group = 0;
+    bit<32> members = 0;
 
     @name(".set_reader_group")
     action set_reader_group(bit<32> port_bits, bit<16> serve_group) {
@@ -24,8 +25,11 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        reader_group.apply();
-        if (group_bits & state.reader_bit != 0) {
+        if (hdr.kvcast.group != 0) {
+            reader_group.apply();
+        }
+        members = group_bits & state.reader_bit;
+        if (members != 0 && state.kind == KIND_READ) {
             state.grouped = 1;
             state.port_bits = group_bits;
             state.serve_group = group_serve_group;

@@ -7,7 +7,8 @@
 
 #include "arch.p4"
 #include "../types.p4"
-#include "../parser.p4"
+#include "headers.p4"
+#include "parser.p4"
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
 #include "../controls/port_guard.p4"
@@ -20,7 +21,7 @@
 #include "../controls/lowest_chunk.p4"
 #include "cells.p4"
 #include "../controls/forwarding.p4"
-#include "../controls/kvcast_route.p4"
+#include "../controls/route.p4"
 #include "block_hash.p4"
 #include "pending.p4"
 #include "heat.p4"
@@ -55,7 +56,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     LowestChunk() lowest_chunk;
     Cells() cells;
     Forwarding() forwarding;
-    KvcastRoute() kvcast_route;
+    Route() route;
     BlockHash() block_hash;
     Pending() pending;
     Heat() heat;
@@ -77,7 +78,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
                     if (state.kind != KIND_MALFORMED) {
                         port_guard.apply(hdr, state, standard.ingress_port);
                     }
-                    if (state.kind == KIND_READ && hdr.kvcast.group != 0) {
+                    if (state.kind == KIND_READ) {
                         reader_group.apply(hdr, state);
                     }
                 } else if (state.broken == 1) {
@@ -113,17 +114,15 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         // wait for it too.
         if (state.decision == DECISION_NONE) {
             forwarding.apply(hdr, state);
-            if (state.kind != KIND_ORDINARY) {
-                kvcast_route.apply(state);
-                if (state.coalesces == 1) {
-                    block_hash.apply(hdr, state);
-                    pending.apply(hdr, state);
-                    if (state.demand == 1 && state.heat_threshold != 0) {
-                        heat.apply(hdr, state);
-                    }
-                    if (state.delivery == DELIVER_SHARED) {
-                        port_set.apply(state);
-                    }
+            route.apply(state);
+            if (state.coalesces == 1) {
+                block_hash.apply(hdr, state);
+                pending.apply(hdr, state);
+                if (state.demand == 1 && state.heat_threshold != 0) {
+                    heat.apply(hdr, state);
+                }
+                if (state.delivery == DELIVER_SHARED) {
+                    port_set.apply(state);
                 }
             }
         }
