@@ -125,12 +125,16 @@ struct state_t {
     bit<64> chunk_mask;     // chunks that the segment has
     bit<64> resident_digest;
     bit<32> resident_size;
+    bit<64> chunk_bit;      // of the chunk that passes, if the segment has it
     bit<64> fill_bit;       // the chunk to be stored now, else 0
     bit<8>  fill;           // FILL_*
     bit<64> valid;          // chunks stored, under this generation
     bit<1>  serving;        // attach a chunk to this frame
     bit<64> remaining;      // chunks to be served, this one included
     bit<1>  last;           // no other chunk comes after it
+
+    // what only one target's controls say to each other (its arch.p4)
+    TARGET_STATE
 
     // egress
     bit<32> member;         // port_bits, cut to the copy's own port

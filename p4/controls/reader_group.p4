@@ -13,6 +13,10 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
         group_serve_group = serve_group;
     }
 
+    action intersect() {
+        members = group_bits & state.reader_bit;
+    }
+
     @name(".reader_group")
     table reader_group {
         key = {
@@ -28,7 +32,7 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
         if (hdr.kvcast.group != 0) {
             reader_group.apply();
         }
-        members = group_bits & state.reader_bit;
+        intersect();
         if (members != 0 && state.kind == KIND_READ) {
             state.grouped = 1;
             state.port_bits = group_bits;

@@ -9,6 +9,16 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     bit<64> missing = 0;
     bit<64> digest_difference = 0;
 
+    // One operation a stage, so two actions.
+    action cut() {
+        state.remaining = hdr.kvcast.wanted & state.chunk_mask;
+        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+    }
+
+    action look() {
+        missing = state.remaining & ~state.valid;
+    }
+
     action serve() {
         state.serving = 1;
         state.decision = DECISION_HIT;
@@ -42,9 +52,8 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        state.remaining = hdr.kvcast.wanted & state.chunk_mask;
-        missing = state.remaining & ~state.valid;
-        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+        cut();
+        look();
         serving_decision.apply();
         if (state.serving == 1 && state.grouped == 1) {
             state.delivery = DELIVER_SERVE_GROUP;

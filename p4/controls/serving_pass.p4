@@ -11,7 +11,9 @@ control ServingPass(inout headers_t hdr, inout state_t state) {
             state.remaining = hdr.kvcast.wanted;
         } else {
             state.kind = KIND_PARTIAL_READ;
-            hdr.kvcast.flags = (hdr.kvcast.flags & FLAG_PADDED) | FLAG_PARTIAL;
+            // Only PADDED stays, and PARTIAL comes: by slices, since a stage does one operation.
+            hdr.kvcast.flags[15:5] = 0;
+            hdr.kvcast.flags[3:0] = FLAG_PARTIAL[3:0];
             hdr.kvcast.size = 0;
             hdr.kvcast.chunk = 0;
         }

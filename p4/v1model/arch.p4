@@ -10,6 +10,8 @@
 #define DIRECT_COUNTER(name) direct_counter(CounterType.packets_and_bytes) name
 #define PACKET_COUNTER(size, name) counter(size, CounterType.packets) name
 
+#define TARGET_STATE
+
 // Which READs can become DATA, by their flags: all; or only those that bring padding, so that a
 // host that leaves it out gets its answer from the home, and does not stop the switch.
 #ifdef PACKETS_CANNOT_GROW

@@ -14,6 +14,7 @@
 #include "../controls/port_guard.p4"
 #include "../controls/reader_group.p4"
 #include "../controls/resident.p4"
+#include "../controls/chunk_bit.p4"
 #include "../controls/fill_decision.p4"
 #include "slots.p4"
 #include "../controls/serving_decision.p4"
@@ -49,6 +50,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     PortGuard() port_guard;
     ReaderGroup() reader_group;
     Resident() resident;
+    ChunkBit() chunk_bit;
     FillDecision() fill_decision;
     SlotValidity() slot_validity;
     ServingDecision() serving_decision;
@@ -94,6 +96,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
                 serving_pass.apply(hdr, state);
             } else if (state.resident == 1) {
                 if (state.is_answer == 1) {
+                    chunk_bit.apply(hdr, state);
                     fill_decision.apply(hdr, state);
                 }
                 slot_validity.apply(state);
@@ -145,6 +148,7 @@ control KvcastEgress(inout headers_t hdr, inout state_t state, inout standard_me
                     serve_again.apply(hdr, state, standard);
                 } else {
                     served_data.apply(hdr, state);
+                    hdr.padding.setInvalid();
                 }
             }
             if (state.delivery >= DELIVER_SERVE_GROUP && standard.egress_rid != RECIRCULATE_RID) {

@@ -1,0 +1,35 @@
+// What TNA calls the things that the shared controls need (v1model/arch.p4 says so for v1model), and
+// the one switch between Tofino 1 and 2. Include before any control.
+
+#ifndef KVCAST_ARCH_P4_
+#define KVCAST_ARCH_P4_
+
+#include <core.p4>
+#ifdef KVCAST_TOFINO2
+#include <t2na.p4>
+#else
+#include <tna.p4>
+#endif
+
+#define DIRECT_COUNTER(name) DirectCounter<bit<64>>(CounterType_t.PACKETS_AND_BYTES) name
+#define PACKET_COUNTER(size, name) Counter<bit<64>, bit<32>>(size, CounterType_t.PACKETS) name
+
+#define TARGET_STATE \
+    bit<16> other_hash;     /* of namespace, key and segment, for the third row of the sketch */ \
+    bit<32> clock;          /* now, in sixteenths of a lease */ \
+    bit<8>  match;          /* MINE_*, OTHER_* */ \
+    bit<32> waiting;        /* ports in the pending entry */ \
+    bit<32> heat_ports;     /* heat_t.port_bits */ \
+    bit<32> heat_count;     /* heat_t.count */ \
+    bit<1>  current;        /* the slot is still the one for which the frame went round */ \
+    bit<1>  stored;         /* the last row of a chunk is being stored */ \
+    bit<8>  cell_op;        /* CELL_* */ \
+    bit<16> first_row;      /* index of row 0 of the chunk in the cells' registers */ \
+    bit<16> loop_group;     /* multicast group of this pipe's recirculation port */ \
+    bit<9>  loop_port;      /* this pipe's recirculation port */
+
+// Which READs can become DATA, by their flags: those without padding. A packet may grow here, and
+// nothing would take the padding off again.
+#define SERVABLE_FLAGS 0 &&& FLAG_PADDED
+
+#endif

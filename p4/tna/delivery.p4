@@ -1,0 +1,177 @@
+// Turns intrinsic metadata into the program's terms, and back: Arrival at the start of ingress,
+// Rounds for a frame that comes round, Departure at the end of ingress.
+
+control Arrival(inout headers_t hdr, inout state_t state,
+                in ingress_intrinsic_metadata_t intrinsic,
+                in ingress_intrinsic_metadata_from_parser_t from_parser) {
+    apply {
+        state.now = from_parser.global_tstamp[47:16];   // a tick is 2^16 ns
+        state.loop_port = intrinsic.ingress_port;
+        state.loop_port[6:0] = RECIRCULATION_PORT;
+        state.loop_group = LOOP_GROUP;
+        state.loop_group[1:0] = intrinsic.ingress_port[8:7];
+        state.serving_generation = hdr.round.generation;
+    }
+}
+
+// A frame that gathers or stores goes on while its segment keeps slot and generation.
+control Rounds(inout headers_t hdr, inout state_t state) {
+    action gather() {
+        state.cell_op = CELL_READ;
+        hdr.row_head.setValid();
+        hdr.row_tail.setValid();
+    }
+
+    action gather_last_row() {
+        state.cell_op = CELL_READ;
+        hdr.row_head.setValid();
+    }
+
+    action store() {
+        state.cell_op = CELL_WRITE;
+    }
+
+    action store_last_row() {
+        state.cell_op = CELL_WRITE;
+        state.stored = 1;
+    }
+
+    @name(".round_task")
+    table round_task {
+        key = {
+            hdr.round.task : exact   @name("task");
+            hdr.round.row  : ternary @name("row");
+            state.current  : exact   @name("current");
+        }
+        actions = { gather; gather_last_row; store; store_last_row; @defaultonly NoAction; }
+        const default_action = NoAction();
+        const entries = {
+            (TASK_GATHER, LAST_ROW, 1) : gather_last_row();
+            (TASK_GATHER, _,        1) : gather();
+            (TASK_STORE,  LAST_ROW, 1) : store_last_row();
+            (TASK_STORE,  _,        1) : store();
+        }
+    }
+
+    apply {
+        if (state.resident == 1 && state.generation == hdr.round.generation) {
+            state.current = 1;
+        }
+        round_task.apply();
+    }
+}
+
+control Departure(inout headers_t hdr, inout state_t state,
+                  in ingress_intrinsic_metadata_t intrinsic,
+                  inout ingress_intrinsic_metadata_for_tm_t tm) {
+    action describe() {
+        hdr.round.delivery = state.delivery;
+        hdr.round.rewritten[0:0] = state.rewritten;
+        hdr.round.ingress_port = intrinsic.ingress_port;
+        hdr.round.serve_group = state.serve_group;
+        hdr.round.port_bits = state.port_bits;
+        hdr.round.generation = state.generation;
+    }
+
+    action nowhere() { }
+
+    action unicast() {
+        hdr.round.task = TASK_NONE;
+        tm.ucast_egress_port = state.out_port;
+    }
+
+    action multicast() {
+        hdr.round.task = TASK_NONE;
+        tm.mcast_grp_a = state.group;
+    }
+
+    // A READ that is served from switch memory: it goes round for its first chunk.
+    action begin() {
+        hdr.round.again = TASK_NEXT;
+        tm.mcast_grp_b = state.loop_group;
+    }
+
+    // One frame gathers this chunk; another goes on to the next, if there is one.
+    action split() {
+        hdr.round.task = TASK_GATHER;
+        hdr.round.again = TASK_NEXT;
+        hdr.round.row = LAST_ROW;
+        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * CELLS;
+        tm.ucast_egress_port = state.loop_port;
+        tm.mcast_grp_b = state.loop_group;
+    }
+
+    action split_last() {
+        hdr.round.task = TASK_GATHER;
+        hdr.round.row = LAST_ROW;
+        hdr.round.last = 1;
+        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * CELLS;
+        tm.ucast_egress_port = state.loop_port;
+    }
+
+    action gather_on() {
+        hdr.round.row = hdr.round.row - 1;
+        hdr.round.index = hdr.round.index - CELLS;
+        tm.ucast_egress_port = state.loop_port;
+    }
+
+    action gathered() {
+        hdr.round.task = TASK_NONE;
+        tm.mcast_grp_a = hdr.round.serve_group;
+    }
+
+    action store_on() {
+        hdr.round.row = hdr.round.row + 1;
+        hdr.round.index = hdr.round.index + CELLS;
+        hdr.row_head.setInvalid();
+        hdr.row_tail.setInvalid();
+        tm.ucast_egress_port = state.loop_port;
+    }
+
+    @name(".departure")
+    table departure {
+        key = {
+            hdr.round.task : ternary @name("task");
+            hdr.round.row  : ternary @name("row");
+            state.current  : ternary @name("current");
+            state.serving  : ternary @name("serving");
+            state.last     : ternary @name("last");
+            state.delivery : ternary @name("delivery");
+        }
+        actions = {
+            nowhere; unicast; multicast; begin; split; split_last; gather_on; gathered; store_on;
+        }
+        const default_action = nowhere();
+        const entries = {
+            // task        row       current serving last delivery
+            (TASK_NONE,    _,        _, 1, _, _)               : begin();
+            (TASK_NONE,    _,        _, _, _, DELIVER_UNICAST) : unicast();
+            (TASK_NONE,    _,        _, _, _, DELIVER_FLOOD)   : multicast();
+            (TASK_NONE,    _,        _, _, _, DELIVER_SHARED)  : multicast();
+            (TASK_NEXT,    _,        _, 1, 0, _)               : split();
+            (TASK_NEXT,    _,        _, 1, 1, _)               : split_last();
+            (TASK_NEXT,    _,        _, 0, _, DELIVER_UNICAST) : unicast();
+            (TASK_GATHER,  0,        1, _, _, _)               : gathered();
+            (TASK_GATHER,  _,        1, _, _, _)               : gather_on();
+            (TASK_STORE,   LAST_ROW, _, _, _, _)               : nowhere();
+            (TASK_STORE,   _,        1, _, _, _)               : store_on();
+        }
+    }
+
+    // A copy of DATA goes round and leaves its chunk.
+    action fill() {
+        hdr.round.again = TASK_STORE;
+        hdr.round.index = state.first_row;
+        tm.mcast_grp_b = state.loop_group;
+    }
+
+    apply {
+        if (hdr.round.task == TASK_NONE || state.kind == KIND_PARTIAL_READ) {
+            describe();
+        }
+        departure.apply();
+        if (state.fill == FILL_FILLED) {
+            fill();
+        }
+    }
+}

@@ -1,0 +1,164 @@
+// kvcast on TNA: Tofino 1, and with KVCAST_TOFINO2 Tofino 2. The same switch as v1model/kvcast.p4,
+// in another order: what v1model asks only of frames that need it, a hardware pipeline asks of all
+// at once, and decides by the answers.
+//
+// A chunk is larger than what a frame can read from registers in one pass. So a READ that is served
+// goes round once for each chunk, leaving behind a frame that goes round once for each row of the
+// chunk; only the whole chunk is replicated. DATA that fills goes on its way at once, and a copy of
+// it goes round once for each row.
+
+#include "arch.p4"
+#include "../types.p4"
+#include "headers.p4"
+#include "ports.p4"
+#include "../controls/settings.p4"
+#include "../controls/frame_class.p4"
+#include "../controls/port_guard.p4"
+#include "../controls/reader_group.p4"
+#include "../controls/resident.p4"
+#include "../controls/chunk_bit.p4"
+#include "../controls/fill_decision.p4"
+#include "slots.p4"
+#include "../controls/serving_decision.p4"
+#include "../controls/serving_pass.p4"
+#include "../controls/lowest_chunk.p4"
+#include "cells.p4"
+#include "../controls/forwarding.p4"
+#include "../controls/route.p4"
+#include "block_hash.p4"
+#include "pending.p4"
+#include "heat.p4"
+#include "../controls/port_set.p4"
+#include "../controls/decisions.p4"
+#include "../controls/egress_host.p4"
+#include "../controls/served_data.p4"
+#include "parser.p4"
+#include "delivery.p4"
+
+control KvcastIngress(inout headers_t hdr, inout state_t state,
+                      in ingress_intrinsic_metadata_t intrinsic,
+                      in ingress_intrinsic_metadata_from_parser_t from_parser,
+                      inout ingress_intrinsic_metadata_for_deparser_t deparser,
+                      inout ingress_intrinsic_metadata_for_tm_t tm) {
+    Arrival() arrival;
+    Settings() settings;
+    Clock() clock;
+    FrameClass() frame_class;
+    PortGuard() port_guard;
+    ReaderGroup() reader_group;
+    Resident() resident;
+    ChunkBit() chunk_bit;
+    FillDecision() fill_decision;
+    SlotValidity() slot_validity;
+    ServingDecision() serving_decision;
+    ServingPass() serving_pass;
+    LowestChunk() lowest_chunk;
+    Rounds() rounds;
+    Cells() cells;
+    Forwarding() forwarding;
+    Route() route;
+    BlockHash() block_hash;
+    Pending() pending;
+    Heat() heat;
+    PortSet() port_set;
+    Decisions() decisions;
+    Departure() departure;
+
+    apply {
+        arrival.apply(hdr, state, intrinsic, from_parser);
+        settings.apply(state);
+        clock.apply(state);
+        forwarding.apply(hdr, state);
+
+        if (hdr.kvcast.isValid()) {
+            block_hash.apply(hdr, state);
+            resident.apply(hdr, state);
+            chunk_bit.apply(hdr, state);
+            if (hdr.round.task == TASK_NONE && state.enabled == 1) {
+                port_guard.apply(hdr, state, intrinsic.ingress_port);
+                frame_class.apply(hdr, state);
+                reader_group.apply(hdr, state);
+            }
+            rounds.apply(hdr, state);
+            slot_validity.apply(state);
+        } else if (state.enabled == 1 && state.broken == 1) {
+            state.decision = DECISION_DROPPED;
+        }
+
+        // Switch memory.
+        if (hdr.round.task == TASK_NEXT) {
+            serving_pass.apply(hdr, state);
+            lowest_chunk.apply(hdr, state);
+        } else if (state.has_memory == 1 && state.resident == 1
+                   && state.decision == DECISION_NONE) {
+            if (state.is_answer == 1) {
+                fill_decision.apply(hdr, state);
+            } else {
+                serving_decision.apply(hdr, state);
+                if (state.serving == 1) {
+                    hdr.kvcast.wanted = state.remaining;
+                }
+            }
+        }
+        state.first_row[15:6] = state.slot[9:0];
+        state.first_row[5:0] = hdr.kvcast.chunk[5:0];
+        cells.apply(hdr, state);
+
+        if (state.decision == DECISION_NONE && hdr.round.task != TASK_GATHER
+            && hdr.round.task != TASK_STORE) {
+            route.apply(state);
+            if (state.coalesces == 1) {
+                pending.apply(hdr, state);
+                if (state.kind == KIND_READ && state.heat_threshold != 0) {
+                    heat.apply(hdr, state, deparser);
+                }
+                if (state.delivery == DELIVER_SHARED) {
+                    port_set.apply(state);
+                }
+            }
+        }
+
+        decisions.apply(state);
+        departure.apply(hdr, state, intrinsic, tm);
+    }
+}
+
+control KvcastEgress(inout headers_t hdr, inout state_t state,
+                     in egress_intrinsic_metadata_t intrinsic,
+                     in egress_intrinsic_metadata_from_parser_t from_parser,
+                     inout egress_intrinsic_metadata_for_deparser_t deparser,
+                     inout egress_intrinsic_metadata_for_output_port_t output) {
+    EgressHost() egress_host;
+    ServedData() served_data;
+
+    apply {
+        if (intrinsic.egress_rid == RECIRCULATE_RID) {
+            hdr.round.task = hdr.round.again;
+        }
+        if (hdr.round.task == TASK_NONE) {
+            state.last = hdr.round.last[0:0];
+            state.rewritten = hdr.round.rewritten[0:0];
+            state.port_bits = hdr.round.port_bits;
+            if (hdr.round.delivery == DELIVER_SERVE || hdr.round.delivery == DELIVER_SERVE_GROUP) {
+                served_data.apply(hdr, state);
+            }
+            if (hdr.round.delivery == DELIVER_SHARED
+                || hdr.round.delivery == DELIVER_SERVE_GROUP) {
+                egress_host.apply(hdr, state, intrinsic.egress_port);
+                if (state.member == 0) {
+                    deparser.drop_ctl = 1;
+                }
+            } else if (hdr.round.delivery == DELIVER_FLOOD) {
+                if (intrinsic.egress_port == hdr.round.ingress_port) {
+                    deparser.drop_ctl = 1;
+                }
+            }
+            hdr.round.setInvalid();
+        }
+    }
+}
+
+Pipeline(KvcastIngressParser(), KvcastIngress(), KvcastIngressDeparser(),
+         KvcastEgressParser(), KvcastEgress(), KvcastEgressDeparser()) pipe;
+
+Switch(pipe) main;

@@ -1,0 +1,65 @@
+// Which chunks of a slot are stored (v1model/slots.p4 says more): a dual stateful ALU for chunks 0 to
+// 31 and one for 32 to 63, each with the generation under which they were stored. A READ reads them;
+// the last row of a chunk sets its bit, so that a chunk of which only a part was stored never shows.
+
+struct slot_chunks_t {
+    bit<32> generation;
+    bit<32> chunks;         // bit i: chunk i (or 32 + i)
+}
+
+control SlotValidity(inout state_t state) {
+    Register<slot_chunks_t, bit<16>>(SLOTS) valid_low;
+    Register<slot_chunks_t, bit<16>>(SLOTS) valid_high;
+
+    RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_low) read_low = {
+        void apply(inout slot_chunks_t slot, out bit<32> chunks) {
+            chunks = 0;
+            if (slot.generation == state.generation) {
+                chunks = slot.chunks;
+            }
+        }
+    };
+
+    RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_high) read_high = {
+        void apply(inout slot_chunks_t slot, out bit<32> chunks) {
+            chunks = 0;
+            if (slot.generation == state.generation) {
+                chunks = slot.chunks;
+            }
+        }
+    };
+
+    RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_low) store_low = {
+        void apply(inout slot_chunks_t slot) {
+            if (slot.generation == state.generation) {
+                slot.chunks = slot.chunks | state.fill_bit[31:0];
+            } else {
+                slot.chunks = state.fill_bit[31:0];
+            }
+            slot.generation = state.generation;
+        }
+    };
+
+    RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_high) store_high = {
+        void apply(inout slot_chunks_t slot) {
+            if (slot.generation == state.generation) {
+                slot.chunks = slot.chunks | state.fill_bit[63:32];
+            } else {
+                slot.chunks = state.fill_bit[63:32];
+            }
+            slot.generation = state.generation;
+        }
+    };
+
+    apply {
+        if (state.resident == 1) {
+            if (state.stored == 1) {
+                store_low.execute(state.slot[15:0]);
+                store_high.execute(state.slot[15:0]);
+            } else {
+                state.valid[31:0] = read_low.execute(state.slot[15:0]);
+                state.valid[63:32] = read_high.execute(state.slot[15:0]);
+            }
+        }
+    }
+}
