@@ -93,6 +93,7 @@ struct state_t {
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
     bit<1>  coalesces;      // takes part in the pending table
+    bit<1>  refused;        // goes nowhere (control Gate)
     bit<1>  rewritten;      // the IPv4 header checksum must be made anew
     bit<8>  decision;       // DECISION_*
 

@@ -30,6 +30,7 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
             (0, 0) : no_chunk();
             (0, _) : store();
         }
+        size = 2;
     }
 
     DIRECT_COUNTER(fill_counts);
@@ -50,6 +51,7 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
             FILL_WRONG_DIGEST : count_fill();
             FILL_NO_CHUNK     : count_fill();
         }
+        size = 4;
     }
 
     apply {

@@ -1,7 +1,6 @@
 // Decides what a kvcast frame is, from its op, flags and lengths, or that it is malformed: the same
 // rules as `decode` in protocol/wire.py, so that no frame which an agent would refuse moves any
-// state here. Runs on every frame with a kvcast header while the switch is enabled, before any
-// other kvcast control.
+// state here. Runs on every frame with a kvcast header that comes from outside; Gate judges by it.
 
 const bit<16> READ_LENGTH     = UDP_BYTES + KVCAST_BYTES;
 const bit<16> PADDED_LENGTH   = UDP_BYTES + KVCAST_BYTES + READ_PADDING_BYTES;
@@ -27,7 +26,6 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
 
     action malformed() {
         state.kind = KIND_MALFORMED;
-        state.decision = DECISION_DROPPED;
     }
 
     @name(".frame_class")
@@ -70,6 +68,7 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
 #undef WHOLE
 #undef IN_IP
         }
+        size = 16;
     }
 
     apply {

@@ -1,7 +1,6 @@
-// Decides who may speak kvcast on a port: a frame's source address must be bound to the port that
+// Finds out who may speak kvcast on a port: a frame's source address must be bound to the port that
 // it came in by; a READ's namespace must be allowed there; and only a port that owns the key's
-// bucket may answer. Runs before anything that reads or changes shared state, and not again for a
-// frame that comes round.
+// bucket may answer. Gate judges by it.
 
 control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_port) {
     // port_bit: this port in bitmaps. serve_group: multicast group {port, recirculation}, 0 = none.
@@ -69,9 +68,6 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
             namespace_guard.apply();
         } else {
             bucket_owner.apply();
-        }
-        if (state.admitted == 0 || state.permitted == 0) {
-            state.decision = DECISION_GUARDED;
         }
     }
 }

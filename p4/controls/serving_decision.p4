@@ -49,6 +49,7 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
             (SERVABLE_FLAGS, _, _, 0, 0, _) : serve();      // any copy will do
             (SERVABLE_FLAGS, _, _, 0, _, 0) : serve();      // this copy
         }
+        size = 4;
     }
 
     apply {

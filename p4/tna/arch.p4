@@ -19,11 +19,15 @@
     bit<32> clock;          /* now, in sixteenths of a lease */ \
     bit<8>  match;          /* MINE_*, OTHER_* */ \
     bit<32> waiting;        /* ports in the pending entry */ \
+    bit<32> shared_bits;    /* and the addressee's */ \
     bit<32> heat_ports;     /* heat_t.port_bits */ \
+    bit<16> heat_window; \
+    bit<32> heat_report;    /* [16] 1, [15:0] heat_window */ \
     bit<32> heat_count;     /* heat_t.count */ \
     bit<1>  current;        /* the slot is still the one for which the frame went round */ \
-    bit<1>  stored;         /* the last row of a chunk is being stored */ \
-    bit<8>  cell_op;        /* CELL_* */ \
+    bit<1>  passing;        /* only goes round: gathers or stores a chunk */ \
+    bit<1>  heat_on;        /* the threshold can be reached */ \
+    bit<16> row_index;      /* of the row to be read or written, in the cells' registers */ \
     bit<16> first_row;      /* index of row 0 of the chunk in the cells' registers */ \
     bit<16> loop_group;     /* multicast group of this pipe's recirculation port */ \
     bit<9>  loop_port;      /* this pipe's recirculation port */

@@ -5,6 +5,8 @@ control BlockHash(inout headers_t hdr, inout state_t state) {
     Hash<bit<32>>(HashAlgorithm_t.CRC32) name_hash;
     Hash<bit<16>>(HashAlgorithm_t.CRC16) other_hash;
 
+    Hash<bit<32>>(HashAlgorithm_t.IDENTITY) assemble;   // bits from three containers into one
+
     // Two actions, since no more than 32 bits of hash reach one.
     action make_hash() {
         state.hash = name_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
@@ -15,8 +17,13 @@ control BlockHash(inout headers_t hdr, inout state_t state) {
             other_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
     }
 
+    action make_fingerprint() {
+        state.fingerprint = assemble.get({ hdr.kvcast.namespace, state.hash[31:17], 1w1 });
+    }
+
     apply {
         make_hash();
         make_other_hash();
+        make_fingerprint();
     }
 }

@@ -1,8 +1,6 @@
 // Switch memory itself: one register for each word of a row. A frame that goes round reads one row
-// into its headers, or writes one from there.
-
-const bit<8> CELL_READ  = 1;
-const bit<8> CELL_WRITE = 2;
+// into its headers, or writes one from there, while its segment keeps slot and generation. (The words
+// of a tail that a frame's last row lacks are read or written beside it, and mean nothing.)
 
 control Cells(inout headers_t hdr, inout state_t state) {
 #define CELL_WORD(n, part) \
@@ -13,14 +11,17 @@ control Cells(inout headers_t hdr, inout state_t state) {
     RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n) write_w##n = { \
         void apply(inout bit<32> word) { word = hdr.part.w##n; } \
     }; \
-    action do_read_w##n() { hdr.part.w##n = read_w##n.execute(hdr.round.index); } \
-    action do_write_w##n() { write_w##n.execute(hdr.round.index); } \
+    action do_read_w##n() { hdr.part.w##n = read_w##n.execute(state.row_index); } \
+    action do_write_w##n() { write_w##n.execute(state.row_index); } \
     @hidden \
     table word##n { \
-        key = { state.cell_op : exact; } \
+        key = { hdr.round.task : exact; state.current : exact; } \
         actions = { do_read_w##n; do_write_w##n; @defaultonly NoAction; } \
         const default_action = NoAction(); \
-        const entries = { CELL_READ : do_read_w##n(); CELL_WRITE : do_write_w##n(); } \
+        const entries = { \
+            (TASK_GATHER, 1) : do_read_w##n(); \
+            (TASK_STORE,  1) : do_write_w##n(); \
+        } \
         size = 2; \
     }
 #define HEAD_WORD(n) CELL_WORD(n, row_head)

@@ -11,29 +11,25 @@ control Arrival(inout headers_t hdr, inout state_t state,
         state.loop_group = LOOP_GROUP;
         state.loop_group[1:0] = intrinsic.ingress_port[8:7];
         state.serving_generation = hdr.round.generation;
+        state.row_index = hdr.round.index;
     }
 }
 
-// A frame that gathers or stores goes on while its segment keeps slot and generation.
+// A frame that gathers or stores goes on while its segment keeps slot and generation: a row's headers
+// come or go.
 control Rounds(inout headers_t hdr, inout state_t state) {
     action gather() {
-        state.cell_op = CELL_READ;
         hdr.row_head.setValid();
         hdr.row_tail.setValid();
     }
 
     action gather_last_row() {
-        state.cell_op = CELL_READ;
         hdr.row_head.setValid();
     }
 
     action store() {
-        state.cell_op = CELL_WRITE;
-    }
-
-    action store_last_row() {
-        state.cell_op = CELL_WRITE;
-        state.stored = 1;
+        hdr.row_head.setInvalid();
+        hdr.row_tail.setInvalid();
     }
 
     @name(".round_task")
@@ -41,23 +37,22 @@ control Rounds(inout headers_t hdr, inout state_t state) {
         key = {
             hdr.round.task : exact   @name("task");
             hdr.round.row  : ternary @name("row");
-            state.current  : exact   @name("current");
         }
-        actions = { gather; gather_last_row; store; store_last_row; @defaultonly NoAction; }
+        actions = { gather; gather_last_row; store; @defaultonly NoAction; }
         const default_action = NoAction();
         const entries = {
-            (TASK_GATHER, LAST_ROW, 1) : gather_last_row();
-            (TASK_GATHER, _,        1) : gather();
-            (TASK_STORE,  LAST_ROW, 1) : store_last_row();
-            (TASK_STORE,  _,        1) : store();
+            (TASK_GATHER, LAST_ROW) : gather_last_row();
+            (TASK_GATHER, _)        : gather();
+            (TASK_STORE,  _)        : store();
         }
+        size = 4;
     }
 
     apply {
+        round_task.apply();
         if (state.resident == 1 && state.generation == hdr.round.generation) {
             state.current = 1;
         }
-        round_task.apply();
     }
 }
 
@@ -123,8 +118,6 @@ control Departure(inout headers_t hdr, inout state_t state,
     action store_on() {
         hdr.round.row = hdr.round.row + 1;
         hdr.round.index = hdr.round.index + CELLS;
-        hdr.row_head.setInvalid();
-        hdr.row_tail.setInvalid();
         tm.ucast_egress_port = state.loop_port;
     }
 
@@ -156,8 +149,20 @@ control Departure(inout headers_t hdr, inout state_t state,
             (TASK_STORE,   LAST_ROW, _, _, _, _)               : nowhere();
             (TASK_STORE,   _,        1, _, _, _)               : store_on();
         }
+        size = 16;
     }
 
+    apply {
+        if (hdr.round.task == TASK_NONE || state.kind == KIND_PARTIAL_READ) {
+            describe();
+        }
+        departure.apply();
+    }
+}
+
+// A copy of DATA goes round and leaves its chunk. Runs before Departure, which leaves that to it.
+control Fill(inout headers_t hdr, inout state_t state,
+             inout ingress_intrinsic_metadata_for_tm_t tm) {
     // A copy of DATA goes round and leaves its chunk.
     action fill() {
         hdr.round.again = TASK_STORE;
@@ -166,10 +171,6 @@ control Departure(inout headers_t hdr, inout state_t state,
     }
 
     apply {
-        if (hdr.round.task == TASK_NONE || state.kind == KIND_PARTIAL_READ) {
-            describe();
-        }
-        departure.apply();
         if (state.fill == FILL_FILLED) {
             fill();
         }

@@ -15,26 +15,23 @@ control Heat(inout headers_t hdr, inout state_t state,
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row1;
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row2;
     Register<bit<32>, bit<14>>(HEAT_CELLS) heat_reported;  // [16] used, [15:0] window of the last digest
-    bit<16> window = 0;
     bit<16> count0 = 0;
     bit<16> count1 = 0;
     bit<16> count2 = 0;
     bit<16> missing0 = 0;
     bit<16> missing1 = 0;
     bit<16> missing2 = 0;
-    bit<14> report_index = 0;
-    bit<32> report = 0;
     bit<32> reported = 0;
 
 #define ROW(n) \
     RegisterAction<heat_cell_t, bit<14>, bit<16>>(heat_row##n) count_row##n = { \
         void apply(inout heat_cell_t cell, out bit<16> count) { \
-            if (cell.window == window) { \
+            if (cell.window == state.heat_window) { \
                 cell.count = cell.count |+| 1; \
             } else { \
                 cell.count = 1; \
             } \
-            cell.window = window; \
+            cell.window = state.heat_window; \
             count = cell.count; \
         } \
     };
@@ -46,7 +43,7 @@ control Heat(inout headers_t hdr, inout state_t state,
     RegisterAction<bit<32>, bit<14>, bit<32>>(heat_reported) say_once = {
         void apply(inout bit<32> last, out bit<32> before) {
             before = last;
-            last = report;
+            last = state.heat_report;
         }
     };
 
@@ -61,48 +58,84 @@ control Heat(inout headers_t hdr, inout state_t state,
         state.heat_count[15:0] = min(count0, count1);
     }
 
-    action do_report() {
-        reported = say_once.execute(report_index);
-    }
-
     action not_hot() {
-        reported = report;
+        reported = state.heat_report;
     }
 
-    @name(".heat_verdict")
-    table heat_verdict {
-        key = {
-            missing0 : ternary @name("missing0");
-            missing1 : ternary @name("missing1");
-            missing2 : ternary @name("missing2");
-        }
-        actions = { do_report; not_hot; }
-        const default_action = not_hot();
-        const entries = { (0, 0, 0) : do_report(); }
+    // Two segments that share a cell take turns: the next window uses other bits.
+#define VERDICT(parity, index) \
+    action report_##parity() { reported = say_once.execute(index); } \
+    @hidden \
+    table heat_verdict_##parity { \
+        key = { missing0 : ternary; missing1 : ternary; missing2 : ternary; } \
+        actions = { report_##parity; not_hot; } \
+        const default_action = not_hot(); \
+        const entries = { (0, 0, 0) : report_##parity(); } \
+        size = 1; \
+    }
+    VERDICT(even, state.hash[13:0])
+    VERDICT(odd, state.hash[31:18])
+#undef VERDICT
+
+    action finish_count() {
+        state.heat_count[15:0] = min(state.heat_count[15:0], count2);
     }
 
     action raise() {
         deparser.digest_type = HEAT_DIGEST;
     }
 
-    apply {
-        window = state.now[29:14];
-        report[31:16] = 1;
-        report[15:0] = state.now[29:14];
-        // Two segments that share a cell take turns: the next window uses other bits.
-        if (state.now[14:14] == 0) {
-            report_index = state.hash[13:0];
-        } else {
-            report_index = state.hash[31:18];
+    // Who waits for the segment now, this reader included.
+    action take_waiting() {
+        state.heat_ports = state.waiting;
+    }
+
+    action take_own() {
+        state.heat_ports = state.port_bits;
+    }
+
+    @name(".heat_ports")
+    table heat_ports {
+        key = { state.match : exact @name("match"); }
+        actions = { take_waiting; take_own; }
+        const default_action = take_own();
+        const entries = {
+            MINE_FRESH : take_waiting();
+            MINE_STALE : take_waiting();
         }
+        size = 2;
+    }
+
+    apply {
         count_all0();
         count_all1();
         count_all2();
+        heat_ports.apply();
         compare();
-        heat_verdict.apply();
-        state.heat_count[15:0] = min(state.heat_count[15:0], count2);
-        if (reported != report) {
+        if (state.heat_window[0:0] == 0) {
+            heat_verdict_even.apply();
+        } else {
+            heat_verdict_odd.apply();
+        }
+        finish_count();
+        if (reported != state.heat_report) {
             raise();
+        }
+    }
+}
+
+// The window of the sketch, and whether there is a threshold that a count can reach.
+control HeatWindow(inout state_t state) {
+    action tell_window() {
+        state.heat_window = state.now[29:14];
+        state.heat_report[31:16] = 1;
+        state.heat_report[15:0] = state.now[29:14];
+    }
+
+    apply {
+        tell_window();
+        if (state.heat_threshold[31:16] == 0 && state.heat_threshold[15:0] != 0) {
+            state.heat_on = 1;
         }
     }
 }

@@ -14,6 +14,7 @@
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
 #include "../controls/port_guard.p4"
+#include "../controls/gate.p4"
 #include "../controls/reader_group.p4"
 #include "../controls/resident.p4"
 #include "../controls/chunk_bit.p4"
@@ -35,6 +36,10 @@
 #include "parser.p4"
 #include "delivery.p4"
 
+// What a stateful ALU takes from the packet must lie in whole words, or the crossbar cannot bring it.
+@pa_container_size("ingress", "state.fingerprint", 32)
+@pa_container_size("ingress", "state.clock", 32)
+@pa_container_size("ingress", "state.port_bits", 32)
 control KvcastIngress(inout headers_t hdr, inout state_t state,
                       in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
@@ -45,6 +50,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
     Clock() clock;
     FrameClass() frame_class;
     PortGuard() port_guard;
+    Gate() gate;
     ReaderGroup() reader_group;
     Resident() resident;
     ChunkBit() chunk_bit;
@@ -59,62 +65,76 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
     Route() route;
     BlockHash() block_hash;
     Pending() pending;
+    HeatWindow() heat_window;
     Heat() heat;
     PortSet() port_set;
     Decisions() decisions;
+    Fill() fill;
     Departure() departure;
 
+    action tell_first_row() {
+        state.first_row[15:6] = state.slot[9:0];
+        state.first_row[5:0] = hdr.kvcast.chunk[5:0];
+    }
+
     apply {
+        // What is it, who sends it, where would it go, and is its segment here? All at once.
         arrival.apply(hdr, state, intrinsic, from_parser);
         settings.apply(state);
-        clock.apply(state);
         forwarding.apply(hdr, state);
-
         if (hdr.kvcast.isValid()) {
-            block_hash.apply(hdr, state);
             resident.apply(hdr, state);
+            frame_class.apply(hdr, state);
+            port_guard.apply(hdr, state, intrinsic.ingress_port);
             chunk_bit.apply(hdr, state);
-            if (hdr.round.task == TASK_NONE && state.enabled == 1) {
-                port_guard.apply(hdr, state, intrinsic.ingress_port);
-                frame_class.apply(hdr, state);
-                reader_group.apply(hdr, state);
-            }
-            rounds.apply(hdr, state);
-            slot_validity.apply(state);
-        } else if (state.enabled == 1 && state.broken == 1) {
-            state.decision = DECISION_DROPPED;
+            block_hash.apply(hdr, state);
+        }
+        clock.apply(state);
+        heat_window.apply(state);
+        rounds.apply(hdr, state);
+        slot_validity.apply(hdr, state);
+
+        // May it, and what would become of it by its address alone?
+        if (hdr.round.task == TASK_NONE) {
+            gate.apply(state);
+            reader_group.apply(hdr, state);
+        } else if (hdr.round.task == TASK_NEXT) {
+            serving_pass.apply(hdr, state);
+        }
+        if (state.refused == 0 && state.serving == 0 && state.passing == 0) {
+            route.apply(state);
         }
 
-        // Switch memory.
-        if (hdr.round.task == TASK_NEXT) {
-            serving_pass.apply(hdr, state);
+        // Switch memory: fill from DATA, answer READs.
+        if (state.serving == 1) {
             lowest_chunk.apply(hdr, state);
-        } else if (state.has_memory == 1 && state.resident == 1
-                   && state.decision == DECISION_NONE) {
+            if (state.last == 1) {
+                state.decision = DECISION_NONE;     // counted are the chunks that follow another
+            }
+        } else if (state.has_memory == 1 && state.resident == 1) {
             if (state.is_answer == 1) {
                 fill_decision.apply(hdr, state);
             } else {
                 serving_decision.apply(hdr, state);
                 if (state.serving == 1) {
                     hdr.kvcast.wanted = state.remaining;
+                    state.coalesces = 0;
                 }
             }
         }
-        state.first_row[15:6] = state.slot[9:0];
-        state.first_row[5:0] = hdr.kvcast.chunk[5:0];
+        tell_first_row();
+        fill.apply(hdr, state, tm);
         cells.apply(hdr, state);
 
-        if (state.decision == DECISION_NONE && hdr.round.task != TASK_GATHER
-            && hdr.round.task != TASK_STORE) {
-            route.apply(state);
-            if (state.coalesces == 1) {
-                pending.apply(hdr, state);
-                if (state.kind == KIND_READ && state.heat_threshold != 0) {
-                    heat.apply(hdr, state, deparser);
-                }
-                if (state.delivery == DELIVER_SHARED) {
-                    port_set.apply(state);
-                }
+        // Everything else goes where it is addressed, unless its answer is on the way, or others
+        // wait for it too.
+        if (state.coalesces == 1) {
+            pending.apply(hdr, state);
+            if (state.kind == KIND_READ && state.heat_on == 1) {
+                heat.apply(hdr, state, deparser);
+            }
+            if (state.is_answer == 1) {
+                port_set.apply(state, state.shared_bits);
             }
         }
 

@@ -18,6 +18,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
         packet.advance(PORT_METADATA_SIZE);
         state.broken = 0;
         state.damaged = 0;
+        state.passing = 0;
         transition select(intrinsic.ingress_port[6:0]) {
             RECIRCULATION_PORT: parse_round;
             default: from_outside;
@@ -44,8 +45,14 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
         transition select(hdr.round.task, hdr.round.row) {
             (TASK_STORE, LAST_ROW): parse_last_row;
             (TASK_STORE, _): parse_row;
+            (TASK_GATHER, _): parse_gathering;
             default: parse_round_read;
         }
+    }
+
+    state parse_gathering {
+        state.passing = 1;
+        transition parse_round_read;
     }
 
     state parse_round_read {
@@ -57,6 +64,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state parse_row {
+        state.passing = 1;
         packet.extract(hdr.ethernet);
         packet.extract(hdr.ipv4);
         packet.extract(hdr.udp);
@@ -67,6 +75,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state parse_last_row {
+        state.passing = 1;
         packet.extract(hdr.ethernet);
         packet.extract(hdr.ipv4);
         packet.extract(hdr.udp);

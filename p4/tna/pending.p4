@@ -63,6 +63,7 @@ control Clock(inout state_t state) {
             16384                             : shift_10();
             32w0x00000000 &&& 32w0xFFFFC000   : shift_10();
         }
+        size = 32;
     }
 
     apply {
@@ -140,6 +141,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
             (KIND_LAST_DATA, _)                         : do_end();
             (KIND_MISS,      _)                         : do_end();
         }
+        size = 8;
     }
 
     RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) join_ports = {
@@ -196,6 +198,13 @@ control Pending(inout headers_t hdr, inout state_t state) {
             (KIND_MISS,      MINE_FRESH)  : do_take_ports();
             (KIND_MISS,      MINE_STALE)  : do_take_ports();
         }
+        size = 16;
+    }
+
+    // An answer: who waits but the addressee, and all to whom it goes.
+    action compare_ports() {
+        state.others = state.waiting & ~state.out_bit;
+        state.shared_bits = state.waiting | state.out_bit;
     }
 
     action sent_on(bit<8> decision) {
@@ -216,7 +225,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
     }
 
     action share() {
-        state.port_bits = state.waiting | state.out_bit;
+        state.port_bits = state.shared_bits;
         state.decision = DECISION_SHARED;
         state.delivery = DELIVER_SHARED;
         hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
@@ -254,16 +263,13 @@ control Pending(inout headers_t hdr, inout state_t state) {
             (KIND_MISS,      MINE_FRESH,  _,                         _, _) : share();
             (KIND_MISS,      MINE_STALE,  _,                         _, _) : share();
         }
+        size = 16;
     }
 
     apply {
-        state.fingerprint[31:16] = hdr.kvcast.namespace;
-        state.fingerprint[15:1] = state.hash[31:17];
-        state.fingerprint[0:0] = 1;
         interest_step.apply();
         ports_step.apply();
-        // Who waits but the addressee, if this is an answer.
-        state.others = state.waiting & ~state.out_bit;
+        compare_ports();
         coalescing.apply();
     }
 }

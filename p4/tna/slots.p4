@@ -7,7 +7,7 @@ struct slot_chunks_t {
     bit<32> chunks;         // bit i: chunk i (or 32 + i)
 }
 
-control SlotValidity(inout state_t state) {
+control SlotValidity(inout headers_t hdr, inout state_t state) {
     Register<slot_chunks_t, bit<16>>(SLOTS) valid_low;
     Register<slot_chunks_t, bit<16>>(SLOTS) valid_high;
 
@@ -32,9 +32,9 @@ control SlotValidity(inout state_t state) {
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_low) store_low = {
         void apply(inout slot_chunks_t slot) {
             if (slot.generation == state.generation) {
-                slot.chunks = slot.chunks | state.fill_bit[31:0];
+                slot.chunks = slot.chunks | state.chunk_bit[31:0];
             } else {
-                slot.chunks = state.fill_bit[31:0];
+                slot.chunks = state.chunk_bit[31:0];
             }
             slot.generation = state.generation;
         }
@@ -43,23 +43,42 @@ control SlotValidity(inout state_t state) {
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_high) store_high = {
         void apply(inout slot_chunks_t slot) {
             if (slot.generation == state.generation) {
-                slot.chunks = slot.chunks | state.fill_bit[63:32];
+                slot.chunks = slot.chunks | state.chunk_bit[63:32];
             } else {
-                slot.chunks = state.fill_bit[63:32];
+                slot.chunks = state.chunk_bit[63:32];
             }
             slot.generation = state.generation;
         }
     };
 
+    action do_read_low()   { state.valid[31:0] = read_low.execute(state.slot[15:0]); }
+    action do_read_high()  { state.valid[63:32] = read_high.execute(state.slot[15:0]); }
+    action do_store_low()  { store_low.execute(state.slot[15:0]); }
+    action do_store_high() { store_high.execute(state.slot[15:0]); }
+
+#define STEP(part) \
+    @hidden \
+    table step_##part { \
+        key = { \
+            hdr.round.task : exact; \
+            hdr.round.row  : ternary; \
+            state.resident : exact; \
+            state.current  : ternary; \
+        } \
+        actions = { do_read_##part; do_store_##part; @defaultonly NoAction; } \
+        const default_action = NoAction(); \
+        const entries = { \
+            (TASK_NONE,  _,        1, _) : do_read_##part(); \
+            (TASK_STORE, LAST_ROW, 1, 1) : do_store_##part(); \
+        } \
+        size = 2; \
+    }
+    STEP(low)
+    STEP(high)
+#undef STEP
+
     apply {
-        if (state.resident == 1) {
-            if (state.stored == 1) {
-                store_low.execute(state.slot[15:0]);
-                store_high.execute(state.slot[15:0]);
-            } else {
-                state.valid[31:0] = read_low.execute(state.slot[15:0]);
-                state.valid[63:32] = read_high.execute(state.slot[15:0]);
-            }
-        }
+        step_low.apply();
+        step_high.apply();
     }
 }

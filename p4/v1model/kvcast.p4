@@ -12,6 +12,7 @@
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
 #include "../controls/port_guard.p4"
+#include "../controls/gate.p4"
 #include "../controls/reader_group.p4"
 #include "../controls/resident.p4"
 #include "../controls/chunk_bit.p4"
@@ -48,6 +49,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     Settings() settings;
     FrameClass() frame_class;
     PortGuard() port_guard;
+    Gate() gate;
     ReaderGroup() reader_group;
     Resident() resident;
     ChunkBit() chunk_bit;
@@ -77,20 +79,17 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
             if (state.enabled == 1) {
                 if (hdr.kvcast.isValid()) {
                     frame_class.apply(hdr, state);
-                    if (state.kind != KIND_MALFORMED) {
-                        port_guard.apply(hdr, state, standard.ingress_port);
-                    }
-                    if (state.kind == KIND_READ) {
-                        reader_group.apply(hdr, state);
-                    }
-                } else if (state.broken == 1) {
-                    state.decision = DECISION_DROPPED;
+                    port_guard.apply(hdr, state, standard.ingress_port);
+                }
+                gate.apply(state);
+                if (state.kind == KIND_READ) {
+                    reader_group.apply(hdr, state);
                 }
             }
         }
 
         // Switch memory: fill from DATA, answer READs.
-        if (state.has_memory == 1 && state.decision == DECISION_NONE) {
+        if (state.has_memory == 1) {
             resident.apply(hdr, state);
             if (state.kind == KIND_SERVING) {
                 serving_pass.apply(hdr, state);
@@ -125,7 +124,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
                     heat.apply(hdr, state);
                 }
                 if (state.delivery == DELIVER_SHARED) {
-                    port_set.apply(state);
+                    port_set.apply(state, state.port_bits);
                 }
             }
         }
