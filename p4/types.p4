@@ -12,7 +12,6 @@ const bit<8> KIND_ORDINARY     = 0;   // not kvcast, or the switch is told to be
 const bit<8> KIND_MALFORMED    = 1;
 const bit<8> KIND_READ         = 2;   // of a full segment: the only one that coalesces
 const bit<8> KIND_PARTIAL_READ = 3;
-const bit<8> KIND_SERVING      = 4;   // a READ that comes round again for its next chunk
 const bit<8> KIND_DATA         = 5;
 const bit<8> KIND_LAST_DATA    = 6;   // ends the wait
 const bit<8> KIND_MISS         = 7;   // ends the wait

@@ -78,7 +78,6 @@ control ChunkBit(inout headers_t hdr, inout state_t state) {
             62 : set_chunk_bit(64w0x4000000000000000);
             63 : set_chunk_bit(64w0x8000000000000000);
         }
-        size = 64;
     }
 
     apply {

@@ -29,7 +29,6 @@ control Decisions(inout state_t state) {
             DECISION_FORWARDED : count_decision();
             DECISION_SERVING   : count_decision();
         }
-        size = 16;
     }
 
     apply {

@@ -30,7 +30,6 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
             (0, 0) : no_chunk();
             (0, _) : store();
         }
-        size = 2;
     }
 
     DIRECT_COUNTER(fill_counts);
@@ -51,12 +50,13 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
             FILL_WRONG_DIGEST : count_fill();
             FILL_NO_CHUNK     : count_fill();
         }
-        size = 4;
     }
 
     apply {
         digest_difference = hdr.kvcast.digest ^ state.resident_digest;
-        fill_verdict.apply();
+        if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 1) {
+            fill_verdict.apply();
+        }
         fills.apply();
     }
 }

@@ -68,7 +68,6 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
 #undef WHOLE
 #undef IN_IP
         }
-        size = 16;
     }
 
     apply {

@@ -38,7 +38,6 @@ control Gate(inout state_t state) {
             (_, _, KIND_MALFORMED, _, _) : refuse(DECISION_DROPPED);
             (_, _, _,              1, 1) : accept();
         }
-        size = 8;
     }
 
     apply {

@@ -86,7 +86,6 @@ control LowestChunk(inout headers_t hdr, inout state_t state) {
             64w0x4000000000000000 &&& 64w0x7fffffffffffffff : take(62, 64w0x8000000000000000);
             64w0x8000000000000000 &&& 64w0xffffffffffffffff : take(63, 64w0x0000000000000000);
         }
-        size = 64;
     }
 
     apply {

@@ -37,7 +37,6 @@ control Route(inout state_t state) {
             (KIND_PARTIAL_READ, 0, _, _)               : decide(DECISION_PARTIAL);
             (_,                 0, _, _)               : decide(DECISION_NEW);   // Coalescing has the last word
         }
-        size = 8;
     }
 
     apply {

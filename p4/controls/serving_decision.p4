@@ -26,6 +26,7 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         state.serving_generation = state.generation;
         hdr.kvcast.digest = state.resident_digest;
         hdr.kvcast.size = state.resident_size;
+        hdr.kvcast.wanted = state.remaining;
         resident_hits.count(state.slot);
     }
 
@@ -49,13 +50,14 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
             (SERVABLE_FLAGS, _, _, 0, 0, _) : serve();      // any copy will do
             (SERVABLE_FLAGS, _, _, 0, _, 0) : serve();      // this copy
         }
-        size = 4;
     }
 
     apply {
         cut();
         look();
-        serving_decision.apply();
+        if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 0) {
+            serving_decision.apply();
+        }
         if (state.serving == 1 && state.grouped == 1) {
             state.delivery = DELIVER_SERVE_GROUP;
         }

@@ -4,18 +4,26 @@
 // ServingDecision; what was stored stays stored under one generation, so validity is not read again.
 
 control ServingPass(inout headers_t hdr, inout state_t state) {
+    action go_on() {
+        state.serving = 1;
+        state.decision = DECISION_SERVING;
+        state.remaining = hdr.kvcast.wanted;
+    }
+
+    // Of the flags only PADDED stays, and PARTIAL comes: by slices, since a stage does one operation.
+    action go_home() {
+        state.kind = KIND_PARTIAL_READ;
+        hdr.kvcast.flags[15:5] = 0;
+        hdr.kvcast.flags[3:0] = FLAG_PARTIAL[3:0];
+        hdr.kvcast.size = 0;
+        hdr.kvcast.chunk = 0;
+    }
+
     apply {
         if (state.resident == 1 && state.generation == state.serving_generation) {
-            state.serving = 1;
-            state.decision = DECISION_SERVING;
-            state.remaining = hdr.kvcast.wanted;
+            go_on();
         } else {
-            state.kind = KIND_PARTIAL_READ;
-            // Only PADDED stays, and PARTIAL comes: by slices, since a stage does one operation.
-            hdr.kvcast.flags[15:5] = 0;
-            hdr.kvcast.flags[3:0] = FLAG_PARTIAL[3:0];
-            hdr.kvcast.size = 0;
-            hdr.kvcast.chunk = 0;
+            go_home();
         }
     }
 }

@@ -16,7 +16,6 @@ control Settings(inout state_t state) {
     table settings {
         actions = { set_settings; }
         default_action = set_settings(0, 312, 0);  // off; 20 ms
-        size = 1;
     }
 
     apply {

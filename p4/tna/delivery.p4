@@ -11,7 +11,6 @@ control Arrival(inout headers_t hdr, inout state_t state,
         state.loop_group = LOOP_GROUP;
         state.loop_group[1:0] = intrinsic.ingress_port[8:7];
         state.serving_generation = hdr.round.generation;
-        state.row_index = hdr.round.index;
     }
 }
 

@@ -22,6 +22,7 @@ control Heat(inout headers_t hdr, inout state_t state,
     bit<16> missing1 = 0;
     bit<16> missing2 = 0;
     bit<32> reported = 0;
+    bit<1> demand = 0;
 
 #define ROW(n) \
     RegisterAction<heat_cell_t, bit<14>, bit<16>>(heat_row##n) count_row##n = { \
@@ -106,19 +107,49 @@ control Heat(inout headers_t hdr, inout state_t state,
         size = 2;
     }
 
-    apply {
-        count_all0();
-        count_all1();
-        count_all2();
-        heat_ports.apply();
-        compare();
-        if (state.heat_window[0:0] == 0) {
-            heat_verdict_even.apply();
-        } else {
-            heat_verdict_odd.apply();
+    // READs that switch memory did not answer, but for a repeat that found its entry.
+    action show_demand() {
+        demand = 1;
+    }
+
+    action no_demand() { }
+
+    @hidden
+    table demands {
+        key = {
+            state.kind       : exact;
+            state.match      : ternary;
+            hdr.kvcast.flags : ternary;
+            state.heat_on    : exact;
         }
+        actions = { show_demand; no_demand; }
+        const default_action = no_demand();
+        const entries = {
+            (KIND_READ, 0,           _,                         1) : no_demand();
+            (KIND_READ, OTHER_FRESH, _,                         1) : show_demand();
+            (KIND_READ, OTHER_STALE, _,                         1) : show_demand();
+            (KIND_READ, _,           FLAG_RETRY &&& FLAG_RETRY, 1) : no_demand();
+            (KIND_READ, _,           _,                         1) : show_demand();
+        }
+        size = 8;
+    }
+
+    apply {
+        demands.apply();
+        heat_ports.apply();
+        if (demand == 1) { count_all0(); }
+        if (demand == 1) { count_all1(); }
+        if (demand == 1) { count_all2(); }
+        compare();
         finish_count();
-        if (reported != state.heat_report) {
+        if (demand == 1) {
+            if (state.heat_window[0:0] == 0) {
+                heat_verdict_even.apply();
+            } else {
+                heat_verdict_odd.apply();
+            }
+        }
+        if (demand == 1 && reported != state.heat_report) {
             raise();
         }
     }

@@ -40,6 +40,25 @@
 @pa_container_size("ingress", "state.fingerprint", 32)
 @pa_container_size("ingress", "state.clock", 32)
 @pa_container_size("ingress", "state.port_bits", 32)
+// Two tables that write one container cannot share a stage, so what they find out side by side must
+// not be packed together.
+@pa_solitary("ingress", "state.enabled")
+@pa_solitary("ingress", "state.admitted")
+@pa_solitary("ingress", "state.permitted")
+@pa_solitary("ingress", "state.grouped")
+@pa_solitary("ingress", "state.resident")
+@pa_solitary("ingress", "state.serving")
+@pa_solitary("ingress", "state.current")
+@pa_solitary("ingress", "state.refused")
+@pa_solitary("ingress", "state.heat_on")
+@pa_solitary("ingress", "state.to_router")
+@pa_solitary("ingress", "state.rewritten")
+@pa_solitary("ingress", "state.last")
+@pa_solitary("ingress", "state.fill")
+@pa_solitary("ingress", "state.coalesces")
+@pa_solitary("ingress", "state.delivery")
+@pa_solitary("ingress", "state.decision")
+@pa_solitary("ingress", "state.kind")
 control KvcastIngress(inout headers_t hdr, inout state_t state,
                       in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
@@ -77,18 +96,19 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         state.first_row[5:0] = hdr.kvcast.chunk[5:0];
     }
 
+    // One table, one condition: a Tofino 1 cannot do anything beside a block of several stages.
     apply {
         // What is it, who sends it, where would it go, and is its segment here? All at once.
         arrival.apply(hdr, state, intrinsic, from_parser);
         settings.apply(state);
         forwarding.apply(hdr, state);
-        if (hdr.kvcast.isValid()) {
-            resident.apply(hdr, state);
+        resident.apply(hdr, state);
+        if (hdr.kvcast.isValid() && hdr.round.task == TASK_NONE) {
             frame_class.apply(hdr, state);
-            port_guard.apply(hdr, state, intrinsic.ingress_port);
-            chunk_bit.apply(hdr, state);
-            block_hash.apply(hdr, state);
         }
+        port_guard.apply(hdr, state, intrinsic.ingress_port);
+        chunk_bit.apply(hdr, state);
+        block_hash.apply(hdr, state);
         clock.apply(state);
         heat_window.apply(state);
         rounds.apply(hdr, state);
@@ -97,8 +117,9 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         // May it, and what would become of it by its address alone?
         if (hdr.round.task == TASK_NONE) {
             gate.apply(state);
-            reader_group.apply(hdr, state);
-        } else if (hdr.round.task == TASK_NEXT) {
+        }
+        reader_group.apply(hdr, state);
+        if (hdr.round.task == TASK_NEXT) {
             serving_pass.apply(hdr, state);
         }
         if (state.refused == 0 && state.serving == 0 && state.passing == 0) {
@@ -106,36 +127,22 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         }
 
         // Switch memory: fill from DATA, answer READs.
-        if (state.serving == 1) {
-            lowest_chunk.apply(hdr, state);
-            if (state.last == 1) {
-                state.decision = DECISION_NONE;     // counted are the chunks that follow another
-            }
-        } else if (state.has_memory == 1 && state.resident == 1) {
-            if (state.is_answer == 1) {
-                fill_decision.apply(hdr, state);
-            } else {
-                serving_decision.apply(hdr, state);
-                if (state.serving == 1) {
-                    hdr.kvcast.wanted = state.remaining;
-                    state.coalesces = 0;
-                }
-            }
+        lowest_chunk.apply(hdr, state);
+        if (hdr.round.task == TASK_NEXT && state.last == 1) {
+            state.decision = DECISION_NONE;     // counted are the chunks that follow another
         }
+        fill_decision.apply(hdr, state);
+        serving_decision.apply(hdr, state);
         tell_first_row();
         fill.apply(hdr, state, tm);
         cells.apply(hdr, state);
 
         // Everything else goes where it is addressed, unless its answer is on the way, or others
         // wait for it too.
-        if (state.coalesces == 1) {
-            pending.apply(hdr, state);
-            if (state.kind == KIND_READ && state.heat_on == 1) {
-                heat.apply(hdr, state, deparser);
-            }
-            if (state.is_answer == 1) {
-                port_set.apply(state, state.shared_bits);
-            }
+        pending.apply(hdr, state);
+        heat.apply(hdr, state, deparser);
+        if (state.is_answer == 1) {
+            port_set.apply(state, state.shared_bits);
         }
 
         decisions.apply(state);

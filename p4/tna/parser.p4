@@ -42,6 +42,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
 
     state parse_round {
         packet.extract(hdr.round);
+        state.row_index = hdr.round.index;
         transition select(hdr.round.task, hdr.round.row) {
             (TASK_STORE, LAST_ROW): parse_last_row;
             (TASK_STORE, _): parse_row;

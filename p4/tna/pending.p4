@@ -258,7 +258,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
             (KIND_READ,      MINE_STALE,  FLAG_RETRY &&& FLAG_RETRY, _, _) : sent_on(DECISION_RETRY);
             (KIND_READ,      MINE_STALE,  _,                         _, _) : sent_on(DECISION_EXPIRED);
             (KIND_READ,      MINE_FRESH,  _,                         _, _) : join();
-            (KIND_READ,      _,           _,                         _, _) : collide();
+            (KIND_READ,      OTHER_FRESH, _,                         _, _) : collide();
             (KIND_MISS,      _,           _,                         _, 0) : pass_by();
             (KIND_MISS,      MINE_FRESH,  _,                         _, _) : share();
             (KIND_MISS,      MINE_STALE,  _,                         _, _) : share();
@@ -267,7 +267,9 @@ control Pending(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        interest_step.apply();
+        if (state.coalesces == 1 && state.serving == 0) {
+            interest_step.apply();
+        }
         ports_step.apply();
         compare_ports();
         coalescing.apply();

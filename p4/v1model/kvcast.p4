@@ -72,7 +72,6 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         // What is it, and may it?
         arrival.apply(hdr, state, standard);
         if (standard.instance_type == INSTANCE_RECIRCULATED) {
-            state.kind = KIND_SERVING;
             state.has_memory = 1;
         } else {
             settings.apply(state);
@@ -91,17 +90,13 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         // Switch memory: fill from DATA, answer READs.
         if (state.has_memory == 1) {
             resident.apply(hdr, state);
-            if (state.kind == KIND_SERVING) {
+            if (standard.instance_type == INSTANCE_RECIRCULATED) {
                 serving_pass.apply(hdr, state);
             } else if (state.resident == 1) {
-                if (state.is_answer == 1) {
-                    chunk_bit.apply(hdr, state);
-                    fill_decision.apply(hdr, state);
-                }
+                chunk_bit.apply(hdr, state);
+                fill_decision.apply(hdr, state);
                 slot_validity.apply(state);
-                if (state.is_answer == 0) {
-                    serving_decision.apply(hdr, state);
-                }
+                serving_decision.apply(hdr, state);
             }
             if (state.serving == 1) {
                 lowest_chunk.apply(hdr, state);
