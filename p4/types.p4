@@ -120,10 +120,11 @@ struct state_t {
 
     // switch memory
     bit<1>  resident;
-    bit<32> slot;
+    slot_index_t slot;
     bit<32> generation;
     bit<64> chunk_mask;     // chunks that the segment has
     bit<64> resident_digest;
+    bit<64> digest_difference;      // 0: the frame is of the admitted copy
     bit<32> resident_size;
     bit<64> chunk_bit;      // of the chunk that passes, if the segment has it
     bit<64> fill_bit;       // the chunk to be stored now, else 0

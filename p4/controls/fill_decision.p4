@@ -3,8 +3,6 @@
 // guard has seen to. Runs after Resident and ChunkBit, on DATA.
 
 control FillDecision(inout headers_t hdr, inout state_t state) {
-    bit<64> digest_difference = 0;
-
     action store() {
         state.fill = FILL_FILLED;
         state.fill_bit = state.chunk_bit;
@@ -21,8 +19,8 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
     @name(".fill_verdict")
     table fill_verdict {
         key = {
-            digest_difference : ternary @name("digest_difference");
-            state.chunk_bit   : ternary @name("chunk_within");
+            state.digest_difference : ternary @name("digest_difference");
+            state.chunk_bit         : ternary @name("chunk_within");
         }
         actions = { store; wrong_digest; no_chunk; }
         const default_action = wrong_digest();
@@ -53,7 +51,6 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
         if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 1) {
             fill_verdict.apply();
         }

@@ -6,17 +6,16 @@
 control ServingDecision(inout headers_t hdr, inout state_t state) {
     @name(".resident_hits")
     PACKET_COUNTER(SLOTS, resident_hits);   // READs served, by slot; counted on the first pass only
+    bit<64> wanted = 0;
     bit<64> missing = 0;
-    bit<64> digest_difference = 0;
 
     // One operation a stage, so two actions.
     action cut() {
-        state.remaining = hdr.kvcast.wanted & state.chunk_mask;
-        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+        wanted = hdr.kvcast.wanted & state.chunk_mask;
     }
 
     action look() {
-        missing = state.remaining & ~state.valid;
+        missing = wanted & ~state.valid;
     }
 
     action serve() {
@@ -26,7 +25,7 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         state.serving_generation = state.generation;
         hdr.kvcast.digest = state.resident_digest;
         hdr.kvcast.size = state.resident_size;
-        hdr.kvcast.wanted = state.remaining;
+        state.remaining = wanted;
         resident_hits.count(state.slot);
     }
 
@@ -37,10 +36,10 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         key = {
             hdr.kvcast.flags   : ternary @name("flags");
             state.serve_group  : ternary @name("serve_group");
-            state.remaining    : ternary @name("wanted");
+            wanted             : ternary @name("wanted");
             missing            : ternary @name("missing");
             hdr.kvcast.digest  : ternary @name("pinned");
-            digest_difference  : ternary @name("digest_difference");
+            state.digest_difference : ternary @name("digest_difference");
         }
         actions = { serve; decline; }
         const default_action = decline();

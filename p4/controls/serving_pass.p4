@@ -1,9 +1,9 @@
 // A READ that comes round for its next chunk: it goes on being served while its segment keeps slot
 // and generation, so that an eviction takes effect at once. Else what is left of it goes on to the
-// home as a PARTIAL READ, of the copy that it has begun with. Runs after Resident, in place of
+// home as a PARTIAL READ, of the copy that it has begun with, under generation `begun`. Runs after Resident, in place of
 // ServingDecision; what was stored stays stored under one generation, so validity is not read again.
 
-control ServingPass(inout headers_t hdr, inout state_t state) {
+control ServingPass(inout headers_t hdr, inout state_t state, in bit<32> begun) {
     action go_on() {
         state.serving = 1;
         state.decision = DECISION_SERVING;
@@ -20,7 +20,7 @@ control ServingPass(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        if (state.resident == 1 && state.generation == state.serving_generation) {
+        if (state.resident == 1 && state.generation == begun) {
             go_on();
         } else {
             go_home();

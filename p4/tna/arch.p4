@@ -12,17 +12,20 @@
 #endif
 
 #define DIRECT_COUNTER(name) DirectCounter<bit<64>>(CounterType_t.PACKETS_AND_BYTES) name
-#define PACKET_COUNTER(size, name) Counter<bit<64>, bit<32>>(size, CounterType_t.PACKETS) name
+#define PACKET_COUNTER(size, name) Counter<bit<64>, slot_index_t>(size, CounterType_t.PACKETS) name
 
+typedef bit<16> slot_index_t;     // what indexes an array of slots
 #define TARGET_STATE \
-    bit<16> other_hash;     /* of namespace, key and segment, for the third row of the sketch */ \
+    bit<16> index;          /* hash of namespace, key and segment: of the pending entry */ \
+    bit<16> print;          /* another: its fingerprint */ \
+    bit<16> other_hash;     /* and another */ \
     bit<32> clock;          /* now, in sixteenths of a lease */ \
     bit<8>  match;          /* MINE_*, OTHER_* */ \
     bit<32> waiting;        /* ports in the pending entry */ \
     bit<32> shared_bits;    /* and the addressee's */ \
     bit<32> heat_ports;     /* heat_t.port_bits */ \
     bit<16> heat_window; \
-    bit<32> heat_report;    /* [16] 1, [15:0] heat_window */ \
+    bit<16> heat_report;    /* [15] 1, [14:0] heat_window */ \
     bit<32> heat_count;     /* heat_t.count */ \
     bit<1>  current;        /* the slot is still the one for which the frame went round */ \
     bit<1>  passing;        /* only goes round: gathers or stores a chunk */ \

@@ -10,7 +10,6 @@ control Arrival(inout headers_t hdr, inout state_t state,
         state.loop_port[6:0] = RECIRCULATION_PORT;
         state.loop_group = LOOP_GROUP;
         state.loop_group[1:0] = intrinsic.ingress_port[8:7];
-        state.serving_generation = hdr.round.generation;
     }
 }
 
@@ -26,7 +25,7 @@ control Rounds(inout headers_t hdr, inout state_t state) {
         hdr.row_head.setValid();
     }
 
-    action store() {
+    action take_row() {
         hdr.row_head.setInvalid();
         hdr.row_tail.setInvalid();
     }
@@ -37,12 +36,12 @@ control Rounds(inout headers_t hdr, inout state_t state) {
             hdr.round.task : exact   @name("task");
             hdr.round.row  : ternary @name("row");
         }
-        actions = { gather; gather_last_row; store; @defaultonly NoAction; }
+        actions = { gather; gather_last_row; take_row; @defaultonly NoAction; }
         const default_action = NoAction();
         const entries = {
             (TASK_GATHER, LAST_ROW) : gather_last_row();
             (TASK_GATHER, _)        : gather();
-            (TASK_STORE,  _)        : store();
+            (TASK_STORE,  _)        : take_row();
         }
         size = 4;
     }
@@ -79,13 +78,8 @@ control Departure(inout headers_t hdr, inout state_t state,
         tm.mcast_grp_a = state.group;
     }
 
-    // A READ that is served from switch memory: it goes round for its first chunk.
-    action begin() {
-        hdr.round.again = TASK_NEXT;
-        tm.mcast_grp_b = state.loop_group;
-    }
-
-    // One frame gathers this chunk; another goes on to the next, if there is one.
+    // A READ that is being served: one frame gathers this chunk; another goes round for the next, if
+    // there is one.
     action split() {
         hdr.round.task = TASK_GATHER;
         hdr.round.again = TASK_NEXT;
@@ -111,7 +105,7 @@ control Departure(inout headers_t hdr, inout state_t state,
 
     action gathered() {
         hdr.round.task = TASK_NONE;
-        tm.mcast_grp_a = hdr.round.serve_group;
+        tm.mcast_grp_a = state.serve_group;
     }
 
     action store_on() {
@@ -131,18 +125,17 @@ control Departure(inout headers_t hdr, inout state_t state,
             state.delivery : ternary @name("delivery");
         }
         actions = {
-            nowhere; unicast; multicast; begin; split; split_last; gather_on; gathered; store_on;
+            nowhere; unicast; multicast; split; split_last; gather_on; gathered; store_on;
         }
         const default_action = nowhere();
         const entries = {
             // task        row       current serving last delivery
-            (TASK_NONE,    _,        _, 1, _, _)               : begin();
+            (_,            _,        _, 1, 0, _)               : split();
+            (_,            _,        _, 1, 1, _)               : split_last();
             (TASK_NONE,    _,        _, _, _, DELIVER_UNICAST) : unicast();
             (TASK_NONE,    _,        _, _, _, DELIVER_FLOOD)   : multicast();
             (TASK_NONE,    _,        _, _, _, DELIVER_SHARED)  : multicast();
-            (TASK_NEXT,    _,        _, 1, 0, _)               : split();
-            (TASK_NEXT,    _,        _, 1, 1, _)               : split_last();
-            (TASK_NEXT,    _,        _, 0, _, DELIVER_UNICAST) : unicast();
+            (TASK_NEXT,    _,        _, _, _, DELIVER_UNICAST) : unicast();
             (TASK_GATHER,  0,        1, _, _, _)               : gathered();
             (TASK_GATHER,  _,        1, _, _, _)               : gather_on();
             (TASK_STORE,   LAST_ROW, _, _, _, _)               : nowhere();

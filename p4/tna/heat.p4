@@ -14,15 +14,14 @@ control Heat(inout headers_t hdr, inout state_t state,
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row0;
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row1;
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row2;
-    Register<bit<32>, bit<14>>(HEAT_CELLS) heat_reported;  // [16] used, [15:0] window of the last digest
+    Register<bit<16>, bit<14>>(HEAT_CELLS) heat_reported;  // [15] used, [14:0] window of the last digest
     bit<16> count0 = 0;
     bit<16> count1 = 0;
     bit<16> count2 = 0;
     bit<16> missing0 = 0;
     bit<16> missing1 = 0;
     bit<16> missing2 = 0;
-    bit<32> reported = 0;
-    bit<1> demand = 0;
+    bit<16> reported = 0;
 
 #define ROW(n) \
     RegisterAction<heat_cell_t, bit<14>, bit<16>>(heat_row##n) count_row##n = { \
@@ -41,16 +40,38 @@ control Heat(inout headers_t hdr, inout state_t state,
     ROW(2)
 #undef ROW
 
-    RegisterAction<bit<32>, bit<14>, bit<32>>(heat_reported) say_once = {
-        void apply(inout bit<32> last, out bit<32> before) {
+    RegisterAction<bit<16>, bit<14>, bit<16>>(heat_reported) say_once = {
+        void apply(inout bit<16> last, out bit<16> before) {
             before = last;
             last = state.heat_report;
         }
     };
 
-    action count_all0() { count0 = count_row0.execute(state.hash[13:0]); }
-    action count_all1() { count1 = count_row1.execute(state.hash[29:16]); }
-    action count_all2() { count2 = count_row2.execute(state.other_hash[13:0]); }
+    // READs that switch memory did not answer, but for a repeat that found its entry.
+#define COUNT(n, index) \
+    action do_count_row##n() { count##n = count_row##n.execute(index); } \
+    @hidden \
+    table count##n##_step { \
+        key = { \
+            state.heat_on    : exact; \
+            state.kind       : exact; \
+            state.match      : ternary; \
+            hdr.kvcast.flags : ternary; \
+        } \
+        actions = { do_count_row##n; @defaultonly NoAction; } \
+        const default_action = NoAction(); \
+        const entries = { \
+            (1, KIND_READ, OTHER_FRESH, _)                 : do_count_row##n(); \
+            (1, KIND_READ, OTHER_STALE, _)                 : do_count_row##n(); \
+            (1, KIND_READ, MINE_FRESH,  0 &&& FLAG_RETRY)  : do_count_row##n(); \
+            (1, KIND_READ, MINE_STALE,  0 &&& FLAG_RETRY)  : do_count_row##n(); \
+        } \
+        size = 4; \
+    }
+    COUNT(0, state.index[13:0])
+    COUNT(1, state.print[13:0])
+    COUNT(2, state.other_hash[13:0])
+#undef COUNT
 
     action compare() {
         missing0 = state.heat_threshold[15:0] |-| count0;
@@ -68,14 +89,19 @@ control Heat(inout headers_t hdr, inout state_t state,
     action report_##parity() { reported = say_once.execute(index); } \
     @hidden \
     table heat_verdict_##parity { \
-        key = { missing0 : ternary; missing1 : ternary; missing2 : ternary; } \
+        key = { \
+            state.heat_on : exact; \
+            missing0 : ternary; \
+            missing1 : ternary; \
+            missing2 : ternary; \
+        } \
         actions = { report_##parity; not_hot; } \
         const default_action = not_hot(); \
-        const entries = { (0, 0, 0) : report_##parity(); } \
+        const entries = { (1, 0, 0, 0) : report_##parity(); } \
         size = 1; \
     }
-    VERDICT(even, state.hash[13:0])
-    VERDICT(odd, state.hash[31:18])
+    VERDICT(even, state.index[13:0])
+    VERDICT(odd, state.print[13:0])
 #undef VERDICT
 
     action finish_count() {
@@ -107,49 +133,20 @@ control Heat(inout headers_t hdr, inout state_t state,
         size = 2;
     }
 
-    // READs that switch memory did not answer, but for a repeat that found its entry.
-    action show_demand() {
-        demand = 1;
-    }
-
-    action no_demand() { }
-
-    @hidden
-    table demands {
-        key = {
-            state.kind       : exact;
-            state.match      : ternary;
-            hdr.kvcast.flags : ternary;
-            state.heat_on    : exact;
-        }
-        actions = { show_demand; no_demand; }
-        const default_action = no_demand();
-        const entries = {
-            (KIND_READ, 0,           _,                         1) : no_demand();
-            (KIND_READ, OTHER_FRESH, _,                         1) : show_demand();
-            (KIND_READ, OTHER_STALE, _,                         1) : show_demand();
-            (KIND_READ, _,           FLAG_RETRY &&& FLAG_RETRY, 1) : no_demand();
-            (KIND_READ, _,           _,                         1) : show_demand();
-        }
-        size = 8;
-    }
-
+    // What is not counted has a count of 0, which reaches no threshold: heat_on says that it is not 0.
     apply {
-        demands.apply();
+        count0_step.apply();
+        count1_step.apply();
+        count2_step.apply();
         heat_ports.apply();
-        if (demand == 1) { count_all0(); }
-        if (demand == 1) { count_all1(); }
-        if (demand == 1) { count_all2(); }
         compare();
         finish_count();
-        if (demand == 1) {
-            if (state.heat_window[0:0] == 0) {
-                heat_verdict_even.apply();
-            } else {
-                heat_verdict_odd.apply();
-            }
+        if (state.heat_window[0:0] == 0) {
+            heat_verdict_even.apply();
+        } else {
+            heat_verdict_odd.apply();
         }
-        if (demand == 1 && reported != state.heat_report) {
+        if (reported != state.heat_report) {
             raise();
         }
     }
@@ -157,14 +154,21 @@ control Heat(inout headers_t hdr, inout state_t state,
 
 // The window of the sketch, and whether there is a threshold that a count can reach.
 control HeatWindow(inout state_t state) {
+    // Bits out of the middle of a word come by the hash unit, which does not mind where they lie.
+    Hash<bit<16>>(HashAlgorithm_t.IDENTITY) window;
+    Hash<bit<16>>(HashAlgorithm_t.IDENTITY) report;
+
     action tell_window() {
-        state.heat_window = state.now[29:14];
-        state.heat_report[31:16] = 1;
-        state.heat_report[15:0] = state.now[29:14];
+        state.heat_window = window.get({ state.now[29:14] });
+    }
+
+    action tell_report() {
+        state.heat_report = report.get({ 1w1, state.now[28:14] });
     }
 
     apply {
         tell_window();
+        tell_report();
         if (state.heat_threshold[31:16] == 0 && state.heat_threshold[15:0] != 0) {
             state.heat_on = 1;
         }

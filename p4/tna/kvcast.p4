@@ -39,26 +39,18 @@
 // What a stateful ALU takes from the packet must lie in whole words, or the crossbar cannot bring it.
 @pa_container_size("ingress", "state.fingerprint", 32)
 @pa_container_size("ingress", "state.clock", 32)
+@pa_container_size("ingress", "state.now", 32)
 @pa_container_size("ingress", "state.port_bits", 32)
 // Two tables that write one container cannot share a stage, so what they find out side by side must
 // not be packed together.
 @pa_solitary("ingress", "state.enabled")
 @pa_solitary("ingress", "state.admitted")
 @pa_solitary("ingress", "state.permitted")
-@pa_solitary("ingress", "state.grouped")
 @pa_solitary("ingress", "state.resident")
-@pa_solitary("ingress", "state.serving")
 @pa_solitary("ingress", "state.current")
 @pa_solitary("ingress", "state.refused")
 @pa_solitary("ingress", "state.heat_on")
 @pa_solitary("ingress", "state.to_router")
-@pa_solitary("ingress", "state.rewritten")
-@pa_solitary("ingress", "state.last")
-@pa_solitary("ingress", "state.fill")
-@pa_solitary("ingress", "state.coalesces")
-@pa_solitary("ingress", "state.delivery")
-@pa_solitary("ingress", "state.decision")
-@pa_solitary("ingress", "state.kind")
 control KvcastIngress(inout headers_t hdr, inout state_t state,
                       in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
@@ -84,6 +76,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
     Route() route;
     BlockHash() block_hash;
     Pending() pending;
+    Coalescing() coalescing;
     HeatWindow() heat_window;
     Heat() heat;
     PortSet() port_set;
@@ -117,22 +110,18 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         // May it, and what would become of it by its address alone?
         if (hdr.round.task == TASK_NONE) {
             gate.apply(state);
+        } else if (hdr.round.task == TASK_NEXT) {
+            serving_pass.apply(hdr, state, hdr.round.generation);
         }
         reader_group.apply(hdr, state);
-        if (hdr.round.task == TASK_NEXT) {
-            serving_pass.apply(hdr, state);
-        }
         if (state.refused == 0 && state.serving == 0 && state.passing == 0) {
             route.apply(state);
         }
 
         // Switch memory: fill from DATA, answer READs.
-        lowest_chunk.apply(hdr, state);
-        if (hdr.round.task == TASK_NEXT && state.last == 1) {
-            state.decision = DECISION_NONE;     // counted are the chunks that follow another
-        }
         fill_decision.apply(hdr, state);
         serving_decision.apply(hdr, state);
+        lowest_chunk.apply(hdr, state);
         tell_first_row();
         fill.apply(hdr, state, tm);
         cells.apply(hdr, state);
@@ -141,6 +130,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         // wait for it too.
         pending.apply(hdr, state);
         heat.apply(hdr, state, deparser);
+        coalescing.apply(hdr, state);
         if (state.is_answer == 1) {
             port_set.apply(state, state.shared_bits);
         }

@@ -53,6 +53,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
 
     state parse_gathering {
         state.passing = 1;
+        state.serve_group = hdr.round.serve_group;
         transition parse_round_read;
     }
 

@@ -121,10 +121,10 @@ control Pending(inout headers_t hdr, inout state_t state) {
     };
 #undef SAY_MATCH
 
-    action do_ask()       { state.match = ask.execute(state.hash[15:0]); }
-    action do_ask_again() { state.match = ask_again.execute(state.hash[15:0]); }
-    action do_answer()    { state.match = answer.execute(state.hash[15:0]); }
-    action do_end()       { state.match = end.execute(state.hash[15:0]); }
+    action do_ask()       { state.match = ask.execute(state.index); }
+    action do_ask_again() { state.match = ask_again.execute(state.index); }
+    action do_answer()    { state.match = answer.execute(state.index); }
+    action do_end()       { state.match = end.execute(state.index); }
 
     @name(".interest_step")
     table interest_step {
@@ -172,10 +172,10 @@ control Pending(inout headers_t hdr, inout state_t state) {
         }
     };
 
-    action do_join_ports() { state.waiting = join_ports.execute(state.hash[15:0]); }
-    action do_open_ports() { state.waiting = open_ports.execute(state.hash[15:0]); }
-    action do_read_ports() { state.waiting = read_ports.execute(state.hash[15:0]); }
-    action do_take_ports() { state.waiting = take_ports.execute(state.hash[15:0]); }
+    action do_join_ports() { state.waiting = join_ports.execute(state.index); }
+    action do_open_ports() { state.waiting = open_ports.execute(state.index); }
+    action do_read_ports() { state.waiting = read_ports.execute(state.index); }
+    action do_take_ports() { state.waiting = take_ports.execute(state.index); }
 
     @name(".ports_step")
     table ports_step {
@@ -201,6 +201,15 @@ control Pending(inout headers_t hdr, inout state_t state) {
         size = 16;
     }
 
+    apply {
+        if (state.coalesces == 1 && state.serving == 0) {
+            interest_step.apply();
+        }
+        ports_step.apply();
+    }
+}
+
+control Coalescing(inout headers_t hdr, inout state_t state) {
     // An answer: who waits but the addressee, and all to whom it goes.
     action compare_ports() {
         state.others = state.waiting & ~state.out_bit;
@@ -267,10 +276,6 @@ control Pending(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        if (state.coalesces == 1 && state.serving == 0) {
-            interest_step.apply();
-        }
-        ports_step.apply();
         compare_ports();
         coalescing.apply();
     }

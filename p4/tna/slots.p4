@@ -51,10 +51,10 @@ control SlotValidity(inout headers_t hdr, inout state_t state) {
         }
     };
 
-    action do_read_low()   { state.valid[31:0] = read_low.execute(state.slot[15:0]); }
-    action do_read_high()  { state.valid[63:32] = read_high.execute(state.slot[15:0]); }
-    action do_store_low()  { store_low.execute(state.slot[15:0]); }
-    action do_store_high() { store_high.execute(state.slot[15:0]); }
+    action do_read_low()   { state.valid[31:0] = read_low.execute(state.slot); }
+    action do_read_high()  { state.valid[63:32] = read_high.execute(state.slot); }
+    action do_store_low()  { store_low.execute(state.slot); }
+    action do_store_high() { store_high.execute(state.slot); }
 
 #define STEP(part) \
     @hidden \

@@ -91,7 +91,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         if (state.has_memory == 1) {
             resident.apply(hdr, state);
             if (standard.instance_type == INSTANCE_RECIRCULATED) {
-                serving_pass.apply(hdr, state);
+                serving_pass.apply(hdr, state, state.serving_generation);
             } else if (state.resident == 1) {
                 chunk_bit.apply(hdr, state);
                 fill_decision.apply(hdr, state);
