@@ -258,10 +258,13 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
     return PoolOptions(
         settings=Settings(
             enabled=not options.plain,
-            lease_ticks=max(1, round(options.coalesce_lease * 1e6 / profile.tick_us)),
+            lease_ticks=_lease_ticks(options.coalesce_lease, profile),
             heat_threshold=options.heat_threshold,
             recirculate_rid=profile.recirculate_rid,
             router_mac=options.router_mac,
+            device_ports=options.device_ports or profile.device_ports,
+            serve_goes_round=profile.serve_goes_round,
+            loop_groups=tuple(sorted(profile.loop_groups.items())),
         ),
         slots=profile.slots,
         read_padding_bytes=profile.read_padding_bytes,

@@ -35,6 +35,21 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
     bit<16> loop_group;     /* multicast group of this pipe's recirculation port */ \
     bit<9>  loop_port;      /* this pipe's recirculation port */
 
+// A Tofino 2 cannot hold 64 Ki entries of a dual ALU in one stage, so there are two arrays, the upper
+// bit of the index saying which; on a Tofino 1 there is one.
+#ifdef KVCAST_TOFINO2
+#define INTEREST_INDEX (bit<16>)state.index[14:0]
+#define IN_PART_lower 0 &&& 0x8000
+#define IN_PART_upper 0x8000 &&& 0x8000
+#define INTEREST_PARTS INTEREST(_lower, PENDING_ENTRIES / 2) INTEREST(_upper, PENDING_ENTRIES / 2)
+#define APPLY_INTEREST interest_step_lower.apply(); interest_step_upper.apply();
+#else
+#define INTEREST_INDEX state.index
+#define IN_PART_whole _
+#define INTEREST_PARTS INTEREST(_whole, PENDING_ENTRIES)
+#define APPLY_INTEREST interest_step_whole.apply();
+#endif
+
 // Which READs can become DATA, by their flags: those without padding. A packet may grow here, and
 // nothing would take the padding off again.
 #define SERVABLE_FLAGS 0 &&& FLAG_PADDED

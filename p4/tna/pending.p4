@@ -72,77 +72,81 @@ control Clock(inout state_t state) {
 }
 
 control Pending(inout headers_t hdr, inout state_t state) {
-    Register<interest_t, bit<16>>(PENDING_ENTRIES) pending_interest;
     Register<bit<32>, bit<16>>(PENDING_ENTRIES) pending_ports;
 
 #define SAY_MATCH this.predicate(entry.fingerprint == state.fingerprint, \
                                  state.clock - entry.stamp > LEASE)
 
-    // A READ takes an entry that is past its lease, whosever it was.
-    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest) ask = {
-        void apply(inout interest_t entry, out bit<8> match) {
-            match = SAY_MATCH;
-            if (state.clock - entry.stamp > LEASE) {
-                entry.fingerprint = state.fingerprint;
-                entry.stamp = state.clock;
-            }
-        }
-    };
-
-    // A repeat also refreshes an entry of its own.
-    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest) ask_again = {
-        void apply(inout interest_t entry, out bit<8> match) {
-            match = SAY_MATCH;
-            if (entry.fingerprint == state.fingerprint || state.clock - entry.stamp > LEASE) {
-                entry.fingerprint = state.fingerprint;
-                entry.stamp = state.clock;
-            }
-        }
-    };
-
-    // The answer is under way: joiners still catch its end.
-    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest) answer = {
-        void apply(inout interest_t entry, out bit<8> match) {
-            match = SAY_MATCH;
-            if (entry.fingerprint == state.fingerprint) {
-                entry.stamp = state.clock;
-            }
-        }
-    };
-
-    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest) end = {
-        void apply(inout interest_t entry, out bit<8> match) {
-            match = SAY_MATCH;
-            if (entry.fingerprint == state.fingerprint) {
-                entry.fingerprint = 0;
-                entry.stamp = 0;
-            }
-        }
-    };
-#undef SAY_MATCH
-
-    action do_ask()       { state.match = ask.execute(state.index); }
-    action do_ask_again() { state.match = ask_again.execute(state.index); }
-    action do_answer()    { state.match = answer.execute(state.index); }
-    action do_end()       { state.match = end.execute(state.index); }
-
-    @name(".interest_step")
-    table interest_step {
-        key = {
-            state.kind       : exact   @name("kind");
-            hdr.kvcast.flags : ternary @name("flags");
-        }
-        actions = { do_ask; do_ask_again; do_answer; do_end; @defaultonly NoAction; }
-        const default_action = NoAction();
-        const entries = {
-            (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY) : do_ask_again();
-            (KIND_READ,      _)                         : do_ask();
-            (KIND_DATA,      _)                         : do_answer();
-            (KIND_LAST_DATA, _)                         : do_end();
-            (KIND_MISS,      _)                         : do_end();
-        }
-        size = 8;
+    // A READ takes an entry that is past its lease, whosever it was (ask); a repeat also refreshes
+    // an entry of its own (ask_again). Once the answer is under way, joiners still catch its end
+    // (answer), which frees the entry (end).
+#define INTEREST(part, count) \
+    Register<interest_t, bit<16>>(count) pending_interest##part; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (state.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = state.fingerprint; \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask_again##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint || state.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = state.fingerprint; \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) answer##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint) { \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) end##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint) { \
+                entry.fingerprint = 0; \
+                entry.stamp = 0; \
+            } \
+        } \
+    }; \
+    action do_ask##part()       { state.match = ask##part.execute(INTEREST_INDEX); } \
+    action do_ask_again##part() { state.match = ask_again##part.execute(INTEREST_INDEX); } \
+    action do_answer##part()    { state.match = answer##part.execute(INTEREST_INDEX); } \
+    action do_end##part()       { state.match = end##part.execute(INTEREST_INDEX); } \
+    @hidden \
+    table interest_step##part { \
+        key = { \
+            state.kind       : exact   @name("kind"); \
+            hdr.kvcast.flags : ternary @name("flags"); \
+            state.index      : ternary @name("index"); \
+            state.coalesces  : exact   @name("coalesces"); \
+            state.serving    : exact   @name("serving"); \
+        } \
+        actions = { \
+            do_ask##part; do_ask_again##part; do_answer##part; do_end##part; \
+            @defaultonly NoAction; \
+        } \
+        const default_action = NoAction(); \
+        const entries = { \
+            (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY, IN_PART##part, 1, 0) : do_ask_again##part(); \
+            (KIND_READ,      _,                         IN_PART##part, 1, 0) : do_ask##part(); \
+            (KIND_DATA,      _,                         IN_PART##part, 1, 0) : do_answer##part(); \
+            (KIND_LAST_DATA, _,                         IN_PART##part, 1, 0) : do_end##part(); \
+            (KIND_MISS,      _,                         IN_PART##part, 1, 0) : do_end##part(); \
+        } \
+        size = 8; \
     }
+    INTEREST_PARTS
+#undef INTEREST
+#undef SAY_MATCH
 
     RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) join_ports = {
         void apply(inout bit<32> ports, out bit<32> waiting) {
@@ -202,9 +206,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        if (state.coalesces == 1 && state.serving == 0) {
-            interest_step.apply();
-        }
+        APPLY_INTEREST
         ports_step.apply();
     }
 }
