@@ -4,14 +4,12 @@ Owns: which sources make which artefact, and the hash that ties them. Must not k
 program does. Runs in the checkout; compiles what it has a compiler for, and says for what it has
 none:
 
-| targets            | compiler                                      | on PATH as     | or in                |
-|--------------------|-----------------------------------------------|----------------|----------------------|
-| v1model, bmv2      | p4c's BMv2 back end                           | `p4c-bm2-ss`   | $KVCAST_P4C          |
-| tofino1, tofino2   | p4c's Tofino back end, and its assembler      | `p4c-barefoot` | $KVCAST_P4C_BAREFOOT |
-|                    |                                               | `bfas`         | $KVCAST_BFAS         |
+- v1model, bmv2: p4c's BMv2 back end, `p4c-bm2-ss` on PATH or in $KVCAST_P4C;
+- tofino1, tofino2: p4c's Tofino back end and its assembler, `p4c-barefoot` and `bfas` on PATH or in
+  $KVCAST_P4C_BAREFOOT and $KVCAST_BFAS.
 
-For a Tofino the program that a switch loads is not kept: what is kept is its P4Info and the report
-of what it takes. ``--out FOLDER`` keeps the compilers' output. With ``--check`` it writes nothing
+For a Tofino the program that a switch loads is not kept: what is kept is its P4Info, the report of
+what it takes, and what its stateful ALUs and tables of constants do (for the tests' model). ``--out FOLDER`` keeps the compilers' output. With ``--check`` it writes nothing
 and says whether the committed artefacts are current: by the sources' hash everywhere, and by
 compiling again where p4c is installed (a Tofino program only if it is named: it takes minutes).
 """
@@ -45,6 +43,8 @@ TARGETS = tuple(PROGRAMS)
 HEADERS = FOLDER / "generated" / "kvcast_headers.p4"
 P4INFO = "kvcast.p4info.txtpb"
 SOURCES_HASH = "sources.sha256"
+RESOURCES = "resources.json"
+BEHAVIOUR = "behaviour.json"
 
 
 class BuildError(Exception):
@@ -186,7 +186,10 @@ def compile_tofino(compiler: str, assembler: str, target: str, out: Path) -> Non
     report = tofino_report.report(
         context, target, profiles[target].slots, str(context["compiler_version"])
     )
-    (out / "resources.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / RESOURCES).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    assembly = (pipe / "kvcast.bfa").read_text(encoding="utf-8")
+    behaviour = tofino_report.behaviour(context, assembly)
+    (out / BEHAVIOUR).write_text(json.dumps(behaviour, indent=0) + "\n", encoding="utf-8")
 
 
 def without_positions(node: object) -> object:
@@ -200,7 +203,7 @@ def without_positions(node: object) -> object:
 
 def kept(target: str) -> tuple[str, ...]:
     """The files of a target that are committed, besides the hash."""
-    return (P4INFO, "resources.json") if target in TOFINOS else (P4INFO, "kvcast.json")
+    return (P4INFO, RESOURCES, BEHAVIOUR) if target in TOFINOS else (P4INFO, "kvcast.json")
 
 
 def generated(target: str) -> Path:

@@ -45,7 +45,7 @@
 // the cell's index. 256 slots are 16 MiB on v1model, the order of what a Tofino 2 has in a pipe
 // (about 11 MiB of registers).
 #if defined(KVCAST_TOFINO2)
-#define SLOTS 117
+#define SLOTS 128
 #elif defined(KVCAST_TOFINO1)
 #define SLOTS 64
 #else

@@ -96,8 +96,8 @@ profiles: dict[str, TargetProfile] = {
         # Pipe 0 has device ports 8 to 71: here as 32 ports of two lanes.
         _tofino(
             "tofino2",
-            slots=140,
-            passes_per_chunk=5,
+            slots=128,
+            passes_per_chunk=11,
             device_ports=tuple(range(8, 72, 2)),
             recirculation_port=6,
         ),

@@ -23,6 +23,8 @@ MAP_RAM_BLOCKS = 48
 TCAM_BLOCKS = 24
 """A stage's TCAM blocks, of 512 words of 44 bits."""
 STATEFUL_ALUS = 4
+NO_STAGE = -1
+"""Where context.json puts what the parser does."""
 CELL = re.compile(r"\.cell_w(\d+)$")
 CHUNK_BYTES = 1024
 WORD_BYTES = 4
@@ -111,7 +113,9 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
         stage_tables = _stage_tables(table)
         if not stage_tables:
             continue
-        stages = sorted({stage["stage_number"] for stage in stage_tables})
+        stages = sorted({stage["stage_number"] for stage in stage_tables} - {NO_STAGE})
+        if not stages:
+            continue
         direction = table["direction"]
         last_stage[direction] = max(last_stage[direction], *stages)
         held = memories(table)
@@ -170,3 +174,104 @@ def load(path: Path) -> dict[str, Any]:
     """A context.json."""
     loaded: dict[str, Any] = json.loads(path.read_bytes())
     return loaded
+
+
+# --- what the model in the tests runs ---------------------------------------------------------
+
+_STATEFUL = re.compile(r"  stateful \S+\$salu\.(\S+):$")
+_SLICE = re.compile(r"^(.*)\.(\d+)-(\d+)$")
+LOW_INPUT, HIGH_INPUT = 64, 96
+"""Bits of the crossbar group at which a stateful ALU's two words begin."""
+
+
+def _inputs(line: str) -> dict[str, str]:
+    """Which field a stateful ALU takes as its low, and as its high, word from the packet."""
+    slices: dict[int, str] = {}
+    for part in line.split("{", 1)[1].rsplit("}", 1)[0].split(","):
+        offset, name = part.split(": ")
+        slices[int(offset)] = name.strip()
+    named: dict[str, str] = {}
+    for word, start in (("phv_lo", LOW_INPUT), ("phv_hi", HIGH_INPUT)):
+        if start not in slices:
+            continue
+        field = slices[start]
+        rest = slices.get(start + 16)
+        if rest is not None:
+            low, high = _SLICE.match(field), _SLICE.match(rest)
+            if low is None or high is None or low[1] != high[1] or int(low[3]) + 1 != int(high[2]):
+                raise ValueError(f"{line.strip()}: not one field")
+            field = low[1] if low[2] == "0" and high[3] == "31" else f"{low[1]}.{low[2]}-{high[3]}"
+        named[word] = field
+    return named
+
+
+def stateful_programs(assembly: str) -> dict[str, Any]:
+    """Of each register: its format, what it takes from the packet, and its ALU's instructions."""
+    programs: dict[str, Any] = {}
+    program: dict[str, Any] | None = None
+    actions: dict[str, list[str]] | None = None
+    inside_inputs = False
+    for line in assembly.splitlines():
+        started = _STATEFUL.match(line)
+        if started:
+            program = {"format": "", "inputs": {}, "actions": {}}
+            programs[started[1]] = program
+            actions = None
+        elif not line.startswith("    "):
+            program = None
+        if program is None:
+            continue
+        if line.startswith("    ") and line[4] != " ":
+            actions = program["actions"] if line == "    actions:" else None
+            inside_inputs = line == "    input_xbar:"
+            if line.startswith("    format: "):
+                program["format"] = line.split(": ", 1)[1]
+        elif inside_inputs and line.startswith("      exact group "):
+            program["inputs"] |= _inputs(line)
+        elif actions is not None:
+            if line.startswith("      - "):
+                list(actions.values())[-1].append(line[8:])
+            else:
+                actions[line.strip().rstrip(":")] = []
+    return dict(sorted(programs.items()))
+
+
+def constant_tables(context: dict[str, Any]) -> dict[str, Any]:
+    """Of each table with constant entries: its key, and its entries in order of precedence."""
+    tables: dict[str, Any] = {}
+    for table in context["tables"]:
+        entries = table.get("static_entries")
+        if not entries:
+            continue
+        actions = {action["handle"]: action["name"] for action in table["actions"]}
+        tables[table["name"]] = {
+            "key": [
+                (key.get("global_name", key["name"]), key["bit_width_full"], key["match_type"])
+                for key in table["match_key_fields"]
+            ],
+            "entries": [
+                {
+                    "match": [
+                        [int(value["value"], 16), int(value.get("mask", "-0x1"), 16)]
+                        for value in entry["match_key_fields_values"]
+                    ],
+                    "action": actions[entry["action_handle"]].rsplit(".", 1)[-1],
+                    "parameters": [
+                        int(parameter["value"], 16)
+                        for parameter in entry["action_parameters_values"]
+                    ],
+                }
+                for entry in sorted(entries, key=lambda entry: entry["priority"])
+            ],
+            "default": [
+                action["name"].rsplit(".", 1)[-1]
+                for action in table["actions"]
+                if action["handle"] == table["default_action_handle"]
+            ],
+        }
+    return dict(sorted(tables.items()))
+
+
+def behaviour(context: dict[str, Any], assembly: str) -> dict[str, Any]:
+    """What the program's tables of constants and its stateful ALUs do, as compiled."""
+    return {"stateful": stateful_programs(assembly), "tables": constant_tables(context)}

@@ -31,7 +31,9 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
     bit<1>  passing;        /* only goes round: gathers or stores a chunk */ \
     bit<1>  heat_on;        /* the threshold can be reached */ \
     bit<16> row_index;      /* of the row to be read or written, in the cells' registers */ \
+    bit<8>  row_bank;       /* and which registers (the header's fields change meanwhile) */ \
     bit<16> first_row;      /* index of row 0 of the chunk in the cells' registers */ \
+    bit<8>  bank;           /* of the cells */ \
     bit<16> loop_group;     /* multicast group of this pipe's recirculation port */ \
     bit<9>  loop_port;      /* this pipe's recirculation port */
 
@@ -49,6 +51,18 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
 #define INTEREST_PARTS INTEREST(_whole, PENDING_ENTRIES)
 #define APPLY_INTEREST interest_step_whole.apply();
 #endif
+
+#ifdef KVCAST_TOFINO2
+#define BANK_SLOTS 64
+#define CELL_BANKS(M, n, part) M(n, part, _lower, 0) M(n, part, _upper, 1)
+#define APPLY_BANKS(n) word##n##_lower.apply(); word##n##_upper.apply();
+#else
+#define BANK_SLOTS SLOTS
+#define CELL_BANKS(M, n, part) M(n, part, _whole, 0)
+#define APPLY_BANKS(n) word##n##_whole.apply();
+#endif
+// Cells of one bank: what lies between the rows of a chunk.
+#define ROW_STRIDE (BANK_SLOTS * 64)
 
 // Which READs can become DATA, by their flags: those without padding. A packet may grow here, and
 // nothing would take the padding off again.

@@ -3,30 +3,34 @@
 // of a tail that a frame's last row lacks are read or written beside it, and mean nothing.)
 
 control Cells(inout headers_t hdr, inout state_t state) {
-#define CELL_WORD(n, part) \
-    Register<bit<32>, bit<16>>(ROWS * CELLS) cell_w##n; \
-    RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n) read_w##n = { \
+#define BANK(n, part, half, number) \
+    Register<bit<32>, bit<16>>(ROWS * ROW_STRIDE) cell_w##n##half; \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n##half) read_w##n##half = { \
         void apply(inout bit<32> word, out bit<32> value) { value = word; } \
     }; \
-    RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n) write_w##n = { \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n##half) write_w##n##half = { \
         void apply(inout bit<32> word) { word = hdr.part.w##n; } \
     }; \
-    action do_read_w##n() { hdr.part.w##n = read_w##n.execute(state.row_index); } \
-    action do_write_w##n() { write_w##n.execute(state.row_index); } \
+    action do_read_w##n##half() { hdr.part.w##n = read_w##n##half.execute(state.row_index); } \
+    action do_write_w##n##half() { write_w##n##half.execute(state.row_index); } \
     @hidden \
-    table word##n { \
-        key = { hdr.round.task : exact; state.current : exact; } \
-        actions = { do_read_w##n; do_write_w##n; @defaultonly NoAction; } \
+    table word##n##half { \
+        key = { \
+            hdr.round.task : exact; \
+            state.row_bank : exact; \
+            state.current  : exact; \
+        } \
+        actions = { do_read_w##n##half; do_write_w##n##half; @defaultonly NoAction; } \
         const default_action = NoAction(); \
         const entries = { \
-            (TASK_GATHER, 1) : do_read_w##n(); \
-            (TASK_STORE,  1) : do_write_w##n(); \
+            (TASK_GATHER, number, 1) : do_read_w##n##half(); \
+            (TASK_STORE,  number, 1) : do_write_w##n##half(); \
         } \
         size = 2; \
     }
-#define HEAD_WORD(n) CELL_WORD(n, row_head)
-#define TAIL_WORD(n) CELL_WORD(n, row_tail)
-#define APPLY_WORD(n) word##n.apply();
+#define HEAD_WORD(n) CELL_BANKS(BANK, n, row_head)
+#define TAIL_WORD(n) CELL_BANKS(BANK, n, row_tail)
+#define APPLY_WORD(n) APPLY_BANKS(n)
 
     HEAD_WORDS(HEAD_WORD)
     TAIL_WORDS(TAIL_WORD)

@@ -13,8 +13,8 @@ control Arrival(inout headers_t hdr, inout state_t state,
     }
 }
 
-// A frame that gathers or stores goes on while its segment keeps slot and generation: a row's headers
-// come or go.
+// A frame that gathers gets headers for the next row. It and one that stores go on only while their
+// segment keeps slot and generation.
 control Rounds(inout headers_t hdr, inout state_t state) {
     action gather() {
         hdr.row_head.setValid();
@@ -25,25 +25,19 @@ control Rounds(inout headers_t hdr, inout state_t state) {
         hdr.row_head.setValid();
     }
 
-    action take_row() {
-        hdr.row_head.setInvalid();
-        hdr.row_tail.setInvalid();
-    }
-
     @name(".round_task")
     table round_task {
         key = {
             hdr.round.task : exact   @name("task");
             hdr.round.row  : ternary @name("row");
         }
-        actions = { gather; gather_last_row; take_row; @defaultonly NoAction; }
+        actions = { gather; gather_last_row; @defaultonly NoAction; }
         const default_action = NoAction();
         const entries = {
             (TASK_GATHER, LAST_ROW) : gather_last_row();
             (TASK_GATHER, _)        : gather();
-            (TASK_STORE,  _)        : take_row();
         }
-        size = 4;
+        size = 2;
     }
 
     apply {
@@ -84,7 +78,8 @@ control Departure(inout headers_t hdr, inout state_t state,
         hdr.round.task = TASK_GATHER;
         hdr.round.again = TASK_NEXT;
         hdr.round.row = LAST_ROW;
-        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * CELLS;
+        hdr.round.bank = state.bank;
+        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
         tm.ucast_egress_port = state.loop_port;
         tm.mcast_grp_b = state.loop_group;
     }
@@ -93,13 +88,13 @@ control Departure(inout headers_t hdr, inout state_t state,
         hdr.round.task = TASK_GATHER;
         hdr.round.row = LAST_ROW;
         hdr.round.last = 1;
-        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * CELLS;
+        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
         tm.ucast_egress_port = state.loop_port;
     }
 
     action gather_on() {
         hdr.round.row = hdr.round.row - 1;
-        hdr.round.index = hdr.round.index - CELLS;
+        hdr.round.index = hdr.round.index - ROW_STRIDE;
         tm.ucast_egress_port = state.loop_port;
     }
 
@@ -110,7 +105,9 @@ control Departure(inout headers_t hdr, inout state_t state,
 
     action store_on() {
         hdr.round.row = hdr.round.row + 1;
-        hdr.round.index = hdr.round.index + CELLS;
+        hdr.round.index = hdr.round.index + ROW_STRIDE;
+        hdr.row_head.setInvalid();
+        hdr.row_tail.setInvalid();
         tm.ucast_egress_port = state.loop_port;
     }
 
@@ -122,6 +119,7 @@ control Departure(inout headers_t hdr, inout state_t state,
             state.current  : ternary @name("current");
             state.serving  : ternary @name("serving");
             state.last     : ternary @name("last");
+            state.refused  : ternary @name("refused");
             state.delivery : ternary @name("delivery");
         }
         actions = {
@@ -129,17 +127,18 @@ control Departure(inout headers_t hdr, inout state_t state,
         }
         const default_action = nowhere();
         const entries = {
-            // task        row       current serving last delivery
-            (_,            _,        _, 1, 0, _)               : split();
-            (_,            _,        _, 1, 1, _)               : split_last();
-            (TASK_NONE,    _,        _, _, _, DELIVER_UNICAST) : unicast();
-            (TASK_NONE,    _,        _, _, _, DELIVER_FLOOD)   : multicast();
-            (TASK_NONE,    _,        _, _, _, DELIVER_SHARED)  : multicast();
-            (TASK_NEXT,    _,        _, _, _, DELIVER_UNICAST) : unicast();
-            (TASK_GATHER,  0,        1, _, _, _)               : gathered();
-            (TASK_GATHER,  _,        1, _, _, _)               : gather_on();
-            (TASK_STORE,   LAST_ROW, _, _, _, _)               : nowhere();
-            (TASK_STORE,   _,        1, _, _, _)               : store_on();
+            // task        row       current serving last refused delivery
+            (_,            _,        _, 1, 0, _, _)               : split();
+            (_,            _,        _, 1, 1, _, _)               : split_last();
+            (TASK_NONE,    _,        _, _, _, 1, _)               : nowhere();
+            (TASK_NONE,    _,        _, _, _, _, DELIVER_UNICAST) : unicast();
+            (TASK_NONE,    _,        _, _, _, _, DELIVER_FLOOD)   : multicast();
+            (TASK_NONE,    _,        _, _, _, _, DELIVER_SHARED)  : multicast();
+            (TASK_NEXT,    _,        _, _, _, _, DELIVER_UNICAST) : unicast();
+            (TASK_GATHER,  0,        1, _, _, _, _)               : gathered();
+            (TASK_GATHER,  _,        1, _, _, _, _)               : gather_on();
+            (TASK_STORE,   LAST_ROW, _, _, _, _, _)               : nowhere();
+            (TASK_STORE,   _,        1, _, _, _, _)               : store_on();
         }
         size = 16;
     }
@@ -158,6 +157,7 @@ control Fill(inout headers_t hdr, inout state_t state,
     // A copy of DATA goes round and leaves its chunk.
     action fill() {
         hdr.round.again = TASK_STORE;
+        hdr.round.bank = state.bank;
         hdr.round.index = state.first_row;
         tm.mcast_grp_b = state.loop_group;
     }

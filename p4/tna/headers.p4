@@ -20,6 +20,7 @@ header round_h {
     bit<8>  delivery;       // DELIVER_*
     bit<8>  row;            // of the cell, to be read or written next
     bit<16> index;          // of that row in the cells' registers
+    bit<8>  bank;           // of the cells
     bit<8>  rewritten;      // 1: the IPv4 checksum must be made anew
     bit<8>  last;           // 1: no chunk comes after this one
     bit<16> serve_group;

@@ -84,9 +84,16 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
     Fill() fill;
     Departure() departure;
 
+    // Bits of several fields side by side come by the hash unit: a stage's ALUs take two sources.
+    Hash<bit<16>>(HashAlgorithm_t.IDENTITY) first_row;
+    Hash<bit<8>>(HashAlgorithm_t.IDENTITY) bank;
+
     action tell_first_row() {
-        state.first_row[15:6] = state.slot[9:0];
-        state.first_row[5:0] = hdr.kvcast.chunk[5:0];
+        state.first_row = first_row.get({ 4w0, state.slot[5:0], hdr.kvcast.chunk[5:0] });
+    }
+
+    action tell_bank() {
+        state.bank = bank.get({ 7w0, state.slot[6:6] });
     }
 
     // One table, one condition: a Tofino 1 cannot do anything beside a block of several stages.
@@ -106,6 +113,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         heat_window.apply(state);
         rounds.apply(hdr, state);
         slot_validity.apply(hdr, state);
+        cells.apply(hdr, state);
 
         // May it, and what would become of it by its address alone?
         if (hdr.round.task == TASK_NONE) {
@@ -123,8 +131,8 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
         serving_decision.apply(hdr, state);
         lowest_chunk.apply(hdr, state);
         tell_first_row();
+        tell_bank();
         fill.apply(hdr, state, tm);
-        cells.apply(hdr, state);
 
         // Everything else goes where it is addressed, unless its answer is on the way, or others
         // wait for it too.
@@ -178,4 +186,6 @@ control KvcastEgress(inout headers_t hdr, inout state_t state,
 Pipeline(KvcastIngressParser(), KvcastIngress(), KvcastIngressDeparser(),
          KvcastEgressParser(), KvcastEgress(), KvcastEgressDeparser()) pipe;
 
+// Every field of state_t starts as 0.
+@pa_auto_init_metadata
 Switch(pipe) main;

@@ -32,6 +32,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
         hdr.round.delivery = DELIVER_NOWHERE;
         hdr.round.row = 0;
         hdr.round.index = 0;
+        hdr.round.bank = 0;
         hdr.round.rewritten = 0;
         hdr.round.last = 0;
         hdr.round.serve_group = 0;
@@ -43,6 +44,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     state parse_round {
         packet.extract(hdr.round);
         state.row_index = hdr.round.index;
+        state.row_bank = hdr.round.bank;
         transition select(hdr.round.task, hdr.round.row) {
             (TASK_STORE, LAST_ROW): parse_last_row;
             (TASK_STORE, _): parse_row;

@@ -1,0 +1,462 @@
+"""The TNA program's behaviour is v1model's, as far as a model can tell (tna_model.py says what it
+takes from the compiler's output, and what not).
+
+Oracle: the STF scenarios and the tests of tests/p4, which were written for v1model; where the two
+targets differ on purpose, a test here says how. Blind to placement, gateways, timing, and whatever
+only hardware does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_p4_coalesce
+import test_p4_forwarding
+import test_p4_groups
+import test_p4_guards
+import test_p4_heat
+import test_p4_resident
+from kvcast.p4 import profiles
+from kvcast.protocol import ethernet, wire
+from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
+from tna_model import StatefulAlu, TnaModel, run_stf
+from tna_pool import TnaPool
+
+TARGETS = ("tofino1", "tofino2")
+SCENARIOS = {
+    path.stem: path for path in (Path(__file__).parents[1] / "stf" / "kvcast").glob("*.stf")
+}
+CONTENT = content_of(6 * wire.CHUNK_BYTES)
+SHORT = content_of(3 * wire.CHUNK_BYTES - 100)
+MODULES = (
+    test_p4_coalesce,
+    test_p4_forwarding,
+    test_p4_groups,
+    test_p4_guards,
+    test_p4_heat,
+    test_p4_resident,
+)
+UNSEEN = "a Tofino's ingress sees no frame length, and its parser drops what is cut uncounted"
+FORGED = "forges a collision in v1model's hash; test_tenants_share_no_entry has TNA's"
+PADDED = "a padded READ is answered by the home: nothing here would take the padding off"
+DIFFERENT = {
+    ("test_a_malformed_frame_is_dropped_and_counted", "cut in the header"): UNSEEN,
+    ("test_a_malformed_frame_is_dropped_and_counted", "cut in the chunk"): UNSEEN,
+    ("test_a_malformed_frame_is_dropped_and_counted", "bytes behind the datagram"): UNSEEN,
+    ("test_a_plain_switch_passes_anything_on", "cut in the header"): UNSEEN,
+    ("test_tenants_never_share_an_entry", ""): FORGED,
+    ("test_a_read_is_served_once_data_has_filled_the_slot", "padded-short"): PADDED,
+    ("test_a_read_is_served_once_data_has_filled_the_slot", "padded-whole"): PADDED,
+}
+"""Tests of MODULES that do not hold on TNA (with the case's id), and why."""
+
+
+# --- the scenarios --------------------------------------------------------------------------------
+
+
+def without_hidden_lengths(text: str) -> str:
+    """Leave out the two frames whose length disagrees with their headers in a way that a Tofino's
+    ingress cannot see (test_lengths_behind_the_headers_are_not_seen)."""
+    lines, skipped = text.splitlines(), ("# READ with a byte behind it", "# DATA cut in its chunk")
+    kept = (line for before, line in pairwise(["", *lines]) if before not in skipped)
+    return "\n".join(kept)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_scenario_passes(name: str, target: str) -> None:
+    text = without_hidden_lengths(SCENARIOS[name].read_text())
+    assert run_stf(TnaModel(target), text) == []
+
+
+def test_a_scenario_can_fail() -> None:
+    text = SCENARIOS["coalescing_join"].read_text().replace("expect 4", "expect 3", 1)
+    assert run_stf(TnaModel("tofino1"), text)
+
+
+# --- the tests of v1model -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A test of another module: its case's id, its arguments, and what its fixture is asked for."""
+
+    module: Any
+    name: str
+    case: str
+    arguments: dict[str, Any]
+    wanted: Any
+
+    @property
+    def label(self) -> str:
+        return "-".join(filter(None, (self.module.__name__, self.name, self.case)))
+
+
+def cases_of(function: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Its parametrizations, as pytest would name them."""
+    cases: list[tuple[str, dict[str, Any]]] = [("", {})]
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name != "parametrize":
+            continue
+        names = [name.strip() for name in mark.args[0].split(",")]
+        values = list(mark.args[1])
+        ids = list(mark.kwargs.get("ids") or range(len(values)))
+        cases = [
+            (
+                f"{case}-{label}".strip("-"),
+                {**known, **dict(zip(names, value if len(names) > 1 else (value,), strict=True))},
+            )
+            for case, known in cases
+            for label, value in zip(ids, values, strict=True)
+        ]
+    return cases
+
+
+def borrowed() -> list[Borrowed]:
+    """Every test of MODULES."""
+    found = []
+    for module in MODULES:
+        fixture = vars(module).get("pool")
+        wants = getattr(getattr(fixture, "_fixture_function_marker", None), "params", None)
+        for name, function in sorted(vars(module).items()):
+            if not name.startswith("test_") or not callable(function):
+                continue
+            takes_pool = "pool" in inspect.signature(function).parameters
+            for case, arguments in cases_of(function):
+                for wanted in (wants or (None,)) if takes_pool else (None,):
+                    label = case if wanted is None else f"{case} {wanted}".strip()
+                    found.append(Borrowed(module, name, label, arguments, wanted))
+    return found
+
+
+class HeatPool(TnaPool):
+    """Ticks of 64 us, as the windows of the heat tests are counted."""
+
+    ticks_a_lease = 15625
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a fixture with parameters takes."""
+
+    param: Any
+
+
+@functools.cache
+def colliding_key() -> bytes:
+    """A key with KEY's entry in the pending table, and another fingerprint."""
+    model = TnaModel("tofino1")
+
+    def hashed(key: bytes) -> tuple[int, int]:
+        phv: Any = defaultdict(int)
+        phv["hdr.kvcast.namespace"] = NAMESPACE
+        phv["hdr.kvcast.key"] = int.from_bytes(key, "big")
+        model.hashes(phv)
+        return phv["state.index"], phv["state.fingerprint"]
+
+    index, fingerprint = hashed(KEY)
+    for number in range(1 << 18):
+        key = number.to_bytes(16, "big")
+        found = hashed(key)
+        if found[0] == index and found[1] != fingerprint:
+            return key
+    raise AssertionError("no collision")
+
+
+@pytest.mark.parametrize("test", borrowed(), ids=lambda test: test.label)
+def test_holds_on_tna_too(test: Borrowed, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (test.name, test.case) in DIFFERENT:
+        pytest.skip(DIFFERENT[test.name, test.case])
+    pool = HeatPool if test.module is test_p4_heat else TnaPool
+    monkeypatch.setattr(test.module, "PoolSwitch", pool)
+    monkeypatch.setattr(test_p4_coalesce, "colliding_key", colliding_key)
+    function = vars(test.module)[test.name]
+    arguments = dict(test.arguments)
+    for name in inspect.signature(function).parameters:
+        if name not in arguments:
+            fixture = vars(test.module)[name]
+            plain = getattr(fixture, "__wrapped__", fixture)
+            arguments[name] = plain() if test.wanted is None else plain(Request(test.wanted))
+    function(**arguments)
+
+
+def test_what_is_said_to_differ_exists() -> None:
+    assert set(DIFFERENT) <= {(test.name, test.case) for test in borrowed()}
+
+
+# --- where TNA differs ----------------------------------------------------------------------------
+
+
+def send(pool: TnaPool, port: int, raw: bytes) -> list[int]:
+    return [out for out, _ in pool.switch.process(port, raw, pool.now_us)]
+
+
+def test_lengths_behind_the_headers_are_not_seen() -> None:
+    """Such a frame goes on, and moves state; its receiver refuses it."""
+    pool = TnaPool()
+    read = wire.Frame(wire.OP_READ, NAMESPACE, KEY, wanted=wire.FULL_SEGMENT)
+    frame = ethernet.Encapsulation(endpoint(2), endpoint(1)).wrap(wire.encode(read))
+    assert send(pool, 2, frame + b"\0") == [1]
+    assert send(pool, 2, frame[:-1]) == [], "the parser finds it cut"
+    assert pool.decided("new") == 1
+
+
+def test_a_cut_chunk_never_becomes_part_of_a_slot() -> None:
+    pool = TnaPool()
+    pool.make_resident(KEY, SHORT)
+    payload = SHORT[: wire.CHUNK_BYTES]
+    data = wire.Frame(
+        wire.OP_DATA, NAMESPACE, KEY, digest=wire.digest_of(SHORT), size=len(SHORT), payload=payload
+    )
+    frame = ethernet.Encapsulation(endpoint(1), endpoint(2)).wrap(wire.encode(data))
+    send(pool, 1, frame[:-40])
+    assert ports(pool.read(3, wanted=1, flags=wire.FLAG_PARTIAL)) == [1]
+    send(pool, 1, frame)
+    assert ports(pool.read(3, wanted=1, flags=wire.FLAG_PARTIAL)) == [3]
+
+
+def test_a_padded_read_goes_to_the_home() -> None:
+    pool = TnaPool()
+    pool.make_resident(KEY, SHORT)
+    pool.answer(2, SHORT)
+    assert ports(pool.read(3, flags=wire.FLAG_PADDED)) == [1]
+
+
+def test_tenants_share_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every hash the same, only the namespace tells them apart."""
+
+    def hashes(_model: TnaModel, phv: Any) -> None:
+        phv["state.index"] = phv["state.other_hash"] = 77
+        phv["state.print"] = 0x1234
+        phv["state.fingerprint"] = phv["hdr.kvcast.namespace"] << 16 | 0x1235
+
+    monkeypatch.setattr(TnaModel, "hashes", hashes)
+    pool = TnaPool()
+    pool.add("namespace_guard", (3, NAMESPACE + 1), "allow")
+    assert ports(pool.read(2)) == [1]
+    other = wire.Frame(wire.OP_READ, NAMESPACE + 1, KEY, wanted=wire.FULL_SEGMENT)
+    assert ports(pool.send(3, 1, other)) == [1]
+    assert pool.decided("collide") == 1
+    assert ports(pool.data(2, CONTENT, 0)) == [2]
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_chunk_takes_the_passes_of_the_profile(target: str) -> None:
+    class Pool(TnaPool):
+        device = target
+
+    pool = Pool()
+    pool.make_resident(KEY, SHORT)
+    pool.answer(2, SHORT)
+    rows = profiles[target].passes_per_chunk
+    before = pool.model.passes
+    out = pool.read(3)
+    assert [r.frame.chunk for r in out] == [0, 1, 2]
+    assert b"".join(bytes(r.frame.payload) for r in out)[: len(SHORT)] == SHORT
+    # The READ itself comes by once for each chunk, and each chunk once for each row.
+    assert pool.model.passes - before == 3 + 3 * rows
+
+
+@pytest.mark.parametrize("slot", [0, 63, -1])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_slot_has_cells_of_its_own(target: str, slot: int) -> None:
+    class Pool(TnaPool):
+        device = target
+
+    slots = profiles[target].slots
+    pool = Pool()
+    neighbours = {slot % slots: KEY, (slot + 1) % slots: bytes(16), (slot + 64) % slots: KEY[::-1]}
+    contents = {}
+    for number, (place, key) in enumerate(neighbours.items()):
+        contents[key] = content_of(64 * wire.CHUNK_BYTES, seed=number)
+        pool.make_resident(key, contents[key], slot=place)
+        pool.answer(2, contents[key], key=key)
+    for key in contents:
+        out = pool.read(3, key=key)
+        assert b"".join(bytes(r.frame.payload) for r in out) == contents[key]
+
+
+def test_an_eviction_sends_the_rest_to_the_home() -> None:
+    pool = TnaPool()
+    handle = pool.make_resident(KEY, CONTENT)
+    pool.answer(2, CONTENT)
+    # After the READ has passed twice: chunks 0 and 1 are being gathered.
+    pool.model.between[pool.model.passes + 3] = lambda: pool.table("resident").delete(handle)
+    out = pool.read(3, tag=5)
+    (rest,) = [r for r in out if r.frame.op == wire.OP_READ]
+    assert (rest.port, rest.destination) == (1, endpoint(1))
+    assert rest.frame.flags == wire.FLAG_PARTIAL
+    assert rest.frame.digest == wire.digest_of(CONTENT)
+    assert (rest.frame.tag, rest.frame.size, rest.frame.chunk) == (5, 0, 0)
+    served = [r for r in out if r.frame.op == wire.OP_DATA]
+    assert served == [], "a chunk of which not all rows were gathered is dropped, and read again"
+    assert rest.frame.wanted in (0b111110, 0b111100)
+
+
+def test_a_new_generation_stops_what_is_being_stored() -> None:
+    pool = TnaPool()
+    handle = pool.make_resident(KEY, SHORT, slot=3, generation=1)
+
+    def admit_anew() -> None:
+        pool.table("resident").delete(handle)
+        pool.make_resident(KEY, SHORT, slot=3, generation=2)
+
+    pool.model.between[pool.model.passes + 4] = admit_anew
+    pool.data(2, SHORT, 0)
+    assert ports(pool.read(3, wanted=1, flags=wire.FLAG_PARTIAL)) == [1]
+
+
+# --- the stateful ALUs, against the rules ---------------------------------------------------------
+
+OTHER_FRESH, MINE_FRESH, OTHER_STALE, MINE_STALE = 1, 2, 4, 8
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_pending_alus_follow_the_rules(target: str) -> None:
+    """What each instruction sequence of the assembly does to an entry, for all there can be."""
+    model = TnaModel(target)
+    mine, other, now = 0x70001, 0x70003, 1 << 20
+    for name in model.interests:
+        part = name.rsplit("interest_step", 1)[1]
+        alu = model.alus[f"pending.pending_interest{part}"]
+        for fingerprint in (0, mine, other):
+            for age in (0, 16, 17, now):
+                stale, is_mine = age > 16, fingerprint == mine
+                expected = {
+                    "ask": (mine, now) if stale else (fingerprint, now - age),
+                    "ask_again": (mine, now) if stale or is_mine else (fingerprint, now - age),
+                    "answer": (fingerprint, now if is_mine else now - age),
+                    "end": (0, 0) if is_mine else (fingerprint, now - age),
+                }
+                for step, entry in expected.items():
+                    alu.memory[5] = {"lo": fingerprint, "hi": now - age}
+                    phv = defaultdict(int, {"state.fingerprint": mine, "state.clock": now})
+                    said = alu.execute(f"pending_{step}{part}", 5, phv)
+                    found = alu.memory[5]
+                    assert (found["lo"], found["hi"]) == entry, (step, fingerprint, age)
+                    assert said == 1 << (is_mine + 2 * stale), (step, fingerprint, age)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_port_alus_follow_the_rules(target: str) -> None:
+    alu = TnaModel(target).alus["pending.pending_ports"]
+    phv = defaultdict(int, {"state.port_bits": 0b0110})
+    for step, said, left in (
+        ("join", 0b1110, 0b1110),
+        ("open", 0b1010, 0b0110),
+        ("read", 0b1010, 0b1010),
+        ("take", 0b1010, 0),
+    ):
+        alu.memory[9] = {"lo": 0b1010, "hi": 0}
+        assert alu.execute(f"pending_{step}_ports", 9, phv) == said, step
+        assert alu.memory[9]["lo"] == left, step
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_validity_alus_follow_the_rules(target: str) -> None:
+    model = TnaModel(target)
+    for half, shift in (("low", 0), ("high", 32)):
+        alu: StatefulAlu = model.alus[f"slot_validity.valid_{half}"]
+        phv = defaultdict(int, {"state.generation": 4, "state.chunk_bit": 0b100 << shift})
+        alu.memory[1] = {"lo": 3, "hi": 0b1011}
+        assert alu.execute(f"slot_validity_read_{half}", 1, phv) == 0, "another generation's"
+        alu.execute(f"slot_validity_store_{half}", 1, phv)
+        assert alu.memory[1] == {"lo": 4, "hi": 0b100}
+        phv["state.chunk_bit"] = 0b1 << shift
+        alu.execute(f"slot_validity_store_{half}", 1, phv)
+        assert alu.execute(f"slot_validity_read_{half}", 1, phv) == 0b101
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_heat_alus_follow_the_rules(target: str) -> None:
+    model = TnaModel(target)
+    for row in range(3):
+        alu = model.alus[f"heat.heat_row{row}"]
+        phv = defaultdict(int, {"state.heat_window": 6})
+        counts = [alu.execute(f"heat_count_row{row}", 2, phv) for _ in range(3)]
+        assert counts == [1, 2, 3]
+        phv["state.heat_window"] = 7
+        assert alu.execute(f"heat_count_row{row}", 2, phv) == 1
+        alu.memory[2]["hi"] = 0xFFFF
+        assert alu.execute(f"heat_count_row{row}", 2, phv) == 0xFFFF, "it saturates"
+
+
+@pytest.mark.parametrize("lease", [1, 16, 17, 32, 33, 100, 312, 16384, 32768, 1 << 31])
+def test_a_lease_is_rounded_up_to_a_power_of_two(lease: int) -> None:
+    model = TnaModel("tofino1")
+    phv = defaultdict(int, {"state.lease_ticks": lease})
+    shift = int(model.const("lease_scale", phv)[0].removeprefix("shift_"))
+    assert 16 << shift >= min(lease, profiles["tofino1"].longest_lease_ticks)
+    assert shift == 0 or 16 << (shift - 1) < lease
+
+
+# --- both at once ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("target", TARGETS)
+def test_both_targets_do_the_same(target: str, seed: int) -> None:
+    """One random history on both: what comes out, where, and what is counted."""
+
+    class Pool(TnaPool):
+        device = target
+        ticks_a_lease = 15625  # ticks of 64 us, as v1model's
+
+    chance = random.Random(seed)
+    lease = 1024
+    one, two = PoolSwitch(lease_ticks=lease), Pool(lease_ticks=lease)
+    keys = [bytes([number]) * 16 for number in range(4)]
+    contents = [content_of(wire.CHUNK_BYTES * size, seed=size) for size in (1, 2, 3, 5)]
+    generation = 0
+    handles: dict[int, list[int]] = {}
+    for step in range(120):
+        number = chance.randrange(4)
+        key, content = keys[number], contents[number]
+        reader = chance.choice((2, 3, 4))
+        kind = chance.choices(
+            ("read", "data", "miss", "admit", "evict", "wait"), (9, 6, 1, 1, 1, 1)
+        )[0]
+        now = one.now_us + 64
+        if kind == "wait":
+            now += chance.choice((0, 2 * lease)) * 64
+        one.now_us = two.now_us = now
+        out: list[Any] = []
+        flags = chance.choice((0, 0, 0, wire.FLAG_RETRY, wire.FLAG_PARTIAL))
+        wanted = chance.randrange(1, 8) if flags == wire.FLAG_PARTIAL else wire.FULL_SEGMENT
+        chunk = chance.randrange(wire.chunks_of(len(content), 0))
+        last = chance.choice((0, wire.FLAG_LAST))
+        digest = chance.choice((None, None, None, 7))
+        if kind == "admit" and number not in handles:
+            generation += 1
+            handles[number] = [
+                pool.make_resident(key, content, slot=number, generation=generation)
+                for pool in (one, two)
+            ]
+        elif kind == "evict" and number in handles:
+            for pool, handle in zip((one, two), handles.pop(number), strict=True):
+                pool.table("resident").delete(handle)
+        for pool in (one, two):
+            if kind == "read":
+                out.append(pool.read(reader, key=key, flags=flags, wanted=wanted))
+            elif kind == "data":
+                out.append(pool.data(reader, content, chunk, key=key, flags=last, digest=digest))
+            elif kind == "miss":
+                out.append(pool.send(1, reader, wire.Frame(wire.OP_MISS, NAMESPACE, key, chunk=1)))
+        if out:
+            assert sorted(out[0], key=repr) == sorted(out[1], key=repr), (seed, step, kind)
+    for decision in range(1, 14):
+        counted = [pool._count("decisions", decision) for pool in (one, two)]
+        assert counted[0] == counted[1], (seed, decision)
+    for fill in (1, 2, 3):
+        assert one._count("fills", fill) == two._count("fills", fill)
