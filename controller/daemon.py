@@ -377,6 +377,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
     if options.device_config is None and artefact(options.target).json is None:
         parser.error(f"--target {options.target} needs --device-config")
+    profile = profiles[options.target]
+    if profile.loop_groups and len({port >> 7 for port in options.device_ports or ()}) > 1:
+        parser.error(f"--device-ports: {options.target} keeps a pool in one pipe (port / 128)")
     setup_logging(options.log_level, options.log_format)
     for library in ("finsy", "grpc", "asyncio", "aiohttp"):
         # At "debug" finsy prints every entity that it reads or writes.

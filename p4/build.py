@@ -9,9 +9,10 @@ none:
   $KVCAST_P4C_BAREFOOT and $KVCAST_BFAS.
 
 For a Tofino the program that a switch loads is not kept: what is kept is its P4Info, the report of
-what it takes, and what its stateful ALUs and tables of constants do (for the tests' model). ``--out FOLDER`` keeps the compilers' output. With ``--check`` it writes nothing
-and says whether the committed artefacts are current: by the sources' hash everywhere, and by
-compiling again where p4c is installed (a Tofino program only if it is named: it takes minutes).
+what it takes, and what its stateful ALUs and tables of constants do (for the tests' model). ``--out
+FOLDER`` keeps the compilers' output. With ``--check`` it writes nothing and says whether the
+committed artefacts are current: by the sources' hash everywhere, and by compiling again where p4c
+is installed (a Tofino program only if it is named: it takes minutes).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _tofino(
         loop_groups={64 + pipe: pipe * 128 + recirculation_port for pipe in range(4)},
         passes_per_chunk=passes_per_chunk,
         digest_bytes=48,
-        longest_lease_ticks=16 << 11,
+        longest_lease_ticks=16 << 12,
         brings_device_config=False,
     )
 

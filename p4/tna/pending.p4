@@ -28,7 +28,7 @@ struct interest_t {
 control Clock(inout state_t state) {
 #define SHIFT(bits) action shift_##bits() { state.clock = state.now >> bits; }
     SHIFT(0) SHIFT(1) SHIFT(2) SHIFT(3) SHIFT(4) SHIFT(5)
-    SHIFT(6) SHIFT(7) SHIFT(8) SHIFT(9) SHIFT(10) SHIFT(11)
+    SHIFT(6) SHIFT(7) SHIFT(8) SHIFT(9) SHIFT(10) SHIFT(11) SHIFT(12)
 #undef SHIFT
 
     @name(".lease_scale")
@@ -36,9 +36,9 @@ control Clock(inout state_t state) {
         key = { state.lease_ticks : ternary @name("lease_ticks"); }
         actions = {
             shift_0; shift_1; shift_2; shift_3; shift_4; shift_5;
-            shift_6; shift_7; shift_8; shift_9; shift_10; shift_11;
+            shift_6; shift_7; shift_8; shift_9; shift_10; shift_11; shift_12;
         }
-        const default_action = shift_11();      // 2.1 s is the longest lease
+        const default_action = shift_12();      // 4.3 s is the longest lease
         const entries = {
             16                                : shift_0();      // 1 ms
             32w0x00000000 &&& 32w0xFFFFFFF0   : shift_0();
@@ -62,6 +62,8 @@ control Clock(inout state_t state) {
             32w0x00000000 &&& 32w0xFFFFE000   : shift_9();
             16384                             : shift_10();
             32w0x00000000 &&& 32w0xFFFFC000   : shift_10();
+            32768                             : shift_11();
+            32w0x00000000 &&& 32w0xFFFF8000   : shift_11();
         }
         size = 32;
     }
