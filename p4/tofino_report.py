@@ -25,7 +25,8 @@ TCAM_BLOCKS = 24
 STATEFUL_ALUS = 4
 NO_STAGE = -1
 """Where context.json puts what the parser does."""
-CELL = re.compile(r"\.cell_w(\d+)$")
+CELL = re.compile(r"\.cell_w(\d+)_(\w+)$")
+"""A register of the cells: its word in a row, and its bank."""
 CHUNK_BYTES = 1024
 WORD_BYTES = 4
 
@@ -106,7 +107,7 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
     tables: dict[str, Any] = {}
     by_stage: dict[int, set[tuple[str, int]]] = defaultdict(set)
     alus: Counter[int] = Counter()
-    cells: dict[int, int] = {}
+    cells: dict[tuple[int, str], int] = {}
     registers: dict[str, int] = {}
     last_stage = {"ingress": 0, "egress": 0}
     for table in context["tables"]:
@@ -130,16 +131,17 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
             registers[table["name"]] = table["size"]
             match = CELL.search(table["name"])
             if match:
-                cells[int(match[1])] = table["size"]
+                cells[int(match[1]), match[2]] = table["size"]
         entry["size"] = table.get("size", 0)
         entry |= _count(block for memory in held for block in memory.blocks)
         if kind != "condition" and not table["name"].startswith(("tbl_", "cond-")):
             tables[f"{table['name']} ({kind})"] = entry
-    words = len(cells)
+    words = len({word for word, _ in cells})
+    banks = len({bank for _, bank in cells})
     passes = -(-CHUNK_BYTES // (words * WORD_BYTES))
-    depth = min(cells.values())
-    if depth < passes * slots * 64:
-        raise ValueError(f"{slots} slots of 64 chunks of {passes} rows do not fit {depth} rows")
+    rows = banks * min(cells.values())
+    if rows < passes * slots * 64:
+        raise ValueError(f"{slots} slots of 64 chunks of {passes} rows do not fit {rows} rows")
     pending = [size for name, size in registers.items() if ".pending_ports" in name]
     blocks = [block for held in by_stage.values() for block in held]
     return {
@@ -154,6 +156,7 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
         "pending_entries": sum(pending),
         "passes_per_chunk": passes,
         "bytes_per_pass": words * WORD_BYTES,
+        "banks": banks,
         "totals": {**_count(iter(blocks)), "stateful_alus": sum(alus.values())},
         "containers": containers(context),
         "by_stage": {
@@ -180,28 +183,39 @@ def load(path: Path) -> dict[str, Any]:
 
 _STATEFUL = re.compile(r"  stateful \S+\$salu\.(\S+):$")
 _SLICE = re.compile(r"^(.*)\.(\d+)-(\d+)$")
-LOW_INPUT, HIGH_INPUT = 64, 96
-"""Bits of the crossbar group at which a stateful ALU's two words begin."""
+INPUTS = {"phv_lo": range(64, 96), "phv_hi": range(96, 128)}
+"""Bits of the crossbar group that a stateful ALU takes as its low, and as its high, word."""
 
 
 def _inputs(line: str) -> dict[str, str]:
-    """Which field a stateful ALU takes as its low, and as its high, word from the packet."""
+    """Which field, or `field.low-high` bits of one, is each word that a stateful ALU takes."""
     slices: dict[int, str] = {}
     for part in line.split("{", 1)[1].rsplit("}", 1)[0].split(","):
         offset, name = part.split(": ")
         slices[int(offset)] = name.strip()
     named: dict[str, str] = {}
-    for word, start in (("phv_lo", LOW_INPUT), ("phv_hi", HIGH_INPUT)):
-        if start not in slices:
+    for word, bits in INPUTS.items():
+        pieces = [(offset, slices[offset]) for offset in sorted(slices) if offset in bits]
+        if not pieces:
             continue
-        field = slices[start]
-        rest = slices.get(start + 16)
-        if rest is not None:
-            low, high = _SLICE.match(field), _SLICE.match(rest)
-            if low is None or high is None or low[1] != high[1] or int(low[3]) + 1 != int(high[2]):
+        if pieces[0][0] != bits.start:
+            raise ValueError(f"{line.strip()}: a word that does not begin at its first bit")
+        if len(pieces) == 1:
+            named[word] = pieces[0][1]
+            continue
+        first = _SLICE.match(pieces[0][1])
+        last = first
+        for offset, piece in pieces[1:]:
+            found = _SLICE.match(piece)
+            if first is None or last is None or found is None or found[1] != first[1]:
                 raise ValueError(f"{line.strip()}: not one field")
-            field = low[1] if low[2] == "0" and high[3] == "31" else f"{low[1]}.{low[2]}-{high[3]}"
-        named[word] = field
+            low = int(first[2])
+            if int(found[2]) != int(last[3]) + 1 or offset - bits.start != int(found[2]) - low:
+                raise ValueError(f"{line.strip()}: bits of {first[1]} out of order")
+            last = found
+        assert first is not None
+        assert last is not None
+        named[word] = f"{first[1]}.{first[2]}-{last[3]}"
     return named
 
 

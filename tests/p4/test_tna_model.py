@@ -47,12 +47,14 @@ MODULES = (
 UNSEEN = "a Tofino's ingress sees no frame length, and its parser drops what is cut uncounted"
 FORGED = "forges a collision in v1model's hash; test_tenants_share_no_entry has TNA's"
 PADDED = "a padded READ is answered by the home: nothing here would take the padding off"
+SLOTS = "uses a slot that a Tofino has not; test_every_slot_has_cells_of_its_own has those it has"
 DIFFERENT = {
     ("test_a_malformed_frame_is_dropped_and_counted", "cut in the header"): UNSEEN,
     ("test_a_malformed_frame_is_dropped_and_counted", "cut in the chunk"): UNSEEN,
     ("test_a_malformed_frame_is_dropped_and_counted", "bytes behind the datagram"): UNSEEN,
     ("test_a_plain_switch_passes_anything_on", "cut in the header"): UNSEEN,
     ("test_tenants_never_share_an_entry", ""): FORGED,
+    ("test_two_slots_keep_apart", ""): SLOTS,
     ("test_a_read_is_served_once_data_has_filled_the_slot", "padded-short"): PADDED,
     ("test_a_read_is_served_once_data_has_filled_the_slot", "padded-whole"): PADDED,
 }
