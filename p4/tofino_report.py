@@ -191,8 +191,8 @@ def _inputs(line: str) -> dict[str, str]:
     """Which field, or `field.low-high` bits of one, is each word that a stateful ALU takes."""
     slices: dict[int, str] = {}
     for part in line.split("{", 1)[1].rsplit("}", 1)[0].split(","):
-        offset, name = part.split(": ")
-        slices[int(offset)] = name.strip()
+        at, name = part.split(": ")
+        slices[int(at)] = name.strip()
     named: dict[str, str] = {}
     for word, bits in INPUTS.items():
         pieces = [(offset, slices[offset]) for offset in sorted(slices) if offset in bits]
