@@ -21,7 +21,8 @@ $(STAMP): pyproject.toml $(VENV)/.kvcast-files
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing kvcast into $(VENV) (a minute or so the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation \
 	    --config-settings editable_mode=strict --editable '.[test,lint]'
 	@touch $@
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.bench import content, facts, workloads
+from kvcast.bench.outage import Outage, Phases, name_of, play_with_outage
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
 from kvcast.bench.workloads import Demand, Request, WorkloadOptions, chain
 from kvcast.hostagent.client import AsyncClient
@@ -41,6 +42,8 @@ _ARENA_BYTES = 192 << 20
 _CALIBRATION_PUTS = 6
 """Blocks that each node puts to begin with."""
 _CALIBRATION_BYTES = 65536
+_KILL_AT_SHARE = 0.3
+"""When a part is killed, as a share of the requests; the longer rest shows the recovery."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class DemoOptions:
     switch: Switch = "switchsim"
     run_dir: Path | None = None
     log_level: str = "info"
+    kill: str | None = None
+    """A part (`outage.PARTS`) that is killed in the middle of the second replay."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,14 @@ async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
         plan = replace(plan, requests=done)
     reporter.say("the same requests again, now with kvcast in the switch")
     async with _pool(options, plain=False) as pool, _links(pool) as links:
-        kvcast = await _replay(pool, links, plan, reporter, "kvcast")
+        kvcast, outage = await _second_replay(pool, links, plan, reporter, options.kill)
         kvcast_switch = await _switch_counters(pool)
     runs = {
         "plain": plain.report(plan.block_bytes) | {"switch": plain_switch},
         "kvcast": kvcast.report(plan.block_bytes) | {"switch": kvcast_switch},
     }
-    return _report(options, plan, speed, runs, time.monotonic() - began)
+    report = _report(options, plan, speed, runs, time.monotonic() - began)
+    return report if outage is None else report | {"outage": outage_report(kvcast, outage)}
 
 
 def _pool(options: DemoOptions, *, plain: bool) -> Pool:
@@ -280,23 +286,59 @@ def _speedup(scale: float) -> str:
     return f"its time stretched {1 / scale:.1f} times"
 
 
-async def _replay(
+def _make_replay(
     pool: Pool, links: list[NodeLink], plan: Plan, reporter: Reporter, name: str
-) -> Tally:
-    options = ReplayOptions(block_bytes=plan.block_bytes, budget_s=plan.replay_s)
-    replay = Replay(
+) -> Replay:
+    return Replay(
         plan.requests,
         links,
         [host.node_id for host in pool.star.hosts],
-        options,
+        ReplayOptions(block_bytes=plan.block_bytes, budget_s=plan.replay_s),
         on_progress=reporter.phase(name, len(plan.requests)),
     )
+
+
+async def _replay(
+    pool: Pool, links: list[NodeLink], plan: Plan, reporter: Reporter, name: str
+) -> Tally:
+    replay = _make_replay(pool, links, plan, reporter, name)
     try:
         tally = await replay.run()
     finally:
         reporter.end_phase()
     pool.check_alive()
     return tally
+
+
+async def _second_replay(
+    pool: Pool, links: list[NodeLink], plan: Plan, reporter: Reporter, kill: str | None
+) -> tuple[Tally, Outage | None]:
+    if kill is None:
+        return await _replay(pool, links, plan, reporter, "kvcast"), None
+    after = max(1, int(_KILL_AT_SHARE * len(plan.requests)))
+    reporter.say(f"{name_of(pool, kill)} is killed after {after} requests, and started again")
+    replay = _make_replay(pool, links, plan, reporter, "kvcast")
+    try:
+        tally, outage = await play_with_outage(pool, replay, kill, after)
+    finally:
+        reporter.end_phase()
+    pool.check_alive()
+    return tally, outage
+
+
+def outage_report(tally: Tally, outage: Outage) -> dict[str, Any]:
+    """What was killed when, and the hit rates before, during and after."""
+    phases = Phases.of(tally, outage)
+    return {
+        "killed": outage.part,
+        "killed_s": round(outage.killed_s, 2),
+        "restarted_s": round(outage.restarted_s, 2),
+        "restored_s": round(outage.restored_s, 2),
+        "before": phases.before.as_dict(),
+        "during": phases.during.as_dict(),
+        "after": phases.after.as_dict(),
+        "recovered": phases.recovered,
+    }
 
 
 async def _switch_counters(pool: Pool) -> dict[str, Any]:

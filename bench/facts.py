@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("kvcast", "finsy", "grpcio", "numpy", "msgspec", "xxhash")
+_PACKAGES = ("kvcast", "finsy", "grpcio", "llvmlite", "numpy", "msgspec", "xxhash")
 
 
 def machine() -> dict[str, Any]:
@@ -81,10 +81,15 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 def summary_ms(values_ms: Sequence[float]) -> dict[str, float | None]:
     """p50, p99 and max of milliseconds, to a hundredth."""
+    return summary(values_ms)
+
+
+def summary(values: Sequence[float]) -> dict[str, float | None]:
+    """p50, p99 and max, to a hundredth."""
     picked = {
-        "p50": percentile(values_ms, 0.50),
-        "p99": percentile(values_ms, 0.99),
-        "max": max(values_ms, default=None),
+        "p50": percentile(values, 0.50),
+        "p99": percentile(values, 0.99),
+        "max": max(values, default=None),
     }
     return {name: None if value is None else round(value, 2) for name, value in picked.items()}
 

@@ -1,18 +1,19 @@
 """The question: does anything break when every door of a pool gets bytes that nobody meant?
 
-Owns: the mutations, the doors, what is watched. Must not know: how any part defends itself.
+Owns: the doors, what is watched, and the sums that must come out. Must not know: how any part
+defends itself. What is sent is in `mutations`, clients of streams are in `hostile_streams`.
 
 Four doors, one after the other, on one running pool of separate processes:
 - `switch port`: frames into a port of the switch, as its own node (whose agent was killed);
 - `agent port`: frames into an agent's data port, from the switch's address (the switch is killed
-  for this, and started again);
-- `local socket`: bytes into an agent's Unix socket;
-- `http`: bytes into the controller's HTTP API.
+  for this, and started again), while the agent fetches blocks of which the attacker is a home;
+- `local socket`: as many bytes as those frames had, into an agent's Unix socket;
+- `http`: as many bytes into the controller's HTTP API.
 
-Half of what is sent is a well-formed message with a few bits, bytes, or lengths changed, the rest
-is noise or cut short. After each door: every part still runs as the same process, answers a block
-that was put before and one that is put then with the right bytes, and has not grown. `counted` is
-what the part itself says it dropped or refused.
+After each door: every part still runs as the same process, answers a block that was put before and
+one that is put then with the right bytes, and has not grown. And everything that was sent is
+accounted for: what the sender sent is, to the last frame, connection and answer, what the kernel
+and the part say became of it (`balances`).
 """
 
 from __future__ import annotations
@@ -20,32 +21,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import socket
-import struct
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvcast.bench import content, facts
+from kvcast.bench.balance import Balance
+from kvcast.bench.hostile_streams import (
+    CUT_OFF,
+    IGNORED,
+    REJECTED,
+    TO_THE_END,
+    HostileStream,
+    HttpHostiles,
+    LocalHostiles,
+)
+from kvcast.bench.incast import home_keys
+from kvcast.bench.mutations import (
+    BLOCK_BYTES,
+    FrameSource,
+    HttpStreams,
+    LocalStreams,
+    Mutator,
+)
 from kvcast.bench.replay import NodeLink, links_to
 from kvcast.bench.workloads import chain
-from kvcast.protocol import ethernet, framing, local, wire
+from kvcast.protocol.fetches import ANSWER_OUTCOMES
+from kvcast.protocol.owner import READ_OUTCOMES
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.processes import TunnelNetwork
 from kvcast.topologies.star import Host, Star
 
-BLOCK_BYTES = 16 * 1024
 GROWTH_LIMIT_MIB = 24.0
 """How much a part's resident memory may grow at a door, after the first tenth of what is sent."""
 
-_BYTES_A_CONNECTION = 600
-_CONNECTIONS_AT_ONCE = 16
-_ANSWER_S = 0.5
-"""How long a hostile client waits for an answer before it hangs up."""
+_CONNECTIONS_AT_ONCE = 32
 _PACE_S = 0.02
+_SETTLE_TRIES = 40
+_SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,8 @@ class HostileOptions:
     """One run."""
 
     frames: int = 100_000
-    """Frames into each of the two data-plane doors; the stream doors get as many messages in
-    bytes: `frames` times a mean of some 40 bytes."""
+    """Frames into each of the two data-plane doors; each of the stream doors gets as many bytes
+    as the larger of those doors got."""
     nodes: int = 3
     seed: int = 1
     run_dir: Path | None = None
@@ -73,129 +88,29 @@ class Door:
     door: str
     part: str
     sent: int = 0
+    """Frames, or connections."""
     sent_bytes: int = 0
-    counted: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """Of connections and of answers, as the client saw them."""
+    balances: list[Balance] = field(default_factory=list)
     rss_before_mib: float = 0.0
     rss_after_mib: float = 0.0
     rss_growth_mib: float = 0.0
-    counters: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with its numbers."""
+        problems = [f"{self.door}: {b.problem}" for b in self.balances if b.problem]
+        if self.rss_growth_mib > GROWTH_LIMIT_MIB:
+            problems.append(f"{self.door}: {self.part} grew by {self.rss_growth_mib:.1f} MiB")
+        hung = self.outcomes.get("hung", 0)
+        if hung:
+            problems.append(f"{self.door}: {hung} connections hung")
+        return problems
 
-class Mutator:
-    """Makes hostile bytes from well-formed ones; the same for the same seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-
-    def mutate(self, message: bytes) -> bytes:
-        """`message` with something wrong about it (now and then nothing)."""
-        rng = self.rng
-        data = bytearray(message)
-        for _ in range(rng.choice((1, 1, 1, 2, 8))):
-            kind = rng.randrange(8)
-            if not data or kind == 0:
-                data += rng.randbytes(rng.choice((1, 7, 64, 600)))
-            elif kind == 1:
-                del data[rng.randrange(len(data)) :]
-            elif kind == 2:
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            elif kind == 3:
-                data[rng.randrange(len(data))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
-            elif kind == 4:
-                at = rng.randrange(len(data))
-                width = rng.choice((2, 4, 8))
-                data[at : at + width] = rng.choice((b"\x00", b"\xff")) * width
-            elif kind == 5:
-                at = rng.randrange(len(data))
-                data[at:at] = data[at : at + rng.randrange(1, 32)]
-            elif kind == 6:
-                at = rng.randrange(len(data))
-                del data[at : at + rng.randrange(1, 32)]
-            else:
-                at = rng.randrange(len(data))
-                data[at : at + 8] = rng.randbytes(8)
-        return bytes(data[:1900])
-
-
-def encapsulation(me: Host, other: Host) -> ethernet.Encapsulation:
-    """What wraps datagrams from one host to another."""
-    ends = [
-        ethernet.Endpoint(ethernet.parse_mac(h.mac), ethernet.parse_ip(h.ip), h.udp_port)
-        for h in (me, other)
-    ]
-    return ethernet.Encapsulation(*ends)
-
-
-def seed_datagrams(namespace: int, key: bytes) -> list[bytes]:
-    """Well-formed kvcast datagrams about one block: every operation, with many flags."""
-    data = content.block_bytes(key, BLOCK_BYTES)
-    digest = wire.digest_of(data)
-    frames = [
-        wire.Frame(wire.OP_READ, namespace, key, wanted=wire.FULL_SEGMENT, tag=7, gather=20),
-        wire.Frame(wire.OP_READ, namespace, key, flags=wire.FLAG_RETRY, wanted=wire.FULL_SEGMENT),
-        wire.Frame(wire.OP_READ, namespace, key, flags=wire.FLAG_PARTIAL, wanted=0b1010, tag=9),
-        wire.Frame(wire.OP_READ, namespace, key, digest=digest, wanted=wire.FULL_SEGMENT, group=1),
-        wire.Frame(wire.OP_MISS, namespace, key, chunk=wire.MISS_NOT_FOUND),
-        wire.Frame(
-            wire.OP_OFFER,
-            namespace,
-            key,
-            digest=digest,
-            size=len(data),
-            payload=wire.encode_offer(wire.Offer(wire.OFFER_TCP, 9, 0x0A4D0001, 1, 0)),
-        ),
-    ]
-    chunks = len(data) // wire.CHUNK_BYTES
-    for chunk in (0, chunks // 2, chunks - 1):
-        part = data[chunk * wire.CHUNK_BYTES : (chunk + 1) * wire.CHUNK_BYTES]
-        flags = wire.FLAG_LAST if chunk == chunks - 1 else 0
-        frames.append(
-            wire.Frame(
-                wire.OP_DATA,
-                namespace,
-                key,
-                flags=flags,
-                digest=digest,
-                size=len(data),
-                chunk=chunk,
-                payload=bytes(len(part)),  # not the block's bytes: must never be delivered
-            )
-        )
-    return [wire.encode(frame) for frame in frames]
-
-
-def foreign_frames(me: Host) -> list[bytes]:
-    """Ethernet frames that are none of ours."""
-    source = ethernet.parse_mac(me.mac)
-    broadcast = b"\xff" * 6 + source
-    return [broadcast + b"\x08\x06" + bytes(46), broadcast + b"\x86\xdd" + bytes(60)]
-
-
-class FrameSource:
-    """Hostile frames between two hosts, both ways, about some blocks."""
-
-    def __init__(
-        self, mutator: Mutator, me: Host, other: Host, namespace: int, keys: Sequence[bytes]
-    ) -> None:
-        self._mutator = mutator
-        self._wraps = [encapsulation(me, other), encapsulation(other, me)]
-        self._datagrams = [each for key in keys for each in seed_datagrams(namespace, key)]
-        self._frames = [w.wrap(each) for w in self._wraps for each in self._datagrams]
-        self._frames += foreign_frames(me)
-
-    def frame(self) -> bytes:
-        """One frame: noise, a well-formed one, a mutated one, or one whose datagram is mutated
-        and whose Ethernet, IPv4 and UDP headers are right."""
-        rng = self._mutator.rng
-        draw = rng.random()
-        if draw < 0.05:
-            return rng.randbytes(rng.randrange(1, 1500))
-        if draw < 0.15:
-            return rng.choice(self._frames)
-        if draw < 0.5:
-            return self._mutator.mutate(rng.choice(self._frames))
-        datagram = self._mutator.mutate(rng.choice(self._datagrams))
-        return rng.choice(self._wraps).wrap(datagram[: wire.MAX_DATAGRAM_BYTES])
+    def as_dict(self) -> dict[str, Any]:
+        balances = [balance.as_dict() for balance in self.balances]
+        return {**asdict(self), "balances": balances}
 
 
 def tracebacks(pool: Pool) -> list[str]:
@@ -224,32 +139,20 @@ async def run(options: HostileOptions) -> dict[str, Any]:
         options.run_dir,
     )
     problems: list[str] = []
+    doors: list[Door] = []
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         attack = _Attack(pool, links, options)
         await attack.prepare()
-        doors = []
-        for door in (
-            attack.switch_port,
-            attack.agent_port,
-            attack.local_socket,
-            attack.http,
-        ):
+        for door in (attack.switch_port, attack.agent_port, attack.local_socket, attack.http):
             doors.append(await door())
+            problems += doors[-1].problems
             problems += await attack.aftermath(doors[-1])
         problems += tracebacks(pool)
-    for door_report in doors:
-        if door_report.rss_growth_mib > GROWTH_LIMIT_MIB:
-            problems.append(
-                f"{door_report.part} grew by {door_report.rss_growth_mib:.1f} MiB "
-                f"at the door {door_report.door}"
-            )
-        if not door_report.counted:
-            problems.append(f"{door_report.part} counted nothing at the door {door_report.door}")
     return {
         "bench": "hostile",
         "passed": not problems,
         "problems": problems,
-        "doors": [asdict(door) for door in doors],
+        "doors": [door.as_dict() for door in doors],
         "parameters": {
             "frames": options.frames,
             "nodes": options.nodes,
@@ -270,7 +173,11 @@ class _Attack:
         self.mutator = Mutator(options.seed)
         self.namespace = 0
         self.keys = [chain(b"hostile", number) for number in range(4)]
+        self.lies: list[str] = []
+        """Blocks that were delivered although nobody had put them."""
         self._fresh = 0
+        self._frame_bytes = 0
+        self._stats_asked = 0
         self._pids: dict[str, int | None] = {}
 
     async def prepare(self) -> None:
@@ -287,27 +194,29 @@ class _Attack:
         me, other = self.pool.star.hosts[-1], self.pool.star.hosts[0]
         network = self._network()
         door = Door("switch port", "switch")
-        before = self._switch_drops()
+        before = await self._settled_switch()
         with _bound(*network.node_side(me), peer=network.switch_side(me)) as attacker:
-            await self._send_frames(door, attacker, me, other)
-        await asyncio.sleep(2.5)  # the switch rewrites its statistics every second
-        after = self._switch_drops()
-        door.counters = {name: after[name] - before.get(name, 0) for name in after}
-        door.counted = int(sum(door.counters.values()))
+            await self._send_frames(door, attacker, me, other, self.keys, 0.5)
+        for _ in range(_SETTLE_TRIES):
+            after = await self._settled_switch()
+            door.balances = _switch_balances(door.sent, me.switch_port, before, after)
+            if not any(balance.unaccounted for balance in door.balances):
+                break  # else what the controller last read may be older than the file
         return door
 
     async def agent_port(self) -> Door:
         me, other = self.pool.star.hosts[-1], self.pool.star.hosts[0]
         network = self._network()
         door = Door("agent port", other.node_id)
-        before = await self._agent_counters(0)
+        # Blocks of which the attacker is a home: what it says about them is listened to.
+        mine = home_keys(self.pool, me.node_id, 3, "hostile-home")
         await self.pool.kill("switch")
+        before = await self._settled_agent()
         with _bound(*network.switch_side(other), peer=network.node_side(other)) as attacker:
-            await self._send_frames(door, attacker, me, other)
-        await asyncio.sleep(0.5)
-        after = await self._agent_counters(0)
-        door.counters = _grown(before, after, ("frames_", "requester_", "owner_"))
-        door.counted = int(sum(door.counters.get(name, 0.0) for name in _AGENT_DROPS))
+            async with self._reading(0, mine):
+                await self._send_frames(door, attacker, me, other, self.keys + mine, 0.1)
+        after = await self._settled_agent()
+        door.balances = _agent_balances(door.sent, _grown(before, after))
         await self.pool.restart("switch")
         self._pids["switch"] = self.pool.pids["switch"]
         await self.pool.wait_programmed(60, without=frozenset({me.node_id}))
@@ -315,39 +224,33 @@ class _Attack:
 
     async def local_socket(self) -> Door:
         host = self.pool.star.hosts[0]
-        path = str(self.pool.sockets[host.node_id])
         door = Door("local socket", host.node_id)
-        before = await self._agent_counters(0)
-        await self._send_streams(
-            door, lambda: asyncio.open_unix_connection(path), self._local_stream
-        )
-        after = await self._agent_counters(0)
-        door.counters = _grown(before, after, ("local_",))
-        door.counted = int(sum(v for k, v in door.counters.items() if "requests" not in k))
+        streams = LocalStreams(self.mutator, self.namespace, self.keys)
+        hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), streams.stream)
+        before = await self._settled_agent()
+        asked = self._stats_asked
+        await self._send_streams(door, hostiles)
+        after = await self._settled_agent()
+        own = hostiles.fences + self._stats_asked - asked
+        door.balances = _local_balances(hostiles, own, _grown(before, after))
         return door
 
     async def http(self) -> Door:
-        host, port = self.pool.network.http_address
         door = Door("http", "controller")
-        answers: Counter[str] = Counter()
-
-        def note(answer: bytes) -> None:
-            words = answer.split(b" ", 2)
-            known = len(words) == 3 and words[0].startswith(b"HTTP/") and words[1].isdigit()
-            answers[f"answered {words[1].decode()}" if known else "not answered"] += 1
-
-        await self._send_streams(
-            door, lambda: asyncio.open_connection(host, port), self._http_stream, note
-        )
-        door.counters = {name: float(count) for name, count in sorted(answers.items())}
-        door.counted = sum(n for name, n in answers.items() if name != "answered 200")
+        streams = HttpStreams(self.mutator, self.namespace, self.keys)
+        hostiles = HttpHostiles(self.pool.network.http_address, streams.stream)
+        before = await self._http_counts()
+        await self._send_streams(door, hostiles)
+        after = await self._http_counts()
+        door.balances = _http_balances(hostiles, _grown(before, after))
         return door
 
     # --- afterwards ---------------------------------------------------------------------------
 
     async def aftermath(self, door: Door) -> list[str]:
         """What does not work any more."""
-        problems = []
+        problems = [f"after {door.door}: block {key} was made up" for key in self.lies]
+        self.lies.clear()
         for name, pid in self.pool.pids.items():
             if pid != self._pids[name]:
                 problems.append(f"after {door.door}: {name} does not run any more")
@@ -378,18 +281,46 @@ class _Attack:
             self.namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys}
         )
 
+    @contextlib.asynccontextmanager
+    async def _reading(self, node: int, keys: Sequence[bytes]) -> AsyncIterator[None]:
+        """Meanwhile a node goes on asking for blocks that nobody has put: what comes is a lie."""
+
+        async def ask() -> None:
+            client = await self.links[node].client()
+            while True:
+                for key, block in zip(
+                    keys, await client.get(self.namespace, keys, deadline_s=0.5), strict=True
+                ):
+                    if block is not None:
+                        block.release()
+                        self.lies.append(key.hex())
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask())
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
     # --- sending ------------------------------------------------------------------------------
 
     async def _send_frames(
-        self, door: Door, attacker: socket.socket, me: Host, other: Host
+        self,
+        door: Door,
+        attacker: socket.socket,
+        me: Host,
+        other: Host,
+        keys: Sequence[bytes],
+        backward: float,
     ) -> None:
         """Send frames no faster than the part takes them, and watch its memory."""
-        source = FrameSource(self.mutator, me, other, self.namespace, self.keys)
+        source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
         pid = self.pool.pids[door.part]
         assert pid is not None
         inode_queue = _ReceiveQueue(attacker.getpeername())
         while door.sent < self.options.frames:
-            for _ in range(32):
+            for _ in range(min(32, self.options.frames - door.sent)):
                 frame = source.frame()
                 try:
                     attacker.send(frame)
@@ -406,47 +337,27 @@ class _Attack:
             _discard(attacker)
             await asyncio.sleep(0)
         await asyncio.sleep(1.0)
+        self._frame_bytes = max(self._frame_bytes, door.sent_bytes)
         self._weigh(door, pid)
 
-    async def _send_streams(
-        self,
-        door: Door,
-        connect: Callable[[], Any],
-        make: Callable[[], bytes],
-        note: Callable[[bytes], None] = lambda answer: None,
-    ) -> None:
-        """Connection after connection, each with some hundred bytes, a few at once."""
+    async def _send_streams(self, door: Door, hostiles: HostileStream) -> None:
+        """Connection after connection, some at once, until as many bytes are sent as the larger
+        of the frame doors got."""
         pid = self.pool.pids[door.part]
         assert pid is not None
-        total = self.options.frames * 40
-
-        async def one() -> None:
-            payload = make()
-            try:
-                reader, writer = await asyncio.wait_for(connect(), 10)
-            except (OSError, TimeoutError):
-                return
-            answer = b""
-            try:
-                writer.write(payload)
-                await asyncio.wait_for(writer.drain(), 10)
-                answer = await asyncio.wait_for(reader.read(65536), _ANSWER_S)
-            except (OSError, TimeoutError):
-                pass
-            finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-            note(answer)
-            door.sent += 1
-            door.sent_bytes += len(payload)
-
-        while door.sent_bytes < total:
+        while door.sent_bytes < self._frame_bytes:
             if self.pool.pids[door.part] is None:
                 raise self.pool.parts[door.part].failure(f"died at the door {door.door}")
-            await asyncio.gather(*(one() for _ in range(_CONNECTIONS_AT_ONCE)))
-            if not door.rss_before_mib and door.sent_bytes >= total // 10:
+            door.sent_bytes += sum(
+                await asyncio.gather(*(hostiles.one() for _ in range(_CONNECTIONS_AT_ONCE)))
+            )
+            if not door.rss_before_mib and door.sent_bytes >= self._frame_bytes // 10:
                 door.rss_before_mib = resident_mib(pid)
+        door.sent = sum(hostiles.outcomes.values())
+        door.outcomes = {
+            **dict(sorted(hostiles.outcomes.items())),
+            **{f"answer {name}": n for name, n in sorted(hostiles.answers.items())},
+        }
         self._weigh(door, pid)
 
     def _weigh(self, door: Door, pid: int) -> None:
@@ -454,91 +365,238 @@ class _Attack:
         door.rss_before_mib = round(door.rss_before_mib, 2)
         door.rss_growth_mib = round(door.rss_after_mib - door.rss_before_mib, 2)
 
-    def _local_stream(self) -> bytes:
-        """What a hostile client says: a good greeting or none, then mutated requests."""
-        rng = self.mutator.rng
-        codec: framing.MessageCodec[Any] = framing.MessageCodec(local.ClientMessage)
-        hello = codec.encode(local.Hello(local.LOCAL_PROTOCOL_VERSION, "hostile"))
-        number = rng.randrange(1 << 32)
-        requests = [
-            local.Get(number, self.namespace, [self.keys[0], rng.randbytes(16)], 0.2),
-            local.Exists(number, self.namespace, self.keys, 0.2),
-            local.Alloc(number, self.namespace, [rng.randbytes(16)], [rng.randrange(1, 1 << 30)]),
-            local.Commit(number, [rng.randrange(1 << 16)]),
-            local.Abort(number, [rng.randrange(1 << 16)]),
-            local.Release([rng.randrange(1 << 16)]),
-            local.Drop(number, self.namespace, [rng.randbytes(16)]),
-            local.GetStats(number),
-            local.DescribePool(number, self.namespace, self.keys),
-        ]
-        stream = hello if rng.random() < 0.8 else self.mutator.mutate(hello)
-        while len(stream) < _BYTES_A_CONNECTION:
-            draw = rng.random()
-            if draw < 0.3:
-                stream += codec.encode(rng.choice(requests))
-            elif draw < 0.6:  # a right length, and wrong bytes in it
-                body = self.mutator.mutate(codec.encode(rng.choice(requests))[4:])
-                stream += struct.pack("!I", len(body)) + body
-            elif draw < 0.9:
-                stream += self.mutator.mutate(codec.encode(rng.choice(requests)))
-            else:
-                stream += rng.randbytes(rng.randrange(1, 512))
-        return stream
-
-    def _http_stream(self) -> bytes:
-        """A mutated HTTP request, or a well-formed one with a mutated body."""
-        rng = self.mutator.rng
-        body = json.dumps({"namespace": self.namespace, "key": self.keys[0].hex()}).encode()
-        if rng.random() < 0.5:
-            body = self.mutator.mutate(body)
-        method = rng.choice(("GET", "POST", "DELETE", "PUT", "BREW"))
-        path = rng.choice(("/healthz", "/v1/status", "/v1/pin", "/v1/decisions", "/metrics", "/x"))
-        path += rng.choice(("", "?" + "a" * rng.randrange(2000), "/../" * rng.randrange(20)))
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        ).encode()
-        request = head + body
-        return self.mutator.mutate(request) if rng.random() < 0.7 else request
-
     # --- what the parts say -------------------------------------------------------------------
 
     def _network(self) -> TunnelNetwork:
         assert isinstance(self.pool.network, TunnelNetwork)
         return self.pool.network
 
-    async def _agent_counters(self, node: int) -> dict[str, float]:
-        return dict(await (await self.links[node].client()).stats())
+    async def _settled_agent(self) -> dict[str, int]:
+        """The attacked agent's counters, once they stand still."""
+        client = await self.links[0].client()
+        seen = -1
+        for _ in range(_SETTLE_TRIES):
+            counters = {name: int(value) for name, value in (await client.stats()).items()}
+            self._stats_asked += 1
+            moving = sum(
+                value
+                for name, value in counters.items()
+                if name.startswith(("frames_received", "frames_dropped_rec", "owner_", "local_c"))
+            )
+            busy = counters["fetches_waiting"] + counters["answers_waiting"]
+            if moving == seen and not busy:
+                break
+            seen = moving
+            await asyncio.sleep(_SETTLE_S)
+        return counters
 
-    def _switch_drops(self) -> dict[str, float]:
-        """Everything that the switch counted as not forwarded, over its ports and its program."""
-        try:
-            stats = json.loads(self.pool.switch_stats_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        counted: dict[str, float] = {}
-        for port in stats["ports"].values():
-            for name, value in port.items():
-                if isinstance(value, int) and name not in _NOT_DROPS:
-                    counted[f"port {name}"] = counted.get(f"port {name}", 0) + value
-        for name, value in stats["switch"].items():
-            if isinstance(value, int) and ("drop" in name or "error" in name):
-                counted[name] = value
-        return counted
+    async def _settled_switch(self) -> dict[str, Any]:
+        """The switch's statistics, once they stand still, with the program's decisions."""
+        stats: dict[str, Any]
+        seen: dict[str, Any] = {}
+        for _ in range(_SETTLE_TRIES):
+            with contextlib.suppress(OSError, ValueError):
+                stats = json.loads(self.pool.switch_stats_path.read_text(encoding="utf-8"))
+                stats["decisions"] = (await self.pool.status())["decisions"]
+                quiet = not stats["loop"]["backlog"] and seen and stats["time_s"] > seen["time_s"]
+                if quiet and _still(stats) == _still(seen):
+                    return stats
+                if not seen or stats["time_s"] > seen["time_s"]:
+                    seen = stats
+            await asyncio.sleep(_SETTLE_S)
+        return seen
+
+    async def _http_counts(self) -> dict[str, int]:
+        """The HTTP API's own counts. This request is one of its connections already, and not yet
+        one of its answers."""
+        counts: dict[str, int] = (await self.pool.status())["controller"]["http_counts"]
+        return counts
 
 
-_AGENT_DROPS = (
-    "frames_malformed_total",
-    "frames_misaddressed_total",
-    "frames_unknown_source_total",
-    "frames_forbidden_total",
-    "requester_unsolicited_total",
-    "owner_misses_total",
+# --- sums ---------------------------------------------------------------------------------------
+
+
+def _still(stats: dict[str, Any]) -> Any:
+    return stats["switch"], stats["ports"], stats["decisions"]
+
+
+def _switch_balances(
+    sent: int, port: int, before: dict[str, Any], after: dict[str, Any]
+) -> list[Balance]:
+    """From the frame in the attacker's hand to the last copy that left the switch."""
+    here = _grown(before["ports"][str(port)], after["ports"][str(port)])
+    ports = [_grown(before["ports"][n], after["ports"][n]) for n in after["ports"]]
+    engine = _grown(before["switch"], after["switch"])
+    loop = _grown(before["loop"], after["loop"])
+    decisions = _grown(before["decisions"], after["decisions"])
+    at_the_port = ("runts", "oversize", "loss", "foreign", "queue_drops", "kernel_drops", "errors")
+    arrived = here.get("rx_frames", 0)
+    others = sum(each.get("rx_frames", 0) for each in ports) - arrived
+    rounds = engine.get("recirculated", 0) + engine.get("resubmitted", 0)
+    undecided = (
+        "dropped_no_program",
+        "dropped_abandoned",
+        "dropped_recirculation_bound",
+    )
+    egress = {
+        f"copies {name.removeprefix('tx_')}": sum(each.get(name, 0) for each in ports)
+        for name in _PORT_ENDS
+    }
+    return [
+        Balance(
+            "frames sent into the port",
+            {"sent": sent},
+            {"received": arrived}
+            | {f"dropped at the port: {name}": here.get(f"rx_{name}", 0) for name in at_the_port},
+        ),
+        Balance(
+            "frames through the program",
+            {"received": arrived, "of other nodes": others, "for another round": rounds},
+            {f"decided {name}": count for name, count in decisions.items()}
+            | {name: engine.get(name, 0) for name in undecided}
+            | {"process errors": loop.get("process_errors", 0)},
+        ),
+        Balance(
+            "frames that ended in the program",
+            {"dropped by the engine": engine.get("dropped_ingress", 0)},
+            {f"decided {name}": decisions.get(name, 0) for name in ("join", "guarded", "dropped")},
+        ),
+        Balance(
+            "copies behind the program",
+            {"copies": engine.get("egress_passes", 0)},
+            {
+                "not for this port": engine.get("dropped_egress", 0),
+                "for another round": engine.get("recirculated", 0),
+                "to no such port": loop.get("no_such_port", 0),
+                **egress,
+            },
+        ),
+    ]
+
+
+_PORT_ENDS = (
+    "tx_frames",
+    "tx_loss",
+    "tx_queue_drops",
+    "tx_no_peer",
+    "tx_too_long",
+    "tx_busy",
+    "tx_errors",
 )
-_NOT_DROPS = frozenset(
-    {"number", "rx_frames", "rx_bytes", "tx_frames", "tx_bytes"}
-    | {"ingress_backlog", "egress_backlog"}
-)
+
+
+def _agent_balances(sent: int, grown: dict[str, int]) -> list[Balance]:
+    """From the frame in the attacker's hand to what an agent's cores made of it."""
+
+    def of(prefix: str, names: Sequence[str]) -> dict[str, int]:
+        return {name: grown.get(f"{prefix}_{name}_total", 0) for name in names}
+
+    received = grown.get("frames_received_total", 0)
+    refused = of("frames", ("malformed", "misaddressed", "unknown_source", "forbidden"))
+    reads, answers = grown.get("owner_reads_total", 0), grown.get("frames_answers_total", 0)
+    return [
+        Balance(
+            "frames sent into the port",
+            {"sent": sent},
+            {
+                "received": received,
+                "dropped by the kernel": grown.get("frames_dropped_receiving_total", 0),
+            },
+        ),
+        Balance(
+            "frames received",
+            {"received": received},
+            {**refused, "READs for the owner": reads, "answers for the requester": answers},
+        ),
+        Balance("READs", {"READs": reads}, of("owner", READ_OUTCOMES)),
+        Balance("answers", {"answers": answers}, of("requester", ANSWER_OUTCOMES)),
+    ]
+
+
+def _local_balances(hostiles: LocalHostiles, own: int, grown: dict[str, int]) -> list[Balance]:
+    """What the clients saw, and what the agent counted; `own` replies went to the bench itself."""
+
+    def counted(name: str) -> int:
+        return grown.get(f"local_{name}_total", 0)
+
+    seen = hostiles.outcomes
+    return [
+        Balance(
+            "connections",
+            {"by hostile clients": hostiles.connections, "by the bench": hostiles.fences},
+            {"accepted": counted("connections")},
+        ),
+        Balance(
+            "clients refused",
+            {"rejected": seen[REJECTED]},
+            {"refused": counted("connections_refused")},
+        ),
+        Balance(
+            "clients cut off",
+            {CUT_OFF: seen[CUT_OFF]},
+            {"protocol errors": counted("protocol_errors")},
+        ),
+        Balance(
+            "clients that ended it themselves",
+            {
+                TO_THE_END: seen[TO_THE_END],
+                IGNORED: seen[IGNORED],
+                "of the bench": hostiles.fences,
+            },
+            {
+                "left": counted("clients_left"),
+                "left before their Hello": counted("handshakes_failed"),
+            },
+        ),
+        Balance(
+            "requests",
+            {"taken": counted("requests")},
+            {
+                "replied to": counted("replies"),
+                "without a reply": counted("releases"),
+                "whose client had gone": counted("replies_dropped"),
+            },
+        ),
+        Balance(
+            "replies",
+            {"sent": counted("replies")},
+            {
+                **{f"received: {name}": n for name, n in sorted(hostiles.answers.items())},
+                "to the bench": own,
+            },
+        ),
+    ]
+
+
+def _http_balances(hostiles: HttpHostiles, grown: dict[str, int]) -> list[Balance]:
+    """What the clients saw, and what the API counted; one connection and answer is the bench's."""
+    prefix = "answers_"
+    given = {n.removeprefix(prefix): c for n, c in grown.items() if n.startswith(prefix)}
+    answered = dict(sorted(hostiles.answers.items()))
+    by_status = [
+        Balance(
+            f"answers {status}",
+            {"given": given.get(status, 0)},
+            {"received": answered.get(status, 0), "by the bench": int(status == "200")},
+        )
+        for status in sorted({*given, *answered})
+    ]
+    return [
+        Balance(
+            "connections",
+            {"by hostile clients": hostiles.connections, "by the bench": 1},
+            {"accepted": grown.get("connections", 0)},
+        ),
+        *by_status,
+        Balance(
+            "requests",
+            {"taken": grown.get("requests", 0), "no HTTP": grown.get("malformed", 0)},
+            {
+                **{f"answered {status}": count for status, count in sorted(given.items())},
+                "whose client had gone": grown.get("undelivered", 0),
+            },
+        ),
+    ]
 
 
 class _ReceiveQueue:
@@ -576,11 +634,10 @@ def _discard(attacker: socket.socket) -> None:
             attacker.recv(2048)
 
 
-def _grown(
-    before: dict[str, float], after: dict[str, float], prefixes: tuple[str, ...]
-) -> dict[str, float]:
+def _grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """By how much every number has grown."""
     return {
-        name: after[name] - before.get(name, 0.0)
-        for name in sorted(after)
-        if name.startswith(prefixes) and after[name] > before.get(name, 0.0)
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if isinstance(value, int) and value != before.get(name, 0)
     }

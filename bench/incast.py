@@ -10,6 +10,11 @@ two pools of separate processes: with the switch program off (plain) and on.
 owner_egress_ratio = payload bytes that the home sent to readers, over UDP and TCP, divided by the
 bytes of the distinct blocks. Every byte of every block is checked against what its key demands.
 
+`--link-rate` emulates links of a speed: the home sends no faster, and the switch's ports deliver
+no faster; choose it so low that this machine is not the limit. One reader alone is then measured
+too, and `over_one_reader` says how many times as long the last of N readers took: about N through
+a plain switch, and about 1 where each byte leaves its owner once.
+
 `--resident` asks something else: the blocks are pinned into the switch, one node reads them once
 so that they pass and fill it, the home is stopped (SIGSTOP), and N other nodes read. The home's
 egress is read after it was woken again, so that a READ that had reached it would show.
@@ -21,7 +26,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from kvcast.bench import content, facts
 from kvcast.bench.replay import TIERS, EgressMeter, NodeLink, links_to
 from kvcast.bench.workloads import chain
 from kvcast.controller.placement import place
+from kvcast.protocol.ethernet import MAX_FRAME_BYTES
 from kvcast.protocol.wire import CHUNK_BYTES, bucket_of
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import MAX_HOSTS, Star
@@ -60,6 +66,8 @@ class IncastOptions:
     machine's processors and ask as late as those let them."""
     home_rate: float = 0.0
     """Frames a second that the home sends at most, as its link would let it; 0: no limit."""
+    link_rate: float = 0.0
+    """Bits a second of every emulated link, Ethernet frames without preamble; 0: no limit."""
     deadline_s: float = 60.0
     """How long a get may take before its blocks count as misses."""
     resident: bool = False
@@ -87,8 +95,10 @@ class IncastOptions:
             raise PoolError("a block has 1 byte to 256 MiB")
         if self.gather_ms is not None and not 0 <= self.gather_ms <= 255:
             raise PoolError("the gather time is 0 to 255 ms")
-        if self.home_rate < 0:
-            raise PoolError("the home's rate is not negative")
+        if self.home_rate < 0 or self.link_rate < 0:
+            raise PoolError("a rate is not negative")
+        if self.home_rate and self.link_rate:
+            raise PoolError("the link rate limits the home already: leave the home's rate out")
         if self.rounds < 1:
             raise PoolError("there is at least one round")
         if self.resident and self.rounds > 1:
@@ -132,13 +142,17 @@ async def run(options: IncastOptions) -> dict[str, Any]:
     """Run the incast and return its report; PoolError if a pool does not start or dies."""
     if options.resident:
         return await _run_resident(options)
-    plain = await _run_pool(options, plain=True)
-    kvcast = await _run_pool(options, plain=False)
-    return _report(options, kvcast, plain)
+    alone = None
+    if options.link_rate:
+        alone = await _run_pool(replace(options, readers=1), "one-reader", plain=False)
+    plain = await _run_pool(options, "plain", plain=True)
+    kvcast = await _run_pool(options, "kvcast", plain=False)
+    return _report(options, kvcast, plain, alone)
 
 
 def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
     held = options.blocks * options.rounds * _slab(options.block_bytes)
+    home_rate = options.home_rate or options.link_rate / (8 * MAX_FRAME_BYTES)
     pool_options = PoolOptions(
         runner=options.runner,
         switch=options.switch,
@@ -146,7 +160,8 @@ def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
         loss=options.loss,
         seed=options.seed,
         arena_bytes=max(16 << 20, 2 * held),
-        agent_flags=(f"--owner-rate={options.home_rate:g}",) if options.home_rate else (),
+        agent_flags=(f"--owner-rate={home_rate:g}",) if home_rate else (),
+        switch_flags=(f"--port-rate={options.link_rate:g}",) if options.link_rate else (),
         log_level=options.log_level,
         **more,
     )
@@ -158,8 +173,7 @@ def _slab(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length()
 
 
-async def _run_pool(options: IncastOptions, *, plain: bool) -> Outcome:
-    name = "plain" if plain else "kvcast"
+async def _run_pool(options: IncastOptions, name: str, *, plain: bool) -> Outcome:
     pool = _pool(options, options.readers + 1, name, plain=plain, admit="off")
     outcome = Outcome()
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
@@ -192,7 +206,7 @@ async def _run_resident(options: IncastOptions) -> dict[str, Any]:
             options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
         )
         outcome.switch = await _switch_counters(pool)
-    return _report(options, outcome, None)
+    return _report(options, outcome, None, None)
 
 
 def home_keys(pool: Pool, node_id: str, count: int, label: object) -> list[bytes]:
@@ -303,12 +317,20 @@ async def _switch_counters(pool: Pool) -> dict[str, Any]:
     return {name: status.get(name) for name in ("decisions", "fills")}
 
 
-def _report(options: IncastOptions, kvcast: Outcome, plain: Outcome | None) -> dict[str, Any]:
-    """The report: the kvcast run's numbers on top, both runs' in full below.
+def _report(
+    options: IncastOptions, kvcast: Outcome, plain: Outcome | None, alone: Outcome | None
+) -> dict[str, Any]:
+    """The report: the kvcast run's numbers on top, all runs' in full below.
 
-    `wrong_bytes` counts those of both runs.
+    `wrong_bytes` counts those of all runs.
     """
-    outcomes = {"kvcast": kvcast} | ({} if plain is None else {"plain": plain})
+    named = {"kvcast": kvcast, "plain": plain, "one_reader": alone}
+    outcomes = {name: outcome for name, outcome in named.items() if outcome is not None}
+    over_one = {
+        name: round(max(outcome.fetch_ms) / max(alone.fetch_ms), 4)
+        for name, outcome in outcomes.items()
+        if alone is not None and outcome is not alone
+    }
     return {
         "bench": "incast-resident" if options.resident else "incast",
         "owner_egress_ratio": kvcast.egress_ratio,
@@ -319,6 +341,7 @@ def _report(options: IncastOptions, kvcast: Outcome, plain: Outcome | None) -> d
         "wrong_bytes": sum(outcome.wrong_bytes for outcome in outcomes.values()),
         "hits": kvcast.hits,
         "fetch_ms": {name: facts.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
+        "over_one_reader": over_one or None,
         "start_spread_ms": {name: round(o.start_spread_ms, 2) for name, o in outcomes.items()},
         "distinct_bytes": kvcast.distinct_bytes,
         "runs": {name: outcome.report() for name, outcome in outcomes.items()},
@@ -331,6 +354,7 @@ def _report(options: IncastOptions, kvcast: Outcome, plain: Outcome | None) -> d
             "seed": options.seed,
             "gather_ms": options.gather_allowed_ms,
             "home_rate": options.home_rate,
+            "link_rate_bits_per_s": options.link_rate,
             "deadline_s": options.deadline_s,
             "resident": options.resident,
             "runner": options.runner,

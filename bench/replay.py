@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcast.bench import content, facts
 from kvcast.bench.workloads import Request
@@ -36,6 +36,22 @@ EGRESS_COUNTERS = ("payload_bytes_sent_udp_total", "payload_bytes_sent_bulk_get_
 """The agents' counters (kvcast.hostagent.metrics) whose sum is what homes sent to readers."""
 
 _RECONNECT_S = 0.5
+
+
+class Turn(NamedTuple):
+    """What one request came to. Times are seconds since the replay's start."""
+
+    nodes: tuple[int, ...]
+    """Those that took part."""
+    started_s: float
+    ended_s: float
+    wanted: int
+    """Blocks that a pool which loses nothing would have held for it, over all of its ranks."""
+    came: int
+    missed: int
+    """Blocks that the pool said it had and that did not come."""
+    failed: bool
+    """It ended in an error of the local agent."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,8 @@ class Tally:
     """Distinct blocks that came from elsewhere."""
     done: set[int] = field(default_factory=set)
     """Numbers of the requests that ran to their end."""
+    turns: list[Turn] = field(default_factory=list)
+    """Every request that was not skipped, as it ended."""
     egress_bytes: float = 0.0
     egress_samples: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the start, bytes that homes sent until then)."""
@@ -108,6 +126,20 @@ class Tally:
             "seconds": round(self.seconds, 2),
             "egress_samples": [[round(t, 2), int(b)] for t, b in self.egress_samples],
         }
+
+
+def ideal_reads(requests: Sequence[Request]) -> dict[int, int]:
+    """By request, the blocks that it would read, over all ranks, of a pool that loses nothing: the
+    longest prefix of its keys that requests before it have written."""
+    written: set[tuple[str, bytes]] = set()
+    wanted: dict[int, int] = {}
+    for request in requests:
+        blocks = [(request.namespace, key) for key in request.keys]
+        known = next((n for n, block in enumerate(blocks) if block not in written), len(blocks))
+        wanted[request.number] = known * max(1, len(request.group))
+        if request.writes:
+            written.update(blocks)
+    return wanted
 
 
 class NodeLink:
@@ -206,7 +238,11 @@ class Replay:
         self._slots = asyncio.Semaphore(options.in_flight)
         self._started_at = 0.0
         self._finished = 0
+        self._marks: list[tuple[int, asyncio.Event]] = []
         self._meter = EgressMeter(links)
+        self._wanted = ideal_reads(self._requests)
+        self._came: Counter[int] = Counter()
+        self._missed: Counter[int] = Counter()
 
     async def run(self) -> Tally:
         """Play all requests; returns when every one has ended or was skipped."""
@@ -218,17 +254,17 @@ class Replay:
             async with asyncio.TaskGroup() as tasks:
                 for request in self._requests:
                     await self._sleep_until(request.time_s)
-                    if self._elapsed() > self._options.budget_s:
+                    if self.elapsed() > self._options.budget_s:
                         self._skip(request)
                         continue
                     await self._slots.acquire()
                     tasks.create_task(self._play(request))
         finally:
-            self.tally.seconds = self._elapsed()
+            self.tally.seconds = self.elapsed()
             sampler.cancel()
             await asyncio.wait([sampler])
         self.tally.egress_bytes = await self._meter.read() - before
-        self.tally.egress_samples.append((self._elapsed(), self.tally.egress_bytes))
+        self.tally.egress_samples.append((self.elapsed(), self.tally.egress_bytes))
         return self.tally
 
     async def _prepare(self) -> None:
@@ -250,14 +286,21 @@ class Replay:
     async def _sample(self, before: float) -> None:
         while True:
             sent = await self._meter.read() - before
-            self.tally.egress_samples.append((self._elapsed(), sent))
+            self.tally.egress_samples.append((self.elapsed(), sent))
             await asyncio.sleep(self._options.sample_s)
 
-    def _elapsed(self) -> float:
+    def when_ended(self, count: int) -> asyncio.Event:
+        """Set once so many requests have ended, or were skipped."""
+        event = asyncio.Event()
+        self._marks.append((count, event))
+        return event
+
+    def elapsed(self) -> float:
+        """Seconds since the first request could start; not before it has."""
         return time.monotonic() - self._started_at
 
     async def _sleep_until(self, elapsed_s: float) -> None:
-        wait_s = min(elapsed_s, self._options.budget_s + 0.01) - self._elapsed()
+        wait_s = min(elapsed_s, self._options.budget_s + 0.01) - self.elapsed()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
@@ -268,22 +311,40 @@ class Replay:
     def _end(self, request: Request) -> None:
         self._ended[request.number].set()
         self._finished += 1
+        for count, event in self._marks:
+            if self._finished >= count:
+                event.set()
         self._on_progress(self._finished, len(self._requests))
 
     async def _play(self, request: Request) -> None:
+        started_s, failed = self.elapsed(), False
         try:
-            if self._elapsed() > request.time_s + 0.05:
+            if self.elapsed() > request.time_s + 0.05:
                 self.tally.late_requests += 1
             if request.after is not None and request.after in self._ended:
                 await self._ended[request.after].wait()
             if request.jitter_s:
                 await asyncio.sleep(request.jitter_s)
             self.tally.requests += 1
+            started_s = self.elapsed()
             await self._turn(request)
             self.tally.done.add(request.number)
         except (KvcastError, OSError):
+            failed = True
             self.tally.failed_requests += 1
         finally:
+            number = request.number
+            self.tally.turns.append(
+                Turn(
+                    request.group or (request.node,),
+                    started_s,
+                    self.elapsed(),
+                    self._wanted[number],
+                    self._came[number],
+                    self._missed[number],
+                    failed,
+                )
+            )
             self._slots.release()
             self._end(request)
 
@@ -328,6 +389,7 @@ class Replay:
             block = outcome.block
             if block is None:
                 self.tally.misses += 1
+                self._missed[request.number] += 1
                 self.tally.hits["miss"] += 1
                 self.tally.miss_reasons[outcome.reason or outcome.status] += 1
                 remote, whole = True, False
@@ -337,6 +399,7 @@ class Replay:
                     key, self._options.block_bytes, block.data
                 )
                 self.tally.hits[block.tier] += 1
+                self._came[request.number] += 1
             if block.tier != "local":
                 remote = True
                 self.tally.fetched.add((request.namespace, key))

@@ -27,10 +27,20 @@ examples:
   kvcast bench incast --readers 4 --runner namespaces --switch bmv2     (root, BMv2 installed)
   kvcast bench incast --resident --readers 8"""
 
+_SIMULATION = """\
+The incast in virtual time: the real cores, frames, P4 program, tables and port queues, but links
+with any rate, a clock that waits for everybody, and hosts whose processors cost nothing. So it
+says what protocol and network cost, not what a machine can do.
+
+One home; N readers start within --spread-ns of each other. Three runs: one reader alone, N through
+a plain switch, N through kvcast. over_one_reader = the slowest of N / one reader alone."""
+
 _HOSTILE = """\
 Mutated frames into the switch's ports and into an agent's UDP port, mutated bytes into the Unix
-socket and into the HTTP API of a running pool: nothing may crash or hang, memory stays flat,
-everything is counted, and the pool still works afterwards."""
+socket and into the HTTP API of a running pool: nothing may crash or hang, memory stays flat, and
+the pool still works afterwards. And everything is accounted for: what the attacker sent is, to the
+last frame, connection and answer, what the kernel and the attacked part count; the sums are
+printed, and one that does not come out fails the bench."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,6 +86,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FRAMES/S",
         help="most that the home sends, as its link would let it; unlimited if left out",
     )
+    incast.add_argument(
+        "--link-rate",
+        type=float,
+        default=0.0,
+        metavar="BITS/S",
+        help="emulate links of this speed (100e6 = 100 Mb/s), slow enough that this machine is not "
+        "the limit, and say how much longer the last reader took than one reader alone",
+    )
     incast.add_argument("--resident", action="store_true", help="ask the resident question")
     incast.add_argument(
         "--runner",
@@ -91,6 +109,35 @@ def build_parser() -> argparse.ArgumentParser:
         "KVCAST_SIMPLE_SWITCH_GRPC",
     )
     _report_options(incast)
+    simulation = benches.add_parser(
+        "incast-simulation",
+        help="the same on fast links, in virtual time (a simulation)",
+        description=_SIMULATION,
+        formatter_class=HelpFormatter,
+    )
+    simulation.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
+    simulation.add_argument("--blocks", type=int, default=1, metavar="K", help="distinct blocks")
+    simulation.add_argument(
+        "--block-size", type=byte_size, default="2MiB", metavar="SIZE", help="size of each block"
+    )
+    simulation.add_argument(
+        "--link-rate", type=float, default=100e9, metavar="BITS/S", help="speed of every link"
+    )
+    simulation.add_argument(
+        "--loss", type=float, default=0.0, metavar="P", help="of a frame at each port it crosses"
+    )
+    simulation.add_argument(
+        "--spread-ns",
+        type=int,
+        default=2000,
+        metavar="NS",
+        help="the readers start within so much of each other; 2000 is about one round trip",
+    )
+    simulation.add_argument(
+        "--gather-ms", type=int, default=0, metavar="MS", help="what READs let the home gather"
+    )
+    simulation.add_argument("--seed", type=int, default=1, help="seeds starts, losses and keys")
+    _report_options(simulation, run_dir=False)
     hostile = benches.add_parser(
         "hostile",
         help="mutated frames and bytes into every door of a pool",
@@ -98,7 +145,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     hostile.add_argument(
-        "--frames", type=int, default=100_000, metavar="N", help="frames or messages into each door"
+        "--frames",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="frames into each of the data-plane doors; the streams get as many bytes",
     )
     hostile.add_argument("--nodes", type=int, default=3, help="nodes of the pool")
     hostile.add_argument("--seed", type=int, default=1, help="seeds the mutations")
@@ -106,9 +157,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report_options(parser: argparse.ArgumentParser) -> None:
+def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
+    if run_dir:
+        parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
     parser.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
@@ -120,7 +172,11 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a bench; 1 if it failed or delivered a wrong byte."""
     options = build_parser().parse_args(argv)
-    command = {"incast": _run_incast, "hostile": _run_hostile}[options.bench]
+    command = {
+        "incast": _run_incast,
+        "incast-simulation": _run_simulation,
+        "hostile": _run_hostile,
+    }[options.bench]
     return run_command(lambda: command(options), log_level=options.log_level)
 
 
@@ -137,6 +193,7 @@ async def _run_incast(options: argparse.Namespace) -> int:
             seed=options.seed,
             gather_ms=options.gather_ms,
             home_rate=options.home_rate,
+            link_rate=options.link_rate,
             resident=options.resident,
             runner=options.runner,
             switch=options.switch,
@@ -150,16 +207,69 @@ async def _run_incast(options: argparse.Namespace) -> int:
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
+async def _run_simulation(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts, incast_simulation
+
+    report = incast_simulation.run(
+        incast_simulation.SimulationOptions(
+            readers=options.readers,
+            blocks=options.blocks,
+            block_bytes=options.block_size,
+            link_rate_bits_per_s=options.link_rate,
+            loss=options.loss,
+            spread_ns=options.spread_ns,
+            gather_ms=options.gather_ms,
+            seed=options.seed,
+        )
+    )
+    if options.json:
+        facts.write_json(options.json, report)
+    if options.json != "-":
+        _print_simulation(report)
+    return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
+
+
+def _print_simulation(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parameters = report["parameters"]
+    table = Table()
+    for title in ("", "one reader", "plain switch", "kvcast"):
+        table.add_column(title, justify="right" if title else "left")
+    names = ("one_reader", "plain", "kvcast")
+    ratios = ("", report["plain_owner_egress_ratio"], report["owner_egress_ratio"])
+    table.add_row("owner egress ratio", *(str(ratio) for ratio in ratios))
+    for share in ("p50", "max"):
+        times = (report["fetch_us"][name][share] for name in names)
+        shown = ("–" if time_us is None else f"{time_us:,.1f}" for time_us in times)
+        table.add_row(f"fetch time {share}, µs", *shown)
+    slower = (report["over_one_reader"].get(name, 1) for name in names)
+    table.add_row("slowest over one reader", *(str(times) for times in slower))
+    drops = (report["queue_drops"][name] for name in names)
+    table.add_row("frames that found a full queue", *(f"{count:,}" for count in drops))
+    console = Console()
+    console.print(
+        f"simulation: {parameters['readers']} readers, {parameters['blocks']} blocks of "
+        f"{parameters['block_bytes']:,} bytes, links of "
+        f"{parameters['link_rate_bits_per_s'] / 1e9:g} Gb/s, loss {parameters['loss']:g}; "
+        f"misses {report['misses']}, wrong bytes {report['wrong_bytes']}",
+        highlight=False,
+    )
+    console.print(table)
+
+
 def _print_incast(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     parameters, runs = report["parameters"], report["runs"]
-    columns = [name for name in ("plain", "kvcast") if name in runs]
+    titles = {"one_reader": "one reader", "plain": "plain switch", "kvcast": "kvcast"}
+    columns = [name for name in titles if name in runs]
     table = Table()
     table.add_column("")
     for name in columns:
-        table.add_column("plain switch" if name == "plain" else name, justify="right")
+        table.add_column(titles[name], justify="right")
 
     def row(label: str, value: Any) -> None:
         table.add_row(label, *(str(value(runs[name])) for name in columns))
@@ -168,6 +278,8 @@ def _print_incast(report: dict[str, Any]) -> None:
     row("bytes that left the owner", lambda run: f"{run['owner_egress_bytes']:,}")
     for share in ("p50", "p99", "max"):
         row(f"fetch time {share}, ms", lambda run, share=share: run["fetch_ms"][share])
+    if over_one := report["over_one_reader"]:
+        table.add_row("slowest over one reader", *(str(over_one.get(name, 1)) for name in columns))
     for tier in next(iter(runs.values()))["hits"]:
         if any(run["hits"][tier] for run in runs.values()):
             row(f"blocks: {tier}", lambda run, tier=tier: run["hits"][tier])
@@ -204,18 +316,28 @@ def _print_hostile(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="hostile input", title_justify="left")
-    for name in ("door", "sent", "counted", "memory before, MiB", "after", "growth"):
+    columns = ("door", "sent", "bytes", "lost count of", "MiB before", "after", "growth")
+    for name in columns:
         table.add_column(name, justify="left" if name == "door" else "right")
     for door in report["doors"]:
         table.add_row(
             door["door"],
             f"{door['sent']:,}",
-            f"{door['counted']:,}",
+            f"{door['sent_bytes']:,}",
+            f"{sum(abs(balance['unaccounted']) for balance in door['balances']):,}",
             f"{door['rss_before_mib']:.1f}",
             f"{door['rss_after_mib']:.1f}",
             f"{door['rss_growth_mib']:+.1f}",
         )
     Console().print(table)
+    for door in report["doors"]:
+        print(f"{door['door']}:")
+        for balance in door["balances"]:
+            print(f"  {balance['of']}: {_side(balance['given'])} = {_side(balance['found'])}")
     for problem in report["problems"]:
         print(f"kvcast: {problem}")
     print("passed" if report["passed"] else "failed")
+
+
+def _side(counts: dict[str, int]) -> str:
+    return " + ".join(f"{count:,} {name}" for name, count in counts.items()) or "0"

@@ -13,8 +13,11 @@ waiting at once, f: the factor 1 + log2(f)/2 says that a block that many want at
 more than the same count from one (they wait for one link). Of equal values the shallower block in
 its prefix goes first: it is of use to more prompts, and without it the deeper ones are of none.
 
-*Hysteresis*: a block must be worth `min_value` to be admitted at all, and `margin` times what its
-victims are worth together to displace them; and a resident stays for `min_stay_s`.
+*Hysteresis*: a block must be expected to be read `min_reads` times to be given free slots, and
+`displace_reads` times to displace others, of which it must be worth `margin` times the sum; and a
+resident stays for `min_stay_s`. A free slot costs nothing, so one read is enough to be given one:
+each of a few nodes reads a block once and then has it, and the third of them can only be served if
+the first was reason enough.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ class ValueOptions:
     """How heat becomes value.
 
     `half_life_s`: after which a read counts half; `horizon_s`: how far ahead reads are expected;
-    `min_value`: bytes saved a cell below which a block is not admitted; `margin`: by how much a
+    `min_reads`, `displace_reads`: reads of a segment expected within the horizon, below which a
+    block is not given free slots, or not those of others; `margin`: by how much a
     block must beat its victims; `keep_value`: bytes saved a cell from which an evicted block is
     made sure to live in DRAM; `min_stay_s`: how long a resident is safe from displacement.
     """
 
     half_life_s: float = 20.0
     horizon_s: float = 30.0
-    min_value: float = 3 * 1024.0
+    min_reads: float = 0.9
+    displace_reads: float = 2.0
     margin: float = 1.25
     keep_value: float = 1024.0
     min_stay_s: float = 5.0
@@ -166,15 +171,21 @@ class HeatMap:
             del self._heat[block]
             self.forgotten += 1
 
+    def expected_reads(self, block: BlockId, now: float) -> float:
+        """READs of the block's segments within the horizon; 0 for an unknown block."""
+        heat = self._heat.get(block)
+        if heat is None:
+            return 0.0
+        count = max(heat.switch_reads, heat.home_reads) * self._decay(heat, now)
+        return count * math.log(2) / self._options.half_life_s * self._options.horizon_s
+
     def value(self, block: BlockId, now: float) -> float:
         """Bytes saved a cell over the horizon; 0 for an unknown block."""
         heat = self._heat.get(block)
         if heat is None:
             return 0.0
-        decay = self._decay(heat, now)
-        count = max(heat.switch_reads, heat.home_reads) * decay
-        expected = count * math.log(2) / self._options.half_life_s * self._options.horizon_s
-        fan_out = 1 + (heat.fan_out - 1) * decay
+        expected = self.expected_reads(block, now)
+        fan_out = 1 + (heat.fan_out - 1) * self._decay(heat, now)
         bytes_a_read = heat.size_bytes / heat.segments if heat.size_bytes else SEGMENT_BYTES
         cells = heat.segments * CHUNKS_PER_SEGMENT
         return expected * (1 + math.log2(max(fan_out, 1.0)) / 2) * bytes_a_read / cells
@@ -187,10 +198,9 @@ class HeatMap:
         """The `count` most valuable blocks that are worth admitting, best first."""
         excluded = set(without)
         valued = [
-            (-value, heat.depth, block)
+            (-self.value(block, now), heat.depth, block)
             for block, heat in self._heat.items()
-            if block not in excluded
-            and (value := self.value(block, now)) >= self._options.min_value
+            if block not in excluded and self.expected_reads(block, now) >= self._options.min_reads
         ]
         valued.sort()
         return [block for _, _, block in valued[:count]]
@@ -223,8 +233,11 @@ def choose(
     for contender in order:
         wanted = segments_of(contender.size_bytes)
         value = heat.value(contender.block, now)
-        if not contender.pinned and value < options.min_value:
-            choice.refused.append((contender, f"value {value:.0f} < {options.min_value:.0f}"))
+        reads = heat.expected_reads(contender.block, now)
+        if not contender.pinned and reads < options.min_reads:
+            choice.refused.append(
+                (contender, f"{reads:.1f} reads expected, fewer than {options.min_reads:g}")
+            )
             continue
         if wanted <= free:
             free -= wanted
@@ -235,6 +248,11 @@ def choose(
             coming_free -= wanted - free
             free = 0
             choice.refused.append((contender, "waits for slots to drain"))
+            continue
+        if not contender.pinned and reads < options.displace_reads:
+            choice.refused.append(
+                (contender, f"{reads:.1f} reads expected, too few to displace others")
+            )
             continue
         chosen: list[Holder] = []
         gained = free + coming_free

@@ -27,10 +27,11 @@ from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
 
 from .admission import ValueOptions
+from .control_loop import StoreError
 from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
-from .store import Store, StoreError
+from .store import Store
 from .switch import OneLineErrors
 from .tiers import AdmitMode
 
@@ -192,11 +193,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="how far ahead reads are expected",
     )
     admission.add_argument(
-        "--min-value",
-        metavar="BYTES",
+        "--min-reads",
+        metavar="READS",
         type=_number(0, 1e18),
-        default=defaults.min_value,
-        help="bytes saved a cell over the horizon below which a block is not admitted",
+        default=defaults.min_reads,
+        help="reads expected over the horizon below which a block is not given free slots",
+    )
+    admission.add_argument(
+        "--displace-reads",
+        metavar="READS",
+        type=_number(0, 1e18),
+        default=defaults.displace_reads,
+        help="reads expected over the horizon below which a block does not displace others",
     )
     admission.add_argument(
         "--margin",
@@ -314,7 +322,8 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
         value=ValueOptions(
             half_life_s=options.half_life,
             horizon_s=options.horizon,
-            min_value=options.min_value,
+            min_reads=options.min_reads,
+            displace_reads=options.displace_reads,
             margin=options.margin,
             keep_value=options.keep_value,
             min_stay_s=options.min_stay,
@@ -326,7 +335,7 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
 async def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit status."""
     program = artefact(options.target)
-    device_config = options.device_config or program.json
+    device_config = options.device_config or program.device_config
     assert device_config is not None  # main() asks for it
     try:
         store = Store(options.state)
@@ -375,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_loopback(host) and not options.insecure:
             name = flag.replace("_", "-")
             parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
-    if options.device_config is None and artefact(options.target).json is None:
+    if options.device_config is None and artefact(options.target).device_config is None:
         parser.error(f"--target {options.target} needs --device-config")
     profile = profiles[options.target]
     if profile.loop_groups and len({port >> 7 for port in options.device_ports or ()}) > 1:

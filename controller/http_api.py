@@ -11,11 +11,16 @@ is done; it asks a `Service`. Answers are JSON objects; an error is `{"error": "
 | GET /metrics | Prometheus text |
 | POST /v1/pin `{"namespace": n, "key": hex}` | 200 resident; 409, 404 or 503 with why |
 | DELETE /v1/pin, the same body | 200; 404 if it was not pinned |
+
+Everything is counted (`counts`): connections; `requests`, and `malformed` for what is no HTTP and
+the library answers by itself; and for both the answers by status (`answers_200`), or `undelivered`
+where the client had gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -23,6 +28,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
 from kvcast.protocol.wire import BlockId
 from msgspec import Meta
@@ -76,7 +82,11 @@ class Service(Protocol):
     def unpin(self, block: BlockId) -> bool: ...
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
+
+
+class _Answer(web.Response):
+    """An answer of ours; others come from the HTTP library itself."""
 
 
 class HttpApi:
@@ -85,31 +95,27 @@ class HttpApi:
     def __init__(self, service: Service) -> None:
         self.counts: Counter[str] = Counter()
         self._service = service
-        self._runner: web.AppRunner | None = None
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/healthz": {"GET": self._healthz, "HEAD": self._healthz},
+            "/v1/status": {"GET": self._status, "HEAD": self._status},
+            "/v1/decisions": {"GET": self._decisions, "HEAD": self._decisions},
+            "/metrics": {"GET": self._metrics, "HEAD": self._metrics},
+            "/v1/pin": {"POST": self._pin, "DELETE": self._unpin},
+        }
+        self._runner: web.ServerRunner | None = None
         self._server: asyncio.Server | None = None
         self._busy = 0
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; returns the address, with the port that was picked for 0."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._bounded])
-        app.add_routes(
-            [
-                web.get("/healthz", self._healthz),
-                web.get("/v1/status", self._status),
-                web.get("/v1/decisions", self._decisions),
-                web.get("/metrics", self._metrics),
-                web.post("/v1/pin", self._pin),
-                web.delete("/v1/pin", self._unpin),
-            ]
-        )
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=self._counting_logger(),
-            handle_signals=False,
+        server = web.Server(
+            self._bounded,
+            request_factory=_request,
+            access_log_class=self._answer_counter(),
+            logger=self._quiet_logger(),
             keepalive_timeout=30.0,
-            shutdown_timeout=1.0,
         )
+        self._runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connected, host, port, backlog=64)
@@ -128,28 +134,41 @@ class HttpApi:
         assert self._runner is not None
         server = self._runner.server
         assert server is not None
+        self.counts["connections"] += 1
         if len(server.connections) >= MAX_CONNECTIONS:
             self.counts["connections_at_bound"] += 1
             return _HangUp()
         return server()
 
-    def _counting_logger(self) -> logging.Logger:
-        """aiohttp's log of its own: what is no HTTP is counted, and not written line by line,
-        since whoever sends it could fill a disk with it."""
+    def _answer_counter(self) -> type[AbstractAccessLogger]:
+        """What aiohttp calls behind every answer, also those that it makes itself."""
+        counts = self.counts
+
+        class AnswerCounter(AbstractAccessLogger):
+            def log(
+                self, request: web.BaseRequest, response: web.StreamResponse, time: float
+            ) -> None:
+                if not isinstance(response, _Answer):
+                    counts["malformed"] += 1
+                transport = request.transport
+                gone = transport is None or transport.is_closing()
+                counts["undelivered" if gone else f"answers_{response.status}"] += 1
+
+        return AnswerCounter
+
+    def _quiet_logger(self) -> logging.Logger:
+        """aiohttp's log of its own, but for what is no HTTP: that is counted, and not written line
+        by line, since whoever sends it could fill a disk with it."""
         logger = logging.getLogger("kvcast.controller.http.server")
 
         def keep(record: logging.LogRecord) -> bool:
             error = record.exc_info[1] if record.exc_info else None
-            if isinstance(error, HttpProcessingError):
-                self.counts["malformed"] += 1
-                return False
-            return True
+            return not isinstance(error, HttpProcessingError)
 
         logger.filters[:] = [keep]
         return logger
 
-    @web.middleware
-    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _bounded(self, request: web.BaseRequest) -> web.Response:
         """Bounds and errors of every request."""
         self.counts["requests"] += 1
         if self._busy >= MAX_CONCURRENT:
@@ -158,7 +177,7 @@ class HttpApi:
         self._busy += 1
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                return await handler(request)
+                return await self._route(request)(request)
         except ApiError as error:
             self.counts[f"errors_{error.status}"] += 1
             return _error(error.status, str(error))
@@ -174,28 +193,42 @@ class HttpApi:
         finally:
             self._busy -= 1
 
-    async def _healthz(self, _request: web.Request) -> web.Response:
+    def _route(self, request: web.BaseRequest) -> Handler:
+        """Who answers; ApiError if nobody does.
+
+        The library's own routes are not used: they answer an `Expect` header before anything of
+        ours runs, and fail over one that is no text.
+        """
+        handlers = self._routes.get(request.path)
+        if handlers is None:
+            raise ApiError(404, "Not Found")
+        handler = handlers.get(request.method)
+        if handler is None:
+            raise ApiError(405, f"only {' and '.join(handlers)}")
+        return handler
+
+    async def _healthz(self, _request: web.BaseRequest) -> web.Response:
         problem = self._service.health()
-        return web.json_response({"ok": True}) if problem is None else _error(503, problem)
+        return _json({"ok": True}) if problem is None else _error(503, problem)
 
-    async def _status(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._service.status())
+    async def _status(self, _request: web.BaseRequest) -> web.Response:
+        return _json(self._service.status())
 
-    async def _decisions(self, _request: web.Request) -> web.Response:
-        return web.json_response({"decisions": self._service.decisions()})
+    async def _decisions(self, _request: web.BaseRequest) -> web.Response:
+        return _json({"decisions": self._service.decisions()})
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+    async def _metrics(self, _request: web.BaseRequest) -> web.Response:
+        return _Answer(body=self._service.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _pin(self, request: web.Request) -> web.Response:
+    async def _pin(self, request: web.BaseRequest) -> web.Response:
         body = await _pin_body(request)
-        return web.json_response(await self._service.pin(body.block, body.wait_s))
+        return _json(await self._service.pin(body.block, body.wait_s))
 
-    async def _unpin(self, request: web.Request) -> web.Response:
+    async def _unpin(self, request: web.BaseRequest) -> web.Response:
         body = await _pin_body(request)
         if not self._service.unpin(body.block):
             raise ApiError(404, "the block is not pinned")
-        return web.json_response({"unpinned": True})
+        return _json({"unpinned": True})
 
 
 class _HangUp(asyncio.Protocol):
@@ -206,12 +239,24 @@ class _HangUp(asyncio.Protocol):
         transport.abort()
 
 
-async def _pin_body(request: web.Request) -> PinBody:
+async def _pin_body(request: web.BaseRequest) -> PinBody:
     try:
         return msgspec.json.decode(await request.read(), type=PinBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"body: {error}") from error
 
 
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    """A request whose body is bounded."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(
+        message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES
+    )
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return _Answer(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
 def _error(status: int, reason: str) -> web.Response:
-    return web.json_response({"error": reason}, status=status)
+    return _json({"error": reason}, status)

@@ -248,7 +248,7 @@ class Membership:
     def _may_be_placed(self, node: Node, now: float) -> bool:
         return (
             node.newcomer
-            or now - node.live_since >= self._rebalance_after_s
+            or now >= node.live_since + self._rebalance_after_s  # as in `next_deadline`
             or not any(n.placed for n in self.nodes.values())
         )
 

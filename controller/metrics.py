@@ -71,6 +71,9 @@ class _StatusCollector(Collector):
         yield _counter(
             "controller_events", "What happened in the controller", "event", driver["counts"]
         )
+        yield _counter(
+            "http_events", "What happened at the HTTP API", "event", driver["http_counts"]
+        )
         totals: dict[str, float] = {}
         for counters in status["agents"].values():
             for name, value in counters.items():

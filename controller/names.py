@@ -74,6 +74,9 @@ class Names:
             raise NameRequestError(f"a group has 1 to {MAX_GROUP_NODES} nodes, not {len(nodes)}")
         if unknown := [n for n in nodes if n not in known]:
             raise NameRequestError(f"no such node: {', '.join(unknown)[:200]}")
+        users = self.namespaces[namespace].nodes
+        if users and (strangers := [n for n in nodes if n not in users]):
+            raise NameRequestError(f"namespace {namespace} is not for {', '.join(strangers)[:200]}")
         mine = [g for g in self.groups.values() if g.namespace == namespace]
         for group in mine:
             if group.nodes == nodes:

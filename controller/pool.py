@@ -369,7 +369,7 @@ class Pool:
         inputs = (
             tuple(hosts),
             self.placement,
-            frozenset(self.names.namespaces),
+            frozenset((n, tuple(info.nodes)) for n, info in self.names.namespaces.items()),
             frozenset(self.names.groups),
             tuple((resident.block, resident.generation) for resident in residents),
             self.port_sets.places,
@@ -380,7 +380,7 @@ class Pool:
                 self.options.settings,
                 hosts,
                 self.placement,
-                self.names.namespaces,
+                self.names.namespaces.values(),
                 self.names.groups.values(),
                 residents,
                 self.port_sets.places,

@@ -20,9 +20,12 @@ whether a serving group recirculates or a loop group does, is the target's.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from kvcast.protocol.control import NamespaceInfo
 
 from .membership import Address
 from .names import Group
@@ -128,7 +131,7 @@ def desired_state(
     settings: Settings,
     hosts: Sequence[Host],
     bucket_owners: Sequence[Sequence[str]],
-    namespaces: Iterable[int],
+    namespaces: Iterable[NamespaceInfo],
     groups: Iterable[Group],
     residents: Iterable[Resident],
     port_sets: Mapping[int, int],
@@ -136,7 +139,8 @@ def desired_state(
     """Everything that the switch should hold.
 
     `hosts`: every known node; `bucket_owners`: for each bucket the node ids that may answer for
-    it; `port_sets`: port bitmap to its place among the recurring sets.
+    it; `namespaces`: each with the nodes that may use it (all, if it names none); `port_sets`:
+    port bitmap to its place among the recurring sets.
     """
     state = SwitchState()
     _forwarding(state, settings, hosts)
@@ -146,7 +150,6 @@ def desired_state(
     )
     if not settings.enabled:
         return state
-    by_id = {host.node_id: host for host in hosts}
     entries = state.entries
     for loop_group, loop_port in settings.loop_groups:
         state.groups[loop_group] = frozenset({(loop_port, settings.recirculate_rid)})
@@ -159,16 +162,17 @@ def desired_state(
         entries[EGRESS_HOST, (port,)] = ActionCall(
             "rewrite", (mac_number(a.mac), ip_number(a.ip), a.udp_port, host.port_bit)
         )
-    for namespace in namespaces:
-        for host in hosts:
+    users: dict[int, list[Host]] = {}
+    for info in namespaces:
+        users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
+        for host in users[info.namespace]:
             port = settings.device_port(host.port)
-            entries[NAMESPACE_GUARD, (port, namespace)] = ActionCall("allow")
-    for bucket, owners in enumerate(bucket_owners):
-        for node_id in owners:
-            port = settings.device_port(by_id[node_id].port)
-            entries[BUCKET_OWNER, (bucket, port)] = ActionCall("owner")
+            entries[NAMESPACE_GUARD, (port, info.namespace)] = ActionCall("allow")
+    ports = tuple((host.node_id, settings.device_port(host.port)) for host in hosts)
+    entries.update(_bucket_owners(tuple(map(tuple, bucket_owners)), ports))
     for group in groups:
-        _reader_group(state, settings, group, by_id)
+        members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
+        _reader_group(state, settings, group, members)
     for resident in residents:
         entries.update(resident_entries(resident))
     for bits, place in port_sets.items():
@@ -178,6 +182,21 @@ def desired_state(
         entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
     return state
+
+
+@functools.lru_cache(maxsize=2)
+def _bucket_owners(
+    owners: tuple[tuple[str, ...], ...], ports: tuple[tuple[str, int], ...]
+) -> dict[EntryKey, ActionCall]:
+    """Who may answer for which bucket. By far the most entries, and they change the least, so a
+    plan that only admits a block need not make them anew."""
+    port_of = dict(ports)
+    owner = ActionCall("owner")
+    return {
+        (BUCKET_OWNER, (bucket, port_of[node_id])): owner
+        for bucket, node_ids in enumerate(owners)
+        for node_id in node_ids
+    }
 
 
 def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -> None:
@@ -215,10 +234,10 @@ def _serving_copies(settings: Settings, device_ports: Sequence[int]) -> frozense
 
 
 def _reader_group(
-    state: SwitchState, settings: Settings, group: Group, by_id: Mapping[str, Host]
+    state: SwitchState, settings: Settings, group: Group, members: Sequence[Host]
 ) -> None:
-    """A group's entry and copy list, over those of its nodes that are known."""
-    ports = sorted(by_id[node_id].port for node_id in group.nodes if node_id in by_id)
+    """A group's entry and copy list, over those of its nodes that are known and may read."""
+    ports = sorted(host.port for host in members)
     if not ports:
         return
     serve = READER_GROUP_BASE + group.ordinal

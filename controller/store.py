@@ -19,6 +19,7 @@ from typing import Any
 from kvcast.protocol.control import NamespaceInfo
 from kvcast.protocol.wire import BlockId
 
+from .control_loop import StoreError
 from .membership import Address, SavedNode
 from .names import Group
 from .pool import SavedState
@@ -78,10 +79,6 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
     ],
     "pins": lambda s: [(b.namespace, b.key) for b in s.pins],
 }  # fmt: skip
-
-
-class StoreError(Exception):
-    """The state file cannot be used; the text says why."""
 
 
 class Store:

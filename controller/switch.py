@@ -24,6 +24,7 @@ from finsy.p4client import P4ClientError
 from kvcast.protocol.wire import KEY_BYTES, BlockId
 
 from . import program
+from .control_loop import SwitchError
 from .reconcile import (
     SETTINGS,
     ActionCall,
@@ -68,10 +69,6 @@ class OneLineErrors(logging.Filter):
             record.msg, record.args = f"{record.getMessage()}: {text}", None
             record.exc_info = record.exc_text = None
         return True
-
-
-class SwitchError(Exception):
-    """The switch could not be read or written; what it holds is unknown until it is read."""
 
 
 class SwitchLink:
@@ -274,6 +271,14 @@ class SwitchLink:
         except P4ClientError as error:
             self.counts["rpc_errors"] += 1
             raise SwitchError(_brief(error)) from error
+        except asyncio.CancelledError as error:
+            # A call that is under way when its channel is closed ends so too (grpc.aio), although
+            # nobody has cancelled this task.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self.counts["rpc_errors"] += 1
+            raise SwitchError("connection lost during a call") from error
         except (AssertionError, AttributeError, RuntimeError) as error:
             # finsy asserts that its client is open, which ends under our hands when the
             # connection breaks between two awaits.

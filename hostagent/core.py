@@ -45,7 +45,7 @@ from kvcast.protocol.control import (
 )
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import Requester, RequesterConfig
-from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, Frame
+from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, DataRun, Frame
 
 MAX_HOT_BLOCKS: Final = 256
 MAX_ASKED: Final = 1024
@@ -135,6 +135,11 @@ class AgentCore:
         self.metrics.frames_answers_total += 1
         self.requester.receive(now, source, frame)
 
+    def receive_run(self, now: float, source: int, run: DataRun) -> None:
+        """DATA frames that came from node `source` of the present map."""
+        self.metrics.frames_answers_total += len(run.chunks)
+        self.requester.receive_run(now, source, run)
+
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""
         self.reads.drain(now)
@@ -184,7 +189,7 @@ class AgentCore:
     def control_message(self, now: float, message: ControllerMessage) -> None:
         """Anything that the controller says after it took the registration."""
         if isinstance(message, PoolMap):
-            self._new_map(message)
+            self._new_map(now, message)
         elif isinstance(message, Credit):
             for namespace, key, hits in message.hits:
                 self.metrics.credits_total += hits
@@ -219,7 +224,7 @@ class AgentCore:
             self.requester.config, read_padding=message.read_padding_bytes > 0
         )
 
-    def _new_map(self, message: PoolMap) -> None:
+    def _new_map(self, now: float, message: PoolMap) -> None:
         try:
             pool = Pool(message, self._index, self.options.node_id)
         except PoolMapError:
@@ -229,8 +234,18 @@ class AgentCore:
         self.outbox.pool = pool
         if old is None:
             return
-        for index in old.nodes.keys() - pool.nodes.keys():
-            self.owner.drop_reader(index)
+        # An index may come to stand for another node: a controller that has lost its state
+        # numbers them anew, and a node that is forgotten leaves its own to the next.
+        gone = {
+            index
+            for index, node in old.nodes.items()
+            if index not in pool.nodes or pool.nodes[index].node_id != node.node_id
+        }
+        if gone:
+            for index in sorted(gone):
+                self.owner.drop_reader(index)
+            self.requester.forget(now, gone)
+            self.reads.drain(now)
         # A number that now means something else must not serve what it meant before.
         for namespace, info in old.namespaces.items():
             new = pool.namespaces.get(namespace)
@@ -256,7 +271,8 @@ class AgentCore:
             self.metrics.keeps_failed_total += not held
             self._say(Kept(message.request, message.namespace, message.key, held))
 
-        self.reads.keep(now, BlockId(message.namespace, message.key), message.size_bytes, done)
+        block = BlockId(message.namespace, message.key)
+        self.reads.keep(now, block, message.size_bytes, message.digest, done)
 
     def ask_controller(
         self, make: Callable[[int], NamespaceRequest | GroupRequest], found: Found

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
+LOGGED_COMPLAINTS: Final = 100
 _HANDSHAKE_TIMEOUT_S: Final = 5.0
 _UCRED: Final = struct.Struct("3i")
 
@@ -69,6 +70,7 @@ class LocalServer:
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._clients: set[_Client] = set()
+        self._complaints = 0
 
     def start(self) -> None:
         """Bind, listen, and accept on the running loop."""
@@ -115,6 +117,7 @@ class LocalServer:
                 log.warning("local API: accept: %s", error)
                 await asyncio.sleep(0.1)
                 continue
+            self._core.metrics.local_connections_total += 1
             if len(self._clients) + len(self._handshakes) >= self._options.max_clients:
                 self._core.metrics.local_connections_refused_total += 1
                 connection.close()
@@ -142,8 +145,7 @@ class LocalServer:
                 while not pending:
                     data = await loop.sock_recv(connection, 65536)
                     if not data:
-                        connection.close()
-                        return
+                        raise ConnectionResetError("no Hello")
                     pending += codec.feed(data)
             hello = pending.pop(0)
             if not isinstance(hello, local.Hello):
@@ -167,9 +169,10 @@ class LocalServer:
             client.start(pending)
         except FramingError as error:
             self._core.metrics.local_protocol_errors_total += 1
-            log.warning("local API: a client was cut off: %s", error)
+            self.complain("a client was cut off", str(error))
             connection.close()
         except (OSError, TimeoutError):
+            self._core.metrics.local_handshakes_failed_total += 1
             connection.close()
         except BaseException:
             connection.close()
@@ -182,11 +185,19 @@ class LocalServer:
         reason: str,
     ) -> None:
         self._core.metrics.local_connections_refused_total += 1
-        log.warning("local API: a client was rejected: %s", reason)
-        await asyncio.get_running_loop().sock_sendall(
-            connection, codec.encode(local.Rejected(reason))
-        )
+        self.complain("a client was rejected", reason)
+        with contextlib.suppress(OSError):  # it may have gone
+            await asyncio.get_running_loop().sock_sendall(
+                connection, codec.encode(local.Rejected(reason))
+            )
         connection.close()
+
+    def complain(self, what: str, why: str) -> None:
+        """Log what a client did wrong; the counters go on where the log stops, since a client
+        that never learns could fill a disk with it."""
+        if self._complaints < LOGGED_COMPLAINTS:
+            self._complaints += 1
+            log.warning("local API: %s: %s", what, why)
 
     def joined(self, client: _Client) -> None:
         """A client has finished its handshake."""
@@ -213,6 +224,7 @@ class _Client(asyncio.Protocol):
         self._after = after
         self._session = Session(core, self._send)
         self._transport: asyncio.Transport | None = None
+        self._cut_off = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -225,6 +237,8 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if not self._cut_off:
+            self._core.metrics.local_clients_left_total += 1
         self._session.close()
         self._server.left(self)
         self._after()
@@ -240,9 +254,7 @@ class _Client(asyncio.Protocol):
                     raise FramingError("a second Hello")
                 self._session.handle(now, message)
         except FramingError as error:
-            self._core.metrics.local_protocol_errors_total += 1
-            log.warning("local API: a client was cut off: %s", error)
-            self.cut_off()
+            self._offends(str(error))
         self._after()
 
     def pause_writing(self) -> None:
@@ -255,17 +267,27 @@ class _Client(asyncio.Protocol):
 
     def cut_off(self) -> None:
         """Close the connection without waiting for what is unsent."""
+        self._cut_off = True
         if self._transport is not None:
             self._transport.abort()
 
+    def _offends(self, reason: str) -> None:
+        if self._cut_off:
+            return
+        self._core.metrics.local_protocol_errors_total += 1
+        self._server.complain("a client was cut off", reason)
+        self.cut_off()
+
     def _send(self, reply: local.AgentReply) -> None:
         transport = self._transport
-        if transport is None:
+        if transport is None or transport.is_closing():
+            self._core.metrics.local_replies_dropped_total += 1
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._core.metrics.local_protocol_errors_total += 1
-            transport.abort()
+            self._core.metrics.local_replies_dropped_total += 1
+            self._offends("it does not read its replies")
             return
+        self._core.metrics.local_replies_total += 1
         try:
             data = self._codec.encode(reply)
         except FramingError as error:

@@ -84,6 +84,8 @@ class Metrics:
     frames_answers_total: int = 0
     """DATA, MISS and OFFER handed to the requester. With the READs (`owner_reads_total`), and
     the frames malformed, misaddressed, of unknown sources and forbidden: all that was received."""
+    frames_dropped_receiving_total: int = 0
+    """Datagrams that the kernel dropped since the socket's buffer was full: never received."""
     frames_sent_total: int = 0
     frames_malformed_total: int = 0
     """Bytes that are no frame of ours: the header, Ethernet, IPv4 or UDP is wrong."""
@@ -95,6 +97,8 @@ class Metrics:
     """READs of a namespace that their sender may not use."""
     frames_dropped_sending_total: int = 0
     """Frames not sent because the queue to the socket was full; the cores ask again."""
+    frames_addressee_left_total: int = 0
+    """Frames not sent because their addressee had left the map while they waited."""
     socket_errors_total: int = 0
     # the bulk link
     bulk_requests_sent_total: int = 0
@@ -105,10 +109,22 @@ class Metrics:
     bulk_protocol_errors_total: int = 0
     bulk_connections_refused_total: int = 0
     # the local API
-    local_requests_total: int = 0
-    local_busy_total: int = 0
-    local_protocol_errors_total: int = 0
+    local_connections_total: int = 0
+    """Connections accepted. Each is refused, ends in the handshake, is cut off for a protocol
+    error, or is left by its client; or it still stands."""
     local_connections_refused_total: int = 0
+    local_handshakes_failed_total: int = 0
+    """Connections that ended, or waited too long, before their Hello was whole."""
+    local_protocol_errors_total: int = 0
+    """Clients cut off: what they sent is no message, or they did not read."""
+    local_clients_left_total: int = 0
+    local_requests_total: int = 0
+    """Requests taken. Each is a Release, is replied to, has its reply dropped, or waits."""
+    local_releases_total: int = 0
+    local_replies_total: int = 0
+    local_replies_dropped_total: int = 0
+    """Replies to clients that had gone."""
+    local_busy_total: int = 0
     local_unknown_handles_total: int = 0
     # the control link
     control_connects_total: int = 0

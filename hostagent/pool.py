@@ -65,6 +65,11 @@ class Pool:
         """Whether this node is one of the block's homes."""
         return self.index in self.homes_of(block)
 
+    def is_node(self, index: int, node_id: str) -> bool:
+        """Whether an index stands for this node."""
+        node = self.nodes.get(index)
+        return node is not None and node.node_id == node_id
+
     def may_use(self, namespace: int, node_id: str) -> bool | None:
         """Whether a node may use a namespace; None if there is no such namespace."""
         info = self.namespaces.get(namespace)

@@ -8,7 +8,8 @@ A get of a block that lies here ends at once. Else it joins the fetch of that bl
 one at the block's other homes, in the map's order. A node that is itself the only home has
 nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
 addressed to: so such a block is asked for at any other node, for no longer than
-`recall_probe_s`.
+`recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
+it from that; so only the copy that this node has had, or that the controller names, is taken.
 
 Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
 for any more goes on to its own, and its block is then simply cached.
@@ -221,7 +222,12 @@ class Reads:
         return started
 
     def keep(
-        self, now: float, block: BlockId, size_bytes: int, done: Callable[[bool], None]
+        self,
+        now: float,
+        block: BlockId,
+        size_bytes: int,
+        digest: int,
+        done: Callable[[bool], None],
     ) -> None:
         """Make sure that a block lives here; `done` tells whether it does."""
         copy = self._store.get(block)
@@ -229,7 +235,7 @@ class Reads:
             done(True)
             return
         deadline = now + self._options.keep_timeout_s
-        fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None)
+        fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
         fetch.keeps.append(done)
         self.drain(now)
 
@@ -242,6 +248,7 @@ class Reads:
         group: int,
         expect: bool,
         expect_size: int | None = None,
+        recall_digest: int = 0,
     ) -> _Fetch:
         fetch = self._fetches.get(block)
         if fetch is not None:
@@ -253,9 +260,11 @@ class Reads:
         self._metrics.fetches_total += 1
         pool = self._outbox.pool
         homes = pool.other_homes_of(block) if pool is not None else []
+        digest = 0
         if pool is not None and not homes:
+            digest = recall_digest or self._store.evicted_digest(block)
             other = pool.another_node()
-            if other != NO_NODE:
+            if other != NO_NODE and digest:
                 homes = [other]
                 deadline = min(deadline, now + self._options.recall_probe_s)
         fetch = self._fetches[block] = _Fetch(block, deadline)
@@ -265,6 +274,7 @@ class Reads:
             homes,
             deadline=deadline,
             expect_size=expect_size,
+            expect_digest=digest,
             gather_ms=gather_ms,
             group=group,
             expect=expect,
@@ -299,10 +309,10 @@ class Reads:
             elif isinstance(event, Missed):
                 self._on_missed(event)
             elif isinstance(event, TryBulk):
-                self._try_bulk(event.fetch_id, event.block, event.home, digest=0)
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=0)
             else:
                 assert isinstance(event, OfferReceived)
-                self._try_bulk(event.fetch_id, event.block, event.home, digest=event.digest)
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=event.digest)
 
     def _fetched(self, now: float, event: Fetched) -> None:
         fetch = self._fetches.pop(event.block)
@@ -344,14 +354,28 @@ class Reads:
         for done in fetch.keeps:
             done(False)
 
-    def _try_bulk(self, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
+    def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
         """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
         pool = self._outbox.pool
-        others = pool.other_homes_of(block) if pool is not None else []
-        homes = deque([first, *(home for home in others if home != first)])
-        self._bulk_get(fetch_id, block, homes, digest)
+        if pool is None:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
+        others = pool.other_homes_of(block)
+        homes = [first, *(home for home in others if home != first)]
+        named = deque((home, pool.nodes[home].node_id) for home in homes if home in pool.nodes)
+        self._bulk_get(now, fetch_id, block, named, digest)
 
-    def _bulk_get(self, fetch_id: int, block: BlockId, homes: deque[int], digest: int) -> None:
+    def _bulk_get(
+        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]], digest: int
+    ) -> None:
+        pool = self._outbox.pool
+        assert pool is not None
+        # By now an index may stand for another node, which is no home of the block.
+        while homes and not pool.is_node(*homes[0]):
+            homes.popleft()
+        if not homes:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
         view: memoryview | None = None
         promised = 0
 
@@ -375,7 +399,8 @@ class Reads:
             if copy is None and ours and homes:
                 if view is not None:
                     self.discard(block, view)
-                self._bulk_get(fetch_id, block, homes, digest)
+                self._bulk_get(now, fetch_id, block, homes, digest)
+                self.drain(now)
                 return
             taken = self.requester.bulk_done(now, fetch_id, copy)
             if view is not None and not taken:
@@ -383,7 +408,8 @@ class Reads:
             self.drain(now)
 
         deadline = self._fetches[block].deadline
-        self._outbox.calls.append(GetCall(homes.popleft(), block, digest, deadline, begin, done))
+        index, _ = homes.popleft()
+        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, done))
 
     # --- answers ------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Session:
         """Do what the client asks; its reply may be sent before this returns."""
         self._core.metrics.local_requests_total += 1
         if isinstance(request, local.Release):
+            self._core.metrics.local_releases_total += 1
             self._release(request)
             return
         if self._in_flight >= local.MAX_REQUESTS_IN_FLIGHT:
@@ -146,7 +147,9 @@ class Session:
 
     def _reply(self, reply: local.AgentReply) -> None:
         self._in_flight -= 1
-        if not self._closed:
+        if self._closed:
+            self._core.metrics.local_replies_dropped_total += 1
+        else:
             self._send(reply)
 
     def _fail(self, request: int, status: str, reason: str) -> None:

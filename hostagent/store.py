@@ -29,6 +29,9 @@ RESERVED: Final = 0
 COMMITTED: Final = 1
 DOOMED: Final = 2
 
+MAX_EVICTED_KNOWN: Final = 4096
+"""Blocks of which this node was a home and evicted its copy, whose digests are remembered."""
+
 _VICTIMS_TRIED: Final = 256
 """Candidates looked at for one that frees something, before an allocation gives up."""
 
@@ -133,6 +136,7 @@ class Store:
         self._evictable_bytes = 0
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
+        self._evicted: OrderedDict[BlockId, int] = OrderedDict()
         self._generation = 0
         self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
 
@@ -162,6 +166,11 @@ class Store:
             self._evictable.move_to_end(block)
             self._namespaces[block.namespace].evictable.move_to_end(block)
         return copy
+
+    def evicted_digest(self, block: BlockId) -> int:
+        """The digest of the copy that was evicted here while this node was its home; 0 if that is
+        not known."""
+        return self._evicted.get(block, 0)
 
     def blocks(self) -> list[BlockId]:
         """All committed blocks, in no order."""
@@ -215,6 +224,7 @@ class Store:
         copy.digest = digest
         copy.home = home
         self._index[copy.block] = copy
+        self._evicted.pop(copy.block, None)
         self._make_evictable(copy)
         self.counters.commits += 1
         return copy
@@ -243,6 +253,7 @@ class Store:
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was held."""
+        self._evicted.pop(block, None)
         copy = self._index.get(block)
         if copy is None:
             return False
@@ -255,6 +266,8 @@ class Store:
         there were."""
         self._generation += 1
         self._dropped_in[namespace] = self._generation
+        for block in [block for block in self._evicted if block.namespace == namespace]:
+            del self._evicted[block]
         gone = [block for block in self._index if block.namespace == namespace]
         for block in gone:
             self.drop(block)
@@ -298,6 +311,11 @@ class Store:
     def _evict(self, copy: Copy) -> None:
         self.counters.evictions += 1
         self.counters.evicted_bytes += copy.reserved_bytes
+        if copy.home:
+            self._evicted[copy.block] = copy.digest
+            self._evicted.move_to_end(copy.block)
+            if len(self._evicted) > MAX_EVICTED_KNOWN:
+                self._evicted.popitem(last=False)
         self._remove(copy)
 
     def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:

@@ -18,15 +18,24 @@ __all__ = ["Artefact", "TargetProfile", "artefact", "profiles"]
 
 @dataclass(frozen=True)
 class Artefact:
-    """A compiled program: its P4Info, and what the device loads (BMv2 JSON for v1model).
+    """A compiled program.
 
-    `json` is None where the device's configuration is not in the package (a Tofino's); `resources`
-    is the report of what the program takes of the hardware, None for software switches.
+    `device_config`: what the device loads (BMv2 JSON for v1model), None where that is not in the
+    package (a Tofino's); `resources`: the report of what the program takes of the hardware, None
+    for software switches.
     """
 
-    json: Path | None
+    target: str
     p4info: Path
-    resources: Path | None = None
+    device_config: Path | None
+    resources: Path | None
+
+    @property
+    def json(self) -> Path:
+        """The BMv2 JSON, which a software switch loads."""
+        if self.device_config is None:
+            raise ValueError(f"{self.target}: there is no BMv2 JSON; no software switch runs it")
+        return self.device_config
 
 
 def artefact(target: str) -> Artefact:
@@ -35,5 +44,5 @@ def artefact(target: str) -> Artefact:
     folder = Path(str(files(__package__))) / "generated" / profile.program
     p4info = folder / "kvcast.p4info.txtpb"
     if profile.brings_device_config:
-        return Artefact(folder / "kvcast.json", p4info)
-    return Artefact(None, p4info, folder / "resources.json")
+        return Artefact(target, p4info, folder / "kvcast.json", None)
+    return Artefact(target, p4info, None, folder / "resources.json")

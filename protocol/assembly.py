@@ -12,7 +12,7 @@ from kvcast.protocol.wire import (
     CHUNK_BYTES,
     SEGMENT_BYTES,
     BlockId,
-    Buffer,
+    DataRun,
     digest_of,
     segment_bitmap,
     segments_of,
@@ -45,26 +45,29 @@ class Assembly:
         """Every chunk of `segment`, as a bitmap."""
         return self._whole_last if segment == len(self.missing) - 1 else (1 << 64) - 1
 
-    def add(self, segment: int, chunk: int, payload: Buffer) -> bool:
-        """Put a chunk of 1024 bytes in its place; False if it is there already.
+    def add_run(self, run: DataRun) -> int:
+        """Put the chunks of a run in their places; returns those that were not there, as a bitmap.
 
-        The caller has checked `is_of`, and the codec that the chunk lies within the size.
+        The caller has checked `is_of`, and the codec that the chunks lie within the size.
         """
-        missing = self.missing[segment]
-        bit = 1 << chunk
-        if not missing & bit:
-            return False
-        start = segment * SEGMENT_BYTES + chunk * CHUNK_BYTES
-        end = start + CHUNK_BYTES
-        if end <= self.size:
-            self.buffer[start:end] = payload
-        else:
-            self.buffer[start : self.size] = payload[: self.size - start]
-        missing ^= bit
-        self.missing[segment] = missing
-        if not missing:
-            self.segments_left -= 1
-        return True
+        segment = run.frame.segment
+        missing = before = self.missing[segment]
+        start_of_segment = segment * SEGMENT_BYTES
+        buffer, size = self.buffer, self.size
+        at, data, stride = run.at, run.data, run.stride
+        for chunk in run.chunks:
+            bit = 1 << chunk
+            if missing & bit:
+                missing ^= bit
+                start = start_of_segment + chunk * CHUNK_BYTES
+                length = min(CHUNK_BYTES, size - start)
+                buffer[start : start + length] = data[at : at + length]
+            at += stride
+        if missing != before:
+            self.missing[segment] = missing
+            if not missing:
+                self.segments_left -= 1
+        return missing ^ before
 
     def verified(self) -> bool:
         """Whether the bytes, all of them there, are those that the digest was made of."""

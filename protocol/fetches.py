@@ -62,9 +62,11 @@ class RequesterConfig:
     retry_jitter: float = 0.5
     """A time-out is stretched by a random 0 to this fraction of it. Of several readers that wait
     for one lost answer, the first then asks again, and the switch gives the answer to all."""
-    reorder_min_s: float = 0.001
+    reorder_min_s: float = 20e-6
     """A gap at the LAST chunk is asked for after the larger of this and a quarter of the
     round-trip time (the reordering window of RFC 8985), not at once; but within `quiet_s`."""
+    swallowed_pause_s: float = 0.001
+    """A READ whose wait was ended by an answer about another copy is sent again after so long."""
     tries_per_home: int = 4
     """Time-outs in a row, on one segment and without any progress, after which a home is left."""
     max_restarts: int = 3
@@ -73,8 +75,10 @@ class RequesterConfig:
     """For so long after a home was left for silence, new fetches start at another."""
     gather_ms: int = 0
     """`gather` of READs, unless the fetch says otherwise."""
-    auto_gather_ms: int = 2
-    """`gather` of READs of full segments while reads are being shared."""
+    auto_gather_max_ms: int = 20
+    """Longest `gather` of READs of full segments while reads are being shared. It is a quarter of
+    the smoothed round-trip time: readers that share answers are about as far apart as answers
+    come late, microseconds on a fast network and tens of milliseconds on a crowded machine."""
     repeat_from_gather_ms: int = 10
     """A READ with which a fetch begins, and that lets its home gather for so long or longer, is
     sent twice, the second time while the home gathers: it costs a frame, and saves the segment
@@ -231,6 +235,8 @@ class RequesterCounters:
     reads_again: int = 0
     """READs repeated while their home gathered, beside `reads`."""
     reads_partial: int = 0
+    overtaken: int = 0
+    """Segments that missed the answer which other readers shared, and so left the window."""
     data: int = 0
     data_bytes: int = 0
     data_resident: int = 0
@@ -260,9 +266,14 @@ class RequesterCounters:
     """Of them, those that asked for patience."""
     homes_left: int = 0
     restarts: int = 0
+    no_memory: int = 0
+    """DATA of blocks for which there was no room."""
+    offers_received: int = 0
+    """OFFERs of other ways to a block that is being fetched."""
     offers: int = 0
-    """OFFERs taken."""
+    """Of them, those taken."""
     offers_ignored: int = 0
+    """Of them, those of no use, or not needed any more."""
     bulk_tries: int = 0
     outbox_dropped: int = 0
     """READs not sent because the caller did not take what was to be sent."""
@@ -270,3 +281,19 @@ class RequesterCounters:
     fetched: int = 0
     missed: dict[str, int] = field(default_factory=dict)
     """Missed fetches by MissReason value."""
+
+
+ANSWER_OUTCOMES: Final = (
+    "data",
+    "duplicates",
+    "unsolicited",
+    "wrong_source",
+    "other_copy",
+    "wrong_size",
+    "no_memory",
+    "misses",
+    "beyond",
+    "offers_received",
+    "unexpected_op",
+)
+"""The counters of which every frame received moves exactly one."""

@@ -102,9 +102,12 @@ class OwnerCounters:
     """Totals since the owner was made."""
 
     reads: int = 0
-    """READs received."""
+    """READs received. Each is answered, merged, collapsed, or ends as one of `misses` or
+    `replies_dropped`."""
     reads_retry: int = 0
     reads_partial: int = 0
+    reads_answered: int = 0
+    """READs that got an answer of their own to be sent."""
     reads_collapsed: int = 0
     """READs that asked only for what was already waiting to be sent to the same reader."""
     reads_merged: int = 0
@@ -127,6 +130,16 @@ class OwnerCounters:
     """MISSes not sent, for want of room."""
     unexpected_op: int = 0
     """Frames that are no READ."""
+
+
+READ_OUTCOMES: Final = (
+    "reads_answered",
+    "reads_merged",
+    "reads_collapsed",
+    "misses",
+    "replies_dropped",
+)
+"""The counters of which every READ received moves exactly one."""
 
 
 class BlockHeat(NamedTuple):
@@ -358,6 +371,7 @@ class Owner:
         if shared is not None:
             self._shared_jobs[shared] = job
         self._job_count += 1
+        self.counters.reads_answered += 1
         state.jobs += 1
         gather_ms = min(frame.gather, self.config.max_gather_ms)
         if gather_ms and not partial:

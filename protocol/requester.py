@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final
 
@@ -57,7 +58,6 @@ from kvcast.protocol.pacing import RttEstimator, Window
 from kvcast.protocol.timers import Timer, TimerQueue
 from kvcast.protocol.wire import (
     CHUNKS_PER_SEGMENT,
-    FLAG_LAST,
     FLAG_PADDED,
     FLAG_PARTIAL,
     FLAG_RESIDENT,
@@ -73,12 +73,14 @@ from kvcast.protocol.wire import (
     OP_OFFER,
     OP_READ,
     BlockId,
+    DataRun,
     Frame,
     Offer,
     WireError,
     decode_offer,
     digest_of,
     segments_of,
+    single,
 )
 
 __all__ = [
@@ -174,13 +176,14 @@ class _Expectation(Timer):
 class _Home:
     """What is known of one home, and the fetches that wait for its window."""
 
-    __slots__ = ("in_flight", "index", "queue", "rtt", "suspect_until", "window")
+    __slots__ = ("awaited", "in_flight", "index", "queue", "rtt", "suspect_until", "window")
 
     def __init__(self, index: int, config: RequesterConfig) -> None:
         self.index = index
         self.rtt = RttEstimator(config.rto_initial_s, config.rto_min_s, config.rto_max_s)
         self.window = Window(config.window_initial, config.window_max, config.queueing_target_s)
         self.in_flight = 0
+        self.awaited: dict[_Flight, None] = {}  # of which nothing has come, as they were asked for
         self.suspect_until = -inf
         self.queue: list[tuple[int, int, _Fetch]] = []  # a heap, by fetch id and ticket
 
@@ -192,6 +195,7 @@ class _Fetch:
         "bulk_tried",
         "contributors",
         "deadline",
+        "expect_digest",
         "expect_size",
         "expectation",
         "flights",
@@ -234,6 +238,7 @@ class _Fetch:
         self.timer = _Deadline(self)
         self.expectation: _Expectation | None = None  # set while the group's DATA is awaited
         self.expect_size: int | None = None
+        self.expect_digest = 0
         self.group = 0
         self.gather_ms = 0
         self.assembly: Assembly | None = None
@@ -246,6 +251,11 @@ class _Fetch:
         self.in_bulk = False
         self.bulk_tried = False
         self.report = FetchReport()
+
+    @property
+    def pinned_digest(self) -> int:
+        """The digest of the copy that is being put together, or expected; 0 = any will do."""
+        return self.expect_digest if self.assembly is None else self.assembly.digest
 
 
 class Requester:
@@ -295,6 +305,7 @@ class Requester:
         *,
         deadline: float,
         expect_size: int | None = None,
+        expect_digest: int = 0,
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
@@ -304,6 +315,7 @@ class Requester:
         `homes` lists node indices in the order of preference; DATA from other nodes is not
         taken. `deadline` is a time on the clock of `now`. With `expect_size` (bytes) the first
         round trip already asks for several segments, and copies of another size are refused.
+        With `expect_digest` (not 0) no copy but that one is taken.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -329,6 +341,7 @@ class Requester:
         fetch = _Fetch(fetch_id, block, tuple(dict.fromkeys(homes)), now)
         fetch.deadline = deadline
         fetch.expect_size = expect_size
+        fetch.expect_digest = expect_digest
         fetch.gather_ms = gather_ms
         fetch.group = group
         fetch.offers_usable = bool(self.config.usable_offer_kinds)
@@ -359,21 +372,55 @@ class Requester:
             self._miss(now, fetch, MissReason.CANCELLED)
             self._pump(now)
 
+    def forget(self, now: float, indices: Collection[int]) -> None:
+        """These indices stand for no node any more, or for others: ask and hear none of them.
+
+        A fetch goes on with its other homes; one that has none left ends as `Missed`
+        (UNREACHABLE), or when its bulk call does.
+        """
+        for fetch in list(self._fetches.values()):
+            gone = [home for home in fetch.homes if home in indices]
+            if not gone:
+                continue
+            fetch.homes = tuple(home for home in fetch.homes if home not in gone)
+            fetch.sources = fetch.sources.difference(gone)
+            for home in gone:
+                fetch.verdicts[home] = MissReason.UNREACHABLE
+            if fetch.in_bulk:
+                continue
+            if not fetch.homes:
+                self._miss(now, fetch, MissReason.UNREACHABLE)
+            elif fetch.home in gone:
+                self._next_home(now, fetch)
+        self._pump(now)
+
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """Take a frame, as `wire.decode` made it, that came from node `source`."""
+        if frame.op == OP_DATA:
+            self.receive_run(now, source, single(frame))
+            return
         fetch = self._by_block.get((frame.namespace, frame.key))
         if fetch is None:
             self.counters.unsolicited += 1
         elif source not in fetch.sources:
             self.counters.wrong_source += 1
-        elif frame.op == OP_DATA:
-            self._receive_data(now, source, frame, fetch)
         elif frame.op == OP_MISS:
             self._receive_miss(now, source, frame, fetch)
         elif frame.op == OP_OFFER:
             self._receive_offer(now, source, frame, fetch)
         else:
             self.counters.unexpected_op += 1
+
+    def receive_run(self, now: float, source: int, run: DataRun) -> None:
+        """Take DATA frames that came from node `source`, one after the other."""
+        frame = run.frame
+        fetch = self._by_block.get((frame.namespace, frame.key))
+        if fetch is None:
+            self.counters.unsolicited += len(run.chunks)
+        elif source not in fetch.sources:
+            self.counters.wrong_source += len(run.chunks)
+        else:
+            self._receive_data(now, source, run, fetch)
 
     def bulk_done(self, now: float, fetch_id: int, copy: BulkCopy | None) -> bool:
         """Tell how a TryBulk or OfferReceived went; None = it failed.
@@ -389,6 +436,8 @@ class Requester:
             size = copy.buffer.nbytes
             if not self._size_allowed(fetch, size):
                 self.counters.wrong_size += 1
+            elif fetch.expect_digest not in (0, copy.digest):
+                self.counters.other_copy += 1
             elif digest_of(copy.buffer) != copy.digest:
                 self.counters.corrupt_blocks += 1
             else:
@@ -399,10 +448,12 @@ class Requester:
                     Fetched(fetch_id, fetch.block, copy.buffer, size, copy.digest, fetch.report)
                 )
                 return True
-        if fetch.bulk_tried:
+        if fetch.bulk_tried or not fetch.homes:
             self._miss(now, fetch, self._worst_verdict(fetch))
         else:  # an offer that led nowhere: go on with READs
             fetch.offers_usable = False
+            if fetch.home not in fetch.homes:
+                fetch.home = fetch.homes[0]
             self._plan(fetch)
         self._pump(now)
         return False
@@ -502,11 +553,13 @@ class Requester:
             else:
                 self._homes[flight.home].in_flight -= 1
                 self._in_flight -= 1
+            self._homes[flight.home].awaited.pop(flight, None)
             self._timers.cancel(flight)
         flight.state = state
 
     def _recover(self, flight: _Flight) -> None:
-        """The answer has ended and only its losses are outstanding: let the next segment go.
+        """Do not let this segment keep the next one from being asked for: its answer has ended and
+        only losses are outstanding, or the answers that others share have left it behind.
 
         A reader that waited here would fall out of step with the others, ask for the following
         segments alone, and be answered alone. At most `credit_segments` recover beside those in
@@ -623,6 +676,8 @@ class Requester:
         rto_s = self._homes[flight.home].rtt.rto_s
         backoff = min(1 << min(flight.tries, 16), config.backoff_max)
         flight.awaiting = True
+        if not flight.recovering:
+            self._homes[flight.home].awaited[flight] = None
         flight.base_at = now
         flight.wait_s = self._jittered(min(rto_s * backoff, config.rto_max_s)) + flight.gather_s
         flight.patience_s = 0.0
@@ -634,6 +689,7 @@ class Requester:
 
     def _begun(self, now: float, flight: _Flight) -> None:
         """Something of the segment has come: from now on its time-out is the shorter one."""
+        self._overtake(now, flight)
         flight.awaiting = False
         flight.again_at = inf
         flight.base_at = now
@@ -641,6 +697,28 @@ class Requester:
         flight.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
         flight.patience_s = 0.0
         self._timers.arm(flight, self._due_at(flight))
+
+    def _overtake(self, now: float, flight: _Flight) -> None:
+        """Of what was asked for before `flight`, which has begun to come, nothing has.
+
+        Shared answers come in the order in which the first of the readers asked. So those READs
+        missed the answer that the others had, by being late, and get one of their own. If they
+        took part of the window meanwhile, this reader would ask for as many of the next
+        segments too late again, and so on to the end.
+        """
+        awaited = self._homes[flight.home].awaited
+        if flight not in awaited:
+            return
+        late = []
+        if now < self._shared_until:
+            late = list(itertools.takewhile(lambda other: other is not flight, awaited))
+        for other in late:
+            del awaited[other]
+            self.counters.overtaken += 1
+            self._recover(other)
+        del awaited[flight]
+        if late:
+            self._pump(now)
 
     def _due_at(self, flight: _Flight) -> float:
         """When to ask again for what a segment lacks.
@@ -658,9 +736,11 @@ class Requester:
         fetch = flight.fetch
         assembly = fetch.assembly
         counters = self.counters
-        flags = FLAG_PADDED if self.config.read_padding else 0
+        config = self.config
+        flags = FLAG_PADDED if config.read_padding else 0
         wanted = FULL_SEGMENT
         gather_ms = 0
+        first_wave = False
         missing = FULL_SEGMENT if assembly is None else assembly.missing[flight.index]
         if assembly is not None and missing != assembly.whole(flight.index):
             flags |= FLAG_PARTIAL
@@ -672,9 +752,12 @@ class Requester:
             counters.reads_retry += 1
             fetch.report.retries += 1
         else:
-            gather_ms = fetch.gather_ms
+            first_wave = self._is_first_wave(now, fetch)
+            gather_ms = fetch.gather_ms if first_wave else 0
             if fetch.saw_shared or now < self._shared_until:
-                gather_ms = max(gather_ms, self.config.auto_gather_ms)
+                srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
+                auto_ms = min(int(srtt_s * 250), config.auto_gather_max_ms)
+                gather_ms = max(gather_ms, auto_ms)
         counters.reads += 1
         fetch.report.reads += 1
         flight.asked = True
@@ -682,7 +765,7 @@ class Requester:
         flight.sent_at = now
         flight.gather_s = gather_ms / 1000
         flight.again_at = inf
-        if gather_ms >= self.config.repeat_from_gather_ms and self._is_first_wave(now, flight):
+        if first_wave and gather_ms >= config.repeat_from_gather_ms:
             flight.again_at = now + flight.gather_s / 3
         flight.tag = self._next_tag
         self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
@@ -690,11 +773,13 @@ class Requester:
         self._send_read(flight, flags, wanted, gather_ms)
 
     @staticmethod
-    def _is_first_wave(now: float, flight: _Flight) -> bool:
-        """Whether the segment is asked for as soon as its fetch began, when all who take part in
-        a storm ask. Later ones ask at times of their own, and a READ repeated after the answer
-        has passed would fetch it again."""
-        return now - flight.fetch.started_at <= flight.gather_s / 4
+    def _is_first_wave(now: float, fetch: _Fetch) -> bool:
+        """Whether the fetch has just begun, when all who take part in a storm ask, and the home
+        had better wait for them. What is asked for later waits in the home's queue anyway, for
+        longer than readers that share answers are apart; to hold it back would leave the link
+        idle. Nor is it asked for twice: a READ that comes after the answer would fetch it again.
+        """
+        return now - fetch.started_at <= fetch.gather_ms / 4000
 
     def _ask_again(self, now: float, flight: _Flight) -> None:
         """Send the READ once more while its home gathers. If the first was lost, this one still
@@ -722,7 +807,7 @@ class Requester:
                     flight.index,
                     flags,
                     fetch.group,
-                    0 if fetch.assembly is None else fetch.assembly.digest,
+                    fetch.pinned_digest,
                     gather=gather_ms,
                     wanted=wanted,
                     tag=flight.tag,
@@ -854,39 +939,43 @@ class Requester:
 
     # --- what arrives -----------------------------------------------------------------------
 
-    def _receive_data(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
+    def _receive_data(self, now: float, source: int, run: DataRun, fetch: _Fetch) -> None:
+        frame = run.frame
+        count = len(run.chunks)
         assembly = fetch.assembly
         counters = self.counters
         if assembly is None:
-            assembly = self._pin(now, source, frame, fetch)
+            assembly = self._pin(now, source, frame, count, fetch)
             if assembly is None:
                 return
         elif assembly.digest != frame.digest or assembly.size != frame.size:
-            counters.other_copy += 1
+            counters.other_copy += count
             fetch.others.add(source)
-            if frame.flags & FLAG_LAST:
+            if run.last:
                 self._swallowed(now, source, frame, fetch)
             return
         index = frame.segment
-        if not assembly.add(index, frame.chunk, frame.payload):
-            counters.duplicates += 1
+        added = assembly.add_run(run)
+        new = added.bit_count()
+        counters.duplicates += count - new
+        if not new:
             return
         flags = frame.flags
         report = fetch.report
-        counters.data += 1
+        counters.data += new
         fetch.progress_at = now
         self._heard_at[source] = now
         fetch.contributors.add(source)
         if flags & FLAG_SHARED:
             self._note_sharing(now, fetch)
-            counters.data_shared += 1
+            counters.data_shared += new
         if flags & FLAG_RESIDENT:
-            report.chunks_resident += 1
-            counters.data_resident += 1
+            report.chunks_resident += new
+            counters.data_resident += new
         elif flags & FLAG_SHARED:
-            report.chunks_shared += 1
+            report.chunks_shared += new
         else:
-            report.chunks_plain += 1
+            report.chunks_plain += new
         flight = fetch.flights[index]
         if flight.state is _State.IDLE:
             self._take_off(now, flight)
@@ -900,7 +989,7 @@ class Requester:
         missing = assembly.missing[index]
         if not missing:
             self._segment_whole(now, fetch, flight, assembly)
-        elif flags & FLAG_LAST:
+        elif run.last and added >> run.chunks[-1] & 1:
             self._gap(now, flight, missing.bit_count())
 
     def _note_sharing(self, now: float, fetch: _Fetch) -> None:
@@ -917,17 +1006,25 @@ class Requester:
             home.window.sample(now, rtt_s)
             home.suspect_until = -inf
 
-    def _pin(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> Assembly | None:
-        """The first DATA of an assembly decides which copy it is of."""
+    def _pin(
+        self, now: float, source: int, frame: Frame, count: int, fetch: _Fetch
+    ) -> Assembly | None:
+        """The first DATA of an assembly, the first of `count` alike, decides which copy it is
+        of."""
         if fetch.in_bulk:
-            self.counters.duplicates += 1
+            self.counters.duplicates += count
+            return None
+        if fetch.expect_digest not in (0, frame.digest):
+            self.counters.other_copy += count
+            fetch.others.add(source)
             return None
         if not self._size_allowed(fetch, frame.size):
-            self.counters.wrong_size += 1
+            self.counters.wrong_size += count
             self._judge(now, fetch, source, MissReason.WRONG_SIZE)
             return None
         buffer = self._allocate(fetch.block, frame.size)
         if buffer is None:
+            self.counters.no_memory += count
             self._miss(now, fetch, MissReason.NO_MEMORY)
             self._pump(now)
             return None
@@ -1016,12 +1113,13 @@ class Requester:
 
     def _receive_miss(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         reason = frame.chunk
-        pinned = 0 if fetch.assembly is None else fetch.assembly.digest
+        pinned = fetch.pinned_digest
         if fetch.in_bulk:
             self.counters.other_copy += 1
             return
         if reason == MISS_NOT_HOME:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_HOME)
             return
         if frame.digest not in (0, pinned):
@@ -1033,6 +1131,7 @@ class Requester:
             self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             self._judge(now, fetch, source, MissReason.NOT_FOUND)
         elif reason == MISS_OVERLOADED:
             self.counters.misses += 1
@@ -1040,6 +1139,7 @@ class Requester:
             self._overloaded(now, source, frame, fetch)
         elif reason == MISS_DIGEST_GONE and frame.digest:
             self.counters.misses += 1
+            self._wait_ended(now, source, frame, fetch)
             fetch.gone.add(source)
             if source == fetch.home:
                 self._next_home(now, fetch)
@@ -1055,6 +1155,30 @@ class Requester:
         else:
             fetch.verdicts.setdefault(source, verdict)
 
+    def _wait_ended(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
+        """A MISS has ended the wait for a segment, at every switch on its way.
+
+        So our next READ finds no wait of ours, and is a first READ again and not a repeat: a
+        repeat is always sent on, and all who waited with us ask at this moment. If the MISS came
+        from the home that we asked, that is true of the fetch's other segments too, since the home
+        has answered all of them alike. If it came from another, our READ had joined the wait that
+        it ended, and must be sent again; but not for ever.
+        """
+        if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.flights):
+            return
+        flight = fetch.flights[frame.segment]
+        if flight.state is not _State.FLYING or not flight.awaiting:
+            return
+        if flight.home == source:
+            for asked in fetch.flights:
+                if asked.awaiting and asked.home == source:
+                    asked.asked = False
+        elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
+            flight.asked = False
+            flight.tries += 1
+            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
+            self._timers.arm(flight, flight.gap_at)
+
     def _swallowed(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """A MISS or LAST about another copy ended a wait, and our READ may have joined that
         wait at a switch: ask again soon, but not for ever."""
@@ -1063,7 +1187,7 @@ class Requester:
             return
         if flight.tries + 1 < self.config.tries_per_home:
             flight.tries += 1
-            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
+            flight.gap_at = now + self._jittered(self.config.swallowed_pause_s)
             self._timers.arm(flight, flight.gap_at)
 
     def _overloaded(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
@@ -1095,6 +1219,7 @@ class Requester:
         except WireError:
             self.counters.unexpected_op += 1
             return
+        self.counters.offers_received += 1
         if (
             not fetch.offers_usable
             or offer.kind not in self.config.usable_offer_kinds

@@ -13,11 +13,13 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from finsy.proto import p4i, p4r_grpc
@@ -32,10 +34,14 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
+from kvcast.switchsim import bmv2_flags
+from kvcast.switchsim.llvm_switch import CompiledSwitch
+from kvcast.switchsim.native_packetloop import NativePacketLoop
 from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime_errors import P4RuntimeError
 from kvcast.switchsim.packetloop import PacketLoop
 from kvcast.switchsim.ports import (
+    DEFAULT_QUANTUM_S,
     DEFAULT_QUEUE_DEPTH,
     InProcessPort,
     Port,
@@ -44,8 +50,12 @@ from kvcast.switchsim.ports import (
     PortSpec,
     parse_port,
 )
+from kvcast.switchsim.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
+
+Engine = Literal["llvm", "reference"]
+DEFAULT_ENGINE: Engine = "llvm"
 
 STATS_INTERVAL_S = 1.0
 # How long RPCs in progress may take once the process is told to stop.
@@ -66,6 +76,7 @@ Ports (--port, once for each):
   N=udp:LOCALIP:LPORT:PEERIP:PPORT  one UDP datagram is one Ethernet frame; no privilege needed
   N=udp:LOCALIP:LPORT               the same; the peer is whoever on this machine sends first
   N=if:NAME                         a network interface, e.g. one end of a veth pair; needs root
+  N=xdp:NAME                        the same past the kernel's stack, by AF_XDP; needs root
 """
 
 EPILOG = """\
@@ -76,6 +87,8 @@ examples:
   Two veth ends (root), a program loaded at the start, BMv2's limits:
     kvcast switch --port 1=if:veth1 --port 2=if:veth2 --strict \\
                   --program kvcast.json --p4info kvcast.p4info.txtpb
+  In the place of BMv2, with simple_switch_grpc's own flags (also kvcast-simple-switch-grpc):
+    kvcast switch -i 1@s1-eth1 -i 2@s1-eth2 --no-p4 -- --grpc-server-addr 127.0.0.1:50051
   A bad network: one frame in a hundred lost at each port and direction, 100 Mb/s a port:
     kvcast switch --loss 0.01 --seed 7 --port-rate 100e6 --port 1=udp:127.0.0.1:7001
 
@@ -104,9 +117,12 @@ class DaemonOptions:
     """Refuse what BMv2's P4Runtime server does not implement."""
     program: Path | None = None
     p4info: Path | None = None
+    engine: Engine = DEFAULT_ENGINE
+    """llvm: the program and the packet loop in machine code; reference: in Python."""
     loss: float = 0.0
     seed: int = 0
     port_rate_bits_per_s: float | None = None
+    port_quantum_s: float = DEFAULT_QUANTUM_S
     queue_depth: int = DEFAULT_QUEUE_DEPTH
     stats_json: Path | None = None
     tls_cert: Path | None = None
@@ -122,6 +138,12 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("llvm", "reference"),
+        default=DEFAULT_ENGINE,
+        help="llvm runs the program as machine code, reference interprets it, plainly and slowly",
     )
     ports = parser.add_argument_group("ports")
     ports.add_argument(
@@ -151,6 +173,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="most that each port sends; unlimited if left out",
     )
     ports.add_argument(
+        "--port-quantum",
+        type=float,
+        default=DEFAULT_QUANTUM_S,
+        metavar="SECONDS",
+        help="how late frames may leave at --port-rate, to leave several at once (llvm engine)",
+    )
+    ports.add_argument(
         "--loss",
         type=float,
         default=0.0,
@@ -174,7 +203,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
     )
     control.add_argument("--program", metavar="FILE", help="BMv2 JSON to start with")
-    control.add_argument("--p4info", metavar="FILE", help="P4Info (text) of --program")
+    control.add_argument(
+        "--p4info",
+        metavar="FILE",
+        help="P4Info (text) of --program; without it frames are switched, and P4Runtime waits for "
+        "a controller to push a pipeline",
+    )
     control.add_argument("--tls-cert", metavar="PEM", help="the server's certificate chain")
     control.add_argument("--tls-key", metavar="PEM", help="the server's private key")
     control.add_argument(
@@ -210,12 +244,14 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
             raise DaemonError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
             raise DaemonError(f"port {number} is the {what} port")
+    if arguments.engine == "reference" and any(spec.kind == "xdp" for spec in ports):
+        raise DaemonError("xdp ports need --engine llvm")
     if cpu_port == arguments.drop_port:
         raise DaemonError("the CPU port and the drop port are the same")
     if arguments.device_id < 0 or arguments.device_id >= 1 << 64:
         raise DaemonError("the device id must fit 64 bits")
-    if (arguments.program is None) != (arguments.p4info is None):
-        raise DaemonError("--program and --p4info go together")
+    if arguments.p4info is not None and arguments.program is None:
+        raise DaemonError("--p4info needs --program")
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
         raise DaemonError("--tls-cert and --tls-key go together")
     if arguments.tls_ca is not None and arguments.tls_cert is None:
@@ -235,9 +271,11 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         strict=arguments.strict,
         program=_path(arguments.program),
         p4info=_path(arguments.p4info),
+        engine=arguments.engine,
         loss=arguments.loss,
         seed=arguments.seed,
         port_rate_bits_per_s=arguments.port_rate,
+        port_quantum_s=arguments.port_quantum,
         queue_depth=arguments.queue_depth,
         stats_json=_path(arguments.stats_json),
         tls_cert=_path(arguments.tls_cert),
@@ -263,6 +301,7 @@ def port_options(options: DaemonOptions) -> PortOptions:
         loss=options.loss,
         seed=options.seed,
         rate_bits_per_s=options.port_rate_bits_per_s,
+        quantum_s=options.port_quantum_s,
     )
 
 
@@ -273,7 +312,8 @@ class Daemon:
         self.options = options
         self.ports: list[Port] = []
         self.grpc_port = 0
-        self._start_s = time.monotonic()
+        self._start_ns = time.monotonic_ns()
+        self.loop: PacketLoop | NativePacketLoop | None = None
         self._cpu: InProcessPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.time()
@@ -289,6 +329,9 @@ class Daemon:
             strict=options.strict,
             seed=options.seed,
             now_us=self._now_us,
+            new_switch=CompiledSwitch if options.engine == "llvm" else Switch,
+            adopt=self._adopt,
+            pause=self._pause,
         )
         if options.program is not None:
             self._preload()
@@ -317,13 +360,14 @@ class Daemon:
                 )
                 self.ports.append(self._cpu)
             self.grpc_port = self._listen()
-            self.loop = PacketLoop(
-                self.ports, self.service.process, self.service.after_frame, self._now_us
-            )
+            self.loop = self._make_loop()
+            self._adopt(self.service.switch)
             if options.stats_json is not None:
                 self._store_stats(options.stats_json)
             await self.server.start()
         except (DaemonError, PortError, OSError, RuntimeError) as error:
+            if self.loop is not None:
+                self.loop.close()
             for port in self.ports:
                 port.close()
             await self.server.stop(None)
@@ -334,6 +378,32 @@ class Daemon:
         ]
         if options.stats_json is not None:
             self._tasks.append(asyncio.create_task(self._write_stats(options.stats_json)))
+
+    def _make_loop(self) -> PacketLoop | NativePacketLoop:
+        if self.options.engine == "reference":
+            return PacketLoop(
+                self.ports, self.service.process, self.service.after_frame, self._now_us
+            )
+        return NativePacketLoop(
+            self.ports,
+            cpu_port=self.options.cpu_port,
+            packet_in=self.service.packet_in,
+            after_frames=self.service.after_frame,
+            clock_base_ns=self._start_ns,
+            queue_depth=self.options.queue_depth,
+        )
+
+    def _adopt(self, switch: Switch) -> None:
+        """The service has a new switch: the compiled loop must run it from now on."""
+        if isinstance(self.loop, NativePacketLoop):
+            assert isinstance(switch, CompiledSwitch)
+            self.loop.use(None if switch.program is None else switch.native_entry)
+
+    def _pause(self) -> AbstractContextManager[None]:
+        """While this is entered, no frame is processed."""
+        if isinstance(self.loop, NativePacketLoop):
+            return self.loop.paused()
+        return contextlib.nullcontext()  # one thread runs everything
 
     async def wait(self) -> None:
         """Until a part of the switch ends, which it should not: its exception is raised."""
@@ -350,6 +420,7 @@ class Daemon:
         if self.options.stats_json is not None:
             with contextlib.suppress(OSError):
                 self._store_stats(self.options.stats_json)
+        assert self.loop is not None
         self.loop.close()
         for port in self.ports:
             port.close()
@@ -364,6 +435,7 @@ class Daemon:
         return {
             "grpc": self.grpc_address,
             "device_id": self.options.device_id,
+            "engine": self.options.engine,
             "strict": self.options.strict,
             "ports": {
                 str(port.number): port.describe() for port in self.ports if port is not self._cpu
@@ -374,46 +446,51 @@ class Daemon:
 
     def stats(self) -> dict[str, Any]:
         """Every counter of the switch, as the statistics file has it."""
+        loop = self.loop
+        assert loop is not None
+        switch = self.service.switch_stats()
+        switch["dropped_unknown_port"] = loop.counters.no_such_port
+        if isinstance(loop, NativePacketLoop):
+            # Without a program, the compiled loop has nothing to call that would count.
+            switch["frames_in"] += loop.no_program
+            switch["dropped_no_program"] += loop.no_program
         return {
             "time_s": time.time(),
             "uptime_s": time.time() - self._started_s,
             "device_id": self.options.device_id,
             "pipeline": self.service.has_pipeline,
             "controllers": self.service.controllers,
-            "loop": {**asdict(self.loop.counters), "backlog": self.loop.backlog()},
+            "engine": self.options.engine,
+            "loop": {**asdict(loop.counters), "backlog": loop.backlog()},
             "ports": {
                 str(port.number): {
                     "kind": "cpu" if port is self._cpu else port.kind,
-                    **port.read_counters(),
-                    "ingress_backlog": len(port.ingress),
-                    "egress_backlog": port.egress_backlog,
+                    **loop.read_counters(port),
+                    "ingress_backlog": loop.ingress_backlog(port),
+                    "egress_backlog": loop.egress_backlog(port),
                 }
                 for port in self.ports
             },
             "p4runtime": self.service.counters.as_dict(),
-            "switch": {
-                **self.service.switch_stats(),
-                "dropped_unknown_port": self.loop.counters.no_such_port,
-            },
+            "switch": switch,
         }
 
     def _now_us(self) -> int:
         """The switch's clock: microseconds since it was made."""
-        return int((time.monotonic() - self._start_s) * 1e6)
+        return (time.monotonic_ns() - self._start_ns) // 1000
 
     def _packet_out(self, frame: bytes) -> bool:
-        if self._cpu is None or not self._cpu.receive(frame):
+        if self._cpu is None or self.loop is None:
             return False
-        self.loop.wake()
-        return True
+        return self.loop.packet_out(self._cpu, frame)
 
     def _preload(self) -> None:
         program, p4info_path = self.options.program, self.options.p4info
         assert program is not None
-        assert p4info_path is not None
         p4info = p4i.P4Info()
         try:
-            text_format.Parse(p4info_path.read_text(encoding="utf-8"), p4info)
+            if p4info_path is not None:
+                text_format.Parse(p4info_path.read_text(encoding="utf-8"), p4info)
             self.service.load(p4info, program.read_bytes())
         except OSError as error:
             raise DaemonError(f"{error.filename}: {error.strerror}") from error
@@ -483,14 +560,48 @@ async def run(options: DaemonOptions) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `kvcast switch`; returns the exit status."""
+    """Entry point of `kvcast switch`; returns the exit status. simple_switch_grpc's command line
+    is understood too."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if bmv2_flags.looks_like_bmv2(words):
+        return bmv2_main(words)
+    return _main(words, None)
+
+
+def bmv2_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `kvcast-simple-switch-grpc`, which stands in for simple_switch_grpc."""
+    try:
+        translation = bmv2_flags.translate(sys.argv[1:] if argv is None else argv)
+    except bmv2_flags.Bmv2FlagsError as error:
+        bmv2_flags.build_parser().print_usage(sys.stderr)
+        print(f"kvcast-simple-switch-grpc: error: {error}", file=sys.stderr)
+        return 2
+    return _main(translation.argv, translation)
+
+
+def _main(words: list[str], translation: bmv2_flags.Translation | None) -> int:
     parser = build_parser()
-    arguments = parse_with_config(parser, argv)
+    arguments = parse_with_config(parser, words)
     try:
         options = options_from(arguments)
     except DaemonError as error:
         parser.error(str(error))
     setup_logging(arguments.log_level, arguments.log_format)
+    if translation is not None:
+        if translation.log_file is not None:
+            try:
+                handler = logging.FileHandler(translation.log_file)
+            except OSError as error:
+                parser.error(f"--log-file {translation.log_file}: {error.strerror}")
+            handler.setFormatter(logging.getLogger().handlers[0].formatter)
+            logging.getLogger().addHandler(handler)
+        if translation.ignored:
+            log.info("without effect here: %s", " ".join(translation.ignored))
+        if not is_loopback(options.grpc_host) and options.tls_ca is None:
+            log.warning(
+                "P4Runtime on %s is open to everybody who reaches it, as BMv2's is",
+                options.grpc_host,
+            )
     return asyncio.run(run(options))
 
 

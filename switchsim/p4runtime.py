@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from finsy.proto import p4i, p4r, p4r_grpc, rpc_code
@@ -65,6 +67,13 @@ TIMER_STEP_S = 0.002
 IDLE_ENTRIES = 256
 # Largest request: a device config with room to spare (as in BMv2's server).
 MAX_REQUEST_BYTES = 256 << 20
+
+
+class NewSwitch(Protocol):
+    """Makes an engine: a `Switch`, or what does the same."""
+
+    def __call__(self, *, cpu_port: int | None, drop_port: int, seed: int) -> Switch: ...
+
 
 _Config = p4r.ForwardingPipelineConfig
 _SetRequest = p4r.SetForwardingPipelineConfigRequest
@@ -138,9 +147,14 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         strict: bool = False,
         seed: int = 0,
         now_us: Callable[[], int],
+        new_switch: NewSwitch = Switch,
+        adopt: Callable[[Switch], None] | None = None,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`packet_out` injects a frame at the CPU port and returns whether it was taken;
-        `now_us` is the clock that `process` is called with."""
+        `now_us` is the clock that `process` is called with; `new_switch` makes an engine.
+        `adopt` is told of the switch that runs from now on, and returns when no frame is in the
+        one before any more. While `pause()` is entered, no frame is processed."""
         self.device_id = device_id
         self.strict = strict
         self.counters = ServiceCounters()
@@ -156,6 +170,11 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self._running: Pipeline | None = None
         self._saved: Pipeline | None = None
         self._timer_changed = asyncio.Event()
+        self._make_switch = new_switch
+        self._adopt = adopt
+        self._pause = pause
+        # What the switches before this one counted: the counts are the device's.
+        self._earlier_stats: Counter[str] = Counter()
         self.switch = self._new_switch()
 
     # --- what the packet loop calls -----------------------------------------------------------
@@ -346,7 +365,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     # --- pre-loading, statistics --------------------------------------------------------------
 
     def load(self, p4info: p4i.P4Info, device_config: bytes) -> None:
-        """Commit a pipeline without a controller (`--program`); P4RuntimeError says why not."""
+        """Commit a pipeline without a controller (`--program`); P4RuntimeError says why not.
+
+        With an empty `p4info` it only runs: to P4Runtime there is no pipeline yet, as with BMv2.
+        """
         config = p4r.ForwardingPipelineConfig(p4info=p4info, p4_device_config=device_config)
         self._commit(self._build(config))
 
@@ -356,7 +378,10 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def switch_stats(self) -> dict[str, int]:
         """The data plane's counters."""
-        return self.switch.stats.as_dict()
+        return {
+            name: count + self._earlier_stats[name]
+            for name, count in self.switch.stats.as_dict().items()
+        }
 
     @property
     def controllers(self) -> int:
@@ -381,7 +406,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def _target(self) -> Pipeline:
         """The pipeline that reads and writes refer to: the last one pushed, saved or committed."""
         pipeline = self._saved or self._running
-        if pipeline is None:
+        if pipeline is None or not pipeline.p4info.ByteSize():
             # The wording is what clients look for (finsy: "no .* forwarding pipeline config").
             raise failed_precondition("No forwarding pipeline config set for this device")
         return pipeline
@@ -405,7 +430,14 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             p4r.WriteRequest.DATAPLANE_ATOMIC,
         ):
             raise invalid_argument(f"atomicity {request.atomicity}")
-        # No await from here on: no frame is processed before the batch is complete or undone.
+        # No await from here on, and the packet loop pauses if it has a thread of its own: no frame
+        # is processed before the batch is complete or undone.
+        with self._pause():
+            return self._apply_all_or_none(pipeline, request)
+
+    def _apply_all_or_none(
+        self, pipeline: Pipeline, request: p4r.WriteRequest
+    ) -> list[P4RuntimeError | None]:
         done: list[Undo] = []
         for index, update in enumerate(request.updates):
             error, undo = self._apply_one(pipeline, update)
@@ -436,7 +468,9 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     # --- pipelines ----------------------------------------------------------------------------
 
     def _new_switch(self) -> Switch:
-        return Switch(cpu_port=self._cpu_port, drop_port=self._drop_port, seed=self._seed)
+        return self._make_switch(
+            cpu_port=self._cpu_port, drop_port=self._drop_port, seed=self._seed
+        )
 
     def _build(self, config: _Config) -> Pipeline:
         """A pipeline with no entries but its own, not yet running."""
@@ -504,10 +538,12 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         new.store.adopt_registers(old.store)
 
     def _commit(self, pipeline: Pipeline) -> None:
+        if self._adopt is not None:
+            self._adopt(pipeline.switch)
+        self.after_frame()  # what the old program had still to say
+        self._earlier_stats.update(self.switch.stats.as_dict())
         self._running = pipeline
         self._saved = None
-        # The counts are the device's, not the program's.
-        pipeline.switch.stats = self.switch.stats
         self.switch = pipeline.switch
         self.counters.pushes += 1
         log.info(

@@ -5,7 +5,8 @@ plane. Must not know: P4Runtime, how a frame is processed, what a port is made o
 
 One thread runs everything. The kernel's receive buffers are small (208 KiB unless privileged) and
 a frame takes the interpreter up to milliseconds, so before every frame all sockets that are
-readable are emptied into the ports' own queues. Then one frame of each port in turn is processed.
+readable are emptied into the ports' own queues. Then one frame of each port in turn is processed:
+READs must not wait behind the DATA that they want to share.
 After SLICE_S the loop yields to asyncio, where gRPC lives; with nothing to do it sleeps until a
 socket is readable, `wake` is called, or a paced port may send again.
 
@@ -19,6 +20,7 @@ import asyncio
 import logging
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,6 +68,7 @@ class PacketLoop:
         """`process(port, frame, now_us())` returns what to send; `after_frame` is called behind
         each frame, for whatever the program left to be collected (digests)."""
         self._ports = list(ports)
+        self._turns = deque(self._ports)
         self._by_number = {port.number: port for port in self._ports}
         if len(self._by_number) != len(self._ports):
             raise ValueError("two ports have the same number")
@@ -116,6 +119,25 @@ class PacketLoop:
     def close(self) -> None:
         self._epoll.close()
 
+    def read_counters(self, port: Port) -> dict[str, int]:
+        """All counters of a port, by name."""
+        return port.read_counters()
+
+    def ingress_backlog(self, port: Port) -> int:
+        """Frames of a port that wait for the program."""
+        return len(port.ingress)
+
+    def egress_backlog(self, port: Port) -> int:
+        """Frames that wait for a port's rate."""
+        return port.egress_backlog
+
+    def packet_out(self, port: Port, frame: bytes) -> bool:
+        """A frame comes in at an in-process port; False where it was dropped."""
+        if not port.receive(frame):
+            return False
+        self.wake()
+        return True
+
     def run_until_idle(self, max_frames: int = 1_000_000) -> int:
         """Process everything that is queued or readable now, without an event loop's help; for
         tests and in-process runs. Returns the number of frames processed."""
@@ -149,21 +171,28 @@ class PacketLoop:
         return arrived > 0
 
     def _slice(self, until_s: float) -> bool:
-        """Process frames until there are none or the time is up; True where some may be left."""
+        """Process frames until there are none or the time is up; True where some may be left.
+
+        The turns go on where the last slice ended: a slice may be over after one frame, and a
+        port with a long queue would have all of them.
+        """
         clock = self._clock
         drained = self._drain()
-        while True:
-            idle = True
-            for port in self._ports:
-                if port.ingress:
-                    idle = False
-                    self._one(port.number, port.ingress.popleft())
-                    drained = self._drain()
-                    if clock() >= until_s:
-                        self._release()
-                        return True
-            if idle:
-                return drained
+        turns = self._turns
+        without = 0  # ports in a row that had nothing
+        while without < len(turns):
+            port = turns[0]
+            turns.rotate(-1)
+            if not port.ingress:
+                without += 1
+                continue
+            without = 0
+            self._one(port.number, port.ingress.popleft())
+            drained = self._drain()
+            if clock() >= until_s:
+                self._release()
+                return True
+        return drained
 
     def _one(self, number: int, frame: bytes) -> None:
         counters = self.counters

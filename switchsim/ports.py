@@ -19,6 +19,7 @@ import errno
 import fcntl
 import ipaddress
 import logging
+import mmap
 import os
 import random
 import socket
@@ -34,6 +35,7 @@ log = logging.getLogger("kvcast.switchsim.ports")
 MIN_FRAME_BYTES = 14  # an Ethernet header
 MAX_FRAME_BYTES = 10_240  # MTU 9000 and a few encapsulations; a UDP tunnel datagram
 DEFAULT_QUEUE_DEPTH = 8192
+DEFAULT_QUANTUM_S = 0.001
 
 # Frames that one call of `drain` takes, so that a flood of one port cannot hold the loop. An
 # unprivileged receive buffer (208 KiB) holds about as many frames of 1500 bytes.
@@ -81,7 +83,8 @@ class PortCounters:
     tx_busy: int = 0
     """Frames dropped because the kernel's send buffer was full."""
     tx_refused: int = 0
-    """Frames sent while nobody listened at the peer's address (ICMP unreachable)."""
+    """Times that the kernel said that nobody listens at the peer's address (ICMP unreachable);
+    the frames in question are among `tx_frames`."""
     tx_errors: int = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -100,6 +103,9 @@ class PortOptions:
     """Seed of the losses; every port and direction draws from a sequence of its own."""
     rate_bits_per_s: float | None = None
     """Egress rate; None = as fast as the socket takes it."""
+    quantum_s: float = DEFAULT_QUANTUM_S
+    """How late frames may leave a port with a rate, so that several leave in one piece (compiled
+    loop, real time only; when they would have left is reckoned without it)."""
 
     def __post_init__(self) -> None:
         if self.queue_depth < 1:
@@ -108,6 +114,8 @@ class PortOptions:
             raise PortError(f"loss {self.loss} is not between 0 and 1")
         if self.rate_bits_per_s is not None and self.rate_bits_per_s <= 0:
             raise PortError(f"port rate {self.rate_bits_per_s} is not above 0")
+        if not 0 <= self.quantum_s <= 1:
+            raise PortError(f"port quantum {self.quantum_s} is not 0 to 1 s")
 
 
 class Port(ABC):
@@ -119,7 +127,7 @@ class Port(ABC):
         self.number = number
         self.counters = PortCounters()
         self.ingress: deque[bytes] = deque()
-        self._options = options
+        self.options = options
         self._queue_depth = options.queue_depth
         self._loss = options.loss
         self._rx_random = random.Random(f"{options.seed}/{number}/rx")
@@ -289,6 +297,9 @@ class InProcessPort(Port):
 
 Address = tuple[str, int]
 
+_SOL_UDP: Final = 17
+_UDP_GRO: Final = 104  # linux/udp.h
+
 
 class UdpTunnelPort(Port):
     """Ethernet over UDP: one datagram is one frame, with nothing before or behind it.
@@ -304,7 +315,7 @@ class UdpTunnelPort(Port):
         self, number: int, local: Address, peer: Address | None, options: PortOptions | None = None
     ) -> None:
         super().__init__(number, options or PortOptions())
-        self._fixed_peer = peer is not None
+        self.fixed_peer = peer is not None
         self.peer = peer
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
@@ -318,11 +329,20 @@ class UdpTunnelPort(Port):
         self.local: Address = self._socket.getsockname()
         self._local_addresses = {self.local[0]}
 
+    def segment_frames(self) -> bool:
+        """Ask the kernel to hand over frames of one length in one piece (UDP_GRO), and say
+        whether it can. `drain` cannot take them apart: for the compiled loop."""
+        try:
+            self._socket.setsockopt(_SOL_UDP, _UDP_GRO, 1)
+        except OSError:
+            return False
+        return True
+
     def fileno(self) -> int | None:
         return self._socket.fileno()
 
     def drain(self) -> int:
-        return self._drain_connected() if self._fixed_peer else self._drain_learning()
+        return self._drain_connected() if self.fixed_peer else self._drain_learning()
 
     def _drain_connected(self) -> int:
         receive = self._socket.recv
@@ -372,7 +392,7 @@ class UdpTunnelPort(Port):
 
     def _send(self, frame: bytes) -> bool:
         try:
-            if self._fixed_peer:
+            if self.fixed_peer:
                 self._send_connected(frame)
             elif self.peer is None:
                 self.counters.tx_no_peer += 1
@@ -402,7 +422,7 @@ class UdpTunnelPort(Port):
 
     def describe(self) -> str:
         text = f"udp:{self.local[0]}:{self.local[1]}"
-        return f"{text}:{self.peer[0]}:{self.peer[1]}" if self._fixed_peer and self.peer else text
+        return f"{text}:{self.peer[0]}:{self.peer[1]}" if self.fixed_peer and self.peer else text
 
     def close(self) -> None:
         super().close()
@@ -416,6 +436,7 @@ _PACKET_ADD_MEMBERSHIP: Final = 1
 _PACKET_MR_PROMISC: Final = 1
 _PACKET_AUXDATA: Final = 8
 _PACKET_VNET_HDR: Final = 15
+_PACKET_QDISC_BYPASS: Final = 20
 _PACKET_IGNORE_OUTGOING: Final = 23  # Linux 4.20
 _TP_STATUS_VLAN_VALID: Final = 1 << 4
 _TP_STATUS_VLAN_TPID_VALID: Final = 1 << 6
@@ -424,6 +445,15 @@ _TPACKET_AUXDATA: Final = struct.Struct("=IIIHHHH")
 _VNET_HEADER: Final = struct.Struct("=BBHHHH")
 _VNET_NEEDS_CSUM: Final = 1
 _VNET_NO_OFFLOAD: Final = bytes(_VNET_HEADER.size)
+_PACKET_RX_RING: Final = 5
+_PACKET_STATISTICS: Final = 6
+_PACKET_VERSION: Final = 10
+_TPACKET_V2: Final = 1
+_RING_FRAMES: Final = 4096
+_RING_STRIDE: Final = 2048
+_RING_BLOCK_BYTES: Final = 64 << 10
+# struct tpacket2_hdr, struct sockaddr_ll, alignment, virtio header, link header
+_RING_HEAD_BYTES: Final = 96
 _SIOCGIFMTU: Final = 0x8921
 _SIOCETHTOOL: Final = 0x8946
 # linux/ethtool.h: ETHTOOL_S{RXCSUM,TXCSUM,SG,TSO,UFO,GSO,GRO}
@@ -437,6 +467,16 @@ _OFFLOADS: Final = {
     "gro": 0x2C,
 }
 _ETHERNET_AND_VLAN_BYTES: Final = 18
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRing:
+    """Memory that the kernel fills with frames (TPACKET_V2)."""
+
+    address: int
+    frames: int
+    stride: int
+    """Bytes from one frame to the next."""
 
 
 class InterfacePort(Port):
@@ -474,7 +514,7 @@ class InterfacePort(Port):
         _enlarge_buffers(packets)
         reply = fcntl.ioctl(packets, _SIOCGIFMTU, struct.pack("16si12x", interface.encode(), 0))
         self.mtu_bytes: int = struct.unpack_from("16si", reply)[1]
-        self._max_frame_bytes = self.mtu_bytes + _ETHERNET_AND_VLAN_BYTES
+        self.max_frame_bytes = self.mtu_bytes + _ETHERNET_AND_VLAN_BYTES
         self._disable_offloads()
         packets.setsockopt(
             _SOL_PACKET,
@@ -482,6 +522,42 @@ class InterfacePort(Port):
             struct.pack("iHH8x", index, _PACKET_MR_PROMISC, 0),
         )
         packets.bind((interface, _ETH_P_ALL))
+        self._sender: socket.socket | None = None
+        self._ring: mmap.mmap | None = None
+
+    def map_ring(self) -> MappedRing | None:
+        """Let the kernel put received frames into memory that is mapped here, instead of handing
+        them over one by one; None where it has no such memory. `drain` finds nothing from then
+        on."""
+        stride = _RING_STRIDE
+        while stride < _RING_HEAD_BYTES + self.max_frame_bytes:
+            stride += 2 * stride if stride == _RING_STRIDE else 2 * _RING_STRIDE
+        block = max(stride, _RING_BLOCK_BYTES // stride * stride)
+        blocks = _RING_FRAMES * stride // block
+        frames = blocks * (block // stride)
+        try:
+            self._socket.setsockopt(_SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
+            request = struct.pack("IIII", block, blocks, stride, frames)
+            self._socket.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
+            self._ring = mmap.mmap(self._socket.fileno(), block * blocks)
+        except OSError as error:
+            log.info("no mapped ring", extra={"interface": self.interface, "error": str(error)})
+            return None
+        self._ring_view = (ctypes.c_uint8 * (block * blocks)).from_buffer(self._ring)
+        return MappedRing(ctypes.addressof(self._ring_view), frames, stride)
+
+    def open_sender(self) -> int:
+        """A descriptor that only sends, frames without the virtio header and past the queueing
+        discipline; PortError where the kernel refuses."""
+        try:
+            sender = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
+            sender.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
+            _enlarge_buffers(sender)
+            sender.bind((self.interface, 0))
+        except OSError as error:
+            raise PortError(f"port {self.number}: if:{self.interface}: {error}") from error
+        self._sender = sender
+        return sender.fileno()
 
     def _disable_offloads(self) -> None:
         for name, command in _OFFLOADS.items():
@@ -527,7 +603,7 @@ class InterfacePort(Port):
         """The frame with checksum and tag put right; None for an unsplit segment."""
         flags, gso_type, _, _, start, offset = _VNET_HEADER.unpack_from(data)
         frame = data[_VNET_HEADER.size :]
-        if gso_type or len(frame) > self._max_frame_bytes:
+        if gso_type or len(frame) > self.max_frame_bytes:
             return None
         if flags & _VNET_NEEDS_CSUM:
             frame = complete_checksum(frame, start, offset)
@@ -549,7 +625,12 @@ class InterfacePort(Port):
         return True
 
     def read_counters(self) -> dict[str, int]:
-        self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        if self._ring is None:
+            self.counters.rx_kernel_drops = _kernel_drops(self._socket)
+        else:
+            # struct tpacket_stats; reading it sets it back to 0.
+            stats = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+            self.counters.rx_kernel_drops += struct.unpack("II", stats)[1]
         return super().read_counters()
 
     def describe(self) -> str:
@@ -557,6 +638,8 @@ class InterfacePort(Port):
 
     def close(self) -> None:
         super().close()
+        if self._sender is not None:
+            self._sender.close()
         self._socket.close()
 
 
@@ -571,8 +654,8 @@ def complete_checksum(frame: bytes, start: int, offset: int) -> bytes:
         return frame
     covered = frame[start:] if (len(frame) - start) % 2 == 0 else frame[start:] + b"\0"
     # A number modulo 0xffff is the one's complement sum of its 16-bit digits.
-    total = int.from_bytes(covered, "big") % 0xFFFF
-    checksum = 0xFFFF - (total or 0xFFFF)
+    total = int.from_bytes(covered, "big")
+    checksum = 0xFFFF - (total % 0xFFFF or (0xFFFF if total else 0))
     if checksum == 0 and offset == 6:
         checksum = 0xFFFF  # UDP: 0 would mean "no checksum" (RFC 768)
     return frame[:at] + checksum.to_bytes(2, "big") + frame[at + 2 :]
@@ -583,8 +666,6 @@ def _count_send_error(counters: PortCounters, error: OSError) -> None:
         counters.tx_busy += 1
     elif error.errno == errno.EMSGSIZE:
         counters.tx_too_long += 1
-    elif error.errno == errno.ECONNREFUSED:
-        counters.tx_refused += 1
     else:
         counters.tx_errors += 1
 
@@ -614,7 +695,7 @@ def _enlarge_buffers(endpoint: socket.socket) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PortSpec:
-    """A parsed `N=udp:LOCALIP:LPORT[:PEERIP:PPORT]` or `N=if:NAME`."""
+    """A parsed `N=udp:LOCALIP:LPORT[:PEERIP:PPORT]`, `N=if:NAME` or `N=xdp:NAME`."""
 
     number: int
     kind: str
@@ -627,6 +708,10 @@ class PortSpec:
         if self.kind == "udp":
             assert self.local is not None
             return UdpTunnelPort(self.number, self.local, self.peer, options)
+        if self.kind == "xdp":
+            from kvcast.switchsim.xdp import XdpPort
+
+            return XdpPort(self.number, self.interface, options)
         return InterfacePort(self.number, self.interface, options)
 
 
@@ -634,7 +719,7 @@ def parse_port(text: str, *, max_port: int = 510) -> PortSpec:
     """One --port value; PortError says what is wrong with it."""
     number_text, equals, spec = text.partition("=")
     if not equals or not number_text.isascii() or not number_text.isdigit():
-        raise PortError(f"{text!r} is not N=udp:... or N=if:NAME")
+        raise PortError(f"{text!r} is not N=udp:..., N=if:NAME or N=xdp:NAME")
     number = int(number_text)
     if not 0 <= number <= max_port:
         raise PortError(f"{text!r}: port numbers are 0 to {max_port}")
@@ -648,12 +733,12 @@ def parse_port(text: str, *, max_port: int = 510) -> PortSpec:
         if peer is not None and peer[1] == 0:
             raise PortError(f"{text!r}: the peer's port cannot be 0")
         return PortSpec(number, "udp", local=local, peer=peer)
-    if kind == "if":
+    if kind in ("if", "xdp"):
         name = rest.encode()
         if not 0 < len(name) < 16 or b"/" in name or os.fsdecode(name).split() != [rest]:
             raise PortError(f"{text!r}: not an interface name")
-        return PortSpec(number, "if", interface=rest)
-    raise PortError(f"{text!r}: kinds of ports are udp and if")
+        return PortSpec(number, kind, interface=rest)
+    raise PortError(f"{text!r}: kinds of ports are udp, if and xdp")
 
 
 def _parse_address(text: str, host: str, port: str) -> Address:

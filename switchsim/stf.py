@@ -6,7 +6,7 @@ backends/bmv2/bmv2stf.py; the meaning of each line is that of bmv2stf.py with
 simple_switch_CLI. This module owns the grammar and the comparison; the switch is the one thing
 that it exercises.
 
-    python -m kvcast.switchsim.stf DIR_OR_FILE [--engine reference] [--json FILE]
+    python -m kvcast.switchsim.stf DIR_OR_FILE [--engine llvm|reference] [--json FILE]
 
 A scenario ends as *passed*, *refused* (the program uses a construct that the switch refuses by
 name), *wrong* (a frame came out that should not have, or came out other than it should, or did
@@ -43,6 +43,7 @@ from kvcast.switchsim.switch import ReplicationError, Switch
 from kvcast.switchsim.tables import Table, TableError
 
 Outcome: TypeAlias = Literal["passed", "failed", "refused", "wrong"]
+Engine: TypeAlias = Literal["llvm", "reference"]
 
 PRIORITY_BASE = 10000
 """STF says "higher wins", BMv2 "lower wins"; bmv2stf.py subtracts from this number."""
@@ -513,12 +514,21 @@ def compare_frame(expected: str, frame: bytes) -> str:
 # --- running files ------------------------------------------------------------------------------
 
 
-def run_file(stf: Path, program_file: Path | None = None) -> Report:
+def make_switch(engine: Engine) -> Switch:
+    if engine == "llvm":
+        # Only who asks for it pays for loading LLVM.
+        from kvcast.switchsim.llvm_switch import CompiledSwitch
+
+        return CompiledSwitch()
+    return Switch()
+
+
+def run_file(stf: Path, program_file: Path | None = None, engine: Engine = "reference") -> Report:
     """One scenario on a fresh switch. The program is NAME.json unless it is named."""
     name = stf.stem
     try:
         program = bmv2json.load_file(program_file or stf.with_suffix(".json"))
-        switch = Switch()
+        switch = make_switch(engine)
         switch.load(program)
         problems = Scenario(switch).run(stf.read_text())
     except UnsupportedConstruct as refusal:
@@ -553,8 +563,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="a .stf file, or a directory of them")
     parser.add_argument(
         "--engine",
-        choices=["reference"],
-        default="reference",
+        choices=["llvm", "reference"],
+        default="llvm",
         help="which engine runs the program (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file, as JSON")
@@ -563,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not scenarios:
         print(f"no scenarios in {options.path}", file=sys.stderr)
         return 2
-    reports = [run_file(s) for s in scenarios]
+    reports = [run_file(s, engine=options.engine) for s in scenarios]
     result = summary(reports)
     for report in reports:
         if report.outcome != "passed":

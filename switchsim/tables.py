@@ -441,6 +441,11 @@ class Table:
         except TableError as error:
             raise ProgramError(f"const entries of {self.name}: {error}") from error
 
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """The actions that an entry may name."""
+        return tuple(self._names)
+
     def _action_of(self, number: int) -> str:
         if number not in self.spec.actions:
             raise BadAction(f"{self.name} does not have the action of an entry")
@@ -526,13 +531,16 @@ class Table:
             raise DuplicateEntry(f"{self.name} has this key already")
         if len(self.entries) >= self.size:
             raise TableFull(f"{self.name} is full ({self.size} entries)")
-        entry = Entry(self._next_handle, canonical, rank, None, None)
+        entry = self._new_entry(self._next_handle, canonical, rank)
         self._point(entry, action, arguments, member, group)
         self._next_handle += 1
         self.entries[entry.handle] = entry
         self._handles[canonical, rank] = entry.handle
         self._index.add(entry, value, mask)
         return entry.handle
+
+    def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
+        return Entry(handle, key, priority, None, None)
 
     def _point(
         self,

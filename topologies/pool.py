@@ -42,7 +42,7 @@ SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
 HTTP_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-\w+(?:-.+\.arena)?")
+_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena)?")
 _POLL_S = 0.1
 
 
@@ -142,6 +142,7 @@ class Pool:
         self.parts: dict[str, Part] = {}
         self.sockets: dict[str, Path] = {}
         self._folder = Path()
+        self._arena_folder = SHARED_MEMORY
         self._sockets_folder: Path | None = None
         self._arenas: list[Path] = []
 
@@ -206,11 +207,16 @@ class Pool:
             self._folder = self.run_dir.resolve()
             self._folder.mkdir(parents=True, exist_ok=True)
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"kvcast-run-{os.getpid()}-"))
+            self._folder = Path(tempfile.mkdtemp(prefix=f"kvcast-run-{_process_name()}-"))
         for state in self._folder.glob("controller.sqlite*"):
             state.unlink()  # a new pool begins with a new controller
         # A Unix socket's path holds at most 107 bytes, so the sockets get a short one.
-        self._sockets_folder = Path(tempfile.mkdtemp(prefix=f"kvcast-s-{os.getpid()}-", dir="/tmp"))
+        self._sockets_folder = Path(
+            tempfile.mkdtemp(prefix=f"kvcast-s-{_process_name()}-", dir="/tmp")
+        )
+        self._arena_folder = arena_folder(
+            len(self.star.hosts) * self.options.arena_bytes, SHARED_MEMORY, self._folder
+        )
 
     def _describe_parts(self) -> None:
         """Every part with the command that starts it, now and after it was killed."""
@@ -282,8 +288,7 @@ class Pool:
     def _agent_command(self, node_id: str) -> list[str]:
         options, host = self.options, self.star.host(node_id)
         assert self._sockets_folder is not None
-        arena = SHARED_MEMORY if SHARED_MEMORY.is_dir() else self._folder
-        arena /= f"{self._sockets_folder.name}-{node_id}.arena"
+        arena = self._arena_folder / f"{self._sockets_folder.name}-{node_id}.arena"
         self._arenas.append(arena)
         return [
             *_daemon("hostagent", options),
@@ -482,15 +487,44 @@ def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
     return ""
 
 
+def arena_folder(needed_bytes: int, *folders: Path) -> Path:
+    """The first of these folders that exists, may be written, and has that much room.
+
+    The arenas of a pool on one machine are not reserved, since most pools never fill them. But
+    where a file system is full, whoever writes to a mapped file of it is killed (SIGBUS), so all
+    of them must fit; containers often have but 64 MiB of shared memory.
+    """
+    tried = []
+    for folder in folders:
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            tried.append(f"{folder} cannot be written")
+            continue
+        status = os.statvfs(folder)
+        free_bytes = status.f_bavail * status.f_frsize
+        if free_bytes >= needed_bytes:
+            return folder
+        tried.append(f"{folder} has {free_bytes >> 20} MiB")
+    raise PoolError(
+        f"no room for the nodes' DRAM tiers, {needed_bytes >> 20} MiB together: {', '.join(tried)}"
+    )
+
+
+def _process_name() -> str:
+    """This process, told from those of other containers that share the folder: its namespace of
+    process ids, and its id there."""
+    return f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}"
+
+
 def remove_leftovers(*folders: Path) -> None:
     """Remove what pools left whose process was killed: arenas, sockets, logs without a name.
 
-    Their names carry the process id; those of living processes stay.
+    Their names carry the process; those of living ones stay, and those of other containers.
     """
+    ours = _process_name().partition("-")[0]
     for folder in folders:
         for path in folder.glob("kvcast-*") if folder.is_dir() else ():
             match = _LEFTOVER.fullmatch(path.name)
-            if match is None or Path("/proc", match.group(1)).exists():
+            if match is None or match.group(1) != ours or Path("/proc", match.group(2)).exists():
                 continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

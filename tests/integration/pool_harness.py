@@ -102,7 +102,7 @@ def requests_of(
     ]
 
 
-async def replay(
+def make_replay(
     pool: Pool,
     links: Sequence[NodeLink],
     requests: Sequence[Request],
@@ -110,13 +110,20 @@ async def replay(
     tag: str,
     deadline_s: float = 8.0,
     budget_s: float = 30.0,
-) -> Tally:
-    """Play requests on a pool; returns when every one has ended or was skipped."""
+) -> Replay:
+    """Requests to be played on a pool, all of which end or are skipped."""
     options = ReplayOptions(
         block_bytes=BLOCK_BYTES, deadline_s=deadline_s, budget_s=budget_s, namespace_tag=tag
     )
     names = [host.node_id for host in pool.star.hosts]
-    return await Replay(requests, links, names, options).run()
+    return Replay(requests, links, names, options)
+
+
+async def replay(
+    pool: Pool, links: Sequence[NodeLink], requests: Sequence[Request], *, tag: str
+) -> Tally:
+    """Play requests on a pool; returns when every one has ended or was skipped."""
+    return await make_replay(pool, links, requests, tag=tag).run()
 
 
 async def eventually(

@@ -226,7 +226,7 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
     try:
         switch = await lab.switch("127.0.0.1:0", *specs)
         controller = await lab.controller(
-            switch.facts["grpc"], "--min-value=100", "--replicas=0", "--heat-threshold=2"
+            switch.facts["grpc"], "--min-reads=0.1", "--replicas=0", "--heat-threshold=2"
         )
         agents = [await lab.agent(controller, n) for n in (1, 2, 3)]
         namespace = await namespace_of(agents[0])
@@ -408,6 +408,22 @@ async def test_hostile_bytes_close_the_connection_and_nothing_else(lab: Lab) -> 
         assert code == expected
         assert "error" in answer
     assert (await http(controller, "GET", "/v1/pin"))[0] == 405
+
+    before = (await status(controller))["controller"]["http_counts"]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    # "Expect" is answered by many a library before anything else, and its value is no text here.
+    writer.write(b"GET /nothing HTTP/1.1\r\nHost: x\r\nExpect: \xff\xfe\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).split()[1] == b"404"
+    writer.close()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"BREW\0 /x\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).split()[1] == b"400"
+    writer.close()
+    after = (await status(controller))["controller"]["http_counts"]
+    assert after["answers_404"] == before["answers_404"] + 1
+    assert after["malformed"] == before["malformed"] + 1
+    assert after["connections"] == before["connections"] + 3  # one of them asked just now
+    assert "answers_500" not in after
     assert (await http(controller, "GET", "/healthz"))[0] == 200
     assert (await status(controller))["nodes"][0]["connected"]
 

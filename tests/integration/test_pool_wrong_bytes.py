@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from kvcast.bench import content
-from kvcast.bench.hostile import encapsulation
 from kvcast.bench.incast import home_keys
+from kvcast.bench.mutations import encapsulation
 from kvcast.protocol import ethernet, wire
 from kvcast.topologies.pool import Pool
 from kvcast.topologies.processes import TunnelNetwork

@@ -1,4 +1,4 @@
-"""The compiled data plane on the reference engine, with hosts on its ports.
+"""The compiled data plane on a switch in this process, with hosts on its ports.
 
 `PoolSwitch` programs the tables as a controller would, by hand: host i is 10.77.0.i with MAC
 02:6b:76:00:00:ii on port i. Frames go in and come out as `protocol` encodes them, so a test reads

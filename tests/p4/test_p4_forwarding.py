@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvcast.protocol import ethernet, wire
 from kvcast.switchsim.program import Lpm
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports, ports_of
 
 ROUTER_MAC = 0x026B76FF0001

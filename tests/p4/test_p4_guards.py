@@ -8,6 +8,7 @@ import pytest
 from kvcast.protocol import ethernet, wire
 from kvcast.switchsim.program import Exact
 from p4_frames import checksum, wrap
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports, ports_of
 
 CONTENT = content_of(3 * wire.CHUNK_BYTES)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from kvcast.protocol import wire
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of
 
 THRESHOLD = 5

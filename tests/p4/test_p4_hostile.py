@@ -11,6 +11,7 @@ import random
 import pytest
 from kvcast.protocol import ethernet, wire
 from p4_frames import random_frames
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import DECISIONS, KEY, NAMESPACE, PoolSwitch, content_of
 
 HOSTS = 5

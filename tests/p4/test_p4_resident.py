@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvcast.protocol import wire
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 
 SHORT = content_of(3 * wire.CHUNK_BYTES - 100)

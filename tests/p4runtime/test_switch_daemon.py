@@ -22,6 +22,8 @@ import grpc
 import pytest
 from conftest import (
     BLOB_PATH,
+    CPU_PORT,
+    DEVICE_ID,
     P4INFO_PATH,
     Target,
     controller_of,
@@ -65,13 +67,15 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--port", "1=if:a", "--port", "1=if:b"], "port 1 is given twice"),
         (["--port", "255=if:a"], "CPU port"),
         (["--port", "511=if:a"], "drop port"),
-        (["--port", "1=tap:a"], "udp and if"),
+        (["--port", "1=tap:a"], "udp, if and xdp"),
+        (["--port", "1=xdp:a", "--engine", "reference"], "--engine llvm"),
         (["--cpu-port", "600"], "1 to 511"),
         (["--cpu-port", "511"], "the same"),
         (["--loss", "2"], "loss"),
         (["--queue-depth", "0"], "queue depth"),
         (["--port-rate", "-1"], "port rate"),
-        (["--program", "x.json"], "--p4info"),
+        (["--p4info", "x.txtpb"], "--program"),
+        (["--port-quantum", "2"], "quantum"),
         (["--tls-cert", "x"], "--tls-key"),
         (["--tls-ca", "x"], "--tls-cert"),
         (["--grpc-addr", "0.0.0.0:9559"], "--insecure"),
@@ -361,3 +365,69 @@ async def test_mutual_tls_lets_in_whom_the_authority_knows(
                 )
     finally:
         assert stop_process(process) == 0
+
+
+# --- in the place of BMv2 -----------------------------------------------------------------------
+
+
+def start_as_bmv2(directory: Path, *words: str) -> tuple[subprocess.Popen[str], Target]:
+    """A switch started with simple_switch_grpc's flags, on a free port of 127.0.0.1."""
+    with (directory / "switch.log").open("w") as errors:
+        process = subprocess.Popen(
+            [*COMMAND, *words, "--grpc-server-addr", "127.0.0.1:0", "--cpu-port", str(CPU_PORT)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        process.wait()
+        pytest.fail(f"the switch did not start: {(directory / 'switch.log').read_text()}")
+    return process, Target("switchsim", json.loads(line)["grpc"])
+
+
+@on_one_loop
+async def test_a_script_for_bmv2_starts_this_switch(tmp_path: Path) -> None:
+    log_file = tmp_path / "s1.log"
+    process, target = start_as_bmv2(
+        tmp_path,
+        *("--no-p4", "--device-id", str(DEVICE_ID), "--thrift-port", "9090"),
+        *("--log-file", str(log_file), "--log-flush", "--nanolog", "ipc:///tmp/x", "--"),
+    )
+    try:
+        async with controller_of(target) as controller:
+            await controller.switch.insert(
+                [
+                    P4TableEntry(
+                        "forward",
+                        match=P4TableMatch(dst=1),
+                        action=P4TableAction("to_cpu", reason=5),
+                    )
+                ]
+            )
+            await controller.send(ethernet(1, b"to the controller"))
+            (packet,) = await controller.packets_in(1)
+            assert packet.payload == ethernet(1, b"to the controller")
+    finally:
+        assert stop_process(process) == 0
+    log = log_file.read_text()
+    assert "without effect here: --thrift-port --nanolog --log-flush" in log
+    assert "pipeline committed" in log
+
+
+@on_one_loop
+async def test_a_json_file_alone_runs_and_leaves_p4runtime_waiting(tmp_path: Path) -> None:
+    process, target = start_as_bmv2(tmp_path, "--device-id", str(DEVICE_ID), str(BLOB_PATH), "--")
+    try:
+        async with grpc.aio.insecure_channel(target.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await p4r_grpc.P4RuntimeStub(channel).GetForwardingPipelineConfig(
+                    p4r.GetForwardingPipelineConfigRequest(device_id=DEVICE_ID), timeout=10
+                )
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        async with controller_of(target) as controller:  # which pushes its pipeline
+            assert controller.switch.p4info is not None
+    finally:
+        assert stop_process(process) == 0
+    assert "pipeline committed" in (tmp_path / "switch.log").read_text()

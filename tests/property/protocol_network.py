@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvcast.protocol import wire
-from kvcast.protocol.owner import Owner, OwnerConfig
+from kvcast.protocol.fetches import ANSWER_OUTCOMES
+from kvcast.protocol.owner import READ_OUTCOMES, Owner, OwnerConfig
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
@@ -193,6 +194,7 @@ class Network:
         self.down: set[int] = set()
         self.on_bulk: Callable[[Reader, TryBulk | OfferReceived], None] | None = None
         self.sent: Counter[tuple[int, int]] = Counter()  # (node, op) -> frames
+        self.received: Counter[Requester | Owner] = Counter()
         self.lost = 0
         self._requester = requester
         self._owner = owner
@@ -299,11 +301,13 @@ class Network:
         if frame.op == wire.OP_READ:
             owner = self.owners.get(destination)
             if owner is not None:
+                self.received[owner] += 1
                 owner.receive(self.now, source, frame)
                 self.wake_owner(destination)
         else:
             reader = self.readers.get(destination)
             if reader is not None:
+                self.received[reader.core] += 1
                 reader.core.receive(self.now, source, frame)
                 self.after_reader(reader)
 
@@ -366,7 +370,11 @@ class Network:
             assert reader.core.segments_in_flight == 0
             assert reader.core.get_timer() is None
             assert reader.arena.out == {}, "a buffer was neither handed on nor discarded"
+            ends = sum(getattr(reader.core.counters, name) for name in ANSWER_OUTCOMES)
+            assert ends == self.received[reader.core], "an answer was not counted, or twice"
         for index, owner in self.owners.items():
+            ends = sum(getattr(owner.counters, name) for name in READ_OUTCOMES)
+            assert ends == self.received[owner], "a READ was not counted, or twice"
             assert owner.segments_waiting == 0
             assert all(held.holds == 0 for held in self.stores[index].all)
 

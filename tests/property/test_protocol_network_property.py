@@ -78,7 +78,9 @@ def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
             assert end.buffer.tobytes() in copies
             assert end.digest == wire.digest_of(end.buffer)
         else:
-            assert faults.corruption or faults.loss >= 0.3, end
+            # A try fails with a probability of 0.02 at 1 % loss, and of 0.2 at 10 %; a home is
+            # left after four in a row, and one fetch in some hundred then misses.
+            assert faults.corruption or faults.loss >= 0.1, end
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""The data plane's STF scenarios, on the software targets' programs.
+"""The data plane's STF scenarios, on the software targets' programs and both engines.
 
 Oracle: the frames written out in p4_scenarios.py. Blind to leases, heat and digests, for which STF
 has no words (tests/p4).
@@ -17,10 +17,11 @@ SOFTWARE = sorted(name for name, profile in profiles.items() if profile.brings_d
 """Targets that this machine can run; the model of the others: tests/p4/test_tna_model.py."""
 
 
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("target", SOFTWARE)
 @pytest.mark.parametrize("name", sorted(p4_scenarios.SCENARIOS))
-def test_scenario_passes(name: str, target: str) -> None:
-    report = stf.run_file(p4_scenarios.FOLDER / f"{name}.stf", artefact(target).json)
+def test_scenario_passes(name: str, target: str, engine: stf.Engine) -> None:
+    report = stf.run_file(p4_scenarios.FOLDER / f"{name}.stf", artefact(target).json, engine)
     assert (report.outcome, report.reason) == ("passed", "")
 
 

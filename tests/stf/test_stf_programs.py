@@ -1,4 +1,4 @@
-"""Every STF scenario of the repository, on the reference engine.
+"""Every STF scenario of the repository, on both engines.
 
 Oracle: the expected frames in the .stf files, which were worked out by hand or with scapy and
 zlib, never with switchsim. Blind to: meters beyond their colours, digests, action profiles and
@@ -23,9 +23,10 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.stem)
-def test_scenario_passes_on_the_reference_engine(scenario: Path) -> None:
-    report = stf.run_file(scenario)
+def test_scenario_passes(scenario: Path, engine: stf.Engine) -> None:
+    report = stf.run_file(scenario, engine=engine)
     assert (report.outcome, report.reason) == ("passed", "")
 
 

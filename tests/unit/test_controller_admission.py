@@ -19,9 +19,7 @@ from kvcast.controller.admission import (
 from kvcast.controller.residency import NoSlotsError, Residency
 from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
 
-OPTIONS = ValueOptions(
-    half_life_s=10.0, horizon_s=10.0, min_value=1000.0, margin=1.25, min_stay_s=5.0
-)
+OPTIONS = ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=0.9, margin=1.25, min_stay_s=5.0)
 
 
 def block(number: int) -> BlockId:
@@ -147,6 +145,24 @@ def test_a_challenger_must_beat_its_victim_by_the_margin(reads: float, displaces
     )
     assert [b for b, _ in choice.evict] == ([block(1)] if displaces else [])
     assert not choice.admit, "the victim's slot must drain first"
+
+
+def test_a_read_or_two_are_worth_a_free_slot_but_nobody_elses() -> None:
+    heat = heat_with({1: 0.1, 2: 2}, size=16 * 1024)  # 0.07 and 1.4 reads expected
+    for free, admitted in ((1, [block(2)]), (0, [])):
+        choice = choose(
+            [contender(2, size=16 * 1024)],
+            [holder(1)],
+            free=free,
+            coming_free=0,
+            heat=heat,
+            options=OPTIONS,
+            now=0.0,
+        )
+        assert [c.block for c, _ in choice.admit] == admitted
+        assert not choice.evict
+    assert choice.refused[0][1] == "1.4 reads expected, too few to displace others"
+    assert heat.best(2, 0.0, without=()) == [block(2)]
 
 
 def test_two_blocks_of_about_one_value_do_not_take_turns() -> None:

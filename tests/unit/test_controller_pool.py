@@ -51,7 +51,7 @@ OPTIONS = PoolOptions(
     lease_s=3.0,
     rebalance_after_s=2.0,
     replicas=1,
-    value=ValueOptions(half_life_s=10.0, horizon_s=10.0, min_value=2000.0, min_stay_s=0.0),
+    value=ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=1.95, min_stay_s=0.0),
     refresh_s=1e9,
 )
 
@@ -305,6 +305,19 @@ def test_groups_are_found_or_made_and_bounded() -> None:
         assert driver.take(1, Refused)[0].request == 2
     driver.say(1, GroupRequest(3, 999, ["node-1"]))
     assert "999" in driver.take(1, Refused)[0].reason
+
+
+def test_a_group_takes_only_nodes_that_may_use_its_namespace() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    names = driver.pool.names.namespaces
+    names[namespace] = msgspec.structs.replace(names[namespace], nodes=["node-1", "node-2"])
+    driver.say(1, GroupRequest(1, namespace, ["node-1", "node-3"]))
+    assert "node-3" in driver.take(1, Refused)[0].reason
+    driver.say(1, GroupRequest(2, namespace, ["node-1", "node-2"]))
+    driver.round()
+    assert driver.take(1, GroupReply)[0].request == 2
 
 
 def test_a_restarted_controller_changes_neither_epoch_nor_switch() -> None:

@@ -22,6 +22,7 @@ from kvcast.controller.reconcile import (
     diff,
 )
 from kvcast.controller.residency import Resident
+from kvcast.protocol.control import NamespaceInfo
 from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
 
 SETTINGS = program.Settings(enabled=True, lease_ticks=100, heat_threshold=3, recirculate_rid=255)
@@ -34,6 +35,13 @@ def host(number: int, udp_port: int = 19286) -> program.Host:
     )
 
 
+def namespace(number: int, *nodes: str) -> NamespaceInfo:
+    return NamespaceInfo(number, f"tenant-{number}", "model", "1", "layout", list(nodes))
+
+
+NAMESPACES = [namespace(1), namespace(2)]
+
+
 def state_of(
     hosts: int = 3,
     *,
@@ -44,7 +52,7 @@ def state_of(
         settings,
         [host(n) for n in range(1, hosts + 1)],
         [("node-1", "node-2")[: min(hosts, 2)]] * 4,
-        [1, 2],
+        NAMESPACES,
         [Group(1, 1, ("node-1", "node-2", "node-9"), ordinal=5)],
         [
             Resident(BlockId(1, b"\1" * 16), (7, 3), 55, 0xD, SEGMENT_BYTES + 1, False, 0.0),
@@ -126,11 +134,28 @@ def test_defaults_are_modified_and_never_deleted() -> None:
     assert change.verb is Verb.MODIFY
 
 
+def test_only_the_nodes_of_a_namespace_may_read_it_or_be_in_its_groups() -> None:
+    state = program.desired_state(
+        SETTINGS,
+        [host(1), host(2), host(3)],
+        [("node-1",)] * 4,
+        [namespace(1), namespace(2, "node-1", "node-3")],
+        [Group(2, 1, ("node-1", "node-2", "node-3"), ordinal=0)],
+        [],
+        {},
+    )
+    allowed = [match for table, match in state.entries if table == "namespace_guard"]
+    assert sorted(allowed) == [(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)]
+    bits, group = state.entries["reader_group", (2, 1)].params
+    assert bits == 0b101
+    assert {port for port, _ in state.groups[group]} == {1, 3}
+
+
 def test_a_changed_host_is_rewritten_in_place() -> None:
     before = state_of()
     after = program.desired_state(
         SETTINGS, [host(1, udp_port=5000), host(2), host(3)], [("node-1", "node-2")] * 4,
-        [1, 2], [Group(1, 1, ("node-1", "node-2", "node-9"), ordinal=5)],
+        NAMESPACES, [Group(1, 1, ("node-1", "node-2", "node-9"), ordinal=5)],
         [Resident(BlockId(1, b"\1" * 16), (7, 3), 55, 0xD, SEGMENT_BYTES + 1, False, 0.0)],
         {0b11: 4},
     )  # fmt: skip

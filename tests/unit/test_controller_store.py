@@ -9,11 +9,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from kvcast.controller.control_loop import StoreError
 from kvcast.controller.membership import Address, SavedNode
 from kvcast.controller.names import Group
 from kvcast.controller.pool import SavedState
 from kvcast.controller.residency import SavedResident
-from kvcast.controller.store import Store, StoreError
+from kvcast.controller.store import Store
 from kvcast.protocol.control import NamespaceInfo
 from kvcast.protocol.wire import BlockId
 

@@ -13,6 +13,7 @@ from kvcast.controller.membership import Address
 from kvcast.controller.names import Group
 from kvcast.controller.reconcile import SwitchState
 from kvcast.p4 import profiles
+from kvcast.protocol.control import NamespaceInfo
 
 OTHER_PORTS = ",".join(str(port) for port in range(136, 168))
 
@@ -28,7 +29,7 @@ def state_on(*flags: str) -> tuple[program.Settings, SwitchState]:
         settings.settings,
         [host(number) for number in (1, 2, 32)],
         [("node-2",)] * 4,
-        [7],
+        [NamespaceInfo(7, "t", "m", "1", "bytes")],
         [Group(7, 9, ("node-1", "node-32"), ordinal=5)],
         [],
         {0b11: 4},

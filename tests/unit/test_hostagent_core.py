@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from kvcast.hostagent.arena import Allocator
 from kvcast.hostagent.calls import (
@@ -39,7 +40,16 @@ from kvcast.protocol.control import (
     PoolMap,
     Registered,
 )
-from kvcast.protocol.wire import BUCKETS, OP_READ, BlockId, Frame, digest_of
+from kvcast.protocol.wire import (
+    BUCKETS,
+    FLAG_LAST,
+    FLAG_RESIDENT,
+    OP_DATA,
+    OP_READ,
+    BlockId,
+    Frame,
+    digest_of,
+)
 
 SLAB = 64 * 1024
 
@@ -203,11 +213,61 @@ def test_a_local_block_asks_nobody() -> None:
     assert node.frames() == []
 
 
-def test_the_sole_home_asks_the_switch_through_another_node_and_only_briefly() -> None:
+def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
     node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    copy.home = True
+    node.core.store._evict(copy)
     items = node.get(1, deadline_s=60)
     ((target, frame),) = node.frames()
-    assert (target, frame.op) == (other.index, OP_READ)
+    assert (target, frame.op, frame.digest) == (other.index, OP_READ, copy.digest)
+    node.now += 0.06
+    node.core.handle_timer(node.now)
+    assert items[0].status == local.MISS
+
+
+def test_a_map_that_numbers_the_nodes_anew_ends_reads_from_the_old_numbers() -> None:
+    # A controller that lost its state gives indices anew; what was asked of node 2 must not be
+    # taken from whoever has its number now.
+    node, _, _ = pool_of([2])
+    items = node.get(1, deadline_s=60)
+    ((target, _),) = node.frames()
+    assert target == 2
+    renumbered = pool_map([2], epoch=2)
+    second, third = renumbered.nodes[1], renumbered.nodes[2]
+    renumbered.nodes[1] = msgspec.structs.replace(third, index=2)
+    renumbered.nodes[2] = msgspec.structs.replace(second, index=3)
+    node.take_map(renumbered)
+    assert (items[0].status, items[0].reason) == (local.MISS, "unreachable")
+    assert node.core.reads.waiting == 0
+
+
+def test_the_sole_home_asks_nobody_for_what_it_never_had() -> None:
+    # Whoever is asked is no home of the block, and could answer anything.
+    node = pool_of([1])[0]
+    items = node.get(1, deadline_s=60)
+    assert node.frames() == []
+    assert (items[0].status, items[0].reason) == (local.MISS, "no_home")
+
+
+def test_the_sole_home_takes_no_other_copy_from_the_node_that_it_asks() -> None:
+    node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    copy = node.core.store.peek(BlockId(1, key(1)))
+    assert copy is not None
+    copy.home = True
+    node.core.store._evict(copy)
+    items = node.get(1, deadline_s=60)
+    forged = b"not what was here"
+    frame = Frame(
+        OP_DATA, 1, key(1), 0, FLAG_LAST | FLAG_RESIDENT, digest=digest_of(forged),
+        size=len(forged), payload=forged + bytes(1024 - len(forged)),
+    )  # fmt: skip
+    node.core.receive(node.now, other.index, frame)
+    node.core.after_receiving(node.now)
+    assert items == []
     node.now += 0.06
     node.core.handle_timer(node.now)
     assert items[0].status == local.MISS

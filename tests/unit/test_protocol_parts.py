@@ -196,8 +196,11 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
         start = segment * 65_536 + chunk * 1024
         payload = data[start : start + 1024].ljust(1024, b"\0")
         assert assembly.missing[segment] <= assembly.whole(segment)
-        assert assembly.add(segment, chunk, payload)
-        assert not assembly.add(segment, chunk, bytes(1024))
+        frame = wire.Frame(
+            wire.OP_DATA, 1, bytes(16), segment, chunk=chunk, size=size, payload=payload
+        )
+        assert assembly.add_run(wire.single(frame)) == 1 << chunk
+        assert assembly.add_run(wire.single(frame)) == 0
     assert assembly.segments_left == 0
     assert assembly.buffer == data
     assert assembly.verified()

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim.packetloop import PacketLoop
+from kvcast.switchsim.packetloop import SLICE_S, PacketLoop
 from kvcast.switchsim.ports import (
     MAX_FRAME_BYTES,
     InProcessPort,
@@ -62,6 +63,7 @@ def test_specifications_are_parsed() -> None:
     )
     assert parse_port("1=udp:10.0.0.1:7001") == PortSpec(1, "udp", local=("10.0.0.1", 7001))
     assert parse_port("2=if:veth0") == PortSpec(2, "if", interface="veth0")
+    assert parse_port("2=xdp:veth0") == PortSpec(2, "xdp", interface="veth0")
 
 
 @pytest.mark.parametrize(
@@ -330,6 +332,32 @@ def test_loop_takes_one_frame_of_each_port_in_turn() -> None:
     loop.close()
 
 
+async def test_turns_go_on_when_a_slice_is_over_after_one_frame() -> None:
+    """A long queue at the first port must not keep the others' frames waiting."""
+    order: list[int] = []
+
+    def slow(port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
+        time.sleep(2 * SLICE_S)
+        order.append(port)
+        if len(order) == 8:
+            enough.set()
+        return []
+
+    enough = asyncio.Event()
+    ports = [InProcessPort(n) for n in (1, 2, 3)]
+    for port, count in zip(ports, (20, 2, 1), strict=True):
+        for frame in frames(count):
+            port.receive(frame)
+    loop = loop_of(*ports, process=slow)
+    task = asyncio.create_task(loop.run())
+    await enough.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert loop.counters.slices >= 7, "this program makes each slice one frame long"
+    assert order[:8] == [1, 2, 3, 1, 2, 1, 1, 1]
+    loop.close()
+
+
 def test_loop_counts_frames_to_ports_that_do_not_exist() -> None:
     port = InProcessPort(1)
     loop = loop_of(port, process=lambda p, f, t: [(77, f), (1, f)])
@@ -454,6 +482,8 @@ def hears(port: Port, frame: bytes) -> bool:
 def veth() -> Iterator[tuple[str, str]]:
     if os.geteuid() != 0:
         pytest.skip("needs root (veth, AF_PACKET)")
+    if shutil.which("ip") is None:
+        pytest.skip("needs the ip command (iproute2)")
     suffix = secrets.token_hex(3)
     names = f"kvt{suffix}a", f"kvt{suffix}b"
     made = subprocess.run(

@@ -1,12 +1,14 @@
 """Tables: lookup, and what the control plane may and may not do.
 
 Oracle: a lookup by brute force over the entries, for random tables of every match type; and
-behavioral-model's rules (lowest priority wins, the oldest among equals).
+behavioral-model's rules (lowest priority wins, the oldest among equals). Tables of whole programs
+are tested on both engines, bare ones only on the reference engine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from kvcast.switchsim import bmv2json
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.externs import Rate
+from kvcast.switchsim.llvm_switch import CompiledSwitch
 from kvcast.switchsim.phv import NOW_US, REGISTERS, Layout, Phv
 from kvcast.switchsim.program import Exact, Lpm, MatchValue, Range, Ternary
 from kvcast.switchsim.switch import Switch
@@ -33,6 +36,14 @@ from kvcast.switchsim.tables import (
 )
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
+
+
+@pytest.fixture(params=["reference", "llvm"], autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test runs on both."""
+    if request.param == "llvm":
+        monkeypatch.setattr(sys.modules[__name__], "Switch", CompiledSwitch)
+    return str(request.param)
 
 
 def switch_with(name: str) -> Switch:

@@ -16,6 +16,7 @@ from kvcast.topologies.pool import (
     Pool,
     PoolError,
     PoolOptions,
+    arena_folder,
     find_simple_switch,
     patience_flags,
     remove_leftovers,
@@ -31,11 +32,14 @@ def _dead_pid() -> int:
 
 
 def test_what_a_killed_pool_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    dead, alive = _dead_pid(), os.getpid()
+    here = os.stat("/proc/self/ns/pid").st_ino
+    dead, alive = f"{here}-{_dead_pid()}", f"{here}-{os.getpid()}"
+    elsewhere = f"{here + 1}-{_dead_pid()}"  # another container's: it may well live
     gone = [f"kvcast-run-{dead}-ab_1", f"kvcast-s-{dead}-xyz", f"kvcast-s-{dead}-q-node-1.arena"]
     stays = [
         f"kvcast-run-{alive}-ab_1",
         f"kvcast-s-{alive}-xyz-node-1.arena",
+        f"kvcast-run-{elsewhere}-ab_1",
         f"kvcast-{dead}-mine",
         f"kvcast-s-{dead}",
         "kvcast-notes",
@@ -48,6 +52,14 @@ def test_what_a_killed_pool_left_is_removed_and_nothing_else(tmp_path: Path) -> 
             (tmp_path / name / "file").write_bytes(b"x")
     remove_leftovers(tmp_path, tmp_path / "no such folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stays)
+
+
+def test_arenas_go_where_all_of_them_fit_or_are_refused(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    too_much = status.f_blocks * status.f_frsize + 1
+    assert arena_folder(1 << 20, tmp_path / "none", tmp_path) == tmp_path
+    with pytest.raises(PoolError, match=r"no room .*none cannot be written, .* has \d+ MiB"):
+        arena_folder(too_much, tmp_path / "none", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,255 @@
+"""Hostile clients of a stream: say something, listen to the end, and name what came of it.
+
+Owns: one connection after the other, and from the client's side an outcome for each connection
+and for each answer. Must not know: what the server counts; the bench compares the two.
+
+A client sends its bytes, and listens until the server closes or is silent for `_SILENCE_S`. It
+then closes its own half only, and reads what still comes: so every answer that the server gave is
+counted here too. Where closing could hide what a slow server is about to do, `fence` comes first: a
+well-formed request on a connection of its own, and once that is answered, what was said before it
+has been dealt with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvcast.protocol import framing, local
+from kvcast.protocol.local import LOCAL_PROTOCOL_VERSION
+
+_SILENCE_S = 0.2
+_PATIENCE_S = 60.0
+"""After so long a server that neither answers nor closes hangs; the connection is counted so."""
+
+CLOSED = "closed by the server"
+RESET = "reset by the server"
+SILENT = "silent"
+
+
+class HostileStream(ABC):
+    """One kind of server. `outcomes` counts connections, `answers` what was answered on them."""
+
+    def __init__(self, family: socket.AddressFamily, address: Any) -> None:
+        self._family = family
+        self._address = address
+        self.connections = 0
+        self.outcomes: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
+
+    @abstractmethod
+    def _message(self) -> tuple[bytes, _Listener]:
+        """What the next client says, and who understands what comes back."""
+
+    async def fence(self) -> bool:
+        """Have a well-formed request answered on a connection of its own, where it matters."""
+        return False
+
+    async def one(self) -> int:
+        """One connection; returns how many bytes were sent."""
+        loop = asyncio.get_running_loop()
+        payload, listener = self._message()
+        with socket.socket(self._family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                await asyncio.wait_for(loop.sock_connect(sock, self._address), _PATIENCE_S)
+            except (OSError, TimeoutError) as error:
+                self.outcomes[f"not connected ({type(error).__name__})"] += 1
+                return 0
+            self.connections += 1
+            writing = asyncio.create_task(self._write(sock, payload))
+            try:
+                ending = await self._listen(sock, listener)
+            finally:
+                sent = await writing
+            self.outcomes[listener.outcome(ending)] += 1
+            self.answers.update(listener.answers)
+        return sent
+
+    async def _write(self, sock: socket.socket, payload: bytes) -> int:
+        """How much of it the kernel took before the server closed."""
+        loop = asyncio.get_running_loop()
+        view, sent = memoryview(payload), 0
+        while sent < len(payload):
+            try:
+                sent += sock.send(view[sent:])
+            except BlockingIOError:
+                try:
+                    await asyncio.wait_for(loop.sock_sendall(sock, view[sent:]), _PATIENCE_S)
+                except (OSError, TimeoutError):
+                    return sent
+                return len(payload)
+            except OSError:
+                return sent
+        return sent
+
+    async def _listen(self, sock: socket.socket, listener: _Listener) -> str:
+        """Listen to the end; how it ended, before our own half was closed."""
+        ending = await self._until_silent(sock, listener)
+        if ending == SILENT and not listener.finished and await self.fence():
+            ending = await self._until_silent(sock, listener)
+        if ending != SILENT:
+            return ending
+        try:
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return RESET
+        end = await self._until_silent(sock, listener, _PATIENCE_S)
+        return "hung" if end == SILENT else SILENT
+
+    async def _until_silent(
+        self, sock: socket.socket, listener: _Listener, silence_s: float = _SILENCE_S
+    ) -> str:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = await asyncio.wait_for(loop.sock_recv(sock, 65536), silence_s)
+            except TimeoutError:
+                return SILENT
+            except OSError:
+                return RESET
+            if not data:
+                return CLOSED
+            listener.hear(data)
+            if listener.finished and silence_s == _SILENCE_S:
+                return SILENT
+
+
+class _Listener(ABC):
+    """Understands what comes back on one connection."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[str] = Counter()
+        self.finished = False
+        """Nothing more needs to be waited for."""
+
+    @abstractmethod
+    def hear(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def outcome(self, ending: str) -> str: ...
+
+
+# --- an agent's Unix socket -------------------------------------------------------------------
+
+
+TO_THE_END = "answered to the end"
+REJECTED = "rejected"
+CUT_OFF = "cut off"
+IGNORED = "waited for more"
+
+
+class LocalHostiles(HostileStream):
+    """Clients of an agent's Unix socket."""
+
+    def __init__(self, path: str, make: Callable[[int], bytes]) -> None:
+        """`make(number)` gives one connection's bytes, the last of them GetStats of `number`."""
+        super().__init__(socket.AF_UNIX, path)
+        self._make = make
+        self._number = 1 << 40  # no hostile request has so large a number
+        self.fences = 0
+
+    def _message(self) -> tuple[bytes, _Listener]:
+        self._number += 1
+        return self._make(self._number), _LocalListener(self._number)
+
+    async def fence(self) -> bool:
+        codec: framing.MessageCodec[Any] = framing.MessageCodec(
+            local.ServerMessage, max_message_bytes=local.MAX_LOCAL_MESSAGE_BYTES
+        )
+        self.fences += 1
+        reader, writer = await asyncio.open_unix_connection(self._address)
+        try:
+            for message in (local.Hello(LOCAL_PROTOCOL_VERSION, "fence"), local.GetStats(1)):
+                writer.write(codec.encode(message))
+                answered = False
+                while not answered:
+                    data = await asyncio.wait_for(reader.read(65536), _PATIENCE_S)
+                    if not data:
+                        raise ConnectionResetError("a well-formed client was cut off")
+                    answered = any(True for _ in codec.feed(data))
+        finally:
+            writer.close()
+            await writer.wait_closed()
+        return True
+
+
+class _LocalListener(_Listener):
+    def __init__(self, last_request: int) -> None:
+        super().__init__()
+        self._last = last_request
+        self._codec: framing.MessageCodec[Any] = framing.MessageCodec(
+            local.ServerMessage, max_message_bytes=local.MAX_LOCAL_MESSAGE_BYTES
+        )
+        self._rejected = False
+
+    def hear(self, data: bytes) -> None:
+        for message in self._codec.feed(data):
+            if isinstance(message, local.Rejected):
+                self._rejected = True
+            elif not isinstance(message, local.Welcome):
+                status = message.status if isinstance(message, local.Failed) else "done"
+                self.answers[f"{type(message).__name__} {status}"] += 1
+                self.finished = self.finished or message.request == self._last
+
+    def outcome(self, ending: str) -> str:
+        if ending == "hung":
+            return ending
+        if self._rejected:
+            return REJECTED
+        if self.finished:
+            return TO_THE_END
+        return IGNORED if ending == SILENT else CUT_OFF
+
+
+# --- the HTTP API -----------------------------------------------------------------------------
+
+
+UNANSWERED = "closed unanswered"
+
+
+class HttpHostiles(HostileStream):
+    """Clients of the HTTP API."""
+
+    def __init__(self, address: tuple[str, int], make: Callable[[], bytes]) -> None:
+        super().__init__(socket.AF_INET, address)
+        self._make = make
+
+    def _message(self) -> tuple[bytes, _Listener]:
+        return self._make(), _HttpListener()
+
+
+class _HttpListener(_Listener):
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffer = b""
+
+    def hear(self, data: bytes) -> None:
+        self._buffer += data
+        while True:
+            head, found, rest = self._buffer.partition(b"\r\n\r\n")
+            if not found:
+                return
+            first, *lines = head.split(b"\r\n")
+            words = first.split(b" ", 2)
+            if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+                self.answers["no HTTP"] += 1
+                self._buffer = b""
+                return
+            headers = dict(line.lower().split(b": ", 1) for line in lines)
+            length = int(headers.get(b"content-length", b"0"))
+            if len(rest) < length:
+                return
+            self.answers[words[1].decode()] += 1
+            self._buffer = rest[length:]
+
+    def outcome(self, ending: str) -> str:
+        if ending == "hung":
+            return ending
+        if self.answers:
+            return "answered"
+        return IGNORED if ending == SILENT else UNANSWERED

@@ -1,0 +1,744 @@
+"""The question: how many frames a second does the switch move, and how near is that to the limit?
+
+    python -m kvcast.bench.switch --json FILE
+
+Owns: the scenarios, who is compared with whom, the report. Must not know: how any of them works.
+The programs and their traffic are in `switch_programs`, compiled senders in `traffic`, the driver
+in memory in `memory`.
+
+- In memory, on one core: kvcast's program (forwarding, DATA of 1 KiB that eight readers wait for,
+  READs that join, READs served from the switch) and a router, as processor time per frame of the
+  compiled engine; and of the reference engine, for scale.
+- Through UDP tunnels: the whole switch process; frames come one by one, and joined by the
+  sender's kernel (UDP_SEGMENT), as agents send them. The far end counts bytes.
+- veth to veth (root): the whole switch process, by AF_PACKET and by AF_XDP, beside a bare
+  forwarder by recvmmsg and sendmmsg, and beside simple_switch_grpc where that is found (PATH or
+  KVCAST_SIMPLE_SWITCH_GRPC). All of them stand ready in one network namespace, each on links of
+  its own, and are measured in turns.
+
+The sender is the same for all, compiled, on a processor of its own where there are two; it offers
+more than any of them can forward. What counts is what the far interface received, read while the
+sender runs; no socket listens there. The bare forwarder and the switch are held to one processor;
+BMv2, which has a thread for each stage, may use all, and is also offered less than the maximum,
+since it forwards less when it is flooded: its best counts. Before anything is measured, frames go
+through one by one and must come out as the reference engine says.
+
+Rates are frames out a second. Of repeated measurements the median is given, and beside it the
+least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple
+
+import finsy as fy
+import grpc
+from kvcast.bench import facts, traffic
+from kvcast.bench import switch_programs as programs
+from kvcast.bench.memory import Driver
+from kvcast.bench.switch_programs import Arrival, Setup
+from kvcast.switchsim.llvm_switch import CompiledSwitch
+from kvcast.switchsim.switch import Switch
+
+NOW_US = 10_000_000
+REPEATS = 5
+MEMORY_SECONDS = 0.2
+WINDOW_S = 0.3
+"""How long received frames are counted in one measurement."""
+
+_WARM_UP_S = 0.15
+_SETTLE_S = 0.05
+_STORM_S = 1.5
+_STORM_BATCH = 1000
+_CHECKED_FRAMES = 32
+JOINED = 56
+"""Frames that a host's kernel hands over in one piece (UDP_SEGMENT), as kvcast's agents do."""
+_START_TIMEOUT_S = 30.0
+_BMV2_OFFERS = (60_000.0, 100_000.0, 0.0)
+"""Frames a second offered to BMv2; 0 = as many as go."""
+
+_CLONE_NEWNET: Final = 0x40000000
+_IGNORE_OUTGOING: Final = 23
+
+
+class BenchError(Exception):
+    """Something that is measured does not work; the message says what."""
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest, to a whole frame."""
+    return {
+        "median": round(statistics.median(values)),
+        "min": round(min(values)),
+        "max": round(max(values)),
+    }
+
+
+# --- in memory ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Frames in turn, after some that prepare the switch for them."""
+
+    name: str
+    setup: Setup
+    inputs: list[Arrival]
+    prepare: list[Arrival]
+    counts_in: bool = False
+    """Whether frames in are what counts; else, frames out."""
+
+
+def scenarios() -> list[Scenario]:
+    """What is asked of the programs in memory; all frames about 1 KiB but for the READs."""
+    kvcast, key, resident = programs.kvcast(), programs.KEY, programs.RESIDENT_KEY
+    readers = programs.READERS
+    reads = programs.reads(key, readers)
+    filled = programs.reads(resident, readers[:1]) + programs.data(resident, range(64), last=True)
+    return [
+        Scenario("forward", kvcast, programs.ordinary(), []),
+        Scenario("forward_64_bytes", kvcast, programs.ordinary(size=64), []),
+        Scenario("data_1k", kvcast, programs.data(key, range(63), last=False), reads),
+        Scenario("read_join", kvcast, reads + programs.misses(key), [], counts_in=True),
+        Scenario("resident", kvcast, programs.reads(resident, readers), filled),
+        Scenario("l3_forward", programs.router(), programs.routed(), []),
+    ]
+
+
+def measure_memory(seconds: float, repeats: int) -> dict[str, Any]:
+    """Every scenario on the compiled engine, and once on the reference engine."""
+    report: dict[str, Any] = {}
+    for scenario in scenarios():
+        reference, compiled = Switch(), CompiledSwitch()
+        for switch in (reference, compiled):
+            programs.load(switch, scenario.setup)
+            for port, frame in scenario.prepare:
+                switch.process(port, frame, NOW_US)
+        expected = [reference.process(*arrival, NOW_US) for arrival in scenario.inputs]
+        if expected != [compiled.process(*arrival, NOW_US) for arrival in scenario.inputs]:
+            raise BenchError(f"{scenario.name}: the engines disagree")
+        driver = Driver(compiled.native_entry, scenario.inputs, NOW_US)
+        if driver.once() != sum(map(len, expected)):
+            raise BenchError(f"{scenario.name}: the compiled loop puts out something else")
+        rates = [driver.rate(seconds) for _ in range(repeats)]
+        picked = [r.frames_in_per_s if scenario.counts_in else r.frames_out_per_s for r in rates]
+        report[f"{scenario.name}_in_memory_pps"] = round(statistics.median(picked))
+        report[f"{scenario.name}_in_memory"] = {
+            **spread(picked),
+            "unit": f"frames {'in' if scenario.counts_in else 'out'} a second, one core",
+            "frames_in": len(scenario.inputs),
+            "frames_out": sum(map(len, expected)),
+        }
+        rate = _reference_rate(reference, scenario, seconds)
+        report[f"{scenario.name}_reference_pps"] = round(rate)
+    return report
+
+
+def _reference_rate(switch: Switch, scenario: Scenario, seconds: float) -> float:
+    count, start_s = 0, time.thread_time()
+    while time.thread_time() - start_s < seconds:
+        for port, frame in scenario.inputs:
+            sent = switch.process(port, frame, NOW_US)
+            count += 1 if scenario.counts_in else len(sent)
+            if time.thread_time() - start_s >= seconds:
+                break
+    return count / (time.thread_time() - start_s)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Processors:
+    """Who runs where."""
+
+    sender: set[int]
+    switch: set[int]
+    all: set[int]
+
+    @staticmethod
+    def of_this_machine() -> Processors:
+        everything = os.sched_getaffinity(0)
+        first, last = min(everything), max(everything)
+        return Processors({first}, {last}, everything)
+
+
+class Started:
+    """A process that is being measured, or that sends."""
+
+    def __init__(self, command: Sequence[str], where: set[int], log: IO[str], **more: Any) -> None:
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1, **more
+        )
+        os.sched_setaffinity(self.process.pid, where)
+
+    def ready(self) -> dict[str, Any]:
+        """Wait for the line that says it is; BenchError where the process ends instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise BenchError(f"{self.process.args!r} ended with {self.process.wait()}")
+        made = json.loads(line)
+        assert isinstance(made, dict)
+        return made
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def processor_time_s(self) -> float:
+        """What all threads of the process have used so far."""
+        used = 0
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                used += int(task.read_text().split()[0])
+        return used / 1e9
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], where: set[int], log: IO[str], **more: Any
+) -> Iterator[Started]:
+    made = Started(command, where, log, **more)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def switch_command(ports: Sequence[str], *more: str) -> list[str]:
+    flags = [flag for port in ports for flag in ("--port", port)]
+    module = [sys.executable, "-m", "kvcast.switchsim.daemon"]
+    return [*module, "--engine", "llvm", "--grpc-addr", "127.0.0.1:0", *flags, *more]
+
+
+async def program_switch(address: str, setup: Setup) -> None:
+    """Push the program and write the entries, as a controller would."""
+    ready = asyncio.Event()
+
+    async def is_ready(_: fy.Switch) -> None:
+        ready.set()
+
+    options = fy.SwitchOptions(p4info=setup.p4info, p4blob=setup.program, ready_handler=is_ready)
+    async with fy.Switch("bench", address, options) as client:
+        await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
+        await programs.write(client, setup)
+
+
+class Run(NamedTuple):
+    """One measurement."""
+
+    pps: float
+    """Frames that arrived, a second."""
+    processor_s: float
+    """Processor time of the measured process, a frame, its system calls included."""
+    offered_pps: float
+    """Frames that the sender got rid of, a second: no more than these can arrive."""
+
+    @staticmethod
+    def summary(runs: Sequence[Run]) -> dict[str, Any]:
+        """Of repeated measurements."""
+        return {
+            **spread([run.pps for run in runs]),
+            "unit": f"frames of {programs.FRAME_BYTES} bytes out a second",
+            "offered_pps": round(statistics.median(run.offered_pps for run in runs)),
+            "processor_ns_a_frame": round(statistics.median(r.processor_s for r in runs) * 1e9),
+        }
+
+
+def offered(
+    sink: socket.socket,
+    frames: Sequence[bytes],
+    count: Callable[[], int],
+    processors: Processors,
+    watched: Started,
+    pps: float = 0.0,
+    joined: int = 1,
+) -> Run:
+    """Send into `sink`, and count meanwhile what arrives."""
+    with traffic.Sender(sink, frames, pps, processors.sender, joined) as sender:
+        time.sleep(_WARM_UP_S)
+        busy_s, sent = watched.processor_time_s(), sender.sent
+        before, start_s = count(), time.monotonic()
+        time.sleep(WINDOW_S)
+        after, end_s = count(), time.monotonic()
+        busy_s, sent = watched.processor_time_s() - busy_s, sender.sent - sent
+    # What is still queued must not be counted with the next.
+    time.sleep(_SETTLE_S)
+    took_s, arrived = end_s - start_s, after - before
+    return Run(arrived / took_s, busy_s / max(1, arrived), sent * joined / took_s)
+
+
+# --- UDP tunnels ----------------------------------------------------------------------------------
+
+
+def free_udp_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(count)]
+        for endpoint in made:
+            endpoint.bind(("127.0.0.1", 0))
+        return [int(endpoint.getsockname()[1]) for endpoint in made]
+
+
+def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
+    """Frames from tunnel to tunnel through the switch process, on the loopback."""
+    processors = Processors.of_this_machine()
+    ours, theirs, sink_port = free_udp_ports(2), free_udp_ports(1)[0], 0
+    setup = programs.kvcast()
+    frames = [frame for _, frame in programs.ordinary(4 * JOINED)]
+    measured: dict[str, list[Run]] = {}
+    with socket.socket(type=socket.SOCK_DGRAM) as sink:
+        sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
+        sink.bind(("127.0.0.1", 0))
+        sink_port = sink.getsockname()[1]
+        ports = [
+            f"1=udp:127.0.0.1:{ours[0]}:127.0.0.1:{theirs}",
+            f"2=udp:127.0.0.1:{ours[1]}:127.0.0.1:{sink_port}",
+        ]
+        with started(switch_command(ports), processors.switch, log) as switch:
+            address = switch.ready()["grpc"]
+            asyncio.run(program_switch(address, setup))
+            with socket.socket(type=socket.SOCK_DGRAM) as source:
+                source.bind(("127.0.0.1", theirs))
+                source.connect(("127.0.0.1", ours[0]))
+                sink.settimeout(5)
+                for frame in frames[:_CHECKED_FRAMES]:
+                    source.send(frame)
+                    if sink.recv(20_000) != frame:
+                        raise BenchError("udp: a frame came out changed")
+                with traffic.Counter(sink, processors.sender) as counter:
+
+                    def arrived() -> int:
+                        return counter.received // programs.FRAME_BYTES
+
+                    for name, joined in (("udp_tunnel", 1), ("udp_tunnel_joined", JOINED)):
+                        measured[name] = [
+                            offered(source, frames, arrived, processors, switch, joined=joined)
+                            for _ in range(repeats)
+                        ]
+                    half = statistics.median(r.pps for r in measured["udp_tunnel"]) / 2
+                    source.setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
+                    writes = _writes_under_load(address, source, frames, half, counter, processors)
+    report: dict[str, Any] = {"table_writes": writes}
+    for name, runs in measured.items():
+        report[f"{name}_pps"] = round(statistics.median(run.pps for run in runs))
+        report[name] = Run.summary(runs)
+    return report
+
+
+def _writes_under_load(
+    address: str,
+    source: socket.socket,
+    frames: Sequence[bytes],
+    pps: float,
+    counter: traffic.Counter,
+    processors: Processors,
+) -> dict[str, Any]:
+    """Frames at half of what the switch can forward, first alone, then while a controller inserts
+    and deletes entries as fast as the switch takes them: what is lost, and how many it takes."""
+    report: dict[str, Any] = {"offered_pps": round(pps), "unit": "updates a second"}
+    time.sleep(0.5)  # what the measurements before have left behind
+    for name in ("without", "with"):
+        before = counter.received
+        with traffic.Sender(source, frames, pps, processors.sender) as sender:
+            if name == "with":
+                report["updates_per_s"] = round(asyncio.run(_write_storm(address)))
+            else:
+                time.sleep(_STORM_S)
+        time.sleep(0.3)
+        arrived = (counter.received - before) // programs.FRAME_BYTES
+        report[f"sent_{name}_writes"] = sender.sent
+        report[f"lost_{name}_writes"] = sender.sent - arrived
+    return report
+
+
+async def _write_storm(address: str) -> float:
+    """Insert and delete entries of l2_forward in batches for a while; updates a second."""
+    ready = asyncio.Event()
+
+    async def is_ready(_: fy.Switch) -> None:
+        ready.set()
+
+    setup = programs.kvcast()
+    options = fy.SwitchOptions(p4info=setup.p4info, ready_handler=is_ready)
+    async with fy.Switch("bench", address, options) as client:
+        await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
+        # Written out beforehand: it is not the client's speed that is asked for.
+        requests = [
+            programs.write_request(client, kind, _STORM_BATCH).SerializeToString()
+            for kind in ("insert", "delete")
+        ]
+        async with grpc.aio.insecure_channel(address) as channel:
+            write: Any = channel.unary_unary("/p4.v1.P4Runtime/Write")
+            updates, start_s = 0, time.monotonic()
+            while time.monotonic() - start_s < _STORM_S:
+                for request in requests:
+                    await write(request)
+                    updates += _STORM_BATCH
+            return updates / (time.monotonic() - start_s)
+
+
+# --- veth -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Candidate:
+    """Somebody between two links of his own: frames go into g1 and come out of g2."""
+
+    name: str
+    process: Started
+    source: str
+    sink: str
+    inputs: list[Arrival]
+    setup: Setup | None
+    offers: Sequence[float] = (0.0,)
+
+    def expected(self) -> list[bytes]:
+        """What the checked frames must become."""
+        frames = self.inputs[:_CHECKED_FRAMES]
+        if self.setup is None:
+            return [frame for _, frame in frames]
+        reference = Switch()
+        programs.load(reference, self.setup)
+        return [out for port, f in frames for _, out in reference.process(port, f, NOW_US)]
+
+
+def received(interface: str) -> int:
+    """Frames that an interface has received, in this process's namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counts = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counts.split()[1])
+    raise BenchError(f"there is no interface {interface}")
+
+
+def _ip(*arguments: str) -> None:
+    ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        raise BenchError(f"ip {' '.join(arguments)}: {ran.stderr.strip()}")
+
+
+def _link(name: str) -> None:
+    """A pair gNAME - sNAME, both up, without offloads and without IPv6's own frames."""
+    _ip("link", "add", f"g{name}", "type", "veth", "peer", "name", f"s{name}")
+    for interface in (f"g{name}", f"s{name}"):
+        _ip("link", "set", interface, "up")
+
+
+def _exchange(candidate: Candidate) -> None:
+    """Frames one by one: each must come out as expected."""
+    with contextlib.ExitStack() as stack:
+        source, sink = (
+            stack.enter_context(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
+            for _ in range(2)
+        )
+        source.bind((candidate.source, 0))
+        sink.setsockopt(263, _IGNORE_OUTGOING, 1)
+        sink.bind((candidate.sink, 3))  # ETH_P_ALL
+        sink.settimeout(5)
+        for (_, frame), wanted in zip(candidate.inputs, candidate.expected(), strict=False):
+            source.send(frame)
+            try:
+                got = sink.recv(20_000)
+            except TimeoutError:
+                raise BenchError(f"{candidate.name}: a frame did not come out") from None
+            if got != wanted:
+                raise BenchError(f"{candidate.name}: a frame came out wrong")
+
+
+class Field:
+    """The candidates, standing ready in this process's own network namespace."""
+
+    def __init__(self, stack: contextlib.ExitStack, log: IO[str], folder: Path) -> None:
+        self._stack = stack
+        self._log = log
+        self._folder = folder
+        self.processors = Processors.of_this_machine()
+        self.candidates: list[Candidate] = []
+
+    def _links(self, name: str) -> tuple[str, str]:
+        for end in ("1", "2"):
+            _link(name + end)
+        return f"s{name}1", f"s{name}2"
+
+    def _enter(
+        self,
+        name: str,
+        command: Sequence[str],
+        links: tuple[str, str],
+        inputs: list[Arrival],
+        setup: Setup | None,
+        *,
+        everywhere: bool = False,
+        offers: Sequence[float] = (0.0,),
+    ) -> Candidate:
+        where = self.processors.all if everywhere else self.processors.switch
+        made = self._stack.enter_context(started(command, where, self._log))
+        source, sink = (f"g{link[1:]}" for link in links)
+        candidate = Candidate(name, made, source, sink, inputs, setup, offers)
+        self.candidates.append(candidate)
+        return candidate
+
+    def bare(self) -> None:
+        links = self._links("a")
+        command = [sys.executable, "-m", "kvcast.bench.traffic", *links]
+        self._enter("bare", command, links, programs.ordinary(), None).process.ready()
+
+    def switchsim(
+        self, setup: Setup, inputs: list[Arrival], letter: str, *, kind: str = "if"
+    ) -> None:
+        links = self._links(letter)
+        ports = [f"{number}={kind}:{link}" for number, link in enumerate(links, start=1)]
+        name = setup.name if kind == "if" else f"{setup.name}_{kind}"
+        candidate = self._enter(name, switch_command(ports), links, inputs, setup)
+        asyncio.run(program_switch(candidate.process.ready()["grpc"], setup))
+
+    def bmv2(self, program: str, setup: Setup, inputs: list[Arrival], letter: str) -> None:
+        links = self._links(letter)
+        ports = [f for n, link in enumerate(links, start=1) for f in ("-i", f"{n}@{link}")]
+        address = f"unix:{self._folder / f'bmv2-{letter}'}"
+        # Each instance opens a Thrift server and a notification socket as well.
+        aside = ["--thrift-port", str(9090 + len(self.candidates))]
+        aside += ["--notifications-addr", f"ipc://{self._folder / f'notes-{letter}'}"]
+        command = [
+            *(program, "--no-p4", "--device-id", "1", *ports, *aside),
+            *("--", "--grpc-server-addr", address, "--cpu-port", "255"),
+        ]
+        candidate = self._enter(
+            f"bmv2_{setup.name}",
+            command,
+            links,
+            inputs,
+            setup,
+            everywhere=True,
+            offers=_BMV2_OFFERS,
+        )
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not (self._folder / f"bmv2-{letter}").exists():
+            if candidate.process.process.poll() is not None or time.monotonic() > deadline_s:
+                raise BenchError(f"{program} does not start")
+            time.sleep(0.05)
+        asyncio.run(program_switch(address, setup))
+
+    def measure(self, repeats: int) -> dict[str, list[Run]]:
+        """All candidates in turns; of several offers, each candidate's best."""
+        for candidate in self.candidates:
+            _exchange(candidate)
+        found: dict[str, list[Run]] = {c.name: [] for c in self.candidates}
+        for _ in range(repeats):
+            for candidate in self.candidates:
+                found[candidate.name].append(max(self._runs(candidate)))
+        return found
+
+    def _runs(self, candidate: Candidate) -> Iterator[Run]:
+        frames = [frame for _, frame in candidate.inputs]
+        with traffic.interface_socket(candidate.source, receive=False) as sink:
+            for pps in candidate.offers:
+                yield offered(
+                    sink,
+                    frames,
+                    lambda: received(candidate.sink),
+                    self.processors,
+                    candidate.process,
+                    pps,
+                )
+
+
+def measure_veth(repeats: int, log: IO[str]) -> dict[str, Any]:
+    """The comparison on veth; this process must be in a network namespace of its own."""
+    _ip("link", "set", "lo", "up")
+    for which in ("all", "default"):
+        Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
+    bmv2 = find_bmv2()
+    kvcast, router = programs.kvcast(), programs.router()
+    with tempfile.TemporaryDirectory(prefix="kvcast-bench-") as folder, contextlib.ExitStack() as s:
+        field = Field(s, log, Path(folder))
+        field.bare()
+        field.switchsim(kvcast, programs.ordinary(), "b")
+        field.switchsim(router, programs.routed(), "c")
+        refused = ""
+        try:
+            field.switchsim(kvcast, programs.ordinary(), "x", kind="xdp")
+        except BenchError as error:
+            field.candidates.pop()
+            refused = f"the kernel gives no AF_XDP port: {error}"
+        if bmv2 is not None:
+            field.bmv2(bmv2, programs.kvcast("bmv2"), programs.ordinary(), "d")
+            field.bmv2(bmv2, router, programs.routed(), "e")
+        found = field.measure(repeats)
+    report = _veth_report(found)
+    if refused:
+        report["veth_xdp_refused"] = refused
+    return report
+
+
+def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
+    rates = {name: [run.pps for run in runs] for name, runs in found.items()}
+    median = {name: statistics.median(values) for name, values in rates.items()}
+
+    def over(name: str, other: str) -> float | None:
+        """The median of the ratios of neighbouring measurements."""
+        if other not in rates:
+            return None
+        pairs = zip(rates[name], rates[other], strict=True)
+        return round(statistics.median(a / b if b else 0.0 for a, b in pairs), 3)
+
+    report: dict[str, Any] = {
+        "veth_pps": round(median["kvcast"]),
+        "veth_over_bare_forwarder": over("kvcast", "bare"),
+        "veth_over_bmv2": over("kvcast", "bmv2_kvcast"),
+        "veth_l3_pps": round(median["l3"]),
+        "veth_l3_over_bare_forwarder": over("l3", "bare"),
+        "veth_l3_over_bmv2": over("l3", "bmv2_l3"),
+        "veth_bare_forwarder_pps": round(median["bare"]),
+    }
+    if "kvcast_xdp" in median:
+        report["veth_xdp_pps"] = round(median["kvcast_xdp"])
+        report["veth_xdp_over_bare_forwarder"] = over("kvcast_xdp", "bare")
+    for name in ("bmv2_kvcast", "bmv2_l3"):
+        if name in median:
+            report[f"veth_{name}_pps"] = round(median[name])
+    report["veth"] = {name: Run.summary(runs) for name, runs in found.items()}
+    # Where one processor both sends and takes over what the kernel does on delivery, the sender
+    # may be the limit; the processor time that a frame costs the forwarder itself is not.
+    costs = {name: one["processor_ns_a_frame"] for name, one in report["veth"].items()}
+    report["veth_processor_time_bare_over_kvcast"] = facts.ratio(costs["bare"], costs["kvcast"])
+    return report
+
+
+def find_bmv2() -> str | None:
+    """simple_switch_grpc: KVCAST_SIMPLE_SWITCH_GRPC, else the PATH's."""
+    return shutil.which(os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC") or "simple_switch_grpc")
+
+
+def _veth_in_a_namespace(repeats: int) -> dict[str, Any]:
+    """Run the veth part in a child with a network namespace that ends with it."""
+    command = [sys.executable, "-m", "kvcast.bench.switch", "--inside", "--repeats", str(repeats)]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if ran.returncode != 0:
+        raise BenchError(f"the veth part failed with {ran.returncode}")
+    report = json.loads(ran.stdout)
+    assert isinstance(report, dict)
+    return report
+
+
+def _enter_namespace() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        raise BenchError(f"no network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def run(
+    *, repeats: int = REPEATS, memory_seconds: float = MEMORY_SECONDS, quiet: bool = True
+) -> dict[str, Any]:
+    """All parts; what cannot be measured here is named under "skipped", with the reason."""
+    start_s = time.monotonic()
+    skipped: dict[str, str] = {}
+    report: dict[str, Any] = {
+        "bench": "switch",
+        "provenance": facts.provenance(),
+        "load_before": os.getloadavg(),
+        "engine": "llvm",
+    }
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    with open(os.devnull, "w") as log:
+        say("in memory ...")
+        report.update(measure_memory(memory_seconds, repeats))
+        say("UDP tunnels ...")
+        report.update(measure_tunnels(repeats, log))
+    if os.geteuid() != 0:
+        skipped["veth"] = "needs root (network namespaces, AF_PACKET)"
+    else:
+        say("veth ...")
+        report.update(_veth_in_a_namespace(repeats))
+        if find_bmv2() is None:
+            skipped["bmv2"] = "no simple_switch_grpc (PATH or KVCAST_SIMPLE_SWITCH_GRPC)"
+    report["skipped"] = skipped
+    report["load_after"] = os.getloadavg()
+    report["seconds"] = round(time.monotonic() - start_s, 1)
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """The rates as text, one a line."""
+    lines = []
+    for name, value in report.items():
+        if name.endswith("_pps"):
+            lines.append(f"{name:36}{value:>14,} frames/s")
+        elif "_over_" in name and value is not None:
+            lines.append(f"{name:36}{value:>14.2f} x")
+    if "table_writes" in report:
+        writes = report["table_writes"]
+        lines.append(
+            f"table writes while forwarding {writes['offered_pps']:,} frames/s: "
+            f"{writes['updates_per_s']:,} updates/s; of {writes['sent_with_writes']:,} frames lost "
+            f"{writes['lost_with_writes']:,} (without writes {writes['lost_without_writes']:,})"
+        )
+    lines += [f"skipped: {name}: {why}" for name, why in report["skipped"].items()]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.switch",
+        description="Frames a second: in memory, through UDP tunnels, veth to veth.",
+    )
+    parser.add_argument("--json", metavar="FILE", help='where the report goes; "-" = output')
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="measurements of each")
+    parser.add_argument(
+        "--memory-seconds", type=float, default=MEMORY_SECONDS, help="length of each in memory"
+    )
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.repeats < 1:
+        parser.error("measure at least once")
+    try:
+        if arguments.inside:
+            _enter_namespace()
+            print(json.dumps(measure_veth(arguments.repeats, sys.stderr)))
+            return 0
+        report = run(
+            repeats=arguments.repeats, memory_seconds=arguments.memory_seconds, quiet=False
+        )
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        facts.write_json(arguments.json, report)
+    if arguments.json != "-":
+        print(table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,504 @@
+"""Writes LLVM IR as text: values, blocks, functions, modules.
+
+Owns the spelling of LLVM instructions and folds constants on the way. Must not know P4. Values are
+typed (`iN`, `ptr`, `double`); an integer constant keeps its number, so that a caller can ask for
+it. LLVM's language reference is the specification. Loads and stores claim no alignment unless told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+_COMPARE: dict[str, Callable[[int, int, int], bool]] = {
+    "eq": lambda a, b, s: a == b,
+    "ne": lambda a, b, s: a != b,
+    "ult": lambda a, b, s: a < b,
+    "ule": lambda a, b, s: a <= b,
+    "ugt": lambda a, b, s: a > b,
+    "uge": lambda a, b, s: a >= b,
+    "slt": lambda a, b, s: _signed(a, s) < _signed(b, s),
+    "sle": lambda a, b, s: _signed(a, s) <= _signed(b, s),
+    "sgt": lambda a, b, s: _signed(a, s) > _signed(b, s),
+    "sge": lambda a, b, s: _signed(a, s) >= _signed(b, s),
+}
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) & 1 else value
+
+
+class Value:
+    """An SSA value or a constant; `bits` is 0 for what is not an integer."""
+
+    __slots__ = ("bits", "const", "text", "type")
+
+    def __init__(self, type_: str, text: str, bits: int = 0, const: int | None = None) -> None:
+        self.type = type_
+        self.text = text
+        self.bits = bits
+        self.const = const
+        """The number, 0 .. 2**bits - 1, of an integer constant."""
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.text}"
+
+
+def integer(bits: int, value: int) -> Value:
+    value &= (1 << bits) - 1
+    return Value(f"i{bits}", str(value), bits, value)
+
+
+NULL = Value("ptr", "null")
+TRUE = Value("i1", "true", 1, 1)
+FALSE = Value("i1", "false", 1, 0)
+
+
+class Block:
+    __slots__ = ("label", "lines", "terminated")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.lines: list[str] = []
+        self.terminated = False
+
+
+class Module:
+    def __init__(self) -> None:
+        self._constants: dict[tuple[bytes, int], Value] = {}
+        self._globals: list[str] = []
+        self._declared: dict[str, str] = {}
+        self.functions: list[Function] = []
+
+    def declare(self, name: str, signature: str) -> None:
+        """`signature` holds a `{}` where the name goes."""
+        self._declared[name] = signature.format(f"@{name}")
+
+    def constant(self, data: bytes, align: int = 8) -> Value:
+        """A pointer to read-only bytes."""
+        known = self._constants.get((data, align))
+        if known is None:
+            known = Value("ptr", f"@c{len(self._constants)}")
+            self._constants[data, align] = known
+            text = "".join(f"\\{b:02X}" for b in data)
+            self._globals.append(
+                f"{known.text} = private unnamed_addr constant [{len(data)} x i8] "
+                f'c"{text}", align {align}'
+            )
+        return known
+
+    def words(self, values: Sequence[int], bits: int) -> Value:
+        """A pointer to a read-only array of integers of `bits` bits."""
+        size = bits // 8
+        return self.constant(b"".join(v.to_bytes(size, "little") for v in values), 16)
+
+    def function(
+        self,
+        name: str,
+        result: str,
+        parameters: Sequence[tuple[str, str]],
+        *,
+        exported: bool = False,
+    ) -> Function:
+        """Parameters are (type with attributes, name)."""
+        function = Function(self, name, result, parameters, exported)
+        self.functions.append(function)
+        return function
+
+    def text(self, triple: str, layout: str) -> str:
+        parts = [f'target datalayout = "{layout}"', f'target triple = "{triple}"']
+        parts += self._globals
+        parts += [f"declare {s}" for s in self._declared.values()]
+        parts += [f.text() for f in self.functions]
+        return "\n".join(parts) + "\n"
+
+
+class Function:
+    """One function and the place in it where instructions are put."""
+
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        result: str,
+        parameters: Sequence[tuple[str, str]],
+        exported: bool,
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.result = result
+        self.exported = exported
+        self._parameters = parameters
+        self._count = 0
+        self.arguments = [Value(t.split()[0], f"%{n}", _bits(t.split()[0])) for t, n in parameters]
+        self.blocks: list[Block] = []
+        self._allocas: list[str] = []
+        self.block = self.new_block("entry")
+        self.blocks.append(self.block)
+
+    def text(self) -> str:
+        linkage = "" if self.exported else "internal "
+        parameters = ", ".join(f"{t} %{n}" for t, n in self._parameters)
+        lines = [f"define {linkage}{self.result} @{self.name}({parameters}) nounwind {{"]
+        for number, block in enumerate(self.blocks):
+            lines.append(f"{block.label}:")
+            if number == 0:
+                lines += self._allocas
+            lines += block.lines
+            if not block.terminated:
+                raise AssertionError(f"{self.name}: block {block.label} does not end")
+        lines.append("}")
+        return "\n".join(lines)
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def new_block(self, hint: str = "b") -> Block:
+        self._count += 1
+        return Block(f"{hint}.{self._count}")
+
+    def start(self, block: Block) -> None:
+        """Go on in this block, which must not have been started before."""
+        self.blocks.append(block)
+        self.block = block
+
+    def _end(self, line: str) -> None:
+        if self.block.terminated:
+            raise AssertionError(f"{self.name}: {self.block.label} ends twice")
+        self.block.lines.append(f"  {line}")
+        self.block.terminated = True
+
+    def branch(self, target: Block) -> None:
+        self._end(f"br label %{target.label}")
+
+    def branch_if(
+        self, condition: Value, then: Block, otherwise: Block, likely: bool | None = None
+    ) -> None:
+        if condition.const is not None:
+            self.branch(then if condition.const else otherwise)
+            return
+        del likely
+        self._end(f"br {condition}, label %{then.label}, label %{otherwise.label}")
+
+    def switch(self, value: Value, default: Block, cases: Sequence[tuple[int, Block]]) -> None:
+        if value.const is not None:
+            self.branch(dict(cases).get(value.const, default))
+            return
+        text = " ".join(f"{value.type} {n}, label %{b.label}" for n, b in cases)
+        self._end(f"switch {value}, label %{default.label} [ {text} ]")
+
+    def ret(self, value: Value | None = None) -> None:
+        self._end("ret void" if value is None else f"ret {value}")
+
+    def unreachable(self) -> None:
+        self._end("unreachable")
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        """What stands in the `with` runs if the condition holds."""
+        then, after = self.new_block("then"), self.new_block("after")
+        self.branch_if(condition, then, after)
+        self.start(then)
+        yield
+        if not self.block.terminated:
+            self.branch(after)
+        self.start(after)
+
+    @contextmanager
+    def times(self, count: Value) -> Iterator[Value]:
+        """A loop; gives the index, 0 .. count - 1 (64 bits)."""
+        variable = self.variable(64)
+        head, body, after = self.new_block("head"), self.new_block("body"), self.new_block("done")
+        self.store(integer(64, 0), variable, 8)
+        self.branch(head)
+        self.start(head)
+        index = self.load(64, variable, 8)
+        self.branch_if(self.compare("ult", index, count), body, after)
+        self.start(body)
+        yield index
+        if not self.block.terminated:
+            self.store(self.add(index, integer(64, 1)), variable, 8)
+            self.branch(head)
+        self.start(after)
+
+    def phi(self, type_of: Value, incoming: Sequence[tuple[Value, Block]]) -> Value:
+        if len(incoming) == 1:
+            return incoming[0][0]
+        arms = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in incoming)
+        return self._emit(type_of.type, type_of.bits, f"phi {type_of.type} {arms}")
+
+    def phi_later(self, type_: str) -> tuple[Value, list[tuple[Value, Block]]]:
+        """A phi whose arms are added to the list until `finish_phi`."""
+        value = Value(type_, self._name(), _bits(type_))
+        self.block.lines.append("")
+        arms: list[tuple[Value, Block]] = []
+        self._pending = getattr(self, "_pending", {})
+        self._pending[value.text] = (self.block, len(self.block.lines) - 1, value, arms)
+        return value, arms
+
+    def finish_phi(self, value: Value) -> None:
+        block, line, _, arms = self._pending.pop(value.text)
+        text = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in arms)
+        block.lines[line] = f"  {value.text} = phi {value.type} {text}"
+
+    # --- instructions -----------------------------------------------------------------------
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"%v{self._count}"
+
+    def _emit(self, type_: str, bits: int, text: str) -> Value:
+        name = self._name()
+        self.block.lines.append(f"  {name} = {text}")
+        return Value(type_, name, bits)
+
+    def effect(self, text: str) -> None:
+        self.block.lines.append(f"  {text}")
+
+    def _binary(self, op: str, a: Value, b: Value) -> Value:
+        if a.type != b.type:
+            raise AssertionError(f"{self.name}: {op} of {a} and {b}")
+        return self._emit(a.type, a.bits, f"{op} {a}, {b.text}")
+
+    def add(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const + b.const)
+        if b.const == 0:
+            return a
+        if a.const == 0:
+            return b
+        return self._binary("add", a, b)
+
+    def sub(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const - b.const)
+        return a if b.const == 0 else self._binary("sub", a, b)
+
+    def mul(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const * b.const)
+        if b.const == 1:
+            return a
+        return self._binary("mul", a, b)
+
+    def udiv(self, a: Value, b: Value) -> Value:
+        return self._binary("udiv", a, b)
+
+    def urem(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const:
+            return integer(a.bits, a.const % b.const)
+        return self._binary("urem", a, b)
+
+    def and_(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const & b.const)
+        if a.const is not None:
+            a, b = b, a
+        if b.const is not None:
+            if b.const == (1 << a.bits) - 1:
+                return a
+            if b.const == 0:
+                return b
+        return self._binary("and", a, b)
+
+    def or_(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const | b.const)
+        if b.const == 0:
+            return a
+        if a.const == 0:
+            return b
+        return self._binary("or", a, b)
+
+    def xor(self, a: Value, b: Value) -> Value:
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const ^ b.const)
+        return a if b.const == 0 else self._binary("xor", a, b)
+
+    def not_(self, a: Value) -> Value:
+        return self.xor(a, integer(a.bits, -1))
+
+    def shl(self, a: Value, b: Value | int) -> Value:
+        """Of a number of bits that is less than the width."""
+        if isinstance(b, int):
+            b = integer(a.bits, b)
+        if b.const == 0:
+            return a
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const << b.const)
+        return self._binary("shl", a, b)
+
+    def lshr(self, a: Value, b: Value | int) -> Value:
+        if isinstance(b, int):
+            b = integer(a.bits, b)
+        if b.const == 0:
+            return a
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, a.const >> b.const)
+        return self._binary("lshr", a, b)
+
+    def ashr(self, a: Value, b: Value | int) -> Value:
+        if isinstance(b, int):
+            b = integer(a.bits, b)
+        if b.const == 0:
+            return a
+        if a.const is not None and b.const is not None:
+            return integer(a.bits, _signed(a.const, a.bits) >> b.const)
+        return self._binary("ashr", a, b)
+
+    def trunc(self, a: Value, bits: int) -> Value:
+        if a.bits == bits:
+            return a
+        if a.const is not None:
+            return integer(bits, a.const)
+        return self._emit(f"i{bits}", bits, f"trunc {a} to i{bits}")
+
+    def zext(self, a: Value, bits: int) -> Value:
+        if a.bits == bits:
+            return a
+        if a.const is not None:
+            return integer(bits, a.const)
+        return self._emit(f"i{bits}", bits, f"zext {a} to i{bits}")
+
+    def sext(self, a: Value, bits: int) -> Value:
+        if a.bits == bits:
+            return a
+        if a.const is not None:
+            return integer(bits, _signed(a.const, a.bits))
+        return self._emit(f"i{bits}", bits, f"sext {a} to i{bits}")
+
+    def resize(self, a: Value, bits: int) -> Value:
+        """The low `bits` bits, or zero bits in front."""
+        return self.trunc(a, bits) if bits <= a.bits else self.zext(a, bits)
+
+    def compare(self, op: str, a: Value, b: Value) -> Value:
+        if a.type != b.type:
+            raise AssertionError(f"{self.name}: {op} of {a} and {b}")
+        if a.const is not None and b.const is not None:
+            return TRUE if _COMPARE[op](a.const, b.const, a.bits) else FALSE
+        return self._emit("i1", 1, f"icmp {op} {a}, {b.text}")
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        if condition.const is not None:
+            return a if condition.const else b
+        return self._emit(a.type, a.bits, f"select {condition}, {a}, {b}")
+
+    def bswap(self, a: Value) -> Value:
+        if a.bits == 8:
+            return a
+        if a.const is not None:
+            return integer(a.bits, int.from_bytes(a.const.to_bytes(a.bits // 8), "little"))
+        name = f"llvm.bswap.i{a.bits}"
+        self.module.declare(name, f"i{a.bits} {{}}(i{a.bits})")
+        return self._emit(a.type, a.bits, f"call {a.type} @{name}({a})")
+
+    def call(self, target: Function | str, arguments: Sequence[Value], result: str = "") -> Value:
+        if isinstance(target, Function):
+            name, result = target.name, target.result
+        else:
+            name = target
+        text = f"call {result} @{name}({', '.join(str(a) for a in arguments)})"
+        if result == "void":
+            self.effect(text)
+            return NULL
+        return self._emit(result, _bits(result), text)
+
+    def intrinsic(self, name: str, result: str, arguments: Sequence[Value]) -> Value:
+        types = ", ".join(a.type for a in arguments)
+        self.module.declare(name, f"{result} {{}}({types})")
+        return self.call(name, arguments, result)
+
+    def raw(self, type_: str, text: str) -> Value:
+        """An instruction that has no method of its own."""
+        return self._emit(type_, _bits(type_), text)
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def alloca(self, bytes_: int, align: int = 16) -> Value:
+        name = self._name()
+        self._allocas.append(f"  {name} = alloca [{bytes_} x i8], align {align}")
+        return Value("ptr", name)
+
+    def variable(self, bits: int) -> Value:
+        """A local variable of iN (a pointer to it)."""
+        name = self._name()
+        self._allocas.append(f"  {name} = alloca i{bits}")
+        return Value("ptr", name)
+
+    def at(self, base: Value, offset: Value | int) -> Value:
+        """The address `offset` bytes behind base."""
+        if isinstance(offset, int):
+            offset = integer(64, offset)
+        if offset.const == 0:
+            return base
+        return self._emit("ptr", 0, f"getelementptr i8, {base}, {offset}")
+
+    def load(self, bits: int, pointer: Value, align: int = 1) -> Value:
+        return self._emit(f"i{bits}", bits, f"load i{bits}, {pointer}, align {align}")
+
+    def load_pointer(self, pointer: Value) -> Value:
+        return self._emit("ptr", 0, f"load ptr, {pointer}, align 8")
+
+    def acquire_pointer(self, pointer: Value) -> Value:
+        return self._emit("ptr", 0, f"load atomic ptr, {pointer} acquire, align 8")
+
+    def acquire(self, bits: int, pointer: Value) -> Value:
+        return self._emit(
+            f"i{bits}", bits, f"load atomic i{bits}, {pointer} acquire, align {bits // 8}"
+        )
+
+    def store(self, value: Value, pointer: Value, align: int = 1) -> None:
+        self.effect(f"store {value}, {pointer}, align {align}")
+
+    def release(self, value: Value, pointer: Value) -> None:
+        self.effect(f"store atomic {value}, {pointer} release, align {value.bits // 8 or 8}")
+
+    def copy(self, to: Value, from_: Value, bytes_: Value | int) -> None:
+        if isinstance(bytes_, int):
+            bytes_ = integer(64, bytes_)
+        if bytes_.const == 0:
+            return
+        name = "llvm.memcpy.p0.p0.i64"
+        self.module.declare(name, "void {}(ptr, ptr, i64, i1)")
+        self.effect(f"call void @{name}({to}, {from_}, {bytes_}, i1 false)")
+
+    def fill(self, to: Value, byte: int, bytes_: Value | int) -> None:
+        if isinstance(bytes_, int):
+            bytes_ = integer(64, bytes_)
+        if bytes_.const == 0:
+            return
+        name = "llvm.memset.p0.i64"
+        self.module.declare(name, "void {}(ptr, i8, i64, i1)")
+        self.effect(f"call void @{name}({to}, i8 {byte}, {bytes_}, i1 false)")
+
+    def increment(self, pointer: Value, by: Value | int = 1) -> None:
+        """Add to a uint64 in memory."""
+        if isinstance(by, int):
+            by = integer(64, by)
+        self.store(self.add(self.load(64, pointer, 8), by), pointer, 8)
+
+    # --- numbers of the network -------------------------------------------------------------
+
+    def load_network(self, pointer: Value, bytes_: int) -> Value:
+        """Bytes in network order as an integer of 8 * bytes bits (of exactly these bytes)."""
+        value = self.load(8 * bytes_, pointer)
+        if bytes_ == 1:
+            return value
+        if bytes_ % 2 == 0:
+            return self.bswap(value)
+        wider = self.bswap(self.zext(value, 8 * (bytes_ + 1)))
+        return self.trunc(self.lshr(wider, 8), 8 * bytes_)
+
+    def store_network(self, value: Value, pointer: Value, bytes_: int) -> None:
+        """The other way; the value has 8 * bytes bits."""
+        if bytes_ == 1:
+            self.store(value, pointer)
+        elif bytes_ % 2 == 0:
+            self.store(self.bswap(value), pointer)
+        else:
+            wide = 8 * (bytes_ + 1)
+            swapped = self.bswap(self.shl(self.zext(value, wide), 8))
+            self.store(self.trunc(swapped, 8 * bytes_), pointer)
+
+
+def _bits(type_: str) -> int:
+    return int(type_[1:]) if type_[0] == "i" and type_[1:].isdigit() else 0

@@ -1,0 +1,243 @@
+"""The datagram adapters over loopback sockets, with a core that only writes down what it gets.
+
+Oracle: the datagrams sent one by one, or in one piece by the kernel's own segmentation
+(UDP_SEGMENT), which the test uses directly. Cannot see: what cores do with frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from kvcast.hostagent.core import AgentCore
+from kvcast.hostagent.metrics import Metrics
+from kvcast.hostagent.transport import (
+    SEND_ROUND,
+    Transport,
+    TunnelTransport,
+    UdpTransport,
+    open_tunnel,
+    open_udp,
+)
+from kvcast.protocol import wire
+from kvcast.protocol.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
+
+ME = Endpoint(parse_mac("02:6b:76:00:00:01"), parse_ip("10.77.0.1"))
+PEER = Endpoint(parse_mac("02:6b:76:00:00:02"), parse_ip("10.77.0.2"))
+OTHER = Endpoint(parse_mac("02:6b:76:00:00:03"), parse_ip("10.77.0.3"))
+SIZE = 64 * 1024
+PAYLOADS = [random.Random(chunk).randbytes(1024) for chunk in range(64)]
+
+
+class Node:
+    def __init__(self, endpoint: Endpoint, ip: str) -> None:
+        self.mac = endpoint.mac.hex(":")
+        self.ip = ip
+        self.udp_port = endpoint.udp_port
+
+
+class Map:
+    def __init__(self, peer_ip: str, port: int = wire.UDP_PORT) -> None:
+        self.nodes = {5: Node(PEER, peer_ip)}
+        self.nodes[5].udp_port = port
+        self.index_by_ip = {PEER.ip: 5}
+
+
+class Recorder:
+    """Stands for the AgentCore."""
+
+    def __init__(self, pool: Map) -> None:
+        self.metrics = Metrics()
+        self.pool = pool
+        self.outbox = self
+        self.calls: list[Any] = []
+        self.reads = self
+        self.frames: list[tuple[int, wire.Frame]] = []
+        self.runs: list[tuple[int, list[int], bytes]] = []
+        self.to_send: list[tuple[int, wire.Frame]] = []
+        self.arrived = asyncio.Event()
+
+    def receive(self, _now: float, source: int, frame: wire.Frame) -> None:
+        self.frames.append((source, frame))
+
+    def receive_run(self, _now: float, source: int, run: wire.DataRun) -> None:
+        starts = range(run.at, run.at + run.stride * len(run.chunks), run.stride)
+        self.runs.append(
+            (source, run.chunks, b"".join(bytes(run.data[at : at + 1024]) for at in starts))
+        )
+
+    def after_receiving(self, _now: float) -> None:
+        self.arrived.set()
+
+    def frames_to_send(self, _now: float, budget: int) -> list[tuple[int, wire.Frame]]:
+        some, self.to_send = self.to_send[:budget], self.to_send[budget:]
+        return some
+
+    def get_timer(self, now: float = 0.0) -> float | None:
+        return now if self.to_send else None
+
+    def handle_timer(self, _now: float) -> None:
+        pass
+
+
+def data(chunk: int, *, flags: int = 0) -> wire.Frame:
+    return wire.Frame(
+        wire.OP_DATA,
+        1,
+        bytes(16),
+        flags=flags,
+        digest=9,
+        size=SIZE,
+        chunk=chunk,
+        payload=PAYLOADS[chunk],
+    )
+
+
+def send_piece(sock: socket.socket, datagrams: list[bytes]) -> None:
+    offload = [(socket.IPPROTO_UDP, 103, struct.pack("=H", len(datagrams[0])))]
+    sock.sendmsg(datagrams, offload)
+
+
+@contextlib.asynccontextmanager
+async def tunnel() -> AsyncIterator[tuple[TunnelTransport, Recorder, socket.socket]]:
+    """An adapter, its core, and the switch's end."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as switch:
+        switch.bind(("127.0.0.1", 0))
+        switch.settimeout(10)
+        sock, _ = open_tunnel(("127.0.0.1", 0), switch.getsockname(), 1 << 20)
+        switch.connect(sock.getsockname())
+        core = Recorder(Map("10.77.0.2"))
+        transport = TunnelTransport(cast(AgentCore, core), sock, ME)
+        transport.start()
+        try:
+            yield transport, core, switch
+        finally:
+            transport.close()
+
+
+async def settle(core: Recorder, frames: int) -> None:
+    """Wait until so many frames have arrived; pytest's time limit is the only one."""
+    while core.metrics.frames_received_total < frames:
+        core.arrived.clear()
+        await core.arrived.wait()
+
+
+async def test_a_piece_is_a_run_and_every_frame_counts() -> None:
+    async with tunnel() as (_transport, core, switch):
+        to_me = Encapsulation(PEER, ME)
+        sent = [to_me.wrap(wire.encode(data(chunk))) for chunk in range(40)]
+        sent.append(to_me.wrap(wire.encode(data(40, flags=wire.FLAG_LAST))))
+        send_piece(switch, sent)
+        await settle(core, 41)
+        assert [(source, chunk) for source, chunks, _ in core.runs for chunk in chunks] == [
+            (5, chunk) for chunk in range(41)
+        ]
+        assert b"".join(payload for _, _, payload in core.runs) == b"".join(PAYLOADS[:41])
+        assert len(core.runs) < 41, "the kernel hands a piece over in one, or this test shows less"
+
+
+async def test_what_is_wrong_in_a_piece_does_not_spoil_the_rest() -> None:
+    async with tunnel() as (_transport, core, switch):
+        to_me, to_other = Encapsulation(PEER, ME), Encapsulation(PEER, OTHER)
+        from_stranger = Encapsulation(OTHER, ME)
+        good = [to_me.wrap(wire.encode(data(chunk))) for chunk in range(6)]
+        bad_version = bytearray(good[0])
+        bad_version[42] = 7
+        bad_checksum = bytearray(good[0])
+        bad_checksum[24] ^= 0xFF
+        udp_checksum = bytearray(good[5])  # of which the sum does not hold
+        udp_checksum[40:42] = b"\x12\x34"
+        send_piece(
+            switch,
+            [
+                *good[:3],
+                bytes(bad_version),
+                good[3],
+                to_other.wrap(wire.encode(data(4))),
+                from_stranger.wrap(wire.encode(data(4))),
+                bytes(bad_checksum),
+                good[4],
+                bytes(udp_checksum),
+                good[5][:700],
+            ],
+        )
+        await settle(core, 11)
+        metrics = core.metrics
+        assert [chunk for _, chunks, _ in core.runs for chunk in chunks] == [0, 1, 2, 3, 4]
+        assert metrics.frames_malformed_total == 4
+        assert metrics.frames_misaddressed_total == 1
+        assert metrics.frames_unknown_source_total == 1
+        assert metrics.frames_received_total == 11
+
+
+async def test_datagrams_one_by_one_empty_and_oversized() -> None:
+    async with tunnel() as (_transport, core, switch):
+        to_me = Encapsulation(PEER, ME)
+        read = wire.Frame(wire.OP_READ, 1, bytes(16), wanted=wire.FULL_SEGMENT)
+        for datagram in (b"", bytes(60_000), to_me.wrap(wire.encode(read)) + bytes(20)):
+            switch.send(datagram)
+        await settle(core, 3)
+        assert core.metrics.frames_malformed_total == 2
+        assert [(source, frame.op) for source, frame in core.frames] == [(5, wire.OP_READ)]
+
+
+async def test_frames_of_equal_length_leave_in_one_piece_and_arrive_one_by_one() -> None:
+    async with tunnel() as (transport, core, switch):
+        read = wire.Frame(wire.OP_READ, 1, bytes(16), wanted=wire.FULL_SEGMENT)
+        expected = [(5, read), *((5, data(chunk)) for chunk in range(64)), (5, read), (5, read)]
+        core.to_send = list(expected)
+        transport.pump()
+        got = []
+        for _ in expected:
+            datagram = await asyncio.get_running_loop().run_in_executor(None, switch.recv, 4096)
+            outer = unwrap(datagram)
+            assert (outer.src, outer.dst) == (ME, PEER)
+            got.append((5, wire.decode(bytes(outer.payload))))
+        assert [(n, wire.encode(f)) for n, f in got] == [(n, wire.encode(f)) for n, f in expected]
+        assert core.metrics.frames_sent_total == len(expected) > SEND_ROUND
+        assert core.metrics.socket_errors_total == 0
+
+
+async def test_a_closed_peer_costs_frames_and_is_counted() -> None:
+    async with tunnel() as (transport, core, switch):
+        switch.close()
+        for _ in range(3):
+            core.to_send = [(5, data(chunk)) for chunk in range(20)]
+            transport.pump()
+            await asyncio.sleep(0)
+        metrics = core.metrics
+        assert metrics.socket_errors_total > 0
+        assert metrics.frames_sent_total + metrics.socket_errors_total >= 60
+        assert transport.queue_length == 0
+
+
+@pytest.fixture
+def peer() -> Any:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock
+
+
+async def test_kernel_udp_takes_pieces_too(peer: socket.socket) -> None:
+    sock, _ = open_udp("127.0.0.1", 0, 1 << 20)
+    core = Recorder(Map("127.0.0.1", peer.getsockname()[1]))
+    transport: Transport = UdpTransport(cast(AgentCore, core), sock)
+    transport.start()
+    try:
+        peer.connect(sock.getsockname())
+        send_piece(peer, [wire.encode(data(chunk)) for chunk in range(30)])
+        await settle(core, 30)
+        assert [chunk for _, chunks, _ in core.runs for chunk in chunks] == list(range(30))
+        assert len(core.runs) < 30
+        core.pool = Map("127.0.0.9")
+        send_piece(peer, [wire.encode(data(chunk)) for chunk in range(5)])
+        await settle(core, 35)
+        assert core.metrics.frames_unknown_source_total == 5
+    finally:
+        transport.close()
