@@ -28,8 +28,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvcast.p4 import profiles, tofino_report
+from kvcast.p4 import profiles, tofino_behaviour, tofino_report
 from kvcast.protocol import p4gen
 
 FOLDER = Path(__file__).resolve().parent
@@ -189,8 +190,21 @@ def compile_tofino(compiler: str, assembler: str, target: str, out: Path) -> Non
     )
     (out / RESOURCES).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     assembly = (pipe / "kvcast.bfa").read_text(encoding="utf-8")
-    behaviour = tofino_report.behaviour(context, assembly)
-    (out / BEHAVIOUR).write_text(json.dumps(behaviour, indent=0) + "\n", encoding="utf-8")
+    behaviour = tofino_behaviour.behaviour(context, assembly)
+    (out / BEHAVIOUR).write_text(one_a_line(behaviour), encoding="utf-8")
+
+
+def one_a_line(behaviour: dict[str, Any]) -> str:
+    """JSON with one line for each step, table or register, so that a difference can be read."""
+    parts = []
+    for name, items in behaviour.items():
+        if isinstance(items, list):
+            lines = [json.dumps(item) for item in items]
+            parts.append(f"{json.dumps(name)}: [\n" + ",\n".join(lines) + "\n]")
+        else:
+            lines = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()]
+            parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def without_positions(node: object) -> object:
@@ -228,12 +242,13 @@ def build(targets: Sequence[str] = TARGETS, keep: Path | None = None) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             work = Path(scratch) if keep is None else keep / target
             work.mkdir(parents=True, exist_ok=True)
+            before = sources_hash(target)  # an edit while the compiler runs shows as not current
             compilers.compile(target, work)
             out = generated(target)
             out.mkdir(parents=True, exist_ok=True)
             for name in kept(target):
                 shutil.copyfile(work / name, out / name)
-        (out / SOURCES_HASH).write_text(sources_hash(target) + "\n", encoding="ascii")
+        (out / SOURCES_HASH).write_text(before + "\n", encoding="ascii")
         print(f"compiled {target}: {out}")
         done += 1
     if not done:

@@ -136,6 +136,7 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
         entry |= _count(block for memory in held for block in memory.blocks)
         if kind != "condition" and not table["name"].startswith(("tbl_", "cond-")):
             tables[f"{table['name']} ({kind})"] = entry
+    sizes = {table["name"]: table["size"] for table in context["tables"] if "size" in table}
     words = len({word for word, _ in cells})
     banks = len({bank for _, bank in cells})
     passes = -(-CHUNK_BYTES // (words * WORD_BYTES))
@@ -154,6 +155,8 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
         "value_register_bytes_per_pipe": sum(cells.values()) * WORD_BYTES,
         "slots": slots,
         "pending_entries": sum(pending),
+        "forwarded_hosts": sizes["l2_forward"],
+        "ipv4_routes": sizes["ipv4_route"],
         "passes_per_chunk": passes,
         "bytes_per_pass": words * WORD_BYTES,
         "banks": banks,
@@ -177,115 +180,3 @@ def load(path: Path) -> dict[str, Any]:
     """A context.json."""
     loaded: dict[str, Any] = json.loads(path.read_bytes())
     return loaded
-
-
-# --- what the model in the tests runs ---------------------------------------------------------
-
-_STATEFUL = re.compile(r"  stateful \S+\$salu\.(\S+):$")
-_SLICE = re.compile(r"^(.*)\.(\d+)-(\d+)$")
-INPUTS = {"phv_lo": range(64, 96), "phv_hi": range(96, 128)}
-"""Bits of the crossbar group that a stateful ALU takes as its low, and as its high, word."""
-
-
-def _inputs(line: str) -> dict[str, str]:
-    """Which field, or `field.low-high` bits of one, is each word that a stateful ALU takes."""
-    slices: dict[int, str] = {}
-    for part in line.split("{", 1)[1].rsplit("}", 1)[0].split(","):
-        at, name = part.split(": ")
-        slices[int(at)] = name.strip()
-    named: dict[str, str] = {}
-    for word, bits in INPUTS.items():
-        pieces = [(offset, slices[offset]) for offset in sorted(slices) if offset in bits]
-        if not pieces:
-            continue
-        if pieces[0][0] != bits.start:
-            raise ValueError(f"{line.strip()}: a word that does not begin at its first bit")
-        if len(pieces) == 1:
-            named[word] = pieces[0][1]
-            continue
-        first = _SLICE.match(pieces[0][1])
-        last = first
-        for offset, piece in pieces[1:]:
-            found = _SLICE.match(piece)
-            if first is None or last is None or found is None or found[1] != first[1]:
-                raise ValueError(f"{line.strip()}: not one field")
-            low = int(first[2])
-            if int(found[2]) != int(last[3]) + 1 or offset - bits.start != int(found[2]) - low:
-                raise ValueError(f"{line.strip()}: bits of {first[1]} out of order")
-            last = found
-        assert first is not None
-        assert last is not None
-        named[word] = f"{first[1]}.{first[2]}-{last[3]}"
-    return named
-
-
-def stateful_programs(assembly: str) -> dict[str, Any]:
-    """Of each register: its format, what it takes from the packet, and its ALU's instructions."""
-    programs: dict[str, Any] = {}
-    program: dict[str, Any] | None = None
-    actions: dict[str, list[str]] | None = None
-    inside_inputs = False
-    for line in assembly.splitlines():
-        started = _STATEFUL.match(line)
-        if started:
-            program = {"format": "", "inputs": {}, "actions": {}}
-            programs[started[1]] = program
-            actions = None
-        elif not line.startswith("    "):
-            program = None
-        if program is None:
-            continue
-        if line.startswith("    ") and line[4] != " ":
-            actions = program["actions"] if line == "    actions:" else None
-            inside_inputs = line == "    input_xbar:"
-            if line.startswith("    format: "):
-                program["format"] = line.split(": ", 1)[1]
-        elif inside_inputs and line.startswith("      exact group "):
-            program["inputs"] |= _inputs(line)
-        elif actions is not None:
-            if line.startswith("      - "):
-                list(actions.values())[-1].append(line[8:])
-            else:
-                actions[line.strip().rstrip(":")] = []
-    return dict(sorted(programs.items()))
-
-
-def constant_tables(context: dict[str, Any]) -> dict[str, Any]:
-    """Of each table with constant entries: its key, and its entries in order of precedence."""
-    tables: dict[str, Any] = {}
-    for table in context["tables"]:
-        entries = table.get("static_entries")
-        if not entries:
-            continue
-        actions = {action["handle"]: action["name"] for action in table["actions"]}
-        tables[table["name"]] = {
-            "key": [
-                (key.get("global_name", key["name"]), key["bit_width_full"], key["match_type"])
-                for key in table["match_key_fields"]
-            ],
-            "entries": [
-                {
-                    "match": [
-                        [int(value["value"], 16), int(value.get("mask", "-0x1"), 16)]
-                        for value in entry["match_key_fields_values"]
-                    ],
-                    "action": actions[entry["action_handle"]].rsplit(".", 1)[-1],
-                    "parameters": [
-                        int(parameter["value"], 16)
-                        for parameter in entry["action_parameters_values"]
-                    ],
-                }
-                for entry in sorted(entries, key=lambda entry: entry["priority"])
-            ],
-            "default": [
-                action["name"].rsplit(".", 1)[-1]
-                for action in table["actions"]
-                if action["handle"] == table["default_action_handle"]
-            ],
-        }
-    return dict(sorted(tables.items()))
-
-
-def behaviour(context: dict[str, Any], assembly: str) -> dict[str, Any]:
-    """What the program's tables of constants and its stateful ALUs do, as compiled."""
-    return {"stateful": stateful_programs(assembly), "tables": constant_tables(context)}

@@ -88,6 +88,7 @@ control Departure(inout headers_t hdr, inout state_t state,
         hdr.round.task = TASK_GATHER;
         hdr.round.row = LAST_ROW;
         hdr.round.last = 1;
+        hdr.round.bank = state.bank;
         hdr.round.index = state.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
         tm.ucast_egress_port = state.loop_port;
     }

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import random
+import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,10 +27,11 @@ import test_p4_groups
 import test_p4_guards
 import test_p4_heat
 import test_p4_resident
-from kvcast.p4 import profiles
+from kvcast.p4 import artefact, profiles
 from kvcast.protocol import ethernet, wire
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
-from tna_model import StatefulAlu, TnaModel, run_stf
+from tna_mau import ALU_OPERATIONS, PARTIAL_WRITES, Mau, StatefulAlu, behaviour_of
+from tna_model import TnaModel, run_stf
 from tna_pool import TnaPool
 
 TARGETS = ("tofino1", "tofino2")
@@ -155,14 +159,11 @@ class Request:
 @functools.cache
 def colliding_key() -> bytes:
     """A key with KEY's entry in the pending table, and another fingerprint."""
-    model = TnaModel("tofino1")
+    mau = Mau("tofino1")
 
     def hashed(key: bytes) -> tuple[int, int]:
-        phv: Any = defaultdict(int)
-        phv["hdr.kvcast.namespace"] = NAMESPACE
-        phv["hdr.kvcast.key"] = int.from_bytes(key, "big")
-        model.hashes(phv)
-        return phv["state.index"], phv["state.fingerprint"]
+        name = NAMESPACE.to_bytes(2, "big") + key + bytes(2)
+        return mau.crc("state.index", name), mau.crc("state.print", name) | 1
 
     index, fingerprint = hashed(KEY)
     for number in range(1 << 18):
@@ -235,12 +236,10 @@ def test_a_padded_read_goes_to_the_home() -> None:
 def test_tenants_share_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every hash the same, only the namespace tells them apart."""
 
-    def hashes(_model: TnaModel, phv: Any) -> None:
-        phv["state.index"] = phv["state.other_hash"] = 77
-        phv["state.print"] = 0x1234
-        phv["state.fingerprint"] = phv["hdr.kvcast.namespace"] << 16 | 0x1235
+    def crc(_mau: Mau, _target: str, _data: bytes) -> int:
+        return 0x1234
 
-    monkeypatch.setattr(TnaModel, "hashes", hashes)
+    monkeypatch.setattr(Mau, "crc", crc)
     pool = TnaPool()
     pool.add("namespace_guard", (3, NAMESPACE + 1), "allow")
     assert ports(pool.read(2)) == [1]
@@ -279,14 +278,21 @@ def test_every_slot_has_cells_of_its_own(target: str, slot: int) -> None:
     slots = profiles[target].slots
     pool = Pool()
     neighbours = {slot % slots: KEY, (slot + 1) % slots: bytes(16), (slot + 64) % slots: KEY[::-1]}
-    contents = {}
-    for number, (place, key) in enumerate(neighbours.items()):
-        contents[key] = content_of(64 * wire.CHUNK_BYTES, seed=number)
-        pool.make_resident(key, contents[key], slot=place)
-        pool.answer(2, contents[key], key=key)
-    for key in contents:
-        out = pool.read(3, key=key)
-        assert b"".join(bytes(r.frame.payload) for r in out) == contents[key]
+    content = {key: content_of(wire.SEGMENT_BYTES, seed=key[0] + 1) for key in neighbours.values()}
+    chunks = (0, 1, 31, 32, 63)
+    for place, key in neighbours.items():
+        pool.make_resident(key, content[key], slot=place)
+        for chunk in chunks:
+            pool.data(2, content[key], chunk, key=key)
+    for key, expected in content.items():
+        # All at once, and each alone: the last chunk of a READ begins its round another way.
+        for some in (chunks, *((chunk,) for chunk in chunks)):
+            wanted = sum(1 << chunk for chunk in some)
+            out = pool.read(3, key=key, wanted=wanted, flags=wire.FLAG_PARTIAL)
+            assert [(r.port, r.frame.chunk) for r in out] == [(3, chunk) for chunk in some]
+            for r in out:
+                at = r.frame.chunk * wire.CHUNK_BYTES
+                assert bytes(r.frame.payload) == expected[at : at + wire.CHUNK_BYTES]
 
 
 def test_an_eviction_sends_the_rest_to_the_home() -> None:
@@ -398,9 +404,229 @@ def test_heat_alus_follow_the_rules(target: str) -> None:
 def test_a_lease_is_rounded_up_to_a_power_of_two(lease: int) -> None:
     model = TnaModel("tofino1")
     phv = defaultdict(int, {"state.lease_ticks": lease})
-    shift = int(model.const("lease_scale", phv)[0].removeprefix("shift_"))
+    shift = int(model.mau.const("lease_scale", phv)[0].removeprefix("shift_"))
     assert 16 << shift >= min(lease, profiles["tofino1"].longest_lease_ticks)
     assert shift == 0 or 16 << (shift - 1) < lease
+
+
+# --- what the model takes on trust ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_slices_that_the_compiler_does_not_place_are_known(target: str) -> None:
+    """A new write of a part of a field must be looked at, and its place put down in tna_mau.py."""
+    mau = Mau(target)
+    found = set()
+    cleared = {(action, field) for action, field, _ in PARTIAL_WRITES}
+    for name, table in mau.tables.items():
+        if name.startswith("egresshdr."):
+            continue
+        for action, compiled in table["actions"].items():
+            for operation, field, *rest in compiled["does"]:
+                whole = (1 << mau.widths.get(field, 64)) - 1
+                if operation not in ALU_OPERATIONS or rest[0] in (0, whole):
+                    continue
+                if str(rest[1]).startswith("KvcastIngress.pending."):
+                    continue  # a Tofino 1's ALU hands over four bits of eight
+                if rest[1:] == [0] and (action, field) not in cleared:
+                    continue  # what the compiler writes when a container changes hands
+                # A statement of `apply` has the name of its file and line.
+                found.add((re.sub(r"^[a-z_]+\d+$", "", action), field, rest[0]))
+    assert found == PARTIAL_WRITES
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_table_and_register_of_the_model_is_placed(target: str) -> None:
+    """The steps, the tables and the resource report name the same things."""
+    mau = Mau(target)
+    steps = [*mau.compiled_steps("ingress"), *mau.compiled_steps("egress")]
+    assert {step["table"] for step in steps if "table" in step} == set(mau.tables)
+    path = artefact(target).resources
+    assert path is not None
+    report = json.loads(path.read_bytes())
+    registers = {
+        name.removesuffix(" (stateful)").removeprefix("KvcastIngress.")
+        for name in report["tables"]
+        if name.endswith("(stateful)")
+    }
+    assert registers == set(mau.alus)
+    executed = {
+        primitive[1].removeprefix("KvcastIngress.")
+        for table in mau.tables.values()
+        for action in table["actions"].values()
+        for primitive in action["does"]
+        if primitive[0] == "Execute"
+    }
+    assert executed == registers
+
+
+# --- sabotage -------------------------------------------------------------------------------------
+
+
+def _does(compiled: dict[str, Any], table: str, action: str) -> list[Any]:
+    does: list[Any] = compiled["tables"][table]["actions"][action]["does"]
+    return does
+
+
+def _forget(table: str, action: str, field: str) -> Callable[[dict[str, Any]], None]:
+    """An action that does not assign a field."""
+
+    def plant(compiled: dict[str, Any]) -> None:
+        does = _does(compiled, table, action)
+        kept = [primitive for primitive in does if primitive[1] != field]
+        assert len(kept) < len(does)
+        does[:] = kept
+
+    return plant
+
+
+def _condition(was: str, becomes: str) -> Callable[[dict[str, Any]], None]:
+    """A gateway that asks for something else."""
+
+    def plant(compiled: dict[str, Any]) -> None:
+        steps = [*compiled["ingress"], *compiled["egress"]]
+        found = [step for step in steps if step.get("condition") == was]
+        assert found
+        for step in found:
+            step["condition"] = becomes
+
+    return plant
+
+
+def _instruction(
+    register: str, action: str, was: str, becomes: str | None
+) -> Callable[[dict[str, Any]], None]:
+    """A stateful ALU with another instruction, or with one less."""
+
+    def plant(compiled: dict[str, Any]) -> None:
+        changed = 0
+        for name, program in compiled["stateful"].items():
+            for called, lines in program["actions"].items():
+                if (
+                    re.sub("_(whole|lower|upper)$", "", name).endswith(register)
+                    and action in called
+                ):
+                    changed += sum(was in line for line in lines)
+                    lines[:] = [
+                        line.replace(was, becomes or "")
+                        for line in lines
+                        if was not in line or becomes is not None
+                    ]
+        assert changed
+
+    return plant
+
+
+def _swapped(table: str, one: int, other: int) -> Callable[[dict[str, Any]], None]:
+    """Two constant entries in the wrong order."""
+
+    def plant(compiled: dict[str, Any]) -> None:
+        entries = compiled["tables"][table]["entries"]
+        entries[one], entries[other] = entries[other], entries[one]
+
+    return plant
+
+
+def scenario(name: str) -> Callable[[str, dict[str, Any]], None]:
+    def check(target: str, compiled: dict[str, Any]) -> None:
+        text = without_hidden_lengths(SCENARIOS[name].read_text())
+        assert run_stf(TnaModel(target, compiled), text) == []
+
+    return check
+
+
+def a_slot_of_one_chunk(target: str, compiled: dict[str, Any]) -> None:
+    """The last slot serves a segment of one chunk."""
+
+    class Pool(TnaPool):
+        device = target
+
+    Pool.compiled = compiled
+    pool = Pool()
+    content = content_of(wire.CHUNK_BYTES)
+    pool.make_resident(KEY, content, slot=profiles[target].slots - 1)
+    pool.make_resident(KEY[::-1], CONTENT, slot=profiles[target].slots // 2 - 1)
+    pool.answer(2, content)
+    (received,) = pool.read(3)
+    assert bytes(received.frame.payload) == content
+
+
+def a_read_after_the_end_is_new(target: str, compiled: dict[str, Any]) -> None:
+    class Pool(TnaPool):
+        device = target
+
+    Pool.compiled = compiled
+    pool = Pool()
+    for _ in range(2):
+        pool.read(2)
+        pool.answer(2, SHORT)
+    assert (pool.decided("new"), pool.decided("expired")) == (2, 0)
+
+
+PLANTS: dict[
+    str, tuple[Callable[[dict[str, Any]], None], Callable[[str, dict[str, Any]], None]]
+] = {
+    "joiners are not remembered": (
+        _instruction("pending_ports", "join_ports", "or lo,", "alu_a lo,"),
+        scenario("coalescing_join"),
+    ),
+    "the end leaves who waited": (
+        _instruction("pending_ports", "take_ports", "alu_a lo, 0", None),
+        a_read_after_the_end_is_new,
+    ),
+    "the end leaves the entry": (
+        _instruction("pending_interest", "end", ", lo, 0", None),
+        scenario("coalescing_join"),
+    ),
+    "no repeat goes on": (_swapped("coalescing", 8, 11), scenario("coalescing_retry")),
+    "answers are not shared": (
+        _condition("(state.is_answer == 1)", "(state.is_answer == 0)"),
+        scenario("port_set"),
+    ),
+    "a copy keeps its header": (
+        _forget("tbl_fill_fill", "fill", "hdr.round.again"),
+        scenario("serving"),
+    ),
+    "nothing is refused": (
+        _forget("gate", "refuse", "state.refused"),
+        scenario("port_guard"),
+    ),
+    "a stale slot serves": (
+        _instruction("valid_low", "read_low", "output cmp", "output !cmp"),
+        scenario("serving_validity"),
+    ),
+    "a served READ keeps its op": (
+        _forget("tbl_served_data_become_data", "become_data", "hdr.kvcast.op"),
+        scenario("serving"),
+    ),
+    "copies are not filtered": (
+        _condition("(state.member == 0)", "(state.member == 77)"),
+        scenario("coalescing_join"),
+    ),
+    "the last row is the first": (
+        _forget("departure", "split_last", "hdr.round.row"),
+        a_slot_of_one_chunk,
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found(name: str, target: str) -> None:
+    plant, check = PLANTS[name]
+    check(target, {})
+    compiled = behaviour_of(target)
+    plant(compiled)
+    with pytest.raises((AssertionError, wire.WireError)):
+        check(target, compiled)
+
+
+def test_a_forgotten_bank_is_found() -> None:
+    """As it was once, in the source: only a Tofino 2 has a second bank."""
+    compiled = behaviour_of("tofino2")
+    _forget("departure", "split_last", "hdr.round.bank")(compiled)
+    with pytest.raises(AssertionError):
+        a_slot_of_one_chunk("tofino2", compiled)
 
 
 # --- both at once ---------------------------------------------------------------------------------

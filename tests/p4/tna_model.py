@@ -1,34 +1,29 @@
 """A model of the TNA program, in Python: what a Tofino would do with a frame, without a Tofino.
 
-Taken from the compiler's and assembler's output (p4/generated/tofino*/behaviour.json), and run as
-they say: the instructions of every stateful ALU, and every table of constant entries. Written by
-hand from p4/tna: the parse graph, the order of `apply`, the conditions, what each action assigns,
-the replication engine, and egress. So a wrong comparison, a wrong constant or a wrong precedence in
-what was compiled shows here; a wrong placement, or a wrong gateway, does not.
+Tables, gateways, actions and stateful ALUs are the compiler's and the assembler's output, carried
+out by tna_mau.py. Written by hand from p4/tna: the parse graph, the deparsers, the replication
+engine, the digest, and the checksum. So a wrong condition, a forgotten assignment, a wrong constant
+or a wrong precedence in what was compiled shows here; a wrong parser does not, nor does what only
+hardware does: time, queues, containers that two fields share.
 
 It is a model: no Tofino, and no vendor's simulator, has run the program.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcast.p4 import build, profiles
+from kvcast.p4 import profiles
 from kvcast.protocol import wire
-
-Phv = defaultdict[str, int]
+from tna_mau import Entries, Mau, Phv, StatefulAlu
 
 # p4/types.p4, p4/tna/headers.p4
-KIND_ORDINARY, KIND_MALFORMED, KIND_READ, KIND_PARTIAL_READ = 0, 1, 2, 3
-NOWHERE, UNICAST, FLOOD, SERVE, SERVE_GROUP, SHARED = range(6)
 TASK_NONE, TASK_NEXT, TASK_GATHER, TASK_STORE = range(4)
-HIT, SERVING, DROPPED = 1, 13, 11
-ALL_PORTS_GROUP = 1
+HEAT_DIGEST = 1
 ROUND_FIELDS = (
     "task",
     "again",
@@ -43,84 +38,7 @@ ROUND_FIELDS = (
     "port_bits",
     "generation",
 )
-CRC16_POLYNOMIALS = {"index": (0x8005, 0), "print": (0x1021, 0xFFFF), "other_hash": (0x0589, 1)}
 HOST_HEADERS = (wire.ETHERNET, wire.IPV4, wire.UDP, wire.KVCAST)
-
-
-class StatefulAlu:
-    """One register with its ALU: the instructions are the assembler's."""
-
-    def __init__(self, program: dict[str, Any]) -> None:
-        self.actions: dict[str, list[str]] = program["actions"]
-        self.inputs: dict[str, str] = program["inputs"]
-        widths = {
-            key: int(width) for key, width in re.findall(r"(lo|hi): ?(\d+)", program["format"])
-        }
-        self.mask = (1 << widths["lo"]) - 1
-        self.memory: dict[int, dict[str, int]] = defaultdict(lambda: {"lo": 0, "hi": 0})
-
-    def execute(self, action: str, index: int, phv: Phv) -> int:
-        """Change the word at `index`; what the packet gets."""
-        old = self.memory[index]
-        new = dict(old)
-        known = {**old, **{word: field_value(phv, name) for word, name in self.inputs.items()}}
-        conditions = {"cmplo": False, "cmphi": False}
-        output = 0
-        for instruction in self.actions[action]:
-            operation, _, rest = instruction.partition(" ")
-            operands = [part.strip() for part in rest.split(",")]
-            if operation in ("equ", "grt.u"):
-                total = sum(signed(operand, known) for operand in operands[1:])
-                conditions[f"cmp{operands[0]}"] = total == 0 if operation == "equ" else total > 0
-                continue
-            if operation == "output":
-                what = operands.pop()
-                if not operands or holds(operands[0], conditions):
-                    words = {"mem_lo": old["lo"], "mem_hi": old["hi"]}
-                    words |= {"alu_lo": new["lo"], "alu_hi": new["hi"]}
-                    words["predicate"] = 1 << (conditions["cmplo"] + 2 * conditions["cmphi"])
-                    output = words[what]
-                continue
-            if operands[0] not in ("lo", "hi") and not holds(operands.pop(0), conditions):
-                continue
-            values = [signed(operand, known) for operand in operands[1:]]
-            new[operands[0]] = {
-                "alu_a": lambda v: v[0],
-                "or": lambda v: v[0] | v[1],
-                "saddu": lambda v: min(v[0] + v[1], self.mask),
-            }[operation](values) & self.mask
-        self.memory[index] = new
-        return output
-
-
-def signed(operand: str, known: dict[str, int]) -> int:
-    sign, name = (-1, operand[1:]) if operand.startswith("-") else (1, operand)
-    return sign * (int(name) if name.isdigit() else known[name])
-
-
-def holds(expression: str, conditions: dict[str, bool]) -> bool:
-    """A predicate such as `cmplo`, `!cmplo` or `(cmplo | cmphi)`."""
-    words = expression.strip("()").split()
-    values = [conditions[word.lstrip("!")] != word.startswith("!") for word in words[::2]]
-    return all(values) if "&" in words else any(values)
-
-
-def field_value(phv: Phv, name: str) -> int:
-    """A field, or bits of one: `state.chunk_bit.32-63`."""
-    part = re.match(r"^(.*)\.(\d+)-(\d+)$", name)
-    if part is None:
-        return phv[name]
-    low, high = int(part[2]), int(part[3])
-    return phv[part[1]] >> low & ((1 << (high - low + 1)) - 1)
-
-
-def crc16(data: bytes, polynomial: int, initial: int) -> int:
-    value = initial
-    for byte in data:
-        value ^= byte << 8
-        for _ in range(8):
-            value = (value << 1 ^ (polynomial if value & 0x8000 else 0)) & 0xFFFF
-    return value
 
 
 def checksum(header: bytes) -> int:
@@ -133,14 +51,19 @@ def checksum(header: bytes) -> int:
 
 @dataclass
 class Packet:
-    """One on its way: header fields by name, which headers there are, and what lies behind them."""
+    """One on its way: header fields by name, and what lies behind the headers."""
 
     phv: Phv
-    headers: list[wire.Header]
     payload: bytes
 
     def bytes(self) -> bytes:
-        return b"".join(pack(header, self.phv) for header in self.headers) + self.payload
+        """As the deparser puts it together, without the round header."""
+        found = (header for header in HOST_HEADERS if self.phv[valid(header)])
+        return b"".join(pack(header, self.phv) for header in found) + self.payload
+
+
+def valid(header: wire.Header) -> str:
+    return f"hdr.{name_of(header)}.$valid"
 
 
 def name_of(header: wire.Header) -> str:
@@ -162,6 +85,7 @@ def unpack(header: wire.Header, raw: bytes, phv: Phv) -> bytes:
     for item in reversed(header.fields):
         phv[f"hdr.{name_of(header)}.{item.name}"] = value & ((1 << item.bits) - 1)
         value >>= item.bits
+    phv[valid(header)] = 1
     return raw[header.size_bytes :]
 
 
@@ -175,18 +99,13 @@ class Round:
 
 @dataclass
 class TnaModel:
-    """A switch. `entries`: what a controller wrote; `now`: ticks; `digests`: what was raised."""
+    """A switch. `compiled`: as Mau's; `now`: ticks; `groups`: copies as (port, replication id);
+    `digests`: what was raised; `filtered`: copies that egress dropped."""
 
     target: str = "tofino1"
+    compiled: dict[str, Any] = field(default_factory=dict)
     now: int = 1 << 24
-    entries: dict[str, dict[tuple[Any, ...], tuple[str, dict[str, int]]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    settings: dict[str, int] = field(
-        default_factory=lambda: {"enabled": 0, "lease_ticks": 312, "heat_threshold": 0}
-    )
     groups: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    counters: Counter[str] = field(default_factory=Counter)
     digests: list[dict[str, int]] = field(default_factory=list)
     passes: int = 0
     filtered: int = 0
@@ -194,56 +113,37 @@ class TnaModel:
     """By number of passes through the pipeline: what happens then (a controller's write)."""
 
     def __post_init__(self) -> None:
-        path = build.generated(self.target) / build.BEHAVIOUR
-        compiled = json.loads(path.read_bytes())
-        self.tables = compiled["tables"]
-        self.alus = {
-            name.removeprefix("KvcastIngress."): StatefulAlu(program)
-            for name, program in compiled["stateful"].items()
-        }
-        words = {int(m[1]) for m in map(re.compile(r"cells\.cell_w(\d+)").match, self.alus) if m}
+        self.mau = Mau(self.target, self.compiled)
+        tail = re.compile(r"cells\.cell_w(\d+)_")
+        words = {int(match[1]) for match in map(tail.match, self.alus) if match}
         self.words = len(words)
-        self.rows = -(-256 // self.words)
-        self.last_row = self.rows - 1
+        self.last_row = -(-256 // self.words) - 1
         self.head_words = 256 - self.last_row * self.words
-        self.stride = 64 * min(64, profiles[self.target].slots)
-        loops = profiles[self.target].loop_groups
-        self.loop_group, self.loop_port = next(iter(sorted(loops.items())))
-        rid = profiles[self.target].recirculate_rid
-        self.rid = rid
-        for group, port in loops.items():
-            self.groups[group] = [(port, rid)]
-        self.cell_tables = [name for name in self.tables if ".cells.word" in name]
-        self.interests = [name for name in self.tables if ".interest_step" in name]
+        profile = profiles[self.target]
+        self.rid = profile.recirculate_rid
+        for group, port in profile.loop_groups.items():
+            self.groups[group] = [(port, self.rid)]
+        self.interests = [name for name in self.mau.tables if ".interest_step" in name]
 
-    # --- tables -----------------------------------------------------------------------------
+    @property
+    def entries(self) -> Entries:
+        return self.mau.entries
 
-    def const(self, name: str, phv: Phv) -> tuple[str, list[int]]:
-        """Look up a table of constant entries, as compiled."""
-        table = self.tables[name]
-        values = [phv[key] for key, _, _ in table["key"]]
-        for entry in table["entries"]:
-            wanted = entry["match"]
-            if all(
-                value & mask == want & mask
-                for value, (want, mask) in zip(values, wanted, strict=True)
-            ):
-                return entry["action"], entry["parameters"]
-        (default,) = table["default"]
-        return default, []
+    @property
+    def alus(self) -> dict[str, StatefulAlu]:
+        return self.mau.alus
 
-    def lookup(self, name: str, *key: int) -> tuple[str, dict[str, int]]:
-        return self.entries[name].get(key, ("", {}))
+    @property
+    def counters(self) -> Counter[str]:
+        return self.mau.counters
 
-    def route_of(self, address: int) -> tuple[str, dict[str, int]]:
-        """Longest prefix match."""
-        best: tuple[int, tuple[str, dict[str, int]]] = (-1, ("", {}))
-        for (want, length), action in self.entries["ipv4_route"].items():
-            if length > best[0] and address >> (32 - length) == want >> (32 - length):
-                best = (length, action)
-        return best[1]
+    @property
+    def settings(self) -> dict[str, int]:
+        return self.mau.settings
 
-    # --- a frame from outside ---------------------------------------------------------------
+    @settings.setter
+    def settings(self, value: dict[str, int]) -> None:
+        self.mau.settings = value
 
     def inject(self, port: int, raw: bytes) -> list[tuple[int, bytes]]:
         """All frames that leave because of this one, in order."""
@@ -261,18 +161,21 @@ class TnaModel:
                     out.append((egress_port, left))
         return out
 
+    # --- ingress ----------------------------------------------------------------------------
+
     def parse(self, port: int, arrived: Round) -> Packet | None:
         """The ingress parser; None if the hardware drops the frame for being cut."""
         phv: Phv = defaultdict(int)
+        phv["ig_intr_md.ingress_port"] = port
+        phv["ig_intr_md_from_prsr.global_tstamp"] = self.now << 16
+        phv["hdr.round.$valid"] = 1
         for name in ROUND_FIELDS:
             phv[f"hdr.round.{name}"] = arrived.fields.get(name, 0)
         rest = arrived.frame
-        headers: list[wire.Header] = []
         try:
             if arrived.fields:
                 for header in HOST_HEADERS:
                     rest = unpack(header, rest, phv)
-                    headers.append(header)
                 task, row = phv["hdr.round.task"], phv["hdr.round.row"]
                 phv["state.row_index"] = phv["hdr.round.index"]
                 phv["state.row_bank"] = phv["hdr.round.bank"]
@@ -280,367 +183,76 @@ class TnaModel:
                 if task == TASK_GATHER:
                     phv["state.serve_group"] = phv["hdr.round.serve_group"]
                 if task == TASK_STORE:
-                    count = self.head_words if row == self.last_row else self.words
-                    if len(rest) < 4 * count:
-                        return None
-                    for word in range(count):
-                        raw = rest[4 * word : 4 * word + 4]
-                        phv[self.word_field(word)] = int.from_bytes(raw, "big")
-                    rest = rest[4 * count :]
-                return Packet(phv, headers, rest)
+                    rest = self.extract_row(rest, phv, whole=row != self.last_row)
+                return Packet(phv, rest)
             rest = unpack(wire.ETHERNET, rest, phv)
-            headers.append(wire.ETHERNET)
             ether_type = phv["hdr.ethernet.ether_type"]
             if ether_type in (0x8100, 0x88A8, 0x9100):
                 phv["state.broken"] = 1
             if ether_type != wire.ETHERTYPE_IPV4:
-                return Packet(phv, headers, rest)
+                return Packet(phv, rest)
             ipv4 = rest[:20]
             rest = unpack(wire.IPV4, rest, phv)
-            headers.append(wire.IPV4)
             is_udp = phv["hdr.ipv4.protocol"] == wire.IP_PROTOCOL_UDP
             if phv["hdr.ipv4.ihl"] != 5:
                 phv["state.broken"] = int(is_udp)
-                return Packet(phv, headers, rest)
+                return Packet(phv, rest)
             phv["state.damaged"] = int(checksum(ipv4) != 0)
             if not is_udp or phv["hdr.ipv4.fragment_offset"]:
-                return Packet(phv, headers, rest)
+                return Packet(phv, rest)
             rest = unpack(wire.UDP, rest, phv)
-            headers.append(wire.UDP)
             if phv["hdr.udp.dst_port"] == wire.UDP_PORT:
                 rest = unpack(wire.KVCAST, rest, phv)
-                headers.append(wire.KVCAST)
         except ValueError:
             return None
-        return Packet(phv, headers, rest)
+        return Packet(phv, rest)
 
     def word_field(self, word: int) -> str:
         part = "row_head" if word < self.head_words else "row_tail"
         return f"hdr.{part}.w{word}"
 
-    # --- ingress ----------------------------------------------------------------------------
+    def extract_row(self, rest: bytes, phv: Phv, *, whole: bool) -> bytes:
+        count = self.words if whole else self.head_words
+        if len(rest) < 4 * count:
+            raise ValueError("the row is cut")
+        for word in range(count):
+            phv[self.word_field(word)] = int.from_bytes(rest[4 * word : 4 * word + 4], "big")
+        phv["hdr.row_head.$valid"] = 1
+        phv["hdr.row_tail.$valid"] = int(whole)
+        return rest[4 * count :]
+
+    def emit_row(self, phv: Phv) -> bytes:
+        """What the ingress deparser puts behind the other headers."""
+        words = [w for w in range(self.head_words) if phv["hdr.row_head.$valid"]]
+        words += [w for w in range(self.head_words, self.words) if phv["hdr.row_tail.$valid"]]
+        return b"".join(phv[self.word_field(word)].to_bytes(4, "big") for word in words)
 
     def one_pass(self, port: int, arrived: Round) -> list[tuple[int, bytes | Round]]:
         packet = self.parse(port, arrived)
         if packet is None:
             return []
         phv = packet.phv
-        phv["state.now"] = self.now
-        for name, value in self.settings.items():
-            phv[f"state.{name}"] = value
-        self.forwarding(packet)
-        is_kvcast = wire.KVCAST in packet.headers
-        self.resident(phv)
-        if is_kvcast and phv["hdr.round.task"] == TASK_NONE:
-            action, parameters = self.const("frame_class", phv)
-            if action == "classify":
-                names = ("kind", "is_answer", "has_memory", "coalesces")
-                for name, value in zip(names, parameters, strict=True):
-                    phv[f"state.{name}"] = value
-            else:
-                phv["state.kind"] = KIND_MALFORMED
-        self.port_guard(phv, port)
-        action, parameters = self.const("chunk_bit", phv)
-        bit = parameters[0] if action == "set_chunk_bit" else 0
-        phv["state.chunk_bit"] = bit & phv["state.chunk_mask"]
-        self.hashes(phv)
-        shift = int(self.const("lease_scale", phv)[0].removeprefix("shift_"))
-        phv["state.clock"] = self.now >> shift
-        phv["state.heat_window"] = self.now >> 14 & 0xFFFF
-        phv["state.heat_report"] = 1 << 15 | self.now >> 14 & 0x7FFF
-        phv["state.heat_on"] = int(0 < phv["state.heat_threshold"] < 1 << 16)
-        rows = {"gather": self.words, "gather_last_row": self.head_words}
-        gathered = rows.get(self.const("round_task", phv)[0], 0)
-        if phv["state.resident"] and phv["state.generation"] == phv["hdr.round.generation"]:
-            phv["state.current"] = 1
-        self.slot_validity(phv)
-        self.judge(phv)
-        if not (phv["state.refused"] or phv["state.serving"] or phv["state.passing"]):
-            self.route(phv)
-        self.memory(phv)
-        self.cells(phv)
-        self.pending(phv)
-        self.heat(phv)
-        self.coalescing(phv)
-        if phv["state.is_answer"]:
-            _, found = self.lookup("port_set", phv["state.shared_bits"])
-            phv["state.group"] = found.get("group", ALL_PORTS_GROUP)
-        if self.const("decisions", phv)[0] == "count_decision":
-            self.counters[f"decision {phv['state.decision']}"] += 1
-        if phv["hdr.round.task"] == TASK_NONE or phv["state.kind"] == KIND_PARTIAL_READ:
-            for name in ("delivery", "rewritten", "serve_group", "port_bits", "generation"):
-                phv[f"hdr.round.{name}"] = phv[f"state.{name}"]
-            phv["hdr.round.ingress_port"] = port
-        copies = self.departure(phv)
-        if gathered:
-            row = b"".join(phv[self.word_field(w)].to_bytes(4, "big") for w in range(gathered))
-            packet.payload = row + packet.payload
-        elif phv["hdr.round.task"] != TASK_STORE and arrived.fields.get("task") == TASK_STORE:
-            raise AssertionError("a frame that stores has become another")
-        return self.egress(packet, copies)
+        self.mau.run("ingress", phv)
+        packet.payload = self.emit_row(phv) + packet.payload
+        if phv["ig_intr_md_for_dprsr.digest_type"] == HEAT_DIGEST:
+            sources = {"port_bits": "state.heat_ports", "reader_bit": "state.reader_bit"}
+            sources["count"] = "state.heat_count"
+            names = ("namespace", "segment", "key")
+            digest = {name: phv[f"hdr.kvcast.{name}"] for name in names}
+            self.digests.append(digest | {name: phv[at] for name, at in sources.items()})
+        return self.egress(packet, self.replicate(phv))
 
-    def forwarding(self, packet: Packet) -> None:
-        phv = packet.phv
-        action, values = self.lookup("l2_forward", phv["hdr.ethernet.dst"])
-        if action == "to_port":
-            self.to_port(phv, values)
-        elif action == "flood":
-            phv["state.group"] = ALL_PORTS_GROUP
-            phv["state.delivery"] = FLOOD
-        elif action == "to_router":
-            routed = wire.IPV4 in packet.headers and phv["hdr.ipv4.ttl"] > 1
-            action, values = self.route_of(phv["hdr.ipv4.dst"])
-            if routed and not phv["state.damaged"] and action == "to_nexthop":
-                self.to_port(phv, values)
-                phv["state.rewritten"] = 1
-                phv["hdr.ethernet.dst"] = values["dst_mac"]
-                phv["hdr.ethernet.src"] = values["src_mac"]
-                phv["hdr.ipv4.ttl"] -= 1
-
-    @staticmethod
-    def to_port(phv: Phv, values: dict[str, int]) -> None:
-        phv["state.out_port"] = values["port"]
-        phv["state.out_bit"] = values["port_bit"]
-        phv["state.delivery"] = UNICAST
-
-    def resident(self, phv: Phv) -> None:
-        key = (phv["hdr.kvcast.namespace"], phv["hdr.kvcast.key"], phv["hdr.kvcast.segment"])
-        action, values = self.lookup("resident", *key)
-        if action:
-            phv["state.resident"] = 1
-            phv["state.slot"] = values["slot"]
-            phv["state.generation"] = values["generation"]
-            phv["state.chunk_mask"] = values["chunk_mask"]
-            phv["state.resident_digest"] = values["digest"]
-            phv["state.resident_size"] = values["size"]
-        phv["state.digest_difference"] = phv["hdr.kvcast.digest"] ^ phv["state.resident_digest"]
-
-    def port_guard(self, phv: Phv, port: int) -> None:
-        action, values = self.lookup("port_guard", port, phv["hdr.ipv4.src"])
-        if action:
-            phv["state.admitted"] = 1
-            phv["state.reader_bit"] = phv["state.port_bits"] = values["port_bit"]
-            phv["state.serve_group"] = values["serve_group"]
-        if phv["hdr.kvcast.op"] == wire.OP_READ:
-            found, _ = self.lookup("namespace_guard", port, phv["hdr.kvcast.namespace"])
-        else:
-            bucket = phv["hdr.kvcast.key"] & (wire.BUCKETS - 1)
-            found, _ = self.lookup("bucket_owner", bucket, port)
-        phv["state.permitted"] = int(bool(found))
-
-    def hashes(self, phv: Phv) -> None:
-        name = b"".join(
-            phv[f"hdr.kvcast.{part}"].to_bytes(size, "big")
-            for part, size in (("namespace", 2), ("key", 16), ("segment", 2))
-        )
-        for hashed, (polynomial, initial) in CRC16_POLYNOMIALS.items():
-            phv[f"state.{hashed}"] = crc16(name, polynomial, initial)
-        phv["state.fingerprint"] = phv["hdr.kvcast.namespace"] << 16 | phv["state.print"] | 1
-
-    def slot_validity(self, phv: Phv) -> None:
-        for half, shift in (("low", 0), ("high", 32)):
-            action, _ = self.const(f"KvcastIngress.slot_validity.step_{half}", phv)
-            if action == "NoAction":
-                continue
-            alu = self.alus[f"slot_validity.valid_{half}"]
-            step = action.removeprefix("do_")
-            value = alu.execute(f"slot_validity_{step}", phv["state.slot"], phv)
-            if step.startswith("read"):
-                phv["state.valid"] |= value << shift
-
-    def judge(self, phv: Phv) -> None:
-        """Gate, ServingPass, ReaderGroup."""
-        if phv["hdr.round.task"] == TASK_NONE:
-            action, parameters = self.const("gate", phv)
-            if not phv["state.enabled"]:
-                assert action == "plain"
-            if action == "plain":
-                for name in ("kind", "is_answer", "has_memory", "coalesces"):
-                    phv[f"state.{name}"] = 0
-            elif action == "refuse":
-                # The default is refuse(DECISION_GUARDED); context.json leaves its argument out.
-                phv["state.refused"] = 1
-                phv["state.decision"] = parameters[0] if parameters else 10
-                phv["state.has_memory"] = phv["state.coalesces"] = 0
-        elif phv["hdr.round.task"] == TASK_NEXT:
-            if phv["state.current"]:
-                phv["state.serving"] = 1
-                phv["state.decision"] = SERVING
-                phv["state.remaining"] = phv["hdr.kvcast.wanted"]
-            else:
-                phv["state.kind"] = KIND_PARTIAL_READ
-                padded = phv["hdr.kvcast.flags"] & wire.FLAG_PADDED
-                phv["hdr.kvcast.flags"] = padded | wire.FLAG_PARTIAL
-                phv["hdr.kvcast.size"] = phv["hdr.kvcast.chunk"] = 0
-        if phv["hdr.kvcast.group"]:
-            group = (phv["hdr.kvcast.namespace"], phv["hdr.kvcast.group"])
-            _, values = self.lookup("reader_group", *group)
-            members = values.get("port_bits", 0)
-            if members & phv["state.reader_bit"] and phv["state.kind"] == KIND_READ:
-                phv["state.grouped"] = 1
-                phv["state.port_bits"] = members
-                phv["state.serve_group"] = values["serve_group"]
-
-    def route(self, phv: Phv) -> None:
-        action, parameters = self.const("route", phv)
-        if action == "decide":
-            phv["state.decision"] = parameters[0]
-        else:
-            phv["state.decision"] = DROPPED
-            phv["state.delivery"] = NOWHERE
-            if action == "drop_read":
-                phv["state.coalesces"] = 0
-
-    def memory(self, phv: Phv) -> None:
-        """FillDecision, ServingDecision, LowestChunk, and where the chunk's rows begin."""
-        applies = phv["state.has_memory"] and phv["state.resident"]
-        if applies and phv["state.is_answer"]:
-            fills = {"store": 1, "wrong_digest": 2, "no_chunk": 3}
-            phv["state.fill"] = fills[self.const("fill_verdict", phv)[0]]
-        if self.const("fills", phv)[0] == "count_fill":
-            self.counters[f"fill {phv['state.fill']}"] += 1
-        wanted = phv["hdr.kvcast.wanted"] & phv["state.chunk_mask"]
-        phv["serving_decision_wanted"] = wanted
-        phv["serving_decision_missing"] = wanted & ~phv["state.valid"]
-        may_serve = applies and not phv["state.is_answer"]
-        if may_serve and self.const("serving_decision", phv)[0] == "serve":
-            phv["state.serving"] = 1
-            phv["state.decision"] = HIT
-            phv["state.delivery"] = SERVE
-            phv["hdr.kvcast.digest"] = phv["state.resident_digest"]
-            phv["hdr.kvcast.size"] = phv["state.resident_size"]
-            phv["state.remaining"] = wanted
-            self.counters[f"resident_hits {phv['state.slot']}"] += 1
-        if phv["state.serving"] and phv["state.grouped"]:
-            phv["state.delivery"] = SERVE_GROUP
-        action, parameters = self.const("lowest_chunk", phv)
-        if action == "take":
-            phv["hdr.kvcast.chunk"] = parameters[0]
-            phv["hdr.kvcast.wanted"] = phv["state.remaining"] & parameters[1]
-        phv["state.last"] = int(phv["hdr.kvcast.wanted"] == 0)
-        phv["state.bank"] = phv["state.slot"] >> 6 & 1
-        phv["state.first_row"] = (phv["state.slot"] & 63) << 6 | phv["hdr.kvcast.chunk"] & 63
-
-    def cells(self, phv: Phv) -> None:
-        for name in self.cell_tables:
-            action, _ = self.const(name, phv)
-            if action == "NoAction":
-                continue
-            # do_read_w3_lower, of register cells.cell_w3_lower, runs cells_read_w3_lower
-            step, word = re.fullmatch(r"do_(read|write)_(w\d+\w*)", action).groups()
-            alu = self.alus[f"cells.cell_{word}"]
-            value = alu.execute(f"cells_{step}_{word}", phv["state.row_index"], phv)
-            if step == "read":
-                phv[self.word_field(int(re.findall(r"\d+", word)[0]))] = value
-
-    def pending(self, phv: Phv) -> None:
-        for name in self.interests:
-            action, _ = self.const(name, phv)
-            if action == "NoAction":
-                continue
-            part = name.rsplit("interest_step", 1)[1]
-            alu = self.alus[f"pending.pending_interest{part}"]
-            index = phv["state.index"]
-            if len(self.interests) > 1:
-                index &= 0x7FFF
-            phv["state.match"] = alu.execute(f"pending_{action.removeprefix('do_')}", index, phv)
-        action, _ = self.const("ports_step", phv)
-        if action != "NoAction":
-            alu = self.alus["pending.pending_ports"]
-            step = f"pending_{action.removeprefix('do_')}"
-            phv["state.waiting"] = alu.execute(step, phv["state.index"], phv)
-
-    def heat(self, phv: Phv) -> None:
-        counts = []
-        for row, index in enumerate(("index", "print", "other_hash")):
-            action, _ = self.const(f"KvcastIngress.heat.count{row}_step", phv)
-            count = 0
-            if action != "NoAction":
-                alu = self.alus[f"heat.heat_row{row}"]
-                count = alu.execute(f"heat_count_row{row}", phv[f"state.{index}"] & 0x3FFF, phv)
-            counts.append(count)
-            threshold = phv["state.heat_threshold"] & 0xFFFF
-            phv[f"heat_missing{row}"] = max(threshold - count, 0)
-        action, _ = self.const("heat_ports", phv)
-        source = "waiting" if action == "take_waiting" else "port_bits"
-        phv["state.heat_ports"] = phv[f"state.{source}"]
-        parity = ("even", "odd")[phv["state.heat_window"] & 1]
-        action, _ = self.const(f"KvcastIngress.heat.heat_verdict_{parity}", phv)
-        if action == "not_hot":
-            return
-        index = phv["state.index" if parity == "even" else "state.print"] & 0x3FFF
-        before = self.alus["heat.heat_reported"].execute("heat_say_once", index, phv)
-        if before != phv["state.heat_report"]:
-            self.digests.append(
-                {
-                    "namespace": phv["hdr.kvcast.namespace"],
-                    "segment": phv["hdr.kvcast.segment"],
-                    "key": phv["hdr.kvcast.key"],
-                    "port_bits": phv["state.heat_ports"],
-                    "reader_bit": phv["state.reader_bit"],
-                    "count": min(counts),
-                }
-            )
-
-    def coalescing(self, phv: Phv) -> None:
-        phv["state.others"] = phv["state.waiting"] & ~phv["state.out_bit"]
-        phv["state.shared_bits"] = phv["state.waiting"] | phv["state.out_bit"]
-        action, parameters = self.const("coalescing", phv)
-        if action == "sent_on":
-            phv["state.decision"] = parameters[0]
-            phv["hdr.kvcast.flags"] |= wire.FLAG_SHARED
-            phv["hdr.udp.checksum"] = 0
-        elif action == "join":
-            phv["state.decision"] = 2
-            phv["state.delivery"] = NOWHERE
-        elif action == "collide":
-            phv["state.decision"] = 4
-            phv["hdr.kvcast.flags"] &= ~wire.FLAG_SHARED & 0xFFFF
-            phv["hdr.udp.checksum"] = 0
-        elif action == "share":
-            phv["state.port_bits"] = phv["state.shared_bits"]
-            phv["state.decision"] = 8
-            phv["state.delivery"] = SHARED
-            phv["hdr.kvcast.flags"] |= wire.FLAG_SHARED
-
-    def departure(self, phv: Phv) -> list[tuple[int, int]]:
-        """The copies that leave ingress: (port, rid)."""
+    def replicate(self, phv: Phv) -> list[tuple[int, int]]:
+        """The traffic manager: all copies, as (port, rid). Metadata that no action set is not
+        valid, and asks for nothing."""
         copies: list[tuple[int, int]] = []
-        loop = self.groups[self.loop_group]
-        if phv["state.fill"] == 1:
-            phv["hdr.round.again"] = TASK_STORE
-            phv["hdr.round.bank"] = phv["state.bank"]
-            phv["hdr.round.index"] = phv["state.first_row"]
-            copies += loop
-        action, _ = self.const("departure", phv)
-        # Within one action everything is read before anything is written.
-        if action == "unicast":
-            phv["hdr.round.task"] = TASK_NONE
-            copies.append((phv["state.out_port"], 0))
-        elif action == "multicast":
-            phv["hdr.round.task"] = TASK_NONE
-            copies += self.groups.get(phv["state.group"], [])
-        elif action in ("split", "split_last"):
-            phv["hdr.round.task"] = TASK_GATHER
-            phv["hdr.round.row"] = self.last_row
-            phv["hdr.round.bank"] = phv["state.bank"]
-            phv["hdr.round.index"] = phv["state.first_row"] + self.last_row * self.stride
-            copies.append((self.loop_port, 0))
-            if action == "split":
-                phv["hdr.round.again"] = TASK_NEXT
-                copies += loop
-            else:
-                phv["hdr.round.last"] = 1
-        elif action in ("gather_on", "store_on"):
-            sign = -1 if action == "gather_on" else 1
-            phv["hdr.round.row"] += sign
-            phv["hdr.round.index"] += sign * self.stride
-            copies.append((self.loop_port, 0))
-        elif action == "gathered":
-            phv["hdr.round.task"] = TASK_NONE
-            copies += self.groups.get(phv["state.serve_group"], [])
-        else:
-            assert action == "nowhere"
+        manager = "ig_intr_md_for_tm."
+        # In the order in which v1model sends them, which the tests compare.
+        for group in ("mcast_grp_b", "mcast_grp_a"):
+            if manager + group in self.mau.written:
+                copies += self.groups.get(phv[manager + group], [])
+        if manager + "ucast_egress_port" in self.mau.written:
+            copies.append((phv[manager + "ucast_egress_port"], 0))
         return copies
 
     # --- egress -----------------------------------------------------------------------------
@@ -650,58 +262,24 @@ class TnaModel:
     ) -> list[tuple[int, bytes | Round]]:
         left: list[tuple[int, bytes | Round]] = []
         for port, rid in copies:
-            phv: Phv = defaultdict(int, packet.phv)
-            if rid == self.rid:
-                phv["hdr.round.task"] = phv["hdr.round.again"]
-            copy = Packet(phv, packet.headers, packet.payload)
-            if phv["hdr.round.task"] != TASK_NONE:
-                kept = {name: phv[f"hdr.round.{name}"] for name in ROUND_FIELDS}
-                left.append((port, Round(kept, copy.bytes())))
-            elif self.leaves(phv, port):
-                if phv["hdr.round.rewritten"]:
-                    phv["hdr.ipv4.checksum"] = 0
-                    phv["hdr.ipv4.checksum"] = checksum(pack(wire.IPV4, phv))
-                left.append((port, copy.bytes()))
-        return left
-
-    def leaves(self, phv: Phv, port: int) -> bool:
-        """Rewrite a copy for its port; whether it leaves there."""
-        delivery = phv["hdr.round.delivery"]
-        if delivery in (SERVE, SERVE_GROUP):
-            self.served_data(phv)
-        if delivery in (SHARED, SERVE_GROUP):
-            action, values = self.lookup("egress_host", port)
-            if not action or not phv["hdr.round.port_bits"] & values["port_bit"]:
+            phv: Phv = defaultdict(int)
+            phv |= {name: value for name, value in packet.phv.items() if name.startswith("hdr.")}
+            phv["hdr.row_head.$valid"] = phv["hdr.row_tail.$valid"] = 0  # payload by now
+            phv["eg_intr_md.egress_port"], phv["eg_intr_md.egress_rid"] = port, rid
+            self.mau.run("egress", phv)
+            if "eg_intr_md_for_dprsr.drop_ctl" in self.mau.written:
                 self.filtered += 1
-                return False
-            phv["hdr.ethernet.dst"] = values["mac"]
-            phv["hdr.ipv4.dst"] = values["ip"]
-            phv["hdr.udp.dst_port"] = values["udp_port"]
-            phv["hdr.udp.checksum"] = 0
-            phv["hdr.round.rewritten"] = 1
-        return delivery != FLOOD or port != phv["hdr.round.ingress_port"]
-
-    @staticmethod
-    def served_data(phv: Phv) -> None:
-        for header, one, other in (
-            ("ethernet", "dst", "src"),
-            ("ipv4", "dst", "src"),
-            ("udp", "dst_port", "src_port"),
-        ):
-            a, b = f"hdr.{header}.{one}", f"hdr.{header}.{other}"
-            phv[a], phv[b] = phv[b], phv[a]
-        phv["hdr.ipv4.ttl"] = 64
-        length = wire.UDP.size_bytes + wire.KVCAST.size_bytes + wire.CHUNK_BYTES
-        phv["hdr.ipv4.total_length"] = wire.IPV4.size_bytes + length
-        phv["hdr.udp.length"] = length
-        phv["hdr.udp.checksum"] = 0
-        phv["hdr.round.rewritten"] = 1
-        phv["hdr.kvcast.op"] = wire.OP_DATA
-        flags = phv["hdr.kvcast.flags"] & wire.FLAG_PARTIAL | wire.FLAG_RESIDENT
-        if phv["hdr.round.last"]:
-            flags |= wire.FLAG_LAST
-        phv["hdr.kvcast.flags"] = flags
-        phv["hdr.kvcast.gather"] = phv["hdr.kvcast.wanted"] = 0
+                continue
+            if phv["state.rewritten"]:
+                phv["hdr.ipv4.checksum"] = 0
+                phv["hdr.ipv4.checksum"] = checksum(pack(wire.IPV4, phv))
+            frame = Packet(phv, packet.payload).bytes()
+            if phv["hdr.round.$valid"]:
+                kept = {name: phv[f"hdr.round.{name}"] for name in ROUND_FIELDS}
+                left.append((port, Round(kept, frame)))
+            else:
+                left.append((port, frame))
+        return left
 
 
 # --- STF ------------------------------------------------------------------------------------------

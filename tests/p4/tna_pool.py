@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvcast.protocol import ethernet, wire
 from kvcast.switchsim.program import Exact, Lpm
@@ -135,6 +135,7 @@ class TnaPool(PoolSwitch):
 
     device = "tofino1"
     ticks_a_lease = TICKS_A_LEASE
+    compiled: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class TnaPool(PoolSwitch):
         target: str = "",
     ) -> None:
         del target
-        self.model = TnaModel(self.device)
+        self.model = TnaModel(self.device, self.compiled)
         self.switch = ModelSwitch(self.model, self.ticks_a_lease)  # type: ignore[assignment]
         self.tables: dict[str, ModelTable] = {}
         self.now_us = 10_000_000

@@ -165,7 +165,10 @@ def test_the_program_fits(target: str, stages: int, value_bytes: int) -> None:
     assert report["stages"] <= stages
     assert report["value_bytes_per_pipe"] >= value_bytes
     assert report["pending_entries"] >= 65536
-    assert report["tables"]["l2_forward (match)"]["size"] >= 16384
+    assert report["forwarded_hosts"] == report["tables"]["l2_forward (match)"]["size"] >= 16384
+    info = P4Schema(artefact(target).p4info)
+    assert report["forwarded_hosts"] == info.tables["l2_forward"].size
+    assert report["ipv4_routes"] == info.tables["ipv4_route"].size
     for stage, taken in report["by_stage"].items():
         for kind, budget in report["budget_by_stage"].items():
             assert taken.get(kind, 0) <= budget, (stage, kind)
