@@ -28,6 +28,7 @@ import test_p4_guards
 import test_p4_heat
 import test_p4_resident
 from kvcast.p4 import artefact, profiles
+from kvcast.p4.figures import Target
 from kvcast.protocol import ethernet, wire
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 from tna_mau import ALU_OPERATIONS, PARTIAL_WRITES, Mau, StatefulAlu, behaviour_of
@@ -267,6 +268,25 @@ def test_a_chunk_takes_the_passes_of_the_profile(target: str) -> None:
     assert b"".join(bytes(r.frame.payload) for r in out)[: len(SHORT)] == SHORT
     # The READ itself comes by once for each chunk, and each chunk once for each row.
     assert pool.model.passes - before == 3 + 3 * rows
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_bytes_that_go_round_are_those_of_the_figures(target: str) -> None:
+    class Pool(TnaPool):
+        device = target
+
+    figures = Target.load(target)
+    pool = Pool()
+    pool.make_resident(KEY, SHORT)
+    pool.data(2, CONTENT, 0)
+    pool.model.rounds.clear()
+    pool.data(2, SHORT, 0)
+    assert sorted(pool.model.rounds) == sorted(figures.stored_frames)
+    pool.data(2, SHORT, 1)
+    pool.model.rounds.clear()
+    pool.read(3, wanted=0b11, flags=wire.FLAG_PARTIAL)
+    # Behind the last chunk there is none to go on to.
+    assert sorted([*pool.model.rounds, figures.header_bytes]) == sorted(2 * figures.served_frames)
 
 
 @pytest.mark.parametrize("slot", [0, 63, -1])

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcast.p4 import profiles
+from kvcast.p4.figures import round_header_bytes
 from kvcast.protocol import wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
@@ -100,7 +101,8 @@ class Round:
 @dataclass
 class TnaModel:
     """A switch. `compiled`: as Mau's; `now`: ticks; `groups`: copies as (port, replication id);
-    `digests`: what was raised; `filtered`: copies that egress dropped."""
+    `digests`: what was raised; `rounds`: bytes of each frame that went round; `filtered`: copies
+    that egress dropped."""
 
     target: str = "tofino1"
     compiled: dict[str, Any] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class TnaModel:
     groups: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     digests: list[dict[str, int]] = field(default_factory=list)
     passes: int = 0
+    rounds: list[int] = field(default_factory=list)
     filtered: int = 0
     between: dict[int, Callable[[], object]] = field(default_factory=dict)
     """By number of passes through the pipeline: what happens then (a controller's write)."""
@@ -157,6 +160,7 @@ class TnaModel:
             for egress_port, left in self.one_pass(at, arrived):
                 if isinstance(left, Round):
                     waiting.append((egress_port, left))
+                    self.rounds.append(round_header_bytes() + len(left.frame))
                 else:
                     out.append((egress_port, left))
         return out

@@ -7,13 +7,17 @@ is test_p4_targets.py's.
 from __future__ import annotations
 
 import pytest
-from kvcast.controller import program
+from finsy import P4Schema
+from finsy.p4entity import decode_entity, encode_updates
+from kvcast.controller import program, switch
 from kvcast.controller.daemon import build_parser, main, pool_options
 from kvcast.controller.membership import Address
 from kvcast.controller.names import Group
-from kvcast.controller.reconcile import SwitchState
-from kvcast.p4 import profiles
+from kvcast.controller.reconcile import SwitchState, diff
+from kvcast.controller.residency import Resident
+from kvcast.p4 import artefact, profiles
 from kvcast.protocol.control import NamespaceInfo
+from kvcast.protocol.wire import BlockId
 
 OTHER_PORTS = ",".join(str(port) for port in range(136, 168))
 
@@ -56,6 +60,30 @@ def test_ports_are_the_devices_and_bits_the_pools(target: str) -> None:
     assert state.entries["port_set", (0b11,)].params == (2048 + 4,)
     bits = host(1).port_bit | host(32).port_bit
     assert state.entries["reader_group", (7, 9)].params == (bits, 1024 + 5)
+
+
+@pytest.mark.parametrize("target", sorted(profiles))
+def test_what_it_writes_and_reads_is_in_the_targets_p4info(target: str) -> None:
+    """Every write is encoded with the target's own P4Info, and read back as what was meant."""
+    schema = P4Schema(artefact(target).p4info)
+    _, state = state_on(f"--target={target}")
+    last = profiles[target].slots - 1
+    block = BlockId(7, bytes(range(16)))
+    resident = Resident(block, (0, last), 9, 1 << 63, 100_000, pinned=False, admitted_at=0.0)
+    state.entries |= program.resident_entries(resident)
+    changes = diff(SwitchState(), state)
+    read = SwitchState()
+    for change in (*changes.upserts, *changes.deletes):
+        update = switch._update(change, schema)
+        (encoded,) = encode_updates([update], schema)
+        switch._note(read, decode_entity(encoded.entity, schema), schema)
+    assert read.entries == state.entries
+    assert read.groups == state.groups
+    assert read.digests == {}
+    for counted in ("decisions", "fills"):
+        assert schema.tables[counted].direct_counter is not None
+    assert schema.counters["resident_hits"].size == profiles[target].slots
+    assert program.HEAT_DIGEST in {digest.alias for digest in schema.digests}
 
 
 @pytest.mark.parametrize("target", ["v1model", "bmv2"])

@@ -17,7 +17,7 @@ from finsy import P4Schema
 from finsy.proto import p4i
 from google.protobuf import text_format
 from kvcast.controller import program
-from kvcast.p4 import artefact, build, profiles
+from kvcast.p4 import artefact, build, figures, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol import wire
 
@@ -49,7 +49,8 @@ def surface(info: p4i.P4Info) -> dict[str, Any]:
     for name in (*ACTIONS, *COUNTED):
         table = schema.tables[name]
         found[f"table {name}"] = {
-            "keys": [(f.name, f.bitwidth, f.match_type.name) for f in table.match_fields],
+            "keys": [(f.name, f.id, f.bitwidth, f.match_type.name) for f in table.match_fields],
+            "default can be set": table.const_default_action is None,
             "size": table.size if table.match_fields and name not in ("decisions", "fills") else 0,
         }
     for table_name, names in ACTIONS.items():
@@ -189,9 +190,35 @@ def test_profile_is_what_was_compiled(tofino: str) -> None:
     assert "LOOP_GROUP = 64;" in ports
 
 
+def test_documents_figures_are_those_of_the_reports() -> None:
+    document = figures.DOCUMENT.read_text(encoding="utf-8")
+    assert figures.filled(document) == document, "run python -m kvcast.p4.figures --write"
+    assert document.count("<!-- figures: ") == len(figures.FIGURES)
+    wrong = document.replace(
+        "| passes for a chunk of 1 KiB | 11 |", "| passes for a chunk of 1 KiB | 8 |"
+    )
+    assert wrong != document
+    assert figures.filled(wrong) == document
+
+
+def test_rows_of_a_chunk_are_the_chunk(tofino: str) -> None:
+    target = figures.Target.load(tofino)
+    assert sum(target.rows) == wire.CHUNK_BYTES
+    assert len(target.rows) == profiles[tofino].passes_per_chunk
+
+
 def test_digest_fits_the_hardware(tofino: str) -> None:
     bits = sum(width for _, width in surface(load(tofino))["heat digest"])
     assert bits <= 8 * profiles[tofino].digest_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # ten minutes for a Tofino 2 on a busy machine
+def test_reports_are_what_the_sources_compile_to(tofino: str) -> None:
+    lacking = build.Compilers.find().missing_for(tofino)
+    if lacking:
+        pytest.skip(f"hash checked; {lacking}")
+    assert build.check([tofino])
 
 
 def test_committed_reports_are_of_these_sources(tofino: str) -> None:
