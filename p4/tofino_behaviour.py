@@ -7,8 +7,9 @@ what any of it means.
 
 Steps are numbered over the whole pipeline: 16 logical tables a stage. An action is a list of
 primitives, each [operation, destination, mask, operands...]; an operand is a number, a field, or
-`$` and the name of an action parameter. Masks are cut to what context.json tells: the destination's
-bits that change, counted from the lowest of them, 0 for 64 bits or more.
+`$` and the name of an action parameter. A mask says which bits of the destination change, 0 stands
+for 64 or more. context.json counts them from the lowest that changes; where the assembly names the
+slice, they are put in their place.
 """
 
 from __future__ import annotations
@@ -119,13 +120,36 @@ def _operand(operand: dict[str, str]) -> int | str:
     return int(re.sub(r"^\d+[ws]", "", name), 0)
 
 
-def _primitive(primitive: dict[str, Any]) -> list[Any]:
+Slices = dict[tuple[str, str, int], set[int]]
+"""(action, field, width): the lowest bits of the slices of that width that the action sets."""
+_ACTION = re.compile(r"^ {6}([\w.$]+)\(.*\):$")
+_SET_SLICE = re.compile(r"^ {6}- set ([\w.$]+)\.(\d+)-(\d+), ")
+
+
+def set_slices(assembly: str) -> Slices:
+    """Where the assembly says which bits of a field an action sets."""
+    found: Slices = {}
+    action = ""
+    for line in assembly.splitlines():
+        if named := _ACTION.match(line):
+            action = _short(named[1])
+        elif sliced := _SET_SLICE.match(line):
+            low, high = int(sliced[2]), int(sliced[3])
+            found.setdefault((action, sliced[1], high - low + 1), set()).add(low)
+    return found
+
+
+def _primitive(primitive: dict[str, Any], action: str, slices: Slices) -> list[Any]:
     """One primitive of an action."""
     kind = primitive["name"].removesuffix("Primitive")
     target = primitive["dst"]["name"]
     if kind in ("ModifyField", "DirectAlu", "Shift"):
         operands = [_operand(primitive[key]) for key in ("src1", "src2") if key in primitive]
-        return [primitive["operation"], target, int(primitive["dst_mask"]["name"], 0), *operands]
+        mask = int(primitive["dst_mask"]["name"], 0)
+        lowest = slices.get((action, target, mask.bit_length()), set())
+        if len(lowest) == 1:
+            mask <<= next(iter(lowest))
+        return [primitive["operation"], target, mask, *operands]
     if kind in ("AddHeader", "RemoveHeader"):
         return [kind, target]
     if kind in ("Count", "CountFromHash"):
@@ -141,7 +165,7 @@ def _primitive(primitive: dict[str, Any]) -> list[Any]:
     raise ValueError(f"unknown primitive {primitive['name']}")
 
 
-def _actions(table: dict[str, Any], stage_table: dict[str, Any]) -> dict[str, Any]:
+def _actions(table: dict[str, Any], stage_table: dict[str, Any], slices: Slices) -> dict[str, Any]:
     indirection = stage_table.get("ternary_indirection_stage_table") or {}
     formats = stage_table.get("action_format") or indirection.get("action_format") or ()
     following = {
@@ -159,7 +183,10 @@ def _actions(table: dict[str, Any], stage_table: dict[str, Any]) -> dict[str, An
                 [parameter["name"], int(parameter.get("default_value") or "0", 0)]
                 for parameter in action["p4_parameters"]
             ],
-            "does": [_primitive(primitive) for primitive in action["primitives"]],
+            "does": [
+                _primitive(primitive, _short(action["name"]), slices)
+                for primitive in action["primitives"]
+            ],
             "next": following.get(action["name"], otherwise),
         }
         for action in table["actions"]
@@ -250,6 +277,7 @@ def _entries(table: dict[str, Any], gateway: list[Any]) -> list[dict[str, Any]]:
 def tables(context: dict[str, Any], assembly: str) -> dict[str, Any]:
     """Every match-action table: its key as (field, lowest bit, bits, kind), constant entries,
     default action, and actions."""
+    slices = set_slices(assembly)
     gateways = gateway_entries(assembly, field_widths(context))
     found: dict[str, Any] = {}
     for table in context["tables"]:
@@ -277,7 +305,7 @@ def tables(context: dict[str, Any], assembly: str) -> dict[str, Any]:
                 ),
                 "",
             ),
-            "actions": _actions(table, placed[0]),
+            "actions": _actions(table, placed[0], slices),
         }
     return dict(sorted(found.items()))
 

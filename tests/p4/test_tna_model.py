@@ -144,10 +144,22 @@ def borrowed() -> list[Borrowed]:
     return found
 
 
+class Tofino2Pool(TnaPool):
+    device = "tofino2"
+
+
 class HeatPool(TnaPool):
     """Ticks of 64 us, as the windows of the heat tests are counted."""
 
     ticks_a_lease = 15625
+
+
+class Tofino2HeatPool(HeatPool):
+    device = "tofino2"
+
+
+POOLS = {"tofino1": (TnaPool, HeatPool), "tofino2": (Tofino2Pool, Tofino2HeatPool)}
+"""The pool of a target, and for the heat tests."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +187,12 @@ def colliding_key() -> bytes:
     raise AssertionError("no collision")
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("test", borrowed(), ids=lambda test: test.label)
-def test_holds_on_tna_too(test: Borrowed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holds_on_tna_too(test: Borrowed, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (test.name, test.case) in DIFFERENT:
         pytest.skip(DIFFERENT[test.name, test.case])
-    pool = HeatPool if test.module is test_p4_heat else TnaPool
+    pool = POOLS[target][test.module is test_p4_heat]
     monkeypatch.setattr(test.module, "PoolSwitch", pool)
     monkeypatch.setattr(test_p4_coalesce, "colliding_key", colliding_key)
     function = vars(test.module)[test.name]

@@ -38,6 +38,10 @@ SHIFTS = {
 }
 """(action or ALU program, destination, mask): its lowest bit, where that is not 0."""
 SOURCES = {
+    ("heat_missing0", "state.heat_threshold"): ((0, 16),),
+    ("heat_missing1", "state.heat_threshold"): ((0, 16),),
+    ("heat_missing2", "state.heat_threshold"): ((0, 16),),
+    ("state.heat_count", "state.heat_count"): ((0, 16),),
     ("state.now", "ig_intr_md_from_prsr.global_tstamp"): ((16, 32),),
     ("state.loop_group", "ig_intr_md.ingress_port"): ((7, 2),),
     ("lowest_chunk_rest", "hdr.kvcast.wanted"): ((32, 32), (0, 32)),
@@ -365,15 +369,16 @@ class Mau:
                     low, width = slices[len(values) % len(slices)]
                     values.append(cut(before[operand], low, width))
                 else:
-                    values.append(before[operand] & (mask or -1))
+                    values.append(before[operand])
             self.write(action, target, mask, ALU_OPERATIONS[operation](values), phv)
 
     def write(self, action: str, target: str, mask: int, value: int, phv: Phv) -> None:
         """Put `value` into the bits of a field that `mask` says; 0 stands for all of it."""
         self.written.add(target)
-        low = SHIFTS.get((action, target, mask), 0)
+        mask <<= SHIFTS.get((action, target, mask), 0)
         if mask:
-            phv[target] = phv[target] & ~(mask << low) | (value & mask) << low
+            low = (mask & -mask).bit_length() - 1
+            phv[target] = phv[target] & ~mask | value << low & mask
         else:
             phv[target] = value & (1 << self.widths.get(target, 64)) - 1
 
