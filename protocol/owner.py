@@ -9,6 +9,11 @@ block held until the last of them is out. Jobs of one reader go in order, repair
 all others; readers take turns; a token bucket sets the pace; and a job whose READ allows
 gathering waits for its joiners first.
 
+Readers that want the same blocks, a moment apart, cost a copy each: when the second asks, the
+answer has passed the switch, and they stay a moment apart until both are done. So answers to READs
+that a switch has marked wait for as long as such readers are apart (`catchup`), those to readers
+behind go first, and the second catches up.
+
 What is asked for twice is sent once as long as the first answer has not gone out: a READ adds to
 a job of the same reader and segment only those chunks that the job no longer has before it.
 So a reader that is impatient with a busy home does not make it busier. A READ of a full segment
@@ -21,9 +26,10 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from kvcast.protocol.catchup import CatchUp, CatchUpConfig
 from kvcast.protocol.pacing import TokenBucket
 from kvcast.protocol.wire import (
     CHUNK_BYTES,
@@ -95,6 +101,8 @@ class OwnerConfig:
     """Longest time for which an answer is held for joiners, whatever the READ allows."""
     heat_blocks: int = 4096
     """Blocks whose reads are counted; the one not read for longest gives way."""
+    catch_up: CatchUpConfig = field(default_factory=CatchUpConfig)
+    """When, and for how long, readers are held back for others to catch up."""
 
 
 @dataclass(slots=True)
@@ -112,6 +120,10 @@ class OwnerCounters:
     """READs that asked only for what was already waiting to be sent to the same reader."""
     reads_merged: int = 0
     """READs marked by a switch that were answered together with another reader's."""
+    reads_behind: int = 0
+    """READs of full segments that went out to another reader a moment ago."""
+    segments_held_back: int = 0
+    """Answers that waited for readers behind to catch up."""
     data_frames: int = 0
     payload_bytes: int = 0
     """Block bytes sent, without headers and the last chunk's padding."""
@@ -157,7 +169,18 @@ class BlockHeat(NamedTuple):
 class _Job:
     """One segment, or part of it, on its way to one reader."""
 
-    __slots__ = ("block", "flags", "group", "held", "key", "offer", "remaining", "segment", "tag")
+    __slots__ = (
+        "behind",
+        "block",
+        "flags",
+        "group",
+        "held",
+        "key",
+        "offer",
+        "remaining",
+        "segment",
+        "tag",
+    )
 
     def __init__(
         self, key: _JobKey, block: BlockId, held: HeldBlock, frame: Frame, remaining: int
@@ -171,6 +194,7 @@ class _Job:
         self.tag = frame.tag
         self.remaining = remaining  # chunks to send, as a bitmap
         self.offer: Frame | None = None  # sent before the first chunk
+        self.behind = False  # another reader was sent the segment a moment ago
 
 
 _JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, PARTIAL flag
@@ -225,6 +249,7 @@ class Owner:
         self._sequence = 0
         self._bypassed = 0  # how often in a row the first of the turns has waited
         self._heat: OrderedDict[BlockId, _Heat] = OrderedDict()
+        self._catch_up = CatchUp(config.catch_up)
 
     def receive(self, now: float, reader: int, frame: Frame) -> None:
         """Take a READ, as `wire.decode` made it, that came from node `reader`."""
@@ -268,7 +293,7 @@ class Owner:
             index = self._whose_turn()
             reader = self._readers[index]
             turn = min(self.config.turn_frames, allowed - len(frames))
-            self._take_turn(index, reader, turn, frames)
+            self._take_turn(now, index, reader, turn, frames)
             if reader.queue:
                 turns.append(index)
         self._bucket.take(len(frames))
@@ -373,11 +398,20 @@ class Owner:
         self._job_count += 1
         self.counters.reads_answered += 1
         state.jobs += 1
-        gather_ms = min(frame.gather, self.config.max_gather_ms)
-        if gather_ms and not partial:
+        if partial:
+            self._make_ready(reader, state, job)
+            return True
+        hold_s = min(frame.gather, self.config.max_gather_ms) / 1000
+        if shared is not None and not frame.flags & FLAG_RETRY:
+            job.behind = self._catch_up.read(now, reader, block, frame.segment)
+            if job.behind:
+                self.counters.reads_behind += 1
+            elif self._catch_up.hold_s > hold_s:
+                self.counters.segments_held_back += 1
+                hold_s = self._catch_up.hold_s
+        if hold_s:
             self._sequence += 1
-            until = now + gather_ms / 1000
-            heapq.heappush(self._gathering, (until, self._sequence, reader, job))
+            heapq.heappush(self._gathering, (now + hold_s, self._sequence, reader, job))
         else:
             self._make_ready(reader, state, job)
         return True
@@ -486,14 +520,16 @@ class Owner:
             head = self._readers[index].queue[0]
             for other in turns:
                 job = self._readers[other].queue[0]
-                if job.segment < head.segment and job.block == head.block:
+                if (job.segment < head.segment and job.block == head.block) or (
+                    job.behind and not head.behind
+                ):
                     index, head = other, job
         self._bypassed = self._bypassed + 1 if index != turns[0] else 0
         turns.remove(index)
         return index
 
     def _take_turn(
-        self, index: int, reader: _Reader, turn: int, frames: list[tuple[int, Frame]]
+        self, now: float, index: int, reader: _Reader, turn: int, frames: list[tuple[int, Frame]]
     ) -> None:
         """Add up to `turn` frames of one reader's jobs to `frames`."""
         counters = self.counters
@@ -547,6 +583,7 @@ class Owner:
                 self._ready -= 1
                 if not job.flags:
                     counters.segments_full += 1
+                    self._catch_up.sent(now)
                 self._finish(job)
 
     def _finish(self, job: _Job) -> None:

@@ -94,7 +94,7 @@ class CoalescingSwitch:
         if now >= expiry:
             self.pending[name] = (now + self.lease_s, waiting)
             self.decisions["new", *name] += 1
-            return forward
+            return [(source, destination, with_flags(frame, frame.flags | wire.FLAG_SHARED))]
         if frame.flags & wire.FLAG_RETRY or (source in ports and not frame.group):
             self.pending[name] = (now + self.lease_s, ports | waiting)
             self.decisions["retry", *name] += 1

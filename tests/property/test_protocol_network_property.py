@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.protocol import wire
+from kvcast.protocol.catchup import CatchUpConfig
 from kvcast.protocol.owner import OwnerConfig
 from kvcast.protocol.requester import (
     BulkCopy,
@@ -192,9 +193,12 @@ def test_hostile_frames_neither_crash_nor_deliver_wrong_bytes(
             arriving = wire.decode(wire.encode(frame))
         except wire.WireError:
             return
+        owner = network.owners[HOME_A]
+        network.received[reader.core] += 1
+        network.received[owner] += arriving.op == wire.OP_READ
         reader.core.receive(network.now, source, arriving)
         network.after_reader(reader)
-        network.owners[HOME_A].receive(network.now, source, arriving)
+        owner.receive(network.now, source, arriving)
         network.wake_owner(HOME_A)
 
     for frame, source, when in hostile:
@@ -232,6 +236,44 @@ def test_readers_at_once_cost_the_home_one_answer_a_segment(
         assert isinstance(end, Fetched)
         assert end.buffer == content(seed, size)
         assert end.report.tier == "shared"
+
+
+def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUpConfig) -> float:
+    """Copies of each block that the home sends to readers that begin within `apart_s`."""
+    blocks = 128
+    network = Network(
+        seed,
+        faults=replace(IN_ORDER, delay_s=0.001),
+        middle=CoalescingSwitch(lease_s=4.0),
+        owner=OwnerConfig(catch_up=catch_up),
+    )
+    store = network.add_owner(HOME_A)
+    for number in range(blocks):
+        store.put(block_id(number), content(number, 2048))
+
+    def begin(reader: Reader) -> None:
+        for number in range(blocks):
+            network.fetch(reader, block_id(number), [HOME_A], within_s=60)
+
+    for index in range(readers):
+        reader = network.add_reader(READER + index)
+        network.at(index * apart_s / readers, lambda reader=reader: begin(reader))  # type: ignore[misc]
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        for end in reader.ends.values():
+            assert isinstance(end, Fetched)
+            assert end.buffer == content(number_of(end.block), 2048)
+    return network.owners[HOME_A].counters.payload_bytes / (blocks * 2048)
+
+
+@pytest.mark.parametrize("readers", [2, 5])
+@pytest.mark.parametrize("apart_s", [0.006, 0.012])
+def test_readers_a_moment_apart_come_to_share_answers(readers: int, apart_s: float) -> None:
+    alone = copies_read_apart(1, readers, apart_s, CatchUpConfig(max_hold_s=0.0))
+    copies = copies_read_apart(1, readers, apart_s, CatchUpConfig())
+    assert alone > 1.9
+    assert copies - 1 < (alone - 1) / 2  # it takes some of the 16 windows to bring them together
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from kvcast.protocol import wire
+from kvcast.protocol.catchup import CatchUpConfig
 from kvcast.protocol.owner import HeldBlock, Owner, OwnerConfig
 from kvcast.protocol.wire import BlockId, Frame, Offer, decode_offer, digest_of
 
@@ -367,3 +368,63 @@ def test_heat_counts_reads_and_distinct_readers_and_forgets_the_coldest() -> Non
         (third, 1, 1, 1),
     ]
     assert owner.take_heat(10) == []
+
+
+class Pair:
+    """Two readers that ask, 5 ms apart, for the same small blocks of one owner."""
+
+    def __init__(self, **catch_up: Any) -> None:
+        self.held = Held(BYTES[:1024])
+        config = OwnerConfig(catch_up=CatchUpConfig(**catch_up))
+        self.core = Owner(config, lookup=self.lookup)
+        for number in range(10):
+            now = 1.0 + number / 100
+            self.read(now, 1, number)
+            assert len(self.core.frames_to_send(now, 100)) == 1
+        self.read(1.095, 2, 8)
+        self.read(1.095, 2, 9)
+
+    def lookup(self, _block: BlockId) -> HeldBlock:
+        self.held.holds += 1
+        return self.held
+
+    def read(self, now: float, reader: int, number: int, flags: int = wire.FLAG_SHARED) -> None:
+        block = BlockId(1, bytes([number] * 16))
+        frame = Frame(wire.OP_READ, *block, wanted=FULL, flags=flags)
+        self.core.receive(now, reader, wire.decode(wire.encode(frame)))
+
+    def send(self, now: float) -> list[tuple[int, int]]:
+        frames = self.core.frames_to_send(now, 100)
+        return [(reader, frame.key[0]) for reader, frame in frames]
+
+
+def test_new_answers_wait_for_a_reader_behind_and_are_shared_with_it() -> None:
+    pair = Pair()
+    assert pair.core.counters.reads_behind == 2
+    assert pair.send(1.095) == [(2, 8), (2, 9)]  # those behind do not wait
+    pair.read(1.1, 1, 10)
+    assert pair.core.counters.segments_held_back == 1
+    assert pair.send(1.1) == []
+    due = pair.core.get_timer(1.1)
+    assert due is not None
+    assert 1.105 <= due <= 1.12  # longer than the readers are apart
+    pair.read(1.105, 2, 10)  # a switch would have let it wait
+    assert pair.core.counters.reads_merged == 1
+    assert pair.send(due) == [(1, 10)]
+    assert pair.held.holds == 0
+
+
+def test_readers_behind_go_before_what_nobody_has_had() -> None:
+    pair = Pair(max_slowdown=0.0)
+    pair.read(1.095, 1, 10)
+    pair.read(1.095, 1, 11)
+    assert pair.send(1.095) == [(2, 8), (2, 9), (1, 10), (1, 11)]
+
+
+@pytest.mark.parametrize("flags", [0, wire.FLAG_SHARED | wire.FLAG_RETRY])
+def test_reads_that_nobody_can_join_and_repeats_do_not_wait(flags: int) -> None:
+    pair = Pair()
+    pair.send(1.095)
+    pair.read(1.1, 1, 10, flags)
+    assert pair.send(1.1) == [(1, 10)]
+    assert pair.core.counters.segments_held_back == 0

@@ -1,0 +1,134 @@
+"""For how long answers wait for readers behind, one rule at a time.
+
+Oracle: the rules in `catchup`'s description, worked out by hand. Cannot see: whether copies are
+saved (tests/property/test_protocol_network_property.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvcast.protocol.catchup import CatchUp, CatchUpConfig
+from kvcast.protocol.wire import BlockId
+
+FIRST, SECOND, THIRD = 1, 2, 3
+
+
+def block(number: int) -> BlockId:
+    return BlockId(1, number.to_bytes(16, "big"))
+
+
+class Stream:
+    """Readers of blocks 0, 1, 2 ... that pause for `pause_s` after each answer."""
+
+    def __init__(self, pause_s: float = 0.01, **config: float) -> None:
+        self.core = CatchUp(CatchUpConfig(**config))  # type: ignore[arg-type]
+        self.pause_s = pause_s
+        self.now = 100.0
+
+    def first(self, number: int) -> None:
+        """The reader in front asks, a pause after the last answer, and is answered."""
+        self.now += self.pause_s
+        assert not self.core.read(self.now, FIRST, block(number), 0)
+        self.core.sent(self.now)
+
+    def second(self, number: int, reader: int = SECOND) -> bool:
+        return self.core.read(self.now, reader, block(number), 0)
+
+
+def with_two_behind(**config: float) -> Stream:
+    stream = Stream(**config)
+    for number in range(40):
+        stream.first(number)
+    stream.now += 0.005
+    assert stream.second(38)
+    assert stream.second(39)
+    return stream
+
+
+def test_answers_wait_as_long_as_the_second_reader_is_behind_and_a_little() -> None:
+    stream = Stream()
+    for number in range(40):
+        stream.first(number)
+    stream.now += 0.005
+    assert stream.second(39)
+    assert stream.core.hold_s == 0.0  # one READ may be anything
+    assert stream.second(38)  # asked for first 15 ms ago
+    assert stream.core.hold_s == pytest.approx(1.25 * 0.015)
+
+
+def test_the_same_reader_and_what_was_asked_for_long_ago_are_not_behind() -> None:
+    stream = Stream(max_hold_s=0.1)
+    for number in range(40):
+        stream.first(number)
+    assert not stream.core.read(stream.now, FIRST, block(39), 0)
+    assert not stream.second(28)  # 110 ms
+    assert stream.second(31)
+    assert not stream.core.read(stream.now, SECOND, block(39), 1)  # another segment
+
+
+def test_a_third_reader_is_behind_the_first_not_the_second() -> None:
+    stream = with_two_behind()
+    stream.now += 0.01
+    assert stream.second(39, THIRD)
+    assert stream.core.hold_s == pytest.approx(1.25 * 0.015)
+
+
+def test_a_hold_is_no_longer_than_the_readers_pauses_allow() -> None:
+    stream = with_two_behind(pause_s=0.001, max_slowdown=2.0)  # 6 ms behind, at 1 ms an answer
+    assert stream.core.hold_s == pytest.approx(0.002, rel=0.05)
+
+
+def test_a_hold_is_no_longer_than_the_reads_behind_are_worth() -> None:
+    stream = with_two_behind(hold_per_read_s=0.003)
+    assert stream.core.hold_s == pytest.approx(0.006)
+
+
+def test_a_hold_is_no_longer_than_the_longest() -> None:
+    stream = with_two_behind(max_hold_s=0.016)
+    assert stream.core.hold_s == 0.016
+
+
+def test_without_anybody_behind_the_hold_halves_until_it_is_none() -> None:
+    stream = with_two_behind()
+    holds = [stream.core.hold_s]
+    for number in range(100, 300):
+        stream.first(number)
+        if stream.core.hold_s != holds[-1]:
+            holds.append(stream.core.hold_s)
+    assert holds[1] == holds[0] / 2
+    assert holds[2] == holds[0] / 4
+    assert holds[-1] == 0.0
+
+
+def test_who_stays_behind_all_the_same_is_not_waited_for() -> None:
+    stream = with_two_behind(patience=2, rest=4.0)
+    held = []
+    for number in range(100, 400):
+        stream.first(number)
+        stream.now += 0.005
+        assert stream.second(number)
+        assert stream.second(number, THIRD)
+        held.append(stream.core.hold_s > 0)
+    assert held[0]
+    assert not all(held)
+    gave_up = held.index(False)
+    assert any(held[gave_up:])  # and tried once more, later
+    assert held.count(False) > held.count(True) / 2
+
+
+def test_nothing_is_held_back_when_told_so() -> None:
+    stream = Stream(max_hold_s=0.0)
+    for number in range(10):
+        stream.first(number)
+        assert not stream.second(number)
+        assert not stream.second(number, THIRD)
+    assert stream.core.hold_s == 0.0
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    core = CatchUp(CatchUpConfig(max_segments=16))
+    for number in range(1000):
+        core.read(1.0, FIRST, block(number), 0)
+    assert len(core._asked) == 16
+    assert core.read(1.0, SECOND, block(999), 0)
+    assert not core.read(1.0, SECOND, block(900), 0)
