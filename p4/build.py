@@ -191,6 +191,8 @@ def compile_tofino(compiler: str, assembler: str, target: str, out: Path) -> Non
     (out / RESOURCES).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     assembly = (pipe / "kvcast.bfa").read_text(encoding="utf-8")
     behaviour = tofino_behaviour.behaviour(context, assembly)
+    if not any(state["match"] for state in behaviour["parsers"]["ingress"]["states"].values()):
+        raise BuildError(f"{compiler}: its parsers select nothing (p4lang/p4c#5753 mends that)")
     (out / BEHAVIOUR).write_text(one_a_line(behaviour), encoding="utf-8")
 
 

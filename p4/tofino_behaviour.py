@@ -1,9 +1,9 @@
 """What the TNA program does, as its compiler and assembler write it: what the tests' model runs.
 
-Owns: reading bfas's context.json and p4c's assembly for the pipeline's steps in the order in which
-the hardware takes them (tables, gateways, what comes next), what each action does to which field,
-the tables of constants with their precedence, and the stateful ALUs' instructions. Must not know:
-what any of it means.
+Owns: reading bfas's context.json and p4c's assembly for the ingress parser's states, the pipeline's
+steps in the order in which the hardware takes them (tables, gateways, what comes next), what each
+action does to which field, the tables of constants with their precedence, and the stateful ALUs'
+instructions. Must not know: what any of it means.
 
 Steps are numbered over the whole pipeline: 16 logical tables a stage. An action is a list of
 primitives, each [operation, destination, mask, operands...]; an operand is a number, a field, or
@@ -198,7 +198,9 @@ _FIELD = re.compile(r"^(\d+): (.*?)(?:\((\d+)(?:\.\.(\d+))?\))?$")
 
 
 def _bits(pattern: str) -> str:
-    """A gateway's pattern as `0`, `1`, `*`, the lowest bit first."""
+    """A pattern of the assembly as `0`, `1`, `*`, the lowest bit first."""
+    if pattern == "*":
+        return ""
     if pattern.startswith("0b"):
         return pattern[:1:-1]
     digits = ("****" if digit == "*" else f"{int(digit, 16):04b}" for digit in pattern[2:])
@@ -369,10 +371,92 @@ def field_widths(context: dict[str, Any]) -> dict[str, int]:
     return dict(sorted(widths.items()))
 
 
+_ROW = re.compile(r"^ {6}(\*|0[xb][0-9a-f*]+):$")
+_EXTRACT = re.compile(r"^ {8}(\d+)(?:\.\.(\d+))?: \w+(?:\([\d.]+\))?(?:  # (.*))?$")
+_CONSTANT = re.compile(r"value (\d+) -> \w+ bit\[[\d.]+\]: (?:in|e)gress::(\S+)")
+_PLACED = re.compile(r"^bit\[(\d+)(?:\.\.(\d+))?\] -> \w+ bit\[[\d.]+\]: (?:in|e)gress::(\S+)$")
+_NAMED = re.compile(r"^(?:in|e)gress::(\S+)$")
+_PART = re.compile(r"^(.*?)(?:\[\d+:\d+\])?(?:\.(\d+)-(\d+))?$")
+
+
+def _extract(text: str, first: int, last: int) -> list[Any] | None:
+    """[first bit in the input, last, field, lowest bit of the field], bits counted from where the
+    state begins; None for what does not come from the packet."""
+    placed, named = _PLACED.match(text), _NAMED.match(text)
+    if placed:
+        first, last, name = int(placed[1]), int(placed[2] or placed[1]), placed[3]
+    elif named:
+        name = named[1]
+    else:
+        return None
+    part = _PART.match(name)
+    assert part is not None
+    return [first, last, part[1], int(part[2] or 0)]
+
+
+def parser(assembly: str, gress: str) -> dict[str, Any]:
+    """The parser of ingress or egress: bytes in front of a frame, the first state, and each state's
+    rows, in order of precedence. A row: what it matches of the registers (bits, the highest first;
+    leading ones that are not there are 0), the bytes that must be there, extracted fields,
+    constants, bytes loaded into registers, what becomes of the counter of bytes that must be parsed
+    at least, bytes consumed, the next state."""
+    found: dict[str, Any] = {"prefix": 0, "start": "", "states": {}}
+    state: dict[str, Any] = {}
+    row: dict[str, Any] = {}
+    bits = (0, 0)
+    lines = iter(assembly.splitlines())
+    for line in lines:
+        if line.startswith(f"parser {gress}:"):
+            break
+    for line in lines:
+        if line and line[0] != " ":
+            break
+        text = line.strip()
+        if line.startswith("  start: "):
+            found["start"] = text.split(": ", 1)[1]
+        elif line.startswith("  hdr_len_adj: "):
+            found["prefix"] = int(text.split(": ", 1)[1])
+        elif re.match(r"^ {4}\S.*:$", line):
+            state = {"match": [], "rows": []}
+            found["states"][text.removesuffix(":")] = state
+        elif line.startswith("      match: ["):
+            state["match"] = [name.strip() for name in text[8:-1].split(",")]
+        elif started := _ROW.match(line):
+            row = {"pattern": _bits(started[1])[::-1], "extract": [], "set": [], "load": {}}
+            row |= {"counter": [], "shift": 0, "needs": 0, "next": "end"}
+            state["rows"].append(row)
+        elif extracted := _EXTRACT.match(line):
+            first, last = int(extracted[1]), int(extracted[2] or extracted[1])
+            bits = (8 * first, 8 * last + 7)
+            entry = _extract(extracted[3] or "", *bits)
+            row["extract"] += [entry] if entry else []
+        elif re.match(r"^ {8}\d", line):
+            raise ValueError(f"an extraction that is not understood: {text}")
+        elif constant := _CONSTANT.search(line):
+            row["set"].append([constant[2], int(constant[1])])
+        elif line.startswith("            # - bit["):
+            entry = _extract(text.removeprefix("# - "), *bits)
+            row["extract"] += [entry] if entry else []
+        elif line.startswith("        load: {"):
+            for part in text[7:-1].split(","):
+                register, at = part.split(" : ")
+                row["load"][register.strip(" {")] = [int(n) for n in at.strip().split("..")]
+        elif line.startswith(("          imm: ", "        counter: dec ")):
+            row["counter"] = [line.split()[0].rstrip(":"), int(text.split()[-1])]
+        elif line.startswith("        shift: "):
+            row["shift"] = int(text.split(": ", 1)[1])
+        elif line.startswith("        buf_req: "):
+            row["needs"] = int(text.split(": ", 1)[1])
+        elif line.startswith("        next: "):
+            row["next"] = text.split(": ", 1)[1]
+    return found
+
+
 def behaviour(context: dict[str, Any], assembly: str) -> dict[str, Any]:
     """All of the above."""
     found = tables(context, assembly)
     return {
+        "parsers": {gress: parser(assembly, gress) for gress in ("ingress", "egress")},
         "ingress": pipeline(context, found, "ingress"),
         "egress": pipeline(context, found, "egress"),
         "tables": found,

@@ -53,10 +53,16 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
         }
     }
 
+    // Not one state that two lead to: p4c makes a copy of such a one, and takes it to begin where the
+    // round header is not over yet.
     state parse_gathering {
         state.passing = 1;
         state.serve_group = hdr.round.serve_group;
-        transition parse_round_read;
+        packet.extract(hdr.ethernet);
+        packet.extract(hdr.ipv4);
+        packet.extract(hdr.udp);
+        packet.extract(hdr.kvcast);
+        transition accept;
     }
 
     state parse_round_read {

@@ -199,6 +199,8 @@ class Mau:
         compiled = self.compiled or behaviour_of(self.target)
         self.tables: dict[str, Any] = compiled["tables"]
         self.widths: dict[str, int] = compiled["fields"]
+        self.parsers: dict[str, Any] = compiled["parsers"]
+        self.states_seen: dict[str, set[str]] = {"ingress": set(), "egress": set()}
         self.alus = {
             name.removeprefix("KvcastIngress."): StatefulAlu(program)
             for name, program in compiled["stateful"].items()
@@ -212,6 +214,53 @@ class Mau:
             for step in compiled[gress]:
                 by_stage[step["number"] // 16].append(step)
             self.stages[gress] = dict(sorted(by_stage.items()))
+
+    # --- parser -----------------------------------------------------------------------------
+
+    def parse(self, gress: str, raw: bytes) -> tuple[Phv, set[str], int] | None:
+        """The states of a parser, over a frame with what the hardware puts in front of it: the
+        fields, which of them came from the packet, and how many bytes were consumed; None for a
+        frame that ends too soon."""
+        parser = self.parsers[gress]
+        phv: Phv = defaultdict(int)
+        extracted: set[str] = set()
+        registers: dict[str, int] = {}
+        at, name = 0, parser["start"]
+        while name != "end":
+            self.states_seen[gress].add(name)
+            state = parser["states"][name]
+            row = next(row for row in state["rows"] if self._row_matches(state, row, registers))
+            if at + row["needs"] > len(raw):
+                return None
+            for first, last, field_name, low in row["extract"]:
+                window = int.from_bytes(raw[at + first // 8 : at + last // 8 + 1], "big")
+                value = cut(window, 7 - last % 8, last - first + 1)
+                phv[field_name] |= value << low
+                extracted.add(field_name)
+            for field_name, value in row["set"]:
+                phv[field_name] |= value
+            if row["counter"]:
+                how, count = row["counter"]
+                counted = count if how == "imm" else registers["counter"] - count
+                registers |= {"counter": counted, "ctr_neg": counted < 0, "ctr_zero": counted == 0}
+            for register, where in row["load"].items():
+                registers[register] = int.from_bytes(raw[at + where[0] : at + where[-1] + 1], "big")
+            at += row["shift"]
+            name = row["next"]
+        return phv, extracted, at
+
+    @staticmethod
+    def _row_matches(state: dict[str, Any], row: dict[str, Any], registers: dict[str, int]) -> bool:
+        value = bits = 0
+        for register in state["match"]:
+            width = 16 if register.startswith("half") else 1 if register.startswith("ctr") else 8
+            value, bits = value << width | registers[register], bits + width
+        if not row["pattern"]:
+            return True
+        wanted = row["pattern"][-bits:].rjust(bits, "0")  # hexadecimal, so there may be more
+        return all(
+            bit in ("*", found) for bit, found in zip(wanted, f"{value:0{bits}b}", strict=True)
+        )
 
     # --- steps ------------------------------------------------------------------------------
 

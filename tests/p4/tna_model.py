@@ -1,10 +1,10 @@
 """A model of the TNA program, in Python: what a Tofino would do with a frame, without a Tofino.
 
-Tables, gateways, actions and stateful ALUs are the compiler's and the assembler's output, carried
-out by tna_mau.py. Written by hand from p4/tna: the parse graph, the deparsers, the replication
-engine, the digest, and the checksum. So a wrong condition, a forgotten assignment, a wrong constant
-or a wrong precedence in what was compiled shows here; a wrong parser does not, nor does what only
-hardware does: time, queues, containers that two fields share.
+Parsers, tables, gateways, actions and stateful ALUs are the compiler's and the assembler's output,
+carried out by tna_mau.py. Written by hand from p4/tna: the deparsers, the replication engine, the
+digest, and the checksums. So a wrong transition or
+condition, a forgotten assignment, a wrong constant or a wrong precedence in what was compiled shows
+here; what only hardware does does not: time, queues, containers that two fields share.
 
 It is a model: no Tofino, and no vendor's simulator, has run the program.
 """
@@ -23,22 +23,24 @@ from kvcast.protocol import wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
 # p4/types.p4, p4/tna/headers.p4
-TASK_NONE, TASK_NEXT, TASK_GATHER, TASK_STORE = range(4)
 HEAT_DIGEST = 1
-ROUND_FIELDS = (
-    "task",
-    "again",
-    "delivery",
-    "row",
-    "index",
-    "bank",
-    "rewritten",
-    "last",
-    "serve_group",
-    "ingress_port",
-    "port_bits",
-    "generation",
-)
+ROUND_BITS = {
+    "task": 8,
+    "again": 8,
+    "delivery": 8,
+    "row": 8,
+    "index": 16,
+    "bank": 8,
+    "rewritten": 8,
+    "last": 8,
+    "serve_group": 16,
+    "unused": 7,
+    "ingress_port": 9,
+    "port_bits": 32,
+    "generation": 32,
+}
+"""round_h: widths by field, in order."""
+ROUND = wire.Header("round_h", "", tuple(wire.Field(n, w, "") for n, w in ROUND_BITS.items()))
 HOST_HEADERS = (wire.ETHERNET, wire.IPV4, wire.UDP, wire.KVCAST)
 
 
@@ -69,6 +71,13 @@ def valid(header: wire.Header) -> str:
 
 def name_of(header: wire.Header) -> str:
     return header.name.removesuffix("_h")
+
+
+def pack_fields(widths: dict[str, int], fields: dict[str, int]) -> bytes:
+    value = 0
+    for name, bits in widths.items():
+        value = value << bits | fields[name]
+    return value.to_bytes(sum(widths.values()) // 8, "big")
 
 
 def pack(header: wire.Header, phv: Phv) -> bytes:
@@ -168,62 +177,57 @@ class TnaModel:
     # --- ingress ----------------------------------------------------------------------------
 
     def parse(self, port: int, arrived: Round) -> Packet | None:
-        """The ingress parser; None if the hardware drops the frame for being cut."""
-        phv: Phv = defaultdict(int)
+        """The ingress parser; None if the hardware drops the frame for being cut.
+
+        Its states are the compiled ones.
+        """
+        raw = arrived.frame
+        if arrived.fields:
+            raw = pack_fields(ROUND_BITS, arrived.fields) + raw
+        front = bytearray(self.mau.parsers["ingress"]["prefix"])
+        front[0:2] = port.to_bytes(2, "big")
+        parsed = self.mau.parse("ingress", bytes(front) + raw)
+        if parsed is None:
+            return None
+        phv, extracted, consumed = parsed
+        from_outside = "hdr.round.task" not in extracted
+        if from_outside:
+            assert phv["hdr.round.$valid"] == 1
+        rest = self.compare(phv, extracted, raw, with_round=not from_outside)
+        # The parser ends where the headers do.
+        assert len(front) + len(raw) - len(rest) == consumed
+        if phv["hdr.ipv4.$valid"] and from_outside and phv["hdr.ipv4.ihl"] == 5:
+            phv["state.damaged"] = int(checksum(pack(wire.IPV4, phv)) != 0)
         phv["ig_intr_md.ingress_port"] = port
         phv["ig_intr_md_from_prsr.global_tstamp"] = self.now << 16
-        phv["hdr.round.$valid"] = 1
-        for name in ROUND_FIELDS:
-            phv[f"hdr.round.{name}"] = arrived.fields.get(name, 0)
-        rest = arrived.frame
-        try:
-            if arrived.fields:
-                for header in HOST_HEADERS:
-                    rest = unpack(header, rest, phv)
-                task, row = phv["hdr.round.task"], phv["hdr.round.row"]
-                phv["state.row_index"] = phv["hdr.round.index"]
-                phv["state.row_bank"] = phv["hdr.round.bank"]
-                phv["state.passing"] = int(task in (TASK_GATHER, TASK_STORE))
-                if task == TASK_GATHER:
-                    phv["state.serve_group"] = phv["hdr.round.serve_group"]
-                if task == TASK_STORE:
-                    rest = self.extract_row(rest, phv, whole=row != self.last_row)
-                return Packet(phv, rest)
-            rest = unpack(wire.ETHERNET, rest, phv)
-            ether_type = phv["hdr.ethernet.ether_type"]
-            if ether_type in (0x8100, 0x88A8, 0x9100):
-                phv["state.broken"] = 1
-            if ether_type != wire.ETHERTYPE_IPV4:
-                return Packet(phv, rest)
-            ipv4 = rest[:20]
-            rest = unpack(wire.IPV4, rest, phv)
-            is_udp = phv["hdr.ipv4.protocol"] == wire.IP_PROTOCOL_UDP
-            if phv["hdr.ipv4.ihl"] != 5:
-                phv["state.broken"] = int(is_udp)
-                return Packet(phv, rest)
-            phv["state.damaged"] = int(checksum(ipv4) != 0)
-            if not is_udp or phv["hdr.ipv4.fragment_offset"]:
-                return Packet(phv, rest)
-            rest = unpack(wire.UDP, rest, phv)
-            if phv["hdr.udp.dst_port"] == wire.UDP_PORT:
-                rest = unpack(wire.KVCAST, rest, phv)
-        except ValueError:
-            return None
         return Packet(phv, rest)
+
+    def compare(self, phv: Phv, extracted: set[str], raw: bytes, *, with_round: bool) -> bytes:
+        """What the parser brought is what lies in the frame; what it left in the packet's buffer is
+        added; what follows the headers."""
+        headers = (*HOST_HEADERS, *self.row_headers)
+        for header in (ROUND, *headers) if with_round else headers:
+            if phv[valid(header)]:
+                lies: Phv = defaultdict(int)
+                raw = unpack(header, raw, lies)
+                for name, value in lies.items():
+                    assert name not in extracted or phv[name] == value, (name, phv[name], value)
+                phv |= lies
+        return raw
+
+    @property
+    def row_headers(self) -> tuple[wire.Header, wire.Header]:
+        """The words of a chunk that a frame that stores has in its headers."""
+        words = [wire.Field(f"w{word}", 32, "") for word in range(self.words)]
+        head, tail = words[: self.head_words], words[self.head_words :]
+        return (
+            wire.Header("row_head_h", "", tuple(head)),
+            wire.Header("row_tail_h", "", tuple(tail)),
+        )
 
     def word_field(self, word: int) -> str:
         part = "row_head" if word < self.head_words else "row_tail"
         return f"hdr.{part}.w{word}"
-
-    def extract_row(self, rest: bytes, phv: Phv, *, whole: bool) -> bytes:
-        count = self.words if whole else self.head_words
-        if len(rest) < 4 * count:
-            raise ValueError("the row is cut")
-        for word in range(count):
-            phv[self.word_field(word)] = int.from_bytes(rest[4 * word : 4 * word + 4], "big")
-        phv["hdr.row_head.$valid"] = 1
-        phv["hdr.row_tail.$valid"] = int(whole)
-        return rest[4 * count :]
 
     def emit_row(self, phv: Phv) -> bytes:
         """What the ingress deparser puts behind the other headers."""
@@ -266,9 +270,17 @@ class TnaModel:
     ) -> list[tuple[int, bytes | Round]]:
         left: list[tuple[int, bytes | Round]] = []
         for port, rid in copies:
-            phv: Phv = defaultdict(int)
-            phv |= {name: value for name, value in packet.phv.items() if name.startswith("hdr.")}
-            phv["hdr.row_head.$valid"] = phv["hdr.row_tail.$valid"] = 0  # payload by now
+            raw = pack(ROUND, packet.phv) + packet.bytes()
+            front = bytearray(self.mau.parsers["egress"]["prefix"])
+            front[0:2], front[19:21] = port.to_bytes(2, "big"), rid.to_bytes(2, "big")
+            parsed = self.mau.parse("egress", bytes(front) + raw)
+            if parsed is None:
+                continue  # the hardware drops it
+            phv, extracted, consumed = parsed
+            assert phv["hdr.round.$valid"] == 1
+            rest = self.compare(phv, extracted, raw, with_round=True)
+            # A short frame is parsed further, for the hardware wants a least depth.
+            assert len(front) + len(raw) - len(rest) <= consumed
             phv["eg_intr_md.egress_port"], phv["eg_intr_md.egress_rid"] = port, rid
             self.mau.run("egress", phv)
             if "eg_intr_md_for_dprsr.drop_ctl" in self.mau.written:
@@ -277,9 +289,9 @@ class TnaModel:
             if phv["state.rewritten"]:
                 phv["hdr.ipv4.checksum"] = 0
                 phv["hdr.ipv4.checksum"] = checksum(pack(wire.IPV4, phv))
-            frame = Packet(phv, packet.payload).bytes()
+            frame = Packet(phv, rest).bytes()
             if phv["hdr.round.$valid"]:
-                kept = {name: phv[f"hdr.round.{name}"] for name in ROUND_FIELDS}
+                kept = {name: phv[f"hdr.round.{name}"] for name in ROUND_BITS}
                 left.append((port, Round(kept, frame)))
             else:
                 left.append((port, frame))
