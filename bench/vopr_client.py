@@ -88,6 +88,7 @@ class Client:
                 "get",
                 due,
                 self._owed(host.number, name) if patient else frozenset(),
+                alone=len(names) == 1,
             )
             for name in names
         ]

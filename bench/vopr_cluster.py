@@ -223,7 +223,7 @@ class Cluster:
         """The agent's process is killed, and its clients' connections with it."""
         client = self._clients.pop(number, None)
         if client is not None:
-            client.close()
+            client.closed = True  # nobody is left to tidy up after it
         self.hosts[number].crash()
 
     def start_host(self, number: int) -> None:

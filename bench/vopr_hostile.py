@@ -80,7 +80,7 @@ class Hostile:
         frame = wire.decode(datagram.payload)
         payload = bytearray(frame.payload)
         fields = {name: getattr(frame, name) for name in wire.Frame.__struct_fields__}
-        lie = rng.randrange(6)
+        lie = rng.randrange(7)
         if lie == 0:
             payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
         elif lie == 1:
@@ -90,6 +90,10 @@ class Hostile:
         elif lie == 3:
             fields["size"] = max(1, frame.size + rng.choice((-1024, -1, 1, 1024, 1 << 20)))
         elif lie == 4:
+            # Other bytes as another copy: who looks at names only takes them for this one.
+            payload[:] = rng.randbytes(len(payload))
+            fields["digest"] = rng.getrandbits(64) | 1
+        elif lie == 5:
             fields["chunk"] = rng.randrange(64)
         else:
             fields["flags"] = frame.flags ^ wire.FLAG_LAST

@@ -140,8 +140,7 @@ class Request:
     what: str
     due: float
     started_at: float
-    owed: bool
-    """Whether the block was to be had when it began: see `Model.owed`."""
+    alone: bool
     held: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -251,13 +250,20 @@ class Model:
     # --- clients ----------------------------------------------------------------------------
 
     def begins(
-        self, host: int, name: Name, what: str, due: float, held: frozenset[tuple[int, int]]
+        self,
+        host: int,
+        name: Name,
+        what: str,
+        due: float,
+        held: frozenset[tuple[int, int]],
+        *,
+        alone: bool = False,
     ) -> int:
         """A client asks; the answer must come by `due`. `held`: which homes hold the block now,
-        as (host, copy)."""
+        as (host, copy); `alone`: it does not wait for other blocks too."""
         number = self._next
         self._next += 1
-        request = Request(number, host, name, what, due + GRACE_S, self._world.now, False, held)
+        request = Request(number, host, name, what, due + GRACE_S, self._world.now, alone, held)
         self._requests[number] = request
         heapq.heappush(self._due, (request.due, number))
         return number
@@ -528,7 +534,7 @@ class Model:
         """Whether a client of the host has waited for the block all the time since then, so that
         it is one and the same reader that asks again."""
         return any(
-            r.host == host and r.name == name and r.what == "get" and r.started_at <= since
+            r.host == host and r.name == name and r.alone and r.started_at <= since
             for r in self._requests.values()
         )
 

@@ -755,7 +755,9 @@ class Requester:
             first_wave = self._is_first_wave(now, fetch)
             gather_ms = fetch.gather_ms if first_wave else 0
             if fetch.saw_shared or now < self._shared_until:
-                srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
+                srtt_s = self._homes[flight.home].rtt.srtt_s
+                if srtt_s is None:  # all answers yet were gathered ones
+                    srtt_s = fetch.gather_ms / 1000
                 auto_ms = min(int(srtt_s * 250), config.auto_gather_max_ms)
                 gather_ms = max(gather_ms, auto_ms)
         counters.reads += 1
@@ -1001,10 +1003,11 @@ class Requester:
         home = self._homes[flight.home]
         # An answer from the switch's memory says nothing about the way to the home.
         if source == home.index and not flags & FLAG_RESIDENT:
-            rtt_s = max(0.0, now - flight.sent_at - flight.gather_s)
-            home.rtt.sample(rtt_s)
-            home.window.sample(now, rtt_s)
             home.suspect_until = -inf
+            rtt_s = now - flight.sent_at - flight.gather_s
+            if rtt_s >= 0.0:  # or we joined others, for whom the home had gathered for a while
+                home.rtt.sample(rtt_s)
+                home.window.sample(now, rtt_s)
 
     def _pin(
         self, now: float, source: int, frame: Frame, count: int, fetch: _Fetch

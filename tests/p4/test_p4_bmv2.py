@@ -1,8 +1,8 @@
-"""The compiled data plane on BMv2, beside the reference engine.
+"""The compiled data plane on BMv2, beside each of our engines.
 
 Oracle: each is the other's. The same frames go into both; what comes out must be the same, byte
 for byte and in order on each port, and the counters must agree at the end. Blind to: leases and
-heat windows (the clocks differ; the reference engine alone is tested there).
+heat windows (the clocks differ; our engines alone are tested there).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 from bmv2_pool import MARKER, Bmv2Pool, bmv2_pool, find_bmv2
 from kvcast.protocol import wire
 from p4_frames import random_frames, wrap
+from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import (
     DECISIONS,
     FILLS,
@@ -46,29 +47,29 @@ SHORT = content_of(3 * wire.CHUNK_BYTES - 100, seed=3)
 
 
 class Pair:
-    """BMv2 and the reference engine, kept in step."""
+    """BMv2 and an engine of ours, kept in step."""
 
-    def __init__(self, bmv2: Bmv2Pool, reference: PoolSwitch) -> None:
+    def __init__(self, bmv2: Bmv2Pool, ours: PoolSwitch) -> None:
         self.bmv2 = bmv2
-        self.reference = reference
+        self.ours = ours
 
     async def add(self, entry: Entry) -> None:
         await self.bmv2.add([entry])
-        self.reference.add(entry.table, entry.key, entry.action, *entry.params)
+        self.ours.add(entry.table, entry.key, entry.action, *entry.params)
 
     async def set_group(self, group: int, replicas: list[tuple[int, int]]) -> None:
         await self.bmv2.set_group(group, replicas)
-        self.reference.switch.set_multicast_group(group, replicas)
+        self.ours.switch.set_multicast_group(group, replicas)
 
     def send(self, port: int, frame: bytes) -> list[tuple[int, bytes]]:
         """What both put out for a frame; fails if they differ."""
         expected: dict[int, list[bytes]] = {}
-        out = self.reference.switch.process(port, frame, self.reference.now_us)
+        out = self.ours.switch.process(port, frame, self.ours.now_us)
         for out_port, data in out:
             expected.setdefault(out_port, []).append(data)
         counts = {out_port: len(frames) for out_port, frames in expected.items()}
         assert self.bmv2.exchange(port, frame, counts) == expected
-        marked = self.reference.switch.process(port, MARKER, self.reference.now_us)
+        marked = self.ours.switch.process(port, MARKER, self.ours.now_us)
         assert marked == [(self.bmv2.marker_port, MARKER)]
         return out
 
@@ -95,9 +96,9 @@ class Pair:
 
     async def check_counters(self) -> None:
         assert self.bmv2.stray() == {}
-        decisions = {name: self.reference.decided(name) for name in DECISIONS}
+        decisions = {name: self.ours.decided(name) for name in DECISIONS}
         assert await self.bmv2.counts("decisions") == decisions
-        fills = {name: self.reference.fills(name) for name in FILLS}
+        fills = {name: self.ours.fills(name) for name in FILLS}
         assert await self.bmv2.counts("fills") == fills
 
 
@@ -169,4 +170,4 @@ async def test_random_frames_come_out_alike(tmp_path: Path) -> None:
         for port, frame in random_frames(rng, HOSTS, contents, 2000):
             both.send(port, frame)
         await both.check_counters()
-        assert both.reference.decided("hit") > 0
+        assert both.ours.decided("hit") > 0

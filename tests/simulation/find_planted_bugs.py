@@ -11,7 +11,8 @@ import logging
 import sys
 import time
 
-from kvcast.bench.vopr_run import run_seed
+from kvcast.bench.vopr_plan import Mask
+from kvcast.bench.vopr_run import plan_of, run_seed
 from kvcast.bench.vopr_switch import engines
 from vopr_bugs import BUGS
 
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--max-seeds", type=int, default=300)
     parser.add_argument("--engine", default=next(iter(engines())), choices=sorted(engines()))
     parser.add_argument("--only", default="", help="bugs whose name contains this")
+    parser.add_argument("--skip", default="", help="bugs whose name contains any of these, by |")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth bug, from the Ith on")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
@@ -28,11 +30,14 @@ def main() -> int:
     engine = engines()[options.engine]
     missed = 0
     for bug in list(BUGS.values())[part::parts]:
-        if options.only not in bug.name:
+        skipped = options.skip and any(part in bug.name for part in options.skip.split("|"))
+        if options.only not in bug.name or skipped:
             continue
         started = time.perf_counter()
         with bug.plant(engine) as product:
             for seed in range(1, options.max_seeds + 1):
+                if not bug.may_show(plan_of(seed, Mask())):
+                    continue
                 outcome = run_seed(seed, product)
                 if outcome.violation is not None:
                     number, text = outcome.violation

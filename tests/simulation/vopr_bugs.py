@@ -12,7 +12,7 @@ import copy
 import functools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from unittest import mock
 
 from kvcast.bench.vopr_agent import SimHost, agent_core
 from kvcast.bench.vopr_cluster import Product
+from kvcast.bench.vopr_plan import Plan
 from kvcast.bench.vopr_switch import Engine, product_program
 from kvcast.controller import pool as controller_pool
 from kvcast.controller.membership import Membership
@@ -43,17 +44,30 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bug:
-    """`name` says what is wrong; `invariants`: which of DESIGN section 9 it may violate."""
+    """`name` says what is wrong; `invariants`: which of DESIGN section 9 it may violate; `faults`:
+    it cannot show without one of these (`a+b`: without both), if there are any."""
 
     name: str
     invariants: frozenset[int]
     plant: Plant
+    faults: frozenset[str] = frozenset()
+    only_plain: bool = False
+    """It can show only where the switch program does not act and blocks have one home."""
+
+    def may_show(self, plan: Plan) -> bool:
+        """Whether it can show in a run of this plan."""
+        if self.only_plain and not (plan.plain and plan.replicas == 0):
+            return False
+        there = {fault.kind for fault in plan.faults}
+        return not self.faults or any(set(need.split("+")) <= there for need in self.faults)
 
 
 BUGS: dict[str, Bug] = {}
 
 
-def bug(name: str, *invariants: int) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+def bug(
+    name: str, *invariants: int, faults: Iterable[str] = (), only_plain: bool = False
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a context manager that plants a bug into a class of the product."""
 
     def register(patch: Callable[[], Any]) -> Callable[[], Any]:
@@ -62,13 +76,13 @@ def bug(name: str, *invariants: int) -> Callable[[Callable[[], Any]], Callable[[
             with patch():
                 yield Product(engine, product_program())
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant)
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults), only_plain)
         return patch
 
     return register
 
 
-def core_bug(name: str, *invariants: int) -> Callable[[Any], Any]:
+def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callable[[Any], Any]:
     """Register a function that makes the core of a new process, wrongly."""
 
     def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
@@ -76,13 +90,15 @@ def core_bug(name: str, *invariants: int) -> Callable[[Any], Any]:
         def plant(engine: Engine) -> Iterator[Product]:
             yield Product(engine, product_program(), make)
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant)
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
         return make
 
     return register
 
 
-def p4_bug(name: str, *invariants: int) -> Callable[[Callable[[Json], None]], Any]:
+def p4_bug(
+    name: str, *invariants: int, faults: Iterable[str] = ()
+) -> Callable[[Callable[[Json], None]], Any]:
     """Register an edit of the compiled program."""
 
     def register(edit: Callable[[Json], None]) -> Any:
@@ -99,10 +115,18 @@ def p4_bug(name: str, *invariants: int) -> Callable[[Callable[[Json], None]], An
         def plant(engine: Engine) -> Iterator[Product]:
             yield Product(engine, program())
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant)
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
         return edit
 
     return register
+
+
+ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
+FORGERS = ["hostile_forger"]
+LIARS = ["hostile_liar"]
+TENANTS = ["hostile_tenant"]
+CRASHES = ["agent_crash", "host_crash"]
+WIPED = ["controller_wiped+hostile_forger", "controller_wiped+hostile_spoofer"]
 
 
 # --- requester and assembly ---------------------------------------------------------------------
@@ -113,7 +137,7 @@ def _digest_not_checked() -> Any:
     return mock.patch.object(Assembly, "verified", return_value=True)
 
 
-@bug("the reader takes DATA from any node", 1, 5)
+@bug("the reader takes DATA from any node", 1, 5, faults=ANSWERERS)
 def _any_source() -> Any:
     class Everybody(frozenset[int]):
         def __contains__(self, _node: object) -> bool:
@@ -255,7 +279,11 @@ def _pins_ignored() -> Any:
     return stack
 
 
-@bug("bytes that came by TCP are stored under the digest that was promised", 1)
+@bug(
+    "bytes that came by TCP are stored under the digest that was promised",
+    1,
+    faults=["bulk_corruption"],
+)
 def _put_not_verified() -> Any:
     original = Serving.end_put
 
@@ -266,12 +294,12 @@ def _put_not_verified() -> Any:
     return mock.patch.object(Serving, "end_put", end)
 
 
-@bug("TCP requests are served whatever their namespace", 5)
+@bug("TCP requests are served whatever their namespace", 5, faults=TENANTS)
 def _bulk_rights_not_checked() -> Any:
     return mock.patch.object(Serving, "_may_use", return_value=True)
 
 
-@bug("READs are answered whatever their namespace", 5)
+@bug("READs are answered whatever their namespace", 5, faults=TENANTS)
 def _read_rights_not_checked() -> Any:
     original = AgentCore.receive
 
@@ -295,12 +323,12 @@ def _stale_map() -> Any:
     return mock.patch.object(AgentCore, "_new_map", new_map)
 
 
-@bug("reads go on when the controller gives a node's number to another", 5)
+@bug("reads go on when the controller gives a node's number to another", 5, faults=WIPED)
 def _renumbering_ignored() -> Any:
     return mock.patch.object(requester.Requester, "forget", return_value=None)
 
 
-@bug("the only home of a block believes whoever it asks for it", 5)
+@bug("the only home of a block believes whoever it asks for it", 5, faults=FORGERS, only_plain=True)
 def _recall_believes_all() -> Any:
     original = requester.Requester.fetch
 
@@ -354,14 +382,16 @@ def _adopt(host: SimHost, core: AgentCore, *, torn: bool, verify: bool) -> None:
         core.store.commit(new, digest, home=True)
 
 
-@core_bug("a restarted agent takes blocks that were being written for whole", 1)
+@core_bug("a restarted agent takes blocks that were being written for whole", 1, faults=CRASHES)
 def _torn_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=True, verify=True)
     return core
 
 
-@core_bug("a restarted agent believes its old index without looking at the bytes", 1)
+@core_bug(
+    "a restarted agent believes its old index without looking at the bytes", 1, faults=CRASHES
+)
 def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=False, verify=False)
@@ -371,7 +401,7 @@ def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
 # --- controller ---------------------------------------------------------------------------------
 
 
-@bug("a node's lease never runs out", 2, 3)
+@bug("a node's lease never runs out", 2, 3, faults=["host_gone"])
 def _lease_for_ever() -> Any:
     original = Membership.advance
 
@@ -397,7 +427,7 @@ def _same_generation() -> Any:
     return mock.patch.object(Residency, "admit", admit)
 
 
-@bug("the controller tells the switch that every port owns every bucket", 5)
+@bug("the controller tells the switch that every port owns every bucket", 5, faults=ANSWERERS)
 def _everybody_owns() -> Any:
     original = controller_pool.program.desired_state
 
@@ -407,7 +437,7 @@ def _everybody_owns() -> Any:
     return mock.patch.object(controller_pool.program, "desired_state", desired)
 
 
-@bug("the controller lets every port read every namespace", 5)
+@bug("the controller lets every port read every namespace", 5, faults=TENANTS)
 def _everybody_reads() -> Any:
     original = controller_pool.program.desired_state
 
@@ -528,24 +558,24 @@ def _fingerprint_ignored(data: Json) -> None:
     _redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
 
-@p4_bug("the switch does not check who owns a bucket", 5)
+@p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
 def _owner_not_checked(data: Json) -> None:
     _default(data, "bucket_owner", "owner")
 
 
-@p4_bug("the switch does not check who may read a namespace", 5)
+@p4_bug("the switch does not check who may read a namespace", 5, faults=TENANTS)
 def _namespace_not_checked(data: Json) -> None:
     _default(data, "namespace_guard", "allow")
 
 
-@p4_bug("the switch does not check source addresses", 5)
+@p4_bug("the switch does not check source addresses", 5, faults=["hostile_spoofer"])
 def _source_not_checked(data: Json) -> None:
     for spec in data["actions"]:
         if spec["name"].split(".")[-1] == "reject":
             spec["primitives"] = []
 
 
-@p4_bug("a chunk of another copy is stored under the resident's digest", 1)
+@p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
 def _fill_ignores_digest(data: Json) -> None:
     _ignore_key(data, "fill_verdict", "digest_difference")
 

@@ -763,6 +763,22 @@ def test_reads_gather_while_reads_are_being_shared() -> None:
     assert [read.gather for read in bench.reads()] == [0], "sharing is forgotten"
 
 
+def test_an_answer_that_the_home_gathered_for_others_is_no_round_trip() -> None:
+    """Until there is one, reads gather by what the caller allowed."""
+    bench = Bench(gather_ms=80, auto_gather_max_ms=50, window_initial=1, window_shared=1)
+    bench.fetch(expect_size=len(BYTES))
+    (joined,) = bench.reads()
+    assert joined.gather == 80
+    bench.data(0.05, 0, range(64), last=63, tag=joined.tag, flags=wire.FLAG_SHARED)
+    (next_read,) = bench.reads()
+    assert next_read.gather == 20, "a quarter of 80 ms; a round trip of 0 would make it 0"
+    bench.data(
+        0.05 + 0.02 + 0.016, 1, range(64), last=63, tag=next_read.tag, flags=wire.FLAG_SHARED
+    )
+    (last,) = bench.reads()
+    assert last.gather == 4, "a quarter of the round trip"
+
+
 def test_only_what_is_asked_for_at_the_start_gathers_as_the_fetch_allows() -> None:
     bench = Bench(gather_ms=80, window_initial=1)
     bench.fetch(expect_size=len(BYTES))
