@@ -45,6 +45,7 @@ from kvcast.hostagent.core import AgentCore, AgentOptions
 from kvcast.hostagent.pool import PoolMapError
 from kvcast.hostagent.store import Store
 from kvcast.p4 import artefact
+from kvcast.protocol import local
 from kvcast.protocol.control import (
     AgentMessage,
     ControllerMessage,
@@ -181,7 +182,7 @@ class LocalSocketHarness(LoopHarness):
         self.complete(self._tell(data))
 
     async def _tell(self, data: bytes) -> None:
-        codec = MessageCodec[Any](localserver.local.ClientMessage, max_message_bytes=1 << 20)
+        codec = MessageCodec[Any](local.ClientMessage, max_message_bytes=1 << 20)
         tenants: Tenants = frozenset({"t"}) if len(data) % 2 else None
         client = localserver._Client(self._server, self._agent, codec, self._after, tenants)
         transport = _Transport()

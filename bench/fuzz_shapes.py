@@ -184,12 +184,12 @@ def _spoil_field(message: Message, rng: random.Random) -> None:
         _spoil_field(rng.choice(inner), rng)
         return
     if present and rng.random() < 0.6:
-        descriptor = rng.choice(present)[0]
+        chosen: Any = rng.choice(present)[0]
     elif message.DESCRIPTOR.fields:
-        descriptor = rng.choice(message.DESCRIPTOR.fields)
+        chosen = rng.choice(message.DESCRIPTOR.fields)
     else:
         return
-    _change(message, descriptor, rng)
+    _change(message, chosen, rng)
 
 
 def _repeats(descriptor: Any) -> bool:

@@ -194,9 +194,7 @@ class CodecHarness:
         datagrams = seed_datagrams(1, KEY)
         inputs = [b"\0" + datagram for datagram in datagrams]
         inputs += [b"\1" + self._capsule.wrap(datagram) for datagram in datagrams[:3]]
-        offer = wire.Offer(
-            **dict.fromkeys(wire.Offer._fields, 1)  # type: ignore[arg-type]
-        )
+        offer = wire.Offer(**dict.fromkeys(wire.Offer._fields, 1))
         inputs.append(b"\2" + wire.encode_offer(offer))
         for number, (_, messages) in enumerate(_STREAMS):
             inputs.append(bytes([3 + number]) + stream_of(messages()))

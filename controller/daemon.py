@@ -29,7 +29,8 @@ from kvcast.cli.tls import (
     refuse_open_addresses,
     reload_on_hangup,
 )
-from kvcast.p4 import artefact, profiles
+from kvcast.p4 import TargetProfile, artefact, profiles
+from kvcast.p4.targets import MAX_PORTS
 
 from .admission import ValueOptions
 from .control_loop import StoreError
@@ -92,7 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--target",
         choices=sorted(profiles),
         default="v1model",
-        help="what kind of switch it is; sets slots, padding of READs, and ticks",
+        help="what kind of switch it is; sets slots, padding of READs, ticks, and ports",
+    )
+    switch.add_argument(
+        "--device-config",
+        metavar="FILE",
+        type=Path,
+        help="what the switch is to load, where the package does not hold it (a Tofino's, as the "
+        "vendor's tools make it for P4Runtime)",
+    )
+    switch.add_argument(
+        "--device-ports",
+        metavar="N,N,...",
+        type=_device_ports,
+        help="what the switch calls host port 1, 2, ... (default: as the target's profile says)",
     )
     switch.add_argument(
         "--plain",
@@ -322,16 +336,44 @@ def _mac(text: str) -> str:
     return mac
 
 
+def _device_ports(text: str) -> tuple[int, ...]:
+    """A comma-separated list of distinct 9-bit device ports, one for each host port."""
+    try:
+        ports = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of port numbers") from None
+    if len(set(ports)) != len(ports) or not all(0 < port < 512 for port in ports):
+        raise argparse.ArgumentTypeError("device ports must differ and lie within 1..511")
+    if len(ports) != MAX_PORTS:
+        raise argparse.ArgumentTypeError(
+            f"{len(ports)} ports, not {MAX_PORTS}; host ports without a host may be any others"
+        )
+    return ports
+
+
+def _lease_ticks(lease_s: float, profile: TargetProfile) -> int:
+    """The lease in the target's ticks, within what the target can count."""
+    ticks = max(1, round(lease_s * 1e6 / profile.tick_us))
+    longest = profile.longest_lease_ticks
+    if longest and ticks > longest:
+        log.warning("%s: a lease of %d ticks is cut to %d", profile.name, ticks, longest)
+        return longest
+    return ticks
+
+
 def pool_options(options: argparse.Namespace) -> PoolOptions:
     """The core's options from the parsed flags and the target's profile."""
     profile = profiles[options.target]
     return PoolOptions(
         settings=Settings(
             enabled=not options.plain,
-            lease_ticks=max(1, round(options.coalesce_lease * 1e6 / profile.tick_us)),
+            lease_ticks=_lease_ticks(options.coalesce_lease, profile),
             heat_threshold=options.heat_threshold,
             recirculate_rid=profile.recirculate_rid,
             router_mac=options.router_mac,
+            device_ports=options.device_ports or profile.device_ports,
+            serve_goes_round=profile.serve_goes_round,
+            loop_groups=tuple(sorted(profile.loop_groups.items())),
         ),
         slots=profile.slots,
         read_padding_bytes=profile.read_padding_bytes,
@@ -356,6 +398,8 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
 async def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit status."""
     program = artefact(options.target)
+    device_config = options.device_config or program.device_config
+    assert device_config is not None  # main() asks for it
     try:
         store = Store(options.state)
         service = ControllerService(
@@ -364,7 +408,7 @@ async def run(options: argparse.Namespace) -> int:
                 device_id=options.device_id,
                 election_id=options.election_id,
                 p4info=program.p4info,
-                p4blob=program.json,
+                p4blob=device_config,
                 agents_addr=options.agents_addr,
                 http_addr=options.http_addr,
                 tick_s=options.tick,
@@ -445,6 +489,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             options.tokens_file = TokensFile(options.tokens)
         except TokensError as error:
             parser.error(f"--tokens {error}")
+    if options.device_config is None and artefact(options.target).device_config is None:
+        parser.error(f"--target {options.target} needs --device-config")
+    profile = profiles[options.target]
+    if profile.loop_groups and len({port >> 7 for port in options.device_ports or ()}) > 1:
+        parser.error(f"--device-ports: {options.target} keeps a pool in one pipe (port / 128)")
     return options
 
 

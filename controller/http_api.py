@@ -200,7 +200,7 @@ class HttpApi:
         asyncio.get_running_loop().call_later(FIRST_REQUEST_TIMEOUT_S, self._must_speak, protocol)
         return protocol
 
-    def _must_speak(self, protocol: web.RequestHandler[Any]) -> None:
+    def _must_speak(self, protocol: web.RequestHandler) -> None:
         """Close a connection that has asked for nothing, or for half of something."""
         transport = protocol.transport
         if transport is not None and transport not in self._spoken:
