@@ -136,9 +136,9 @@ class Hostile:
             return
         name = (frame.namespace, frame.key)
         victim = datagram.src.ip & 0xFF
-        if victim in self._cluster.hosts and not self._cluster.model.was_home(
-            self._host.number, frame.key
-        ):
+        if victim == self._host.number or victim not in self._cluster.hosts:
+            return
+        if not self._cluster.model.was_home(self._host.number, frame.key):
             self._forge(name, victim, tag=frame.tag)
 
     def _forge(self, name: Name, victim: int, tag: int = 0) -> None:
