@@ -56,7 +56,7 @@ lint: setup ## ruff and mypy
 format: setup ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-p4: setup ## regenerate the P4 header file and, where p4c is installed, compile the P4 program
+p4: setup ## regenerate the P4 header file, and compile for every target whose compiler is installed
 	@$(BIN)/python -m kvcast.p4.build
 
 clean: ## remove what make and the tests leave behind

@@ -135,7 +135,12 @@ async def run(options: HostileOptions) -> dict[str, Any]:
     """Attack a pool at every door; the report, whose `passed` says whether all held."""
     pool = Pool(
         Star.of(options.nodes),
-        PoolOptions(lease_s=600.0, arena_bytes=32 << 20, log_level="warning"),
+        PoolOptions(
+            lease_s=600.0,
+            arena_bytes=32 << 20,
+            log_level="warning",
+            controller_flags=("--http-rate=0",),  # every request shall reach what parses it
+        ),
         options.run_dir,
     )
     problems: list[str] = []

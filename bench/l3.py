@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcast.p4.build import BuildError, find_compiler, without_positions
+from kvcast.p4.build import BuildError, Compilers, without_positions
 
 FOLDER = Path(__file__).resolve().parent / "l3"
 SOURCE = FOLDER / "l3_forward.p4"
@@ -28,7 +28,7 @@ def source_hash() -> str:
 
 def compile_into(folder: Path) -> None:
     """Write the program and its P4Info; BuildError with the compiler's words."""
-    compiler = find_compiler()
+    compiler = Compilers.find().bmv2
     if compiler is None:
         raise BuildError("p4c-bm2-ss is not on PATH and KVCAST_P4C is not set")
     program = folder / PROGRAM.name

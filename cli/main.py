@@ -31,6 +31,8 @@ COMMANDS = {
     "status": Command("kvcast.cli.status", "show a running pool: nodes, tiers, hits, links"),
     "put": Command("kvcast.cli.put", "store a file as a block"),
     "get": Command("kvcast.cli.get", "fetch a block"),
+    "certs": Command("kvcast.cli.certs", "make the certificates of a cluster"),
+    "tokens": Command("kvcast.cli.tokens", "make tokens for the controller's HTTP API"),
     "shell": Command("kvcast.cli.shell", "open a P4Runtime console on a running switch"),
 }
 

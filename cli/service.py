@@ -164,7 +164,7 @@ def parse_host_port(text: str, *, default_host: str = "127.0.0.1") -> tuple[str,
     """ "HOST:PORT", ":PORT" or "PORT" as (host, port); argparse.ArgumentTypeError otherwise."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or default_host
-    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return host, int(port)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvcast.cli.common import EXIT_FAILED
 from kvcast.cli.service import HelpFormatter, parse_host_port
+from kvcast.cli.tls import TlsError, TlsFiles
 
 _DESCRIPTION = """\
 Opens p4runtime-shell on a running switch. It joins with a low election id, so that a running
@@ -26,6 +27,7 @@ The shell is found through KVCAST_P4RT_SHELL (the python of its environment) or 
 _EXAMPLES = """\
 examples:
   kvcast shell --switch 127.0.0.1:9559
+  kvcast shell --switch 10.0.0.2:9559 --tls certs/operator
   then, in the shell:  tables   table_entry["l2_forward"].read()   counter_entry   exit"""
 
 
@@ -43,6 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="127.0.0.1:9559",
         metavar="HOST:PORT",
         help="the switch's P4Runtime address",
+    )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="folder with an operator's certificate, for a switch that runs with --tls",
     )
     parser.add_argument("--device-id", type=int, default=1, help="the switch's device id")
     parser.add_argument("--election-id", default="0,1", help="high,low; the highest may write")
@@ -87,6 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"--device-id={options.device_id}",
         f"--election-id={options.election_id}",
     ]
+    if options.tls is not None:
+        try:
+            files = TlsFiles.of_folder(options.tls)
+        except TlsError as error:
+            print(f"kvcast: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        command += ["--ssl", f"--cacert={files.ca}", f"--cert={files.cert}"]
+        command += [f"--private-key={files.key}"]
     try:
         os.execv(command[0], command)
     except OSError as error:

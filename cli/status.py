@@ -8,18 +8,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcast.cli.common import EXIT_OK, CommandError, run_command
 from kvcast.cli.service import HelpFormatter
+from kvcast.cli.tls import Credentials, TlsError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+TOKEN_VARIABLE = "KVCAST_TOKEN"
 _TIMEOUT_S = 5.0
 _TIERS = ("local", "switch", "shared", "home", "bulk")
 
@@ -27,7 +33,8 @@ _EXAMPLES = """\
 examples:
   kvcast status                     a live view, every second; Ctrl-C ends it
   kvcast status --once              one table
-  kvcast status --once --json -     the controller's answer as it is"""
+  kvcast status --once --json -     the controller's answer as it is
+  kvcast status --tls certs/operator --http https://10.0.0.1:9601"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,6 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
         default="http://127.0.0.1:9601",
         metavar="URL",
         help="the controller's HTTP address (kvcast controller --http-addr)",
+    )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="folder with an operator's certificate and the cluster's authority, for an https:// "
+        "address (kvcast certs init)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with a token of the HTTP API (kvcast tokens add); else ${TOKEN_VARIABLE}",
     )
     parser.add_argument("--once", action="store_true", help="show it once, not over and over")
     parser.add_argument(
@@ -66,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "://" not in options.http:
         options.http = f"http://{options.http}"
     if not options.http.startswith(("http://", "https://")):
-        parser.error("--http must be an http:// address")
+        parser.error("--http must be an http:// or https:// address")
+    if options.tls is not None and not options.http.startswith("https://"):
+        parser.error("--tls goes with an https:// address")
     if not 0.1 <= options.interval <= 3600:
         parser.error("--interval must be between 0.1 and 3600 seconds")
     return run_command(lambda: _status(options), log_level=options.log_level)
@@ -76,7 +98,8 @@ async def _status(options: argparse.Namespace) -> int:
     from kvcast.bench import facts
     from rich.console import Console
 
-    status = await asyncio.to_thread(fetch_status, options.http)
+    access = access_of(options.tls, options.token_file)
+    status = await asyncio.to_thread(fetch_status, options.http, access)
     if options.json:
         facts.write_json(options.json, status)
         if options.json == "-":
@@ -86,13 +109,15 @@ async def _status(options: argparse.Namespace) -> int:
         console.print(render(status, None))
         return EXIT_OK
     try:
-        await _live(console, options, status)
+        await _live(console, options, access, status)
     except asyncio.CancelledError:
         pass  # Ctrl-C is how a live view ends
     return EXIT_OK
 
 
-async def _live(console: Console, options: argparse.Namespace, status: dict[str, Any]) -> None:
+async def _live(
+    console: Console, options: argparse.Namespace, access: Access, status: dict[str, Any]
+) -> None:
     """Redraw until interrupted; a controller that does not answer is said, and asked again."""
     from rich.console import Group
     from rich.live import Live
@@ -103,7 +128,8 @@ async def _live(console: Console, options: argparse.Namespace, status: dict[str,
         while True:
             await asyncio.sleep(options.interval)
             try:
-                now, fresh = time.monotonic(), await asyncio.to_thread(fetch_status, options.http)
+                fresh = await asyncio.to_thread(fetch_status, options.http, access)
+                now = time.monotonic()
             except CommandError as error:
                 live.update(Group(render(status, before), Text(str(error), "red")), refresh=True)
                 continue
@@ -111,13 +137,45 @@ async def _live(console: Console, options: argparse.Namespace, status: dict[str,
             live.update(render(status, before), refresh=True)
 
 
-def fetch_status(url: str) -> dict[str, Any]:
-    """/v1/status of the controller at that address; CommandError if it does not answer so."""
+@dataclass(frozen=True)
+class Access:
+    """By what this command may read: a token, and for https the cluster's authority, perhaps with a
+    certificate of its own."""
+
+    token: str = field(default="", repr=False)
+    context: ssl.SSLContext | None = None
+
+
+def access_of(tls: Path | None, token_file: Path | None) -> Access:
+    """What the flags and the environment give; CommandError if a file cannot be used."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    context = None
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/status", timeout=_TIMEOUT_S) as answer:
+        if token_file is not None:
+            token = token_file.read_text(encoding="ascii").strip()
+        if tls is not None:
+            context = Credentials.of_folder(tls).client()
+            context.check_hostname = True
+    except (OSError, UnicodeDecodeError, TlsError) as error:
+        raise CommandError(str(error)) from error
+    return Access(token, context)
+
+
+def fetch_status(url: str, access: Access | None = None) -> dict[str, Any]:
+    """/v1/status of the controller at that address; CommandError if it does not answer so."""
+    access = access or Access()
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/status")
+    if access.token:
+        # Not sent on to where an answer redirects.
+        request.add_unredirected_header("Authorization", f"Bearer {access.token}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=access.context) as answer:
             status = json.load(answer)
     except urllib.error.HTTPError as error:
-        raise CommandError(f"{url}: the controller answers {error.code} {error.reason}") from error
+        hint = f"; give --token-file, ${TOKEN_VARIABLE} or --tls" if error.code == 401 else ""
+        raise CommandError(
+            f"{url}: the controller answers {error.code} {error.reason}{hint}"
+        ) from error
     except urllib.error.URLError as error:
         raise CommandError(f"{url}: no controller answers: {error.reason}") from error
     except (OSError, ValueError) as error:

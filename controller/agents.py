@@ -1,8 +1,9 @@
 """The control link's server: TCP connections of agents, framed messages in and out.
 
-Owns: the listening socket, connections by number, their bounds (how many, how long silent, how
-much unsent), and what is done to one that speaks nonsense (closed and counted). Must not know:
-what a message means; it hands each to `received` and sends what it is told to.
+Owns: connections by number, their bounds (how many, how long silent, how much unsent), what is done
+to one that speaks nonsense (closed and counted), and, with TLS, that only nodes get in and that a
+connection registers only as the node that its certificate names. Must not know: what else a
+message means; it hands each to `received` and sends what it is told to.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from collections import Counter
 from collections.abc import Callable
 
 import msgspec
-from kvcast.protocol.control import AgentMessage
+from kvcast.cli.listener import Bounds, Listener, streams
+from kvcast.cli.tls import Credentials, PeerError, expect_peer
+from kvcast.protocol.control import AgentMessage, Refused, Register
 from kvcast.protocol.framing import FramingError, MessageCodec
+from kvcast.protocol.identity import NODE
 
 log = logging.getLogger("kvcast.controller.agents")
 
 MAX_CONNECTIONS = 64
 """Twice the agents that a pool can have: old connections may linger."""
+MAX_CONNECTIONS_PER_ADDRESS = 40
+"""All nodes may be behind one address, but nobody there can take every place."""
 MAX_MESSAGE_BYTES = 1 << 20
 """Longest message of an agent; a Renew with 256 hot blocks takes about 16 KiB."""
 MAX_UNSENT_BYTES = 8 << 20
@@ -38,8 +44,10 @@ class AgentLink:
         idle_s: float,
         received: Callable[[int, AgentMessage], None],
         disconnected: Callable[[int], None],
+        credentials: Credentials | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self._credentials = credentials
         self._idle_s = idle_s
         self._received = received
         self._disconnected = disconnected
@@ -47,24 +55,27 @@ class AgentLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
         self._last = 0
-        self._server: asyncio.Server | None = None
+        self._listener = Listener(
+            streams(self._accepted),
+            Bounds(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS),
+            credentials,
+            count=self._count,
+        )
+
+    def _count(self, name: str) -> None:
+        self.counts[name] += 1
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; returns the address, with the port that was picked for 0."""
-        self._server = await asyncio.start_server(self._accepted, host, port, backlog=128)
-        address = self._server.sockets[0].getsockname()
-        return address[0], address[1]
+        return await self._listener.start(host, port)
 
     async def stop(self) -> None:
         """Close the listener and every connection."""
-        if self._server is not None:
-            self._server.close()
+        await self._listener.close()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
-        if self._server is not None:
-            await self._server.wait_closed()
 
     @property
     def connections(self) -> int:
@@ -94,23 +105,24 @@ class AgentLink:
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self.counts["refused_at_bound"] += 1
-            writer.transport.abort()
-            return
         self._tasks.add(task)
         self._last += 1
         connection = self._last
         self._connections[connection] = writer
-        self.counts["connections"] += 1
         try:
-            await self._serve(connection, reader)
+            node_id = None
+            if self._credentials is not None:
+                node_id = expect_peer(writer, NODE).name
+            await self._serve(connection, reader, node_id)
+        except PeerError as error:
+            self.counts["refused_peers"] += 1
+            log.warning("a connection to the agents' door was refused: %s", error)
         except FramingError as error:
             self.counts["closed_malformed"] += 1
             log.warning("an agent's bytes are no message: %s", str(error)[:200])
         except TimeoutError:
             self.counts["closed_silent"] += 1
-        except ConnectionError:
+        except OSError:
             self.counts["connections_broken"] += 1
         except Exception:
             # A mistake of ours must not cost more than this connection.
@@ -127,10 +139,13 @@ class AgentLink:
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await writer.wait_closed()
-            except (TimeoutError, ConnectionError, asyncio.CancelledError):
+            except (TimeoutError, OSError, asyncio.CancelledError):
                 writer.transport.abort()
 
-    async def _serve(self, connection: int, reader: asyncio.StreamReader) -> None:
+    async def _serve(
+        self, connection: int, reader: asyncio.StreamReader, node_id: str | None
+    ) -> None:
+        """Hand on what comes; `node_id`: the node that the certificate names, None without TLS."""
         codec: MessageCodec[AgentMessage] = MessageCodec(
             AgentMessage, max_message_bytes=MAX_MESSAGE_BYTES
         )
@@ -146,5 +161,13 @@ class AgentLink:
                     for message in codec.feed(data):
                         heard = True
                         self.counts["messages_received"] += 1
+                        if (
+                            node_id is not None
+                            and isinstance(message, Register)
+                            and message.node_id != node_id
+                        ):
+                            reason = f"this certificate is node {node_id}'s"
+                            self.send(connection, Refused(reason=reason))
+                            raise PeerError(f"{message.node_id} registers, but {reason}")
                         self._received(connection, message)
             timeout_s = self._idle_s

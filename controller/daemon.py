@@ -23,16 +23,26 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
-from kvcast.p4 import artefact, profiles
+from kvcast.cli.tls import (
+    add_tls_option,
+    credentials_of,
+    refuse_open_addresses,
+    reload_on_hangup,
+)
+from kvcast.p4 import TargetProfile, artefact, profiles
+from kvcast.p4.targets import MAX_PORTS
 
 from .admission import ValueOptions
 from .control_loop import StoreError
+from .http_api import HttpOptions
+from .names import SaltMode, TenantRules
 from .pool import PoolOptions
 from .program import Settings
 from .service import ControllerService, ServiceOptions
 from .store import Store
-from .switch import OneLineErrors
+from .switch import OneLineErrors, SwitchTls
 from .tiers import AdmitMode
+from .tokens import TokensError, TokensFile
 
 log = logging.getLogger("kvcast.controller")
 
@@ -60,6 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
         default="127.0.0.1:9559",
         help="P4Runtime address of the switch",
     )
+    switch.add_argument(
+        "--switch-tls",
+        action=argparse.BooleanOptionalAction,
+        help="speak TLS with the switch, by the files of --tls; by default where it is beyond "
+        "loopback",
+    )
+    switch.add_argument(
+        "--switch-name",
+        metavar="HOST",
+        default="",
+        help="whose certificate the switch must show, where that is not the host of --switch",
+    )
     switch.add_argument("--device-id", type=_int(1, 2**64 - 1), default=1, help="P4Runtime device")
     switch.add_argument(
         "--election-id",
@@ -71,7 +93,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--target",
         choices=sorted(profiles),
         default="v1model",
-        help="what kind of switch it is; sets slots, padding of READs, and ticks",
+        help="what kind of switch it is; sets slots, padding of READs, ticks, and ports",
+    )
+    switch.add_argument(
+        "--device-config",
+        metavar="FILE",
+        type=Path,
+        help="what the switch is to load, where the package does not hold it (a Tofino's, as the "
+        "vendor's tools make it for P4Runtime)",
+    )
+    switch.add_argument(
+        "--device-ports",
+        metavar="N,N,...",
+        type=_device_ports,
+        help="what the switch calls host port 1, 2, ... (default: as the target's profile says)",
     )
     switch.add_argument(
         "--plain",
@@ -116,11 +151,26 @@ def build_parser() -> argparse.ArgumentParser:
         help="where the HTTP API is served; port 0 = pick one",
     )
     pool.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow listening beyond loopback, although neither listener has encryption or "
-        "passwords",
+        "--tokens",
+        metavar="FILE",
+        type=Path,
+        help="tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without "
+        "it, everybody may on loopback, and elsewhere only who has an operator's certificate",
     )
+    pool.add_argument(
+        "--http-client-certs",
+        action="store_true",
+        help="let nobody use the HTTP API, with or without a token, who has no certificate of the "
+        "cluster",
+    )
+    pool.add_argument(
+        "--http-rate",
+        metavar="REQUESTS",
+        type=_number(0, 1e6),
+        default=100.0,
+        help="requests a second that one client may make over HTTP; 0 = no limit",
+    )
+    add_tls_option(pool.add_argument)
     pool.add_argument(
         "--state",
         metavar="FILE",
@@ -148,6 +198,22 @@ def build_parser() -> argparse.ArgumentParser:
         type=_int(0, 3),
         default=2,
         help="nodes that a bucket lists after its home, in the order in which they take over",
+    )
+    pool.add_argument(
+        "--tenant",
+        metavar="NAME[=NODE,…]",
+        type=_tenant,
+        action="append",
+        default=[],
+        help="a tenant, and the nodes that its namespaces are for (none = all); where any are "
+        "named, there are no others (repeatable)",
+    )
+    pool.add_argument(
+        "--salts",
+        choices=[mode.value for mode in SaltMode],
+        default=SaltMode.AUTO.value,
+        help="secrets that keep tenants from naming each other's blocks; auto: as soon as there "
+        "are two tenants, or --tenant is given",
     )
     pool.add_argument(
         "--tick",
@@ -253,11 +319,46 @@ def _int(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _tenant(text: str) -> tuple[str, frozenset[str]]:
+    name, equals, nodes = text.partition("=")
+    names = frozenset(node.strip() for node in nodes.split(",")) if equals else frozenset()
+    if not 1 <= len(name) <= 256 or "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=NODE,…")
+    if wrong := sorted(node for node in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", node)):
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no node's name")
+    return name, names
+
+
 def _mac(text: str) -> str:
     mac = text.lower()
     if not re.fullmatch(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", mac) or int(mac[:2], 16) & 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a unicast MAC address")
     return mac
+
+
+def _device_ports(text: str) -> tuple[int, ...]:
+    """A comma-separated list of distinct 9-bit device ports, one for each host port."""
+    try:
+        ports = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of port numbers") from None
+    if len(set(ports)) != len(ports) or not all(0 < port < 512 for port in ports):
+        raise argparse.ArgumentTypeError("device ports must differ and lie within 1..511")
+    if len(ports) != MAX_PORTS:
+        raise argparse.ArgumentTypeError(
+            f"{len(ports)} ports, not {MAX_PORTS}; host ports without a host may be any others"
+        )
+    return ports
+
+
+def _lease_ticks(lease_s: float, profile: TargetProfile) -> int:
+    """The lease in the target's ticks, within what the target can count."""
+    ticks = max(1, round(lease_s * 1e6 / profile.tick_us))
+    longest = profile.longest_lease_ticks
+    if longest and ticks > longest:
+        log.warning("%s: a lease of %d ticks is cut to %d", profile.name, ticks, longest)
+        return longest
+    return ticks
 
 
 def pool_options(options: argparse.Namespace) -> PoolOptions:
@@ -266,10 +367,13 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
     return PoolOptions(
         settings=Settings(
             enabled=not options.plain,
-            lease_ticks=max(1, round(options.coalesce_lease * 1e6 / profile.tick_us)),
+            lease_ticks=_lease_ticks(options.coalesce_lease, profile),
             heat_threshold=options.heat_threshold,
             recirculate_rid=profile.recirculate_rid,
             router_mac=options.router_mac,
+            device_ports=options.device_ports or profile.device_ports,
+            serve_goes_round=profile.serve_goes_round,
+            loop_groups=tuple(sorted(profile.loop_groups.items())),
         ),
         slots=profile.slots,
         read_padding_bytes=profile.read_padding_bytes,
@@ -287,12 +391,15 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
             min_stay_s=options.min_stay,
         ),
         drain_s=options.recirculation_wait,
+        tenants=TenantRules(dict(options.tenant), SaltMode(options.salts)),
     )
 
 
 async def run(options: argparse.Namespace) -> int:
     """Serve until a signal; the exit status."""
     program = artefact(options.target)
+    device_config = options.device_config or program.device_config
+    assert device_config is not None  # main() asks for it
     try:
         store = Store(options.state)
         service = ControllerService(
@@ -301,10 +408,18 @@ async def run(options: argparse.Namespace) -> int:
                 device_id=options.device_id,
                 election_id=options.election_id,
                 p4info=program.p4info,
-                p4blob=program.json,
+                p4blob=device_config,
                 agents_addr=options.agents_addr,
                 http_addr=options.http_addr,
                 tick_s=options.tick,
+                credentials=options.credentials,
+                switch_tls=options.switch_credentials,
+                http=HttpOptions(
+                    tokens=options.tokens_file,
+                    client_certificates=options.http_client_certs,
+                    authenticated=authenticates(options),
+                    rate_per_s=options.http_rate,
+                ),
             ),
             pool_options(options),
             store,
@@ -313,7 +428,11 @@ async def run(options: argparse.Namespace) -> int:
     except (StoreError, OSError) as error:
         print(f"kvcast controller: {error}", file=sys.stderr)
         return 1
-    stop = stop_event(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    stop = stop_event(loop)
+    files = [f.refresh for f in (options.credentials, options.tokens_file) if f is not None]
+    if files:
+        reload_on_hangup(loop, *files)
     announce_ready(
         agents_addr=_joined(service.agents_address),
         http_addr=_joined(service.http_address),
@@ -331,15 +450,56 @@ def _joined(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`kvcast controller`."""
+def authenticates(options: argparse.Namespace) -> bool:
+    """Whether the HTTP API asks who somebody is: wherever there is a way to tell."""
+    return options.tokens is not None or options.tls is not None
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags and file, checked, with the files that they name opened; exits with status 2 and a
+    message on an error."""
     parser = build_parser()
     options = parse_with_config(parser, argv)
-    for flag in ("agents_addr", "http_addr"):
-        host, _ = getattr(options, flag)
-        if not is_loopback(host) and not options.insecure:
-            name = flag.replace("_", "-")
-            parser.error(f"--{name} {host} is not loopback: give --insecure if that is meant")
+    switch_host = options.switch.rpartition(":")[0].strip("[]") or "127.0.0.1"
+    refuse_open_addresses(
+        parser,
+        options,
+        [
+            ("--agents-addr", options.agents_addr[0]),
+            ("--http-addr", options.http_addr[0]),
+            ("--switch", switch_host),
+        ],
+    )
+    if options.switch_tls is None:
+        options.switch_tls = options.tls is not None and not is_loopback(switch_host)
+    elif options.switch_tls and options.tls is None:
+        parser.error("--switch-tls needs --tls DIR")
+    elif not (options.switch_tls or is_loopback(switch_host) or options.insecure):
+        parser.error(f"--switch {switch_host} is not loopback: --no-switch-tls needs --insecure")
+    if options.http_client_certs and options.tls is None:
+        parser.error("--http-client-certs needs --tls DIR")
+    options.credentials = credentials_of(parser, options.tls)
+    options.switch_credentials = None
+    if options.switch_tls:
+        assert options.credentials is not None
+        options.switch_credentials = SwitchTls(options.credentials.files, options.switch_name)
+    options.tokens_file = None
+    if options.tokens is not None:
+        try:
+            options.tokens_file = TokensFile(options.tokens)
+        except TokensError as error:
+            parser.error(f"--tokens {error}")
+    if options.device_config is None and artefact(options.target).device_config is None:
+        parser.error(f"--target {options.target} needs --device-config")
+    profile = profiles[options.target]
+    if profile.loop_groups and len({port >> 7 for port in options.device_ports or ()}) > 1:
+        parser.error(f"--device-ports: {options.target} keeps a pool in one pipe (port / 128)")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kvcast controller`."""
+    options = parse(argv)
     setup_logging(options.log_level, options.log_format)
     for library in ("finsy", "grpc", "asyncio", "aiohttp"):
         # At "debug" finsy prints every entity that it reads or writes.

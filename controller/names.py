@@ -1,15 +1,24 @@
 """Names: namespaces and reader groups, found or made on request.
 
-Owns: the assignment of namespace numbers (1..65535) to (tenant, model, version, layout), and of
-group numbers to sets of nodes in a namespace. Must not know: who asks, or what the switch does
-with them. Numbers persist: blocks and reads in flight carry them.
+Owns: the assignment of namespace numbers (1..65535) to (tenant, model, version, layout), of group
+numbers to sets of nodes in a namespace, which nodes a tenant's namespaces are for, and which
+namespaces have a salt. Must not know: connections, or what the switch does with names. Numbers
+persist: blocks and reads in flight carry them.
+
+With salts "auto", namespaces have none as long as there is one tenant, whose nodes have nothing to
+hide from each other. From the moment that there are two, every namespace has one: those that had
+none are given theirs then, and what was kept in them under unsalted keys is forgotten. Where
+tenants are configured (`tenants`), there are several from the beginning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from kvcast.protocol.control import GroupInfo, NamespaceInfo
+import msgspec
+from kvcast.protocol.control import GroupInfo, NamespaceInfo, NamespaceSalt
 
 MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
@@ -21,6 +30,23 @@ MAX_GROUP_NODES = 31
 
 class NameRequestError(ValueError):
     """The namespace or group cannot be had; the text says why."""
+
+
+class SaltMode(Enum):
+    """Which namespaces get a salt when they are made; one that has a salt keeps it."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class TenantRules:
+    """`tenants`: who there is, and for which nodes (none = all); empty = whoever asks, for all
+    nodes."""
+
+    tenants: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    salts: SaltMode = SaltMode.NEVER
 
 
 @dataclass(frozen=True)
@@ -43,25 +69,72 @@ class Names:
 
     namespaces: dict[int, NamespaceInfo] = field(default_factory=dict)
     groups: dict[tuple[int, int], Group] = field(default_factory=dict)
+    salts: dict[int, bytes] = field(default_factory=dict, repr=False)
+    rules: TenantRules = field(default_factory=TenantRules)
+    new_salt: Callable[[], bytes] | None = None
+    """Makes a salt that nobody can guess; needed where the rules want salts."""
+
+    newly_salted: set[int] = field(default_factory=set)
+    """Namespaces that were given a salt, until whoever cares for their blocks takes them."""
+
+    def apply_rules(self) -> bool:
+        """Bring namespaces made under other rules in line with these; whether any changed."""
+        before = dict(self.namespaces)
+        for number, info in self.namespaces.items():
+            nodes = self.rules.tenants.get(info.tenant)
+            if nodes is not None:
+                info = msgspec.structs.replace(info, nodes=sorted(nodes))
+            self.namespaces[number] = msgspec.structs.replace(info, salted=number in self.salts)
+        self._give_salts()
+        return before != self.namespaces
+
+    def _give_salts(self) -> None:
+        tenants = {info.tenant for info in self.namespaces.values()}
+        mode = self.rules.salts
+        several = len(tenants) > 1 or bool(self.rules.tenants)
+        if mode is SaltMode.NEVER or (mode is SaltMode.AUTO and not several):
+            return
+        assert self.new_salt is not None
+        for number, info in self.namespaces.items():
+            if number not in self.salts:
+                self.salts[number] = self.new_salt()
+                self.newly_salted.add(number)
+                self.namespaces[number] = msgspec.structs.replace(info, salted=True)
+
+    def salts_for(self, node_id: str) -> list[NamespaceSalt]:
+        """The salts that this node may have: those of the namespaces that it may use."""
+        return [
+            NamespaceSalt(number, self.salts[number])
+            for number, info in sorted(self.namespaces.items())
+            if number in self.salts and (not info.nodes or node_id in info.nodes)
+        ]
 
     def namespace(
-        self, tenant: str, model: str, version: str, layout: str
+        self, tenant: str, model: str, version: str, layout: str, node_id: str
     ) -> tuple[NamespaceInfo, bool]:
-        """The namespace that stands for these, and whether it had to be made."""
+        """The namespace that stands for these, and whether it had to be made. NameRequestError if
+        it is not for the node that asks."""
+        nodes = self.rules.tenants.get(tenant)
+        if self.rules.tenants and nodes is None:
+            raise NameRequestError(f"there is no tenant {tenant[:80]!r}")
         wanted = (tenant, model, version, layout)
         for info in self.namespaces.values():
             if (info.tenant, info.model, info.version, info.layout) == wanted:
+                if info.nodes and node_id not in info.nodes:
+                    raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
                 return info, False
+        if nodes and node_id not in nodes:
+            raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
         if len(self.namespaces) >= MAX_NAMESPACES:
             raise NameRequestError(f"all {MAX_NAMESPACES} namespaces are taken")
         number = max(self.namespaces, default=0) + 1
         if number > 0xFFFF:
             number = next(n for n in range(1, 0x10000) if n not in self.namespaces)
-        info = NamespaceInfo(
-            namespace=number, tenant=tenant, model=model, version=version, layout=layout
+        self.namespaces[number] = NamespaceInfo(
+            number, tenant, model, version, layout, sorted(nodes or ())
         )
-        self.namespaces[number] = info
-        return info, True
+        self._give_salts()
+        return self.namespaces[number], True
 
     def group(
         self, namespace: int, node_ids: list[str], known: frozenset[str]

@@ -17,8 +17,9 @@ If the switch cannot be reached, the map is published all the same: agents go on
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +40,15 @@ from kvcast.protocol.control import (
     Register,
     Registered,
     Renew,
+    Salts,
 )
+from kvcast.protocol.salts import SALT_BYTES, Salt
 from kvcast.protocol.wire import BUCKETS, BlockId, bucket_of
 
 from . import program
 from .admission import ValueOptions
 from .membership import Membership, Node, RegistrationError, SavedNode
-from .names import Group, NameRequestError, Names
+from .names import Group, NameRequestError, Names, TenantRules
 from .placement import Placement, place
 from .portsets import PortSets
 from .reconcile import SwitchState
@@ -77,6 +80,7 @@ class PoolOptions:
     drain_s: float = 0.2
     refresh_s: float = 10.0
     port_sets: int = 64
+    tenants: TenantRules = field(default_factory=TenantRules)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class SavedState:
     groups: tuple[Group, ...] = ()
     residents: tuple[SavedResident, ...] = ()
     pins: tuple[BlockId, ...] = ()
+    salts: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    """Namespace and salt."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,10 @@ class Plan:
     draining: frozenset[int]
 
 
+def _random_salt() -> bytes:
+    return secrets.token_bytes(SALT_BYTES)
+
+
 class Pool:
     """See the module's text. One thread; no call blocks."""
 
@@ -134,6 +144,7 @@ class Pool:
         now: float,
         *,
         first_generation: int,
+        new_salt: Callable[[], bytes] = _random_salt,
     ) -> None:
         self.options = options
         self.epoch = saved.epoch
@@ -147,6 +158,9 @@ class Pool:
         self.names = Names(
             {info.namespace: info for info in saved.namespaces},
             {(group.namespace, group.group): group for group in saved.groups},
+            dict(saved.salts),
+            options.tenants,
+            new_salt,
         )
         residency = Residency(
             options.slots, first_generation=first_generation, drain_s=options.drain_s
@@ -157,6 +171,8 @@ class Pool:
             options.admit, residency, options.value, self._owners, refresh_s=options.refresh_s
         )
         self.tiers.pins.update(saved.pins)
+        self._map_changed = self.names.apply_rules()
+        self._forget_salted(now)
         self.port_sets = PortSets(options.port_sets)
         self.agent_counters: dict[str, dict[str, float]] = {}
         self._placement_of: frozenset[str] = frozenset()
@@ -164,7 +180,6 @@ class Pool:
         self._desired = SwitchState()
         self._desired_for: tuple[object, ...] | None = None
         """What `_desired` was computed from; the plan of a quiet pool costs next to nothing."""
-        self._map_changed = False
         self._map: PoolMap | None = None
         self._map_due: set[int] = set()
         self._replies: list[Send] = []
@@ -192,7 +207,7 @@ class Pool:
             case Kept():
                 return self._to_nodes(self.tiers.kept(message, node.node_id, now))
             case NamespaceRequest():
-                return self._namespace(connection, message)
+                return self._namespace(connection, message, now)
             case GroupRequest():
                 return self._group(connection, message)
             case Leave():
@@ -265,16 +280,26 @@ class Pool:
                 self.counts["reports_ignored"] += 1
         return []
 
-    def _namespace(self, connection: int, message: NamespaceRequest) -> list[Action]:
+    def _namespace(self, connection: int, message: NamespaceRequest, now: float) -> list[Action]:
         try:
             info, made = self.names.namespace(
-                message.tenant, message.model, message.version, message.layout
+                message.tenant,
+                message.model,
+                message.version,
+                message.layout,
+                self._nodes_of[connection],
             )
         except NameRequestError as error:
             return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
         self._map_changed |= made
+        self._forget_salted(now)
         reply = Send(connection, NamespaceReply(request=message.request, info=info))
         return self._reply(reply, info.namespace in self._published_namespaces)
+
+    def _forget_salted(self, now: float) -> None:
+        """What was known of a namespace before it had a salt names nothing any more."""
+        self.tiers.forget(self.names.newly_salted, now)
+        self.names.newly_salted.clear()
 
     def _group(self, connection: int, message: GroupRequest) -> list[Action]:
         known = frozenset(self.membership.nodes)
@@ -400,11 +425,22 @@ class Pool:
         return plan
 
     def published(self, plan: Plan) -> list[Action]:
-        """The maps and answers that may go out now that the plan's insertions are written."""
+        """The maps and answers that may go out now that the plan's insertions are written. Before
+        its map, each node is given the salts that it may have."""
         self._published_namespaces = plan.namespaces
         self._published_groups = plan.groups
-        maps = [Send(connection, plan.map) for connection in sorted(plan.map_to)]
-        return [*maps, *plan.replies]
+        actions: list[Action] = []
+        for connection in sorted(plan.map_to):
+            salts = self.names.salts_for(self._nodes_of.get(connection, ""))
+            if salts:
+                actions.append(Send(connection, Salts(salts)))
+            actions.append(Send(connection, plan.map))
+        return [*actions, *plan.replies]
+
+    def derived(self, block: BlockId) -> BlockId:
+        """An engine's block as the pool knows it: salted, where the namespace is."""
+        secret = self.names.salts.get(block.namespace)
+        return block if secret is None else BlockId(block.namespace, Salt(secret).key(block.key))
 
     def programmed(self, plan: Plan, now: float) -> None:
         """The switch holds exactly the plan's state."""
@@ -424,6 +460,7 @@ class Pool:
             groups=tuple(self.names.groups[key] for key in sorted(self.names.groups)),
             residents=tuple(self.tiers.residency.saved()),
             pins=tuple(sorted(self.tiers.pins)),
+            salts=tuple(sorted(self.names.salts.items())),
         )
 
     def _build_map(self) -> PoolMap:

@@ -9,9 +9,13 @@ Multicast groups, each a copy list:
 | ids      | copies to                                | used for                                  |
 |----------|------------------------------------------|-------------------------------------------|
 | 1        | all host ports                           | floods; any set of ports (egress filters) |
+| 64 + n   | a port to be recirculated by (loop)      | filling and serving, where a target asks  |
 | 256 + p  | port p, and once more to be recirculated | serving port p from a resident            |
 | 1024 + i | reader group i's ports, and recirculated | serving a reader group                    |
 | 2048 + j | the ports of recurring set j             | DATA for exactly that set                 |
+
+Hosts' ports are numbered from 1, as are the bits of a bitmap; what the switch calls them, and
+whether a serving group recirculates or a loop group does, is the target's.
 """
 
 from __future__ import annotations
@@ -86,7 +90,9 @@ class Settings:
     `lease_ticks`: how long a pending entry may wait for DATA, in ticks of the target (64 µs);
     `heat_threshold`: READs of a segment in a window that make it worth a digest; `router_mac`:
     the address to which hosts send what is to be routed, None for a switch that does not route;
-    `recirculate_rid`: the replication id that marks a copy to be recirculated.
+    `recirculate_rid`: the replication id that marks a copy to be recirculated; `device_ports`: the
+    switch's number of host port 1, 2, …; `serve_goes_round`: serving groups hold that copy;
+    `loop_groups`: (group, device port) of groups that hold nothing else.
     """
 
     enabled: bool
@@ -94,6 +100,13 @@ class Settings:
     heat_threshold: int
     recirculate_rid: int
     router_mac: str | None = None
+    device_ports: tuple[int, ...] = tuple(range(1, 33))
+    serve_goes_round: bool = True
+    loop_groups: tuple[tuple[int, int], ...] = ()
+
+    def device_port(self, port: int) -> int:
+        """What the switch calls a host's port."""
+        return self.device_ports[port - 1]
 
 
 def port_bit(port: int) -> int:
@@ -137,32 +150,35 @@ def desired_state(
     )
     if not settings.enabled:
         return state
-    recirculated = settings.recirculate_rid
     entries = state.entries
+    for loop_group, loop_port in settings.loop_groups:
+        state.groups[loop_group] = frozenset({(loop_port, settings.recirculate_rid)})
     for host in hosts:
         a = host.address
+        port = settings.device_port(host.port)
         serve = SERVE_GROUP_BASE + host.port
-        state.groups[serve] = frozenset({(host.port, 0), (host.port, recirculated)})
-        entries[PORT_GUARD, (host.port, ip_number(a.ip))] = ActionCall(
-            "admit", (host.port_bit, serve)
-        )
-        entries[EGRESS_HOST, (host.port,)] = ActionCall(
+        state.groups[serve] = _serving_copies(settings, [port])
+        entries[PORT_GUARD, (port, ip_number(a.ip))] = ActionCall("admit", (host.port_bit, serve))
+        entries[EGRESS_HOST, (port,)] = ActionCall(
             "rewrite", (mac_number(a.mac), ip_number(a.ip), a.udp_port, host.port_bit)
         )
     users: dict[int, list[Host]] = {}
     for info in namespaces:
         users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
         for host in users[info.namespace]:
-            entries[NAMESPACE_GUARD, (host.port, info.namespace)] = ActionCall("allow")
-    ports = tuple((host.node_id, host.port) for host in hosts)
+            port = settings.device_port(host.port)
+            entries[NAMESPACE_GUARD, (port, info.namespace)] = ActionCall("allow")
+    ports = tuple((host.node_id, settings.device_port(host.port)) for host in hosts)
     entries.update(_bucket_owners(tuple(map(tuple, bucket_owners)), ports))
     for group in groups:
         members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
-        _reader_group(state, group, members, recirculated)
+        _reader_group(state, settings, group, members)
     for resident in residents:
         entries.update(resident_entries(resident))
     for bits, place in port_sets.items():
-        state.groups[PORT_SET_BASE + place] = frozenset((port, 0) for port in ports_of(bits))
+        state.groups[PORT_SET_BASE + place] = frozenset(
+            (settings.device_port(port), 0) for port in ports_of(bits)
+        )
         entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
     return state
@@ -186,32 +202,46 @@ def _bucket_owners(
 def _forwarding(state: SwitchState, settings: Settings, hosts: Sequence[Host]) -> None:
     entries = state.entries
     if hosts:
-        state.groups[ALL_PORTS_GROUP] = frozenset((host.port, 0) for host in hosts)
+        state.groups[ALL_PORTS_GROUP] = frozenset(
+            (settings.device_port(host.port), 0) for host in hosts
+        )
         entries[L2_FORWARD, (BROADCAST_MAC,)] = ActionCall("flood")
     for host in hosts:
         entries[L2_FORWARD, (mac_number(host.address.mac),)] = ActionCall(
-            "to_port", (host.port, host.port_bit)
+            "to_port", (settings.device_port(host.port), host.port_bit)
         )
     if settings.router_mac is not None:
         router = mac_number(settings.router_mac)
         entries[L2_FORWARD, (router,)] = ActionCall("to_router")
         for host in hosts:
             entries[IPV4_ROUTE, ((ip_number(host.address.ip), 32),)] = ActionCall(
-                "to_nexthop", (host.port, host.port_bit, mac_number(host.address.mac), router)
+                "to_nexthop",
+                (
+                    settings.device_port(host.port),
+                    host.port_bit,
+                    mac_number(host.address.mac),
+                    router,
+                ),
             )
 
 
+def _serving_copies(settings: Settings, device_ports: Sequence[int]) -> frozenset[Replica]:
+    """The copies of a chunk that is served to these ports."""
+    copies: set[Replica] = {(port, 0) for port in device_ports}
+    if settings.serve_goes_round:
+        copies.add((device_ports[0], settings.recirculate_rid))
+    return frozenset(copies)
+
+
 def _reader_group(
-    state: SwitchState, group: Group, members: Sequence[Host], recirculated: int
+    state: SwitchState, settings: Settings, group: Group, members: Sequence[Host]
 ) -> None:
     """A group's entry and copy list, over those of its nodes that are known and may read."""
     ports = sorted(host.port for host in members)
     if not ports:
         return
     serve = READER_GROUP_BASE + group.ordinal
-    copies: set[Replica] = {(port, 0) for port in ports}
-    copies.add((ports[0], recirculated))
-    state.groups[serve] = frozenset(copies)
+    state.groups[serve] = _serving_copies(settings, [settings.device_port(port) for port in ports])
     bits = sum(port_bit(port) for port in ports)
     state.entries[READER_GROUP, (group.namespace, group.group)] = ActionCall(
         "set_reader_group", (bits, serve)

@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcast.cli.tls import Credentials
 from kvcast.protocol.wire import BlockId
 
 from .agents import AgentLink
 from .control_loop import RETRY_SWITCH_S, ControlLoop
-from .http_api import ApiError, HttpApi
+from .http_api import ApiError, HttpApi, HttpOptions
 from .metrics import Metrics
 from .pool import Pool, PoolOptions
 from .program import resident_entries
 from .store import Store
-from .switch import SwitchLink
+from .switch import SwitchLink, SwitchTls
 from .tiers import PinError
 
 log = logging.getLogger("kvcast.controller")
@@ -52,6 +53,10 @@ class ServiceOptions:
     agents_addr: tuple[str, int]
     http_addr: tuple[str, int]
     tick_s: float
+    credentials: Credentials | None = None
+    """With them, the agents' link and the HTTP API are TLS; without, plain."""
+    switch_tls: SwitchTls | None = None
+    http: HttpOptions = field(default_factory=HttpOptions)
 
 
 class ControllerService:
@@ -88,14 +93,16 @@ class ControllerService:
             p4blob=options.p4blob,
             on_ready=self._loop.switch_changed,
             on_heat=self._loop.heat,
+            tls=options.switch_tls,
         )
         self._agents = AgentLink(
             idle_s=3 * pool_options.lease_s,
             received=self._loop.received,
             disconnected=self._loop.disconnected,
+            credentials=options.credentials,
         )
         self._loop.use(self._switch, self._agents)
-        self._http = HttpApi(self)
+        self._http = HttpApi(self, options.http, options.credentials)
         self._metrics = Metrics(self.status)
         self.agents_address = options.agents_addr
         self.http_address = options.http_addr
@@ -212,6 +219,10 @@ class ControllerService:
     def metrics(self) -> bytes:
         """/metrics."""
         return self._metrics.render()
+
+    def derived(self, block: BlockId) -> BlockId:
+        """An engine's block as the pool knows it."""
+        return self._pool.derived(block)
 
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
         """Pin the block and wait until the switch holds its entries; ApiError with why not."""

@@ -3,7 +3,7 @@
 Owns: the tables and how a `SavedState` is written and read. Must not know: what the rows mean to
 the pool. All of it is small (tens of nodes, hundreds of residents), so a table that changed is
 written whole, in one transaction with all others that changed: a crash leaves the state of before
-or after, never between.
+or after, never between. It holds the namespaces' salts, so it is 0600.
 
 One controller a file: the file is locked while it is open, so that a second controller fails
 instead of overwriting the first one's numbers.
@@ -11,12 +11,14 @@ instead of overwriting the first one's numbers.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvcast.protocol.control import NamespaceInfo
+from kvcast.protocol.salts import SALT_BYTES
 from kvcast.protocol.wire import BlockId
 
 from .control_loop import StoreError
@@ -25,7 +27,7 @@ from .names import Group
 from .pool import SavedState
 from .residency import SavedResident
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE epoch (epoch INTEGER NOT NULL) STRICT;
 CREATE TABLE nodes (
@@ -50,6 +52,9 @@ CREATE TABLE residents (
 CREATE TABLE pins (
     namespace INTEGER NOT NULL, key BLOB NOT NULL, PRIMARY KEY (namespace, key)
 ) STRICT;
+"""
+_SINCE_VERSION_2 = """
+CREATE TABLE salts (namespace INTEGER PRIMARY KEY, salt BLOB NOT NULL) STRICT;
 """
 # Numbers of 64 bits without a sign do not fit SQLite's INTEGER: incarnation, digest and
 # arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none).
@@ -78,6 +83,7 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
         for r in s.residents
     ],
     "pins": lambda s: [(b.namespace, b.key) for b in s.pins],
+    "salts": lambda s: list(s.salts),
 }  # fmt: skip
 
 
@@ -87,6 +93,7 @@ class Store:
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
         self._written: dict[str, list[Row]] = {}
+        _make_private(self._path)
         try:
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
         except sqlite3.Error as error:
@@ -97,15 +104,16 @@ class Store:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("BEGIN EXCLUSIVE")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in _SCHEMA.split(";"):
+            scripts = {0: _SCHEMA + _SINCE_VERSION_2, 1: _SINCE_VERSION_2}
+            if version in scripts:
+                for statement in scripts[version].split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             self._db.close()
             raise StoreError(f"{self._path}: {error}") from error
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (*scripts, SCHEMA_VERSION):
             self._db.close()
             raise StoreError(
                 f"{self._path}: state of version {version}, this controller reads {SCHEMA_VERSION}"
@@ -122,6 +130,7 @@ class Store:
             )
             residents = self._rows("SELECT * FROM residents ORDER BY generation")
             pins = self._rows("SELECT * FROM pins ORDER BY namespace, key")
+            salts = self._rows("SELECT namespace, salt FROM salts ORDER BY namespace")
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}") from error
         try:
@@ -143,6 +152,7 @@ class Store:
                     for r in residents
                 ),
                 pins=tuple(BlockId(*r) for r in pins),
+                salts=tuple((r[0], _salt(r[1])) for r in salts),
             )  # fmt: skip
         except (TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{self._path}: unreadable row: {error}") from error
@@ -180,3 +190,25 @@ class Store:
 
     def _rows(self, query: str) -> list[Row]:
         return self._db.execute(query).fetchall()
+
+
+def _salt(value: bytes) -> bytes:
+    if len(value) != SALT_BYTES:
+        raise ValueError(f"a salt of {len(value)} bytes")
+    return value
+
+
+def _make_private(path: str) -> None:
+    """Have the file be its owner's alone, from before anything is in it."""
+    if path == ":memory:":
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return  # SQLite will say why
+    try:
+        os.fchmod(descriptor, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)

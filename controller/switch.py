@@ -16,11 +16,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import finsy as fy
 from finsy.p4client import P4ClientError
+from kvcast.cli.tls import TlsFiles
 from kvcast.protocol.wire import KEY_BYTES, BlockId
 
 from . import program
@@ -71,6 +73,25 @@ class OneLineErrors(logging.Filter):
         return True
 
 
+@dataclass(frozen=True)
+class SwitchTls:
+    """How the switch is spoken to over TLS. `name`: whose certificate it must show, where that is
+    not the host of its address."""
+
+    files: TlsFiles
+    name: str = ""
+
+
+def _channel_credentials(tls: SwitchTls) -> fy.GRPCCredentialsTLS:
+    # finsy reads the files at every connection, so a renewed certificate is used at the next.
+    return fy.GRPCCredentialsTLS(
+        cacert=tls.files.ca,
+        cert=tls.files.cert,
+        private_key=tls.files.key,
+        target_name_override=tls.name,
+    )
+
+
 class SwitchLink:
     """One switch. `run` keeps the connection; everything else works while `primary` is true.
 
@@ -88,6 +109,7 @@ class SwitchLink:
         p4blob: Path,
         on_ready: Callable[[], None],
         on_heat: Callable[[list[HeatSample]], None],
+        tls: SwitchTls | None = None,
     ) -> None:
         self.address = address
         self.mirror: SwitchState | None = None
@@ -95,7 +117,11 @@ class SwitchLink:
         self.counts: Counter[str] = Counter()
         self.last_error = ""
         self._options = fy.SwitchOptions(
-            p4info=p4info, p4blob=p4blob, device_id=device_id, initial_election_id=election_id
+            p4info=p4info,
+            p4blob=p4blob,
+            device_id=device_id,
+            initial_election_id=election_id,
+            channel_credentials=None if tls is None else _channel_credentials(tls),
         )
         self._switch: fy.Switch | None = None
         self._on_ready = on_ready

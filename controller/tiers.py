@@ -218,6 +218,14 @@ class Tiers:
         if resident := self.residency.residents.get(block):
             resident.pinned = True
 
+    def forget(self, namespaces: Iterable[int], now: float) -> None:
+        """Have nothing of these namespaces in the switch: their keys name other blocks now."""
+        gone = frozenset(namespaces)
+        self.pins = {block for block in self.pins if block.namespace not in gone}
+        for resident in list(self.residency.residents.values()):
+            if resident.block.namespace in gone:
+                self._evict(resident, "the namespace was given a salt", now)
+
     def unpin(self, block: BlockId) -> bool:
         """Let the block stand by its value again; whether it was pinned."""
         if block not in self.pins:

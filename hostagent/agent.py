@@ -13,6 +13,7 @@ import random
 import secrets
 from dataclasses import dataclass, field, replace
 
+from kvcast.cli.tls import Credentials
 from kvcast.hostagent.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.hostagent.bulklink import BulkCaller, BulkOptions, BulkServer
 from kvcast.hostagent.controllink import ControlLink, ControlOptions
@@ -76,6 +77,8 @@ class Options:
     """Lower the requester's credit to what the receive buffer holds."""
     seed: int | None = None
     """Of the agent's random numbers (tags, jitter); None = from the system."""
+    credentials: Credentials | None = None
+    """With them, the control link and the bulk link are TLS, both ways; without, plain."""
 
 
 class Agent:
@@ -124,9 +127,11 @@ class Agent:
                 Endpoint(parse_mac(network.mac), parse_ip(network.ip), network.udp_port),
             )
         )
-        self._bulk_caller = BulkCaller(self.core, options.bulk, self.transport.pump)
+        self._bulk_caller = BulkCaller(
+            self.core, options.bulk, self.transport.pump, options.credentials
+        )
         self.transport.dispatch_calls = self._bulk_caller.dispatch
-        self.bulk_server = BulkServer(self.core, options.bulk)
+        self.bulk_server = BulkServer(self.core, options.bulk, options.credentials)
         self.bulk_address = await self.bulk_server.start(network.bulk_host, network.bulk_port)
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
@@ -147,7 +152,9 @@ class Agent:
             bulk_port=self.bulk_address[1],
             arena_bytes=options.arena.size_bytes,
         )
-        self._control = ControlLink(self.core, options.control, register, rng, self.transport.pump)
+        self._control = ControlLink(
+            self.core, options.control, register, rng, self.transport.pump, options.credentials
+        )
         self.ready = self._control.ready
         control_task = asyncio.create_task(self._control.run())
         stack.push_async_callback(self._end, control_task)

@@ -10,6 +10,9 @@ turns out to be dead before any answer is replaced once by a fresh one.
 
 As a callee: at most `max_connections` callers at once, one more is closed at once. A caller that
 says nothing for `idle_s`, or is slower than `transfer_timeout_s` with a block, is closed.
+
+With credentials the link is TLS: a caller is the node that its certificate names, and bytes are
+asked of, and sent to, nobody but the node that the certificate at the other end names.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.cli.listener import Bounds, Listener, streams
+from kvcast.cli.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError, expect_peer
 from kvcast.hostagent.calls import (
     EVICTED,
     UNREACHABLE,
@@ -51,6 +56,7 @@ from kvcast.protocol.bulk import (
 )
 from kvcast.protocol.control import NodeInfo
 from kvcast.protocol.framing import FramingError, MessageCodec
+from kvcast.protocol.identity import NODE
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +74,8 @@ class BulkOptions:
     """Calls to one node that wait for a connection; one more fails at once."""
     max_connections: int = 256
     """Connections from all nodes, in the callee's role."""
+    max_connections_per_address: int = 64
+    """Of them, from one address beyond loopback."""
     connect_timeout_s: float = 2.0
     """How long a connection may take to be made."""
     idle_s: float = 60.0
@@ -141,8 +149,15 @@ class _Peer:
 class BulkCaller:
     """Makes the calls that the cores ask for."""
 
-    def __init__(self, core: AgentCore, options: BulkOptions, after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        core: AgentCore,
+        options: BulkOptions,
+        after: Callable[[], None],
+        credentials: Credentials | None = None,
+    ) -> None:
         self._core = core
+        self._credentials = credentials
         self._options = options
         self._after = after  # after a core was told something: do what that has caused
         self._peers: dict[tuple[str, str, int], _Peer] = {}
@@ -232,6 +247,10 @@ class BulkCaller:
             ) as error:
                 if stream is not None:
                     stream.close()
+                if isinstance(error, PeerError):
+                    self._core.metrics.bulk_wrong_peers_total += 1
+                    log.error("bulk: %s", error)
+                    return UNREACHABLE
                 if isinstance(error, (FramingError, BulkProtocolError)):
                     self._core.metrics.bulk_protocol_errors_total += 1
                     log.warning("bulk: %s: %s", node.node_id, error)
@@ -260,10 +279,21 @@ class BulkCaller:
         return None
 
     async def _connect(self, node: NodeInfo) -> _Stream:
+        tls = None if self._credentials is None else self._credentials.client()
         async with asyncio.timeout(self._options.connect_timeout_s):
             reader, writer = await asyncio.open_connection(
-                node.bulk_host, node.bulk_port, limit=2 * _PIECE_BYTES
+                node.bulk_host,
+                node.bulk_port,
+                limit=2 * _PIECE_BYTES,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
             )
+        if tls is not None:
+            try:
+                expect_peer(writer, NODE, node.node_id)
+            except PeerError:
+                writer.transport.abort()
+                raise
         codec = MessageCodec[CalleeMessage](CalleeMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         stream = _Stream(reader, writer, codec)
         await stream.write_message(BulkHello(BULK_PROTOCOL_VERSION, self._core.options.node_id))
@@ -352,50 +382,65 @@ class _Progress:
 class BulkServer:
     """Answers other agents."""
 
-    def __init__(self, core: AgentCore, options: BulkOptions) -> None:
+    def __init__(
+        self, core: AgentCore, options: BulkOptions, credentials: Credentials | None = None
+    ) -> None:
         self._core = core
         self._options = options
-        self._server: asyncio.Server | None = None
+        self._credentials = credentials
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = Listener(
+            streams(self._accept, limit=2 * _PIECE_BYTES),
+            Bounds(options.max_connections, options.max_connections_per_address),
+            credentials,
+            count=self._count,
+        )
+
+    def _count(self, name: str) -> None:
+        if name != "connections":
+            self._core.metrics.bulk_connections_refused_total += 1
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; returns the address, with the port chosen where 0 was asked for."""
-        self._server = await asyncio.start_server(self._accept, host, port, limit=2 * _PIECE_BYTES)
-        address = self._server.sockets[0].getsockname()
-        return address[0], address[1]
+        return await self._listener.start(host, port)
 
     async def close(self) -> None:
         """Stop listening and end all conversations."""
-        if self._server is None:
-            return
-        self._server.close()
+        await self._listener.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= self._options.max_connections:
-            self._core.metrics.bulk_connections_refused_total += 1
-            writer.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        try:
+            await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # only `close` cancels; ending normally keeps asyncio from logging it
+        finally:
+            self._tasks.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         codec = MessageCodec[CallerMessage](CallerMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         stream = _Stream(reader, writer, codec)
         try:
+            named = None if self._credentials is None else expect_peer(writer, NODE).name
             async with asyncio.timeout(self._options.idle_s):
                 hello = await stream.read_message()
             if not isinstance(hello, BulkHello) or hello.version != BULK_PROTOCOL_VERSION:
                 raise BulkProtocolError("the first message is no BulkHello of our version")
+            if named is not None and named != hello.node_id:
+                raise PeerError(f"node {named} calls itself {hello.node_id}")
             while True:
                 async with asyncio.timeout(self._options.idle_s):
                     request = await stream.read_message()
                 async with asyncio.timeout(self._options.transfer_timeout_s):
                     await self._answer(stream, hello.node_id, request)
+        except PeerError as error:
+            self._core.metrics.bulk_connections_refused_total += 1
+            log.warning("bulk: a caller was refused: %s", error)
         except (FramingError, BulkProtocolError) as error:
             self._core.metrics.bulk_protocol_errors_total += 1
             log.warning("bulk: a caller was cut off: %s", error)

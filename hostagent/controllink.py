@@ -8,6 +8,9 @@ silent is noticed by the connection's end or by a write that fails. After a loss
 again after a pause that doubles from `retry_min_s` to `retry_max_s`, with jitter, so that a
 controller that restarts is not met by all its agents at once. Meanwhile the agent goes on
 serving by the last map.
+
+With credentials the link is TLS, and nothing is said before the peer's certificate has proved that
+it is a controller of this cluster.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.cli.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError, expect_peer
 from kvcast.hostagent.core import AgentCore
 from kvcast.hostagent.pool import PoolMapError
 from kvcast.protocol.control import (
@@ -30,6 +34,7 @@ from kvcast.protocol.control import (
     Registered,
 )
 from kvcast.protocol.framing import FramingError, MessageCodec
+from kvcast.protocol.identity import CONTROLLER
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +69,10 @@ class ControlLink:
         register: Register,
         rng: random.Random,
         after: Callable[[], None],
+        credentials: Credentials | None = None,
     ) -> None:
         self._core = core
+        self._credentials = credentials
         self._options = options
         self._register = register
         self._rng = rng
@@ -81,6 +88,10 @@ class ControlLink:
                 await self._connection()
             except RefusedError as error:
                 log.error("the controller refuses this agent: %s", error)
+                pause_s = self._options.retry_max_s
+            except PeerError as error:
+                self._core.metrics.control_wrong_peers_total += 1
+                log.error("control link: %s", error)
                 pause_s = self._options.retry_max_s
             except (
                 OSError,
@@ -101,8 +112,20 @@ class ControlLink:
 
     async def _connection(self) -> None:
         options = self._options
+        tls = None if self._credentials is None else self._credentials.client()
         async with asyncio.timeout(options.connect_timeout_s):
-            reader, writer = await asyncio.open_connection(options.host, options.port)
+            reader, writer = await asyncio.open_connection(
+                options.host,
+                options.port,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
+            )
+        if tls is not None:
+            try:
+                expect_peer(writer, CONTROLLER)
+            except PeerError:
+                writer.transport.abort()
+                raise
         self._core.metrics.control_connects_total += 1
         codec = MessageCodec[ControllerMessage](ControllerMessage)
         renewing: asyncio.Task[None] | None = None

@@ -42,9 +42,11 @@ from kvcast.protocol.control import (
     Refused,
     Registered,
     Renew,
+    Salts,
 )
 from kvcast.protocol.owner import Owner, OwnerConfig
 from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.salts import Salt
 from kvcast.protocol.wire import OP_READ, READ_PADDING_BYTES, BlockId, DataRun, Frame
 
 MAX_HOT_BLOCKS: Final = 256
@@ -63,6 +65,10 @@ class AgentOptions:
     writes: WriteOptions = field(default_factory=WriteOptions)
     client_share: float = 0.5
     """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
+
+
+class MissingSaltError(Exception):
+    """The controller has not given this node the salt of a namespace that has one."""
 
 
 class _Held:
@@ -110,6 +116,7 @@ class AgentCore:
         self.owner = Owner(options.owner, lookup=self._lookup)
         self.connected = False
         self.lease_s = 3.0
+        self._salts: dict[int, Salt] = {}
         self._index = -1
         self._tell: Callable[[AgentMessage], None] | None = None
         self._asked: dict[int, Found] = {}
@@ -194,6 +201,8 @@ class AgentCore:
             for namespace, key, hits in message.hits:
                 self.metrics.credits_total += hits
                 self.store.get(BlockId(namespace, key))
+        elif isinstance(message, Salts):
+            self._new_salts(message)
         elif isinstance(message, Describe):
             self._describe(message)
         elif isinstance(message, Keep):
@@ -251,6 +260,28 @@ class AgentCore:
             new = pool.namespaces.get(namespace)
             if new is None or _meaning(new) != _meaning(info):
                 self.store.drop_namespace(namespace)
+
+    def _new_salts(self, message: Salts) -> None:
+        for given in message.salts:
+            old = self._salts.get(given.namespace)
+            if old is not None and old.is_made_of(given.salt):
+                continue
+            self._salts[given.namespace] = Salt(given.salt)
+            if old is not None:
+                # Nobody can name what was kept by the old one.
+                self.store.drop_namespace(given.namespace)
+
+    def pool_keys(self, namespace: int, keys: list[bytes]) -> list[bytes]:
+        """The pool's keys of an engine's; the same list where the namespace has no salt.
+        MissingSaltError where it has one that this node was not given."""
+        pool = self.outbox.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        if info is None or not info.salted:
+            return keys
+        salt = self._salts.get(namespace)
+        if salt is None:
+            raise MissingSaltError(f"the controller has not sent the salt of namespace {namespace}")
+        return salt.keys(keys)
 
     def _say(self, message: AgentMessage) -> None:
         if self._tell is not None:
@@ -356,5 +387,5 @@ class AgentCore:
         self.owner.close()
 
 
-def _meaning(info: NamespaceInfo) -> tuple[str, str, str, str]:
-    return info.tenant, info.model, info.version, info.layout
+def _meaning(info: NamespaceInfo) -> tuple[str, str, str, str, bool]:
+    return info.tenant, info.model, info.version, info.layout, info.salted

@@ -11,20 +11,29 @@ import asyncio
 import logging
 import os
 import re
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcast.cli.service import (
     HelpFormatter,
     add_common_options,
     announce_ready,
-    is_loopback,
     parse_host_port,
     parse_with_config,
     setup_logging,
     stop_event,
 )
+from kvcast.cli.tls import (
+    Credentials,
+    add_tls_option,
+    credentials_of,
+    refuse_open_addresses,
+    reload_on_hangup,
+)
+from kvcast.hostagent.access import AccessRules, parse_rule
 from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.arena import SLAB_BYTES, ArenaError
 from kvcast.hostagent.controllink import ControlOptions
@@ -40,6 +49,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger("kvcast.hostagent")
+
+_METRICS_CLIENTS: Final = 16
+"""Who asks for metrics at once; one more is hung up on."""
+_METRICS_TIMEOUT_S: Final = 10.0
 
 _DESCRIPTION = """\
 The kvcast agent: runs on every inference node, keeps blocks in a shared-memory arena, answers
@@ -136,6 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="where other agents reach this one by TCP; a concrete address",
     )
+    add_tls_option(add)
     add("--socket-buffer", type=_size, default="8M", help="socket buffers to ask the kernel for")
     add = parser.add_argument_group("memory").add_argument
     add("--arena-bytes", type=_size, default="256M", help="size of the DRAM tier")
@@ -168,10 +182,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--socket", help="path of the Unix socket for engines (required)")
     add(
         "--allow-uid",
-        type=int,
+        type=parse_rule,
         action="append",
         default=[],
-        help="user that may connect besides this process's own and root (repeatable)",
+        metavar="UID[=TENANT,…]",
+        help="user that may connect besides this process's own and root; with tenants, for their "
+        "namespaces only (repeatable)",
+    )
+    add(
+        "--allow-gid",
+        type=parse_rule,
+        action="append",
+        default=[],
+        metavar="GID[=TENANT,…]",
+        help="the same for the members of a group (repeatable)",
     )
     add("--max-clients", type=int, default=256, help="clients at once")
     add(
@@ -276,6 +300,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tunnel goes with --transport tunnel")
     if flags.bulk_addr[0] in ("0.0.0.0", "::", ""):
         parser.error("--bulk-addr must be an address that other agents can connect to")
+    addresses = [("--controller", flags.controller[0]), ("--bulk-addr", flags.bulk_addr[0])]
+    if flags.metrics_addr is not None:
+        addresses.append(("--metrics-addr", flags.metrics_addr[0]))
+    refuse_open_addresses(parser, flags, addresses)
+    flags.credentials = credentials_of(parser, flags.tls)
     if not 1 <= flags.switch_port <= 32:
         parser.error("--switch-port must be 1 to 32")
     if flags.arena_bytes < flags.slab_bytes:
@@ -331,7 +360,7 @@ def options_of(flags: argparse.Namespace) -> Options:
         control=ControlOptions(*flags.controller),
         local=LocalOptions(
             socket_path=flags.socket,
-            allowed_uids=frozenset(flags.allow_uid),
+            access=AccessRules(dict(flags.allow_uid), dict(flags.allow_gid)),
             max_clients=flags.max_clients,
         ),
         arena=ArenaOptions(
@@ -342,16 +371,23 @@ def options_of(flags: argparse.Namespace) -> Options:
             default_quota_bytes=flags.namespace_quota,
             quotas=dict(flags.quota),
         ),
+        credentials=flags.credentials,
     )
 
 
-def serve_metrics(agent: Agent, host: str, port: int) -> tuple[int, Any]:
-    """Serve the agent's counters to Prometheus; returns the port and a function that stops.
+def serve_metrics(
+    agent: Agent, host: str, port: int, credentials: Credentials | None
+) -> tuple[int, Callable[[], None]]:
+    """Serve the agent's counters to Prometheus; returns the port and a function that stops. With
+    credentials over TLS, to whoever has a certificate of the cluster.
 
     prometheus_client is imported only here: it would be a third of the agent's start-up time.
     """
-    from prometheus_client import CollectorRegistry, start_http_server
+    from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+    from prometheus_client import CollectorRegistry, make_wsgi_app
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.exposition import ThreadingWSGIServer
     from prometheus_client.registry import Collector
 
     class AgentCollector(Collector):
@@ -364,9 +400,45 @@ def serve_metrics(agent: Agent, host: str, port: int) -> tuple[int, Any]:
                     family = GaugeMetricFamily(f"kvcast_agent_{name}", name, value=value)
                 yield family
 
+    class Handler(WSGIRequestHandler):
+        timeout = _METRICS_TIMEOUT_S
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+            pass
+
+    class Server(ThreadingWSGIServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        slots = threading.BoundedSemaphore(_METRICS_CLIENTS)
+
+        def get_request(self) -> tuple[socket.socket, Any]:
+            connection, address = super().get_request()
+            if credentials is not None:
+                # The handshake is made by the first read, in the client's own thread, and with
+                # the certificate of the moment.
+                connection = credentials.server().wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            return connection, address
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self.slots.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.slots.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            log.debug("metrics: %s was not served", client_address, exc_info=True)
+
     registry = CollectorRegistry()
     registry.register(AgentCollector())
-    server, _thread = start_http_server(port, host, registry)
+    server = make_server(host, port, make_wsgi_app(registry), Server, handler_class=Handler)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
     def stop() -> None:
         server.shutdown()
@@ -378,6 +450,8 @@ def serve_metrics(agent: Agent, host: str, port: int) -> tuple[int, Any]:
 async def run(flags: argparse.Namespace) -> int:
     """Run an agent until a signal; the exit status."""
     stop = stop_event(asyncio.get_running_loop())
+    if flags.credentials is not None:
+        reload_on_hangup(asyncio.get_running_loop(), flags.credentials.refresh)
     agent = Agent(options_of(flags))
     try:
         await agent.start()
@@ -399,9 +473,7 @@ async def run(flags: argparse.Namespace) -> int:
             facts["tunnel"] = "{}:{}".format(*agent.tunnel_address)
         if flags.metrics_addr is not None:
             host, port = flags.metrics_addr
-            if not is_loopback(host):
-                log.warning("the metrics on %s can be read without authentication", host)
-            port, stop_metrics = serve_metrics(agent, host, port)
+            port, stop_metrics = serve_metrics(agent, host, port, flags.credentials)
             facts["metrics"] = f"{host}:{port}"
         announce_ready(**facts)
         await stop.wait()

@@ -1,12 +1,12 @@
 """The local API's adapter: the Unix socket that clients connect to.
 
-Owns: who may connect, the handshake with the arena's descriptor, framing, and back-pressure.
-Must not know: what a request does (`sessions`).
+Owns: the handshake with the arena's descriptor, framing, and back-pressure. Must not know: what a
+request does (`sessions`), or who may connect (`access`).
 
-The socket is 0600, and the kernel's word on the peer's uid is checked besides: only the agent's
-own user, root, and the users allowed by name get in. At most `max_clients` at once. A client
-that does not read its replies is not read from while more than `HIGH_WATER_BYTES` wait for it,
-and is cut off at `MAX_UNSENT_BYTES`.
+The socket is 0600, and the kernel's word on the peer is asked for besides: only the agent's own
+user, root, and the users and groups that a rule lets in get in. At most `max_clients` at once. A
+client that does not read its replies is not read from while more than `HIGH_WATER_BYTES` wait for
+it, and is cut off at `MAX_UNSENT_BYTES`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import logging
 import os
 import socket
 import stat
-import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
+from kvcast.hostagent.access import AccessRules, NotAllowedError, Tenants, peer_of, tenants_of
 from kvcast.hostagent.arena import ArenaFile
 from kvcast.hostagent.core import AgentCore
 from kvcast.hostagent.sessions import Session
@@ -35,7 +35,7 @@ HIGH_WATER_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
 LOGGED_COMPLAINTS: Final = 100
 _HANDSHAKE_TIMEOUT_S: Final = 5.0
-_UCRED: Final = struct.Struct("3i")
+_REJECT_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class LocalOptions:
     """Who may use the local API, and how many at once."""
 
     socket_path: str
-    allowed_uids: frozenset[int] = frozenset()
-    """Users besides the agent's own and root."""
+    access: AccessRules = field(default_factory=AccessRules)
+    """Users and groups besides the agent's own and root."""
     max_clients: int = 256
 
 
@@ -83,8 +83,8 @@ class LocalServer:
                 sock.bind(path)
             finally:
                 os.umask(mask)
-            if self._options.allowed_uids:
-                # The peer's uid is what decides; the mode only lets the allowed ones reach us.
+            if self._options.access.lets_others_in:
+                # The kernel's word on the peer decides; the mode only lets the allowed reach us.
                 os.chmod(path, 0o666)
             sock.listen(128)
         except BaseException:
@@ -134,11 +134,11 @@ class LocalServer:
         )
         connection.setblocking(False)
         try:
-            _pid, uid, _gid = _UCRED.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            )
-            if uid not in (0, os.getuid()) and uid not in self._options.allowed_uids:
-                await self._reject(connection, codec, f"user {uid} is not allowed here")
+            peer = peer_of(connection)
+            try:
+                tenants = tenants_of(self._options.access, peer)
+            except NotAllowedError as error:
+                await self._reject(connection, codec, str(error))
                 return
             pending: list[local.ClientMessage] = []
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
@@ -154,7 +154,7 @@ class LocalServer:
                 reason = f"version {hello.version} is not {LOCAL_PROTOCOL_VERSION}"
                 await self._reject(connection, codec, reason)
                 return
-            log.debug("local API: %s (user %d) connects", hello.client, uid)
+            log.debug("local API: %s (user %d) connects", hello.client, peer.uid)
             welcome = local.Welcome(
                 LOCAL_PROTOCOL_VERSION, self._core.options.node_id, self._arena.size_bytes
             )
@@ -164,7 +164,7 @@ class LocalServer:
                 socket.send_fds(connection, [codec.encode(welcome)], [fd])
             finally:
                 os.close(fd)
-            client = _Client(self, self._core, codec, self._after)
+            client = _Client(self, self._core, codec, self._after, tenants)
             await loop.connect_accepted_socket(lambda: client, connection)
             client.start(pending)
         except FramingError as error:
@@ -186,10 +186,14 @@ class LocalServer:
     ) -> None:
         self._core.metrics.local_connections_refused_total += 1
         self.complain("a client was rejected", reason)
-        with contextlib.suppress(OSError):  # it may have gone
-            await asyncio.get_running_loop().sock_sendall(
-                connection, codec.encode(local.Rejected(reason))
-            )
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError, TimeoutError):  # it may have gone
+            await loop.sock_sendall(connection, codec.encode(local.Rejected(reason)))
+            # Its Hello may still be on the way; closed before that, it would not hear why.
+            connection.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_REJECT_TIMEOUT_S):
+                while await loop.sock_recv(connection, 65536):
+                    pass
         connection.close()
 
     def complain(self, what: str, why: str) -> None:
@@ -217,12 +221,13 @@ class _Client(asyncio.Protocol):
         core: AgentCore,
         codec: MessageCodec[local.ClientMessage],
         after: Callable[[], None],
+        tenants: Tenants,
     ) -> None:
         self._server = server
         self._core = core
         self._codec = codec
         self._after = after
-        self._session = Session(core, self._send)
+        self._session = Session(core, self._send, tenants)
         self._transport: asyncio.Transport | None = None
         self._cut_off = False
 

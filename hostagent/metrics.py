@@ -108,6 +108,10 @@ class Metrics:
     bulk_wrong_digest_total: int = 0
     bulk_protocol_errors_total: int = 0
     bulk_connections_refused_total: int = 0
+    """Callers beyond a bound, without TLS or a node's certificate, or with another name than their
+    certificate's."""
+    bulk_wrong_peers_total: int = 0
+    """Connections to something whose certificate is not the node's that was called."""
     # the local API
     local_connections_total: int = 0
     """Connections accepted. Each is refused, ends in the handshake, is cut off for a protocol
@@ -126,9 +130,13 @@ class Metrics:
     """Replies to clients that had gone."""
     local_busy_total: int = 0
     local_unknown_handles_total: int = 0
+    local_forbidden_total: int = 0
+    """Requests for a tenant's namespace that the rule which let the client in does not name."""
     # the control link
     control_connects_total: int = 0
     control_errors_total: int = 0
+    control_wrong_peers_total: int = 0
+    """Connections to something whose certificate is no controller's."""
     maps_refused_total: int = 0
     """Bucket maps that contradict themselves; the last good one stays in force."""
     credits_total: int = 0

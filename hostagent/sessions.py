@@ -1,7 +1,8 @@
 """A client of the local API: what it may do, and what it holds.
 
-Owns: a client's handles, tickets and pins, their bounds, and their end when it disconnects. Must
-not know: sockets or framing; replies go out through a function.
+Owns: a client's handles, tickets and pins, their bounds, and their end when it disconnects; which
+namespaces it may use; and that its keys become the pool's where a namespace has a salt. Must not
+know: sockets or framing; replies go out through a function.
 
 The bounds, per client: `MAX_REQUESTS_IN_FLIGHT` requests without an answer, `MAX_HANDLES`
 handles, tickets and pins together, and `AgentOptions.client_share` of the arena in the bytes
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcast.hostagent.core import AgentCore
+import msgspec
+from kvcast.hostagent.access import ALL_TENANTS, Tenants
+from kvcast.hostagent.core import AgentCore, MissingSaltError
 from kvcast.hostagent.reads import GetBatch
 from kvcast.hostagent.store import Copy, QuotaError, StoreError
 from kvcast.hostagent.writes import PutBatch
@@ -26,9 +29,15 @@ _DROP_TIMEOUT_S = 5.0
 class Session:
     """One client. `send` takes replies, in any order, until `close`."""
 
-    def __init__(self, core: AgentCore, send: Callable[[local.AgentReply], None]) -> None:
+    def __init__(
+        self,
+        core: AgentCore,
+        send: Callable[[local.AgentReply], None],
+        tenants: Tenants = ALL_TENANTS,
+    ) -> None:
         self._core = core
         self._send = send
+        self._tenants = tenants
         self._closed = False
         self._in_flight = 0
         self._next_handle = 1
@@ -80,6 +89,10 @@ class Session:
         elif isinstance(request, local.Abort):
             self._abort(request)
         elif isinstance(request, local.GetStats):
+            if self._tenants is not ALL_TENANTS:
+                # Hits and misses of all tenants: whose prompts were asked for can be told from it.
+                self._forbid(request.request, "counters are for clients that may use everything")
+                return
             self._reply(local.Stats(request.request, self._core.counters()))
         elif isinstance(request, local.FindNamespace):
             self._find_namespace(request)
@@ -94,7 +107,33 @@ class Session:
                     self._core.metrics.gets_refused_total += len(request.keys)
                 self._fail(request.request, refusal, f"namespace {request.namespace}")
                 return
+            if not self._may_use(request.namespace):
+                if isinstance(request, local.Get):
+                    self._core.metrics.gets_refused_total += len(request.keys)
+                self._forbid(request.request, f"namespace {request.namespace}")
+                return
+            try:
+                keys = self._core.pool_keys(request.namespace, request.keys)
+            except MissingSaltError as error:
+                if isinstance(request, local.Get):
+                    self._core.metrics.gets_refused_total += len(request.keys)
+                self._fail(request.request, local.UNAVAILABLE, str(error))
+                return
+            if keys is not request.keys:
+                request = msgspec.structs.replace(request, keys=keys)
             self._handle_keys(now, request)
+
+    def _may_use(self, namespace: int) -> bool:
+        """Whether the rule that let this client in allows it the namespace."""
+        if self._tenants is ALL_TENANTS:
+            return True
+        pool = self._core.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        return info is not None and info.tenant in self._tenants
+
+    def _forbid(self, request: int, reason: str) -> None:
+        self._core.metrics.local_forbidden_total += 1
+        self._fail(request, local.FORBIDDEN, reason)
 
     def _handle_keys(
         self,
@@ -327,6 +366,10 @@ class Session:
     # --- the pool -----------------------------------------------------------------------------
 
     def _find_namespace(self, request: local.FindNamespace) -> None:
+        if self._tenants is not ALL_TENANTS and request.tenant not in self._tenants:
+            self._forbid(request.request, f"tenant {request.tenant}")
+            return
+
         def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
             if isinstance(info, NamespaceInfo):
                 self._reply(local.FoundNamespace(request.request, info))
@@ -341,6 +384,10 @@ class Session:
         self._core.ask_controller(make, found)
 
     def _find_group(self, request: local.FindGroup) -> None:
+        if not self._may_use(request.namespace):
+            self._forbid(request.request, f"namespace {request.namespace}")
+            return
+
         def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
             if isinstance(info, GroupInfo):
                 self._reply(local.FoundGroup(request.request, info))
@@ -356,8 +403,18 @@ class Session:
         core = self._core
         pool = core.pool
         held = []
-        for key in request.keys:
-            copy = core.store.peek(BlockId(request.namespace, key))
+        keys: list[bytes] = []
+        if request.keys:
+            if not self._may_use(request.namespace):
+                self._forbid(request.request, f"namespace {request.namespace}")
+                return
+            try:
+                keys = core.pool_keys(request.namespace, request.keys)
+            except MissingSaltError as error:
+                self._fail(request.request, local.UNAVAILABLE, str(error))
+                return
+        for key, pool_key in zip(request.keys, keys, strict=True):
+            copy = core.store.peek(BlockId(request.namespace, pool_key))
             if copy is not None:
                 held.append(local.HeldBlock(key, copy.size_bytes, copy.digest, copy.home))
         self._reply(
@@ -368,8 +425,12 @@ class Session:
                 pool.epoch if pool is not None else 0,
                 core.connected,
                 list(pool.nodes.values()) if pool is not None else [],
-                list(pool.namespaces.values()) if pool is not None else [],
-                list(pool.groups.values()) if pool is not None else [],
+                [n for n in pool.namespaces.values() if self._may_use(n.namespace)]
+                if pool is not None
+                else [],
+                [g for g in pool.groups.values() if self._may_use(g.namespace)]
+                if pool is not None
+                else [],
                 held,
             )
         )

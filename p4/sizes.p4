@@ -44,8 +44,14 @@
 // Segments in switch memory. A slot is 64 cells of 1 KiB, so that slot and chunk concatenate to
 // the cell's index. 256 slots are 16 MiB on v1model, the order of what a Tofino 2 has in a pipe
 // (about 11 MiB of registers).
+#if defined(KVCAST_TOFINO2)
+#define SLOTS 128
+#elif defined(KVCAST_TOFINO1)
+#define SLOTS 64
+#else
 #define SLOTS 256
-#define CELLS 16384
+#endif
+#define CELLS (SLOTS * 64)
 
 // A slot holds one segment at a time; two more entries' worth covers an entry that is replaced
 // before its predecessor goes.

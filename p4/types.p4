@@ -1,5 +1,5 @@
-// What the controls say to each other: the frame's headers, and the state of one frame on its way
-// through the pipeline. No target's types: those live under v1model/.
+// What the controls say to each other: the state of one frame on its way through the pipeline. No
+// target's types: those, and the headers that it parses, live under v1model/ and tna/.
 
 #ifndef KVCAST_TYPES_P4_
 #define KVCAST_TYPES_P4_
@@ -7,21 +7,11 @@
 #include "generated/kvcast_headers.p4"
 #include "sizes.p4"
 
-struct headers_t {
-    ethernet_h     ethernet;
-    ipv4_h         ipv4;
-    udp_h          udp;
-    kvcast_h       kvcast;
-    cell_h         cell;         // DATA's chunk
-    read_padding_h padding;      // what a PADDED READ brings, so that a target may grow it
-}
-
 // ---- what a frame is (control FrameClass) --------------------------------------------------
 const bit<8> KIND_ORDINARY     = 0;   // not kvcast, or the switch is told to be a plain one
 const bit<8> KIND_MALFORMED    = 1;
 const bit<8> KIND_READ         = 2;   // of a full segment: the only one that coalesces
 const bit<8> KIND_PARTIAL_READ = 3;
-const bit<8> KIND_SERVING      = 4;   // a READ that comes round again for its next chunk
 const bit<8> KIND_DATA         = 5;
 const bit<8> KIND_LAST_DATA    = 6;   // ends the wait
 const bit<8> KIND_MISS         = 7;   // ends the wait
@@ -97,16 +87,18 @@ struct state_t {
     bit<32> now;            // ticks of 64 us
     bit<1>  broken;         // the parser gave up: too short, or a disguise
     bit<1>  damaged;        // the IPv4 header checksum is wrong
-    bit<16> frame_excess;   // bytes of the frame beyond Ethernet header and IPv4 packet
-    bit<16> ip_excess;      // bytes of the IPv4 packet beyond the UDP datagram
+    bit<1>  misfit;         // the frame is not as long as its IPv4 header says, if one can tell
     bit<8>  kind;           // KIND_*
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
     bit<1>  coalesces;      // takes part in the pending table
+    bit<1>  refused;        // goes nowhere (control Gate)
     bit<1>  rewritten;      // the IPv4 header checksum must be made anew
     bit<8>  decision;       // DECISION_*
 
     // who asks
+    bit<1>  admitted;       // its address is bound to its port
+    bit<1>  permitted;      // READ: its namespace is allowed there; answer: the bucket is its own
     bit<32> reader_bit;     // of the port that the frame came in by
     bit<1>  grouped;        // the READ names a reader group that it belongs to
 
@@ -128,17 +120,22 @@ struct state_t {
 
     // switch memory
     bit<1>  resident;
-    bit<32> slot;
+    slot_index_t slot;
     bit<32> generation;
     bit<64> chunk_mask;     // chunks that the segment has
     bit<64> resident_digest;
+    bit<64> digest_difference;      // 0: the frame is of the admitted copy
     bit<32> resident_size;
+    bit<64> chunk_bit;      // of the chunk that passes, if the segment has it
     bit<64> fill_bit;       // the chunk to be stored now, else 0
     bit<8>  fill;           // FILL_*
     bit<64> valid;          // chunks stored, under this generation
     bit<1>  serving;        // attach a chunk to this frame
     bit<64> remaining;      // chunks to be served, this one included
     bit<1>  last;           // no other chunk comes after it
+
+    // what only one target's controls say to each other (its arch.p4)
+    TARGET_STATE
 
     // egress
     bit<32> member;         // port_bits, cut to the copy's own port

@@ -45,7 +45,10 @@ class CatchUpConfig:
     max_hold_s: float = 0.1
     """Longest hold, and how far behind a reader may be to count; 0 = nothing is held back."""
     after_reads: int = 2
-    """READs behind, in one period, from which on answers are held back."""
+    """READs behind, in one period, from which on the answers are held back whose READs gather."""
+    after_reads_alone: int = 8
+    """READs behind, in one period, from which on all answers are: their readers share nothing yet,
+    but could."""
     max_slowdown: float = 4.0
     """Longest hold, in times that pass from an answer to the next READ: it bounds by how much those
     in front are slowed down."""
@@ -68,7 +71,9 @@ class CatchUp:
     def __init__(self, config: CatchUpConfig) -> None:
         self.config = config
         self.hold_s = 0.0
-        """For how long new answers wait at present."""
+        """For how long new answers wait at present, if their READs gather."""
+        self.hold_alone_s = 0.0
+        """The same for those whose READs do not."""
         self._sent_at = -inf  # the last answer
         self._pause_s = 0.0  # smoothed, from an answer to the next READ that is not behind
         self._asked: OrderedDict[tuple[BlockId, int], tuple[float, int]] = OrderedDict()
@@ -82,7 +87,8 @@ class CatchUp:
 
     def read(self, now: float, reader: int, block: BlockId, segment: int) -> bool:
         """A READ of a whole segment, no repeat, that needs an answer of its own. True: it is
-        behind, so it should not wait; otherwise its answer should wait for `hold_s`."""
+        behind, so it should not wait; otherwise its answer should wait for `hold_s` if the READ
+        gathers, and else for `hold_alone_s`."""
         config = self.config
         if not config.max_hold_s:
             return False
@@ -115,6 +121,8 @@ class CatchUp:
             if hold_s > self.hold_s:
                 self.hold_s = hold_s
                 self._period_ends = now + config.period * hold_s
+            if self._behind >= config.after_reads_alone:
+                self.hold_alone_s = self.hold_s
         return True
 
     def sent(self, now: float) -> None:
@@ -129,6 +137,7 @@ class CatchUp:
             self.hold_s /= 2
             if self.hold_s < _LEAST_S:
                 self.hold_s = 0.0
+            self.hold_alone_s = 0.0
         elif not parted:
             self._useless = 0
         elif self.hold_s:
@@ -136,7 +145,7 @@ class CatchUp:
             if self._useless >= config.patience:
                 self._useless = 0
                 self._rest_until = now + config.rest * config.period * self.hold_s
-                self.hold_s = 0.0
+                self.hold_s = self.hold_alone_s = 0.0
         self._behind = self._before = 0
         self._readers_behind.clear()
         self._distance_s = 0.0

@@ -53,7 +53,8 @@ class NodeInfo(Struct, frozen=True):
 
 
 class NamespaceInfo(Struct, frozen=True):
-    """A namespace and what it stands for; `nodes` empty = every node may use it."""
+    """A namespace and what it stands for; `nodes` empty = every node may use it. `salted`: keys on
+    the wire are derived (`kvcast.protocol.salts`), and only those nodes are given the salt."""
 
     namespace: U16
     tenant: Text
@@ -61,6 +62,7 @@ class NamespaceInfo(Struct, frozen=True):
     version: Text
     layout: Text
     nodes: list[NodeId] = []
+    salted: bool = False
 
 
 class GroupInfo(Struct, frozen=True):
@@ -199,6 +201,22 @@ class PoolMap(Struct, frozen=True, tag="map"):
     groups: list[GroupInfo]
 
 
+class NamespaceSalt(Struct, frozen=True, array_like=True):
+    """The salt of a namespace: a secret, which no log shows."""
+
+    namespace: U16
+    salt: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    def __repr__(self) -> str:
+        return f"NamespaceSalt({self.namespace}, …)"
+
+
+class Salts(Struct, frozen=True, tag="salts"):
+    """The salts of the namespaces that the node may use; before a map that names them."""
+
+    salts: list[NamespaceSalt]
+
+
 class Describe(Struct, frozen=True, tag="describe"):
     """Ask which of these blocks the node holds in DRAM, with size and digest."""
 
@@ -235,7 +253,7 @@ class GroupReply(Struct, frozen=True, tag="group_reply"):
 
 AgentMessage = Register | Renew | Described | Kept | NamespaceRequest | GroupRequest | Leave
 ControllerMessage = (
-    Registered | Refused | PoolMap | Describe | Credit | Keep | NamespaceReply | GroupReply
+    Registered | Refused | PoolMap | Salts | Describe | Credit | Keep | NamespaceReply | GroupReply
 )
 
 __all__ = [

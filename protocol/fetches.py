@@ -76,10 +76,10 @@ class RequesterConfig:
     gather_ms: int = 0
     """`gather` of READs, unless the fetch says otherwise."""
     auto_gather_max_ms: int = 20
-    """Longest `gather` of READs of full segments while reads are being shared. It is a quarter of
-    the smoothed round-trip time (before there is one, of what the fetch allows): readers that
-    share answers are about as far apart as answers come late, microseconds on a fast network and
-    tens of milliseconds on a crowded machine."""
+    """Longest `gather` of READs of full segments while most answers are being shared. It is a
+    quarter of the smoothed round-trip time (before there is one, of what the fetch allows):
+    readers that share answers are about as far apart as answers come late, microseconds on a fast
+    network and tens of milliseconds on a crowded machine."""
     repeat_from_gather_ms: int = 10
     """A READ with which a fetch begins, and that lets its home gather for so long or longer, is
     sent twice, the second time while the home gathers: it costs a frame, and saves the segment

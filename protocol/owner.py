@@ -406,9 +406,12 @@ class Owner:
             job.behind = self._catch_up.read(now, reader, block, frame.segment)
             if job.behind:
                 self.counters.reads_behind += 1
-            elif self._catch_up.hold_s > hold_s:
-                self.counters.segments_held_back += 1
-                hold_s = self._catch_up.hold_s
+            else:
+                catch_up = self._catch_up
+                until_together_s = catch_up.hold_s if frame.gather else catch_up.hold_alone_s
+                if until_together_s > hold_s:
+                    self.counters.segments_held_back += 1
+                    hold_s = until_together_s
         if hold_s:
             self._sequence += 1
             heapq.heappush(self._gathering, (now + hold_s, self._sequence, reader, job))

@@ -103,6 +103,9 @@ __all__ = [
 
 _SIZE_GUESSES: Final = 256
 """Namespaces of which a block size is remembered."""
+_SHARED_GAIN: Final = 1 / 4
+_SHARED_MOSTLY: Final = 0.5
+"""From this part of the answers on, READs gather."""
 _CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
 """So many chunks missing in an answer that has ended are no sign of congestion yet."""
 
@@ -289,6 +292,8 @@ class Requester:
         self._next_ticket = 0
         self._next_tag = rng.getrandbits(32)
         self._shared_until = -inf
+        self._answered_at = -inf
+        self._shared_part = 0.0  # of the answers of late, smoothed
         # By namespace, the size of the block fetched last: a guess for the next, since an
         # engine's blocks are of one size. It saves a round trip, and lets readers of the same
         # blocks ask in the same order from the start.
@@ -754,7 +759,7 @@ class Requester:
         else:
             first_wave = self._is_first_wave(now, fetch)
             gather_ms = fetch.gather_ms if first_wave else 0
-            if fetch.saw_shared or now < self._shared_until:
+            if fetch.saw_shared or self._shares(now):
                 srtt_s = self._homes[flight.home].rtt.srtt_s
                 if srtt_s is None:  # all answers yet were gathered ones
                     srtt_s = fetch.gather_ms / 1000
@@ -983,6 +988,8 @@ class Requester:
             self._take_off(now, flight)
             self._begun(now, flight)
         elif flight.awaiting:
+            if not flags & FLAG_PARTIAL:
+                self._note_answer(now, bool(flags & FLAG_SHARED))
             self._begun(now, flight)
         flight.base_at = now
         flight.tries = 0
@@ -997,6 +1004,18 @@ class Requester:
     def _note_sharing(self, now: float, fetch: _Fetch) -> None:
         fetch.saw_shared = True
         self._shared_until = now + self.config.sharing_memory_s
+
+    def _note_answer(self, now: float, shared: bool) -> None:
+        """The answer to a READ has begun to come."""
+        if now >= self._answered_at + self.config.sharing_memory_s:
+            self._shared_part = float(shared)
+        else:
+            self._shared_part += (shared - self._shared_part) * _SHARED_GAIN
+        self._answered_at = now
+
+    def _shares(self, now: float) -> bool:
+        """Whether most answers of late went to others too, so that it pays to wait for them."""
+        return now < self._shared_until and self._shared_part >= _SHARED_MOSTLY
 
     def _sample(self, now: float, source: int, flags: int, flight: _Flight) -> None:
         flight.tag = -1

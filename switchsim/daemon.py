@@ -34,11 +34,13 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
+from kvcast.cli.tls import TlsError, TlsFiles
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.llvm_switch import CompiledSwitch
 from kvcast.switchsim.native_packetloop import NativePacketLoop
 from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime_errors import P4RuntimeError
+from kvcast.switchsim.p4runtime_tls import CertificateFiles
 from kvcast.switchsim.packetloop import PacketLoop
 from kvcast.switchsim.ports import (
     DEFAULT_QUANTUM_S,
@@ -209,7 +211,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="P4Info (text) of --program; without it frames are switched, and P4Runtime waits for "
         "a controller to push a pipeline",
     )
-    control.add_argument("--tls-cert", metavar="PEM", help="the server's certificate chain")
+    control.add_argument(
+        "--tls",
+        metavar="DIR",
+        help="folder with the server's cert.pem, key.pem and ca.pem, as `kvcast certs init` makes "
+        "it; new files are taken into use without a restart",
+    )
+    control.add_argument(
+        "--tls-cert", metavar="PEM", help="the server's certificate chain, where not in --tls DIR"
+    )
     control.add_argument("--tls-key", metavar="PEM", help="the server's private key")
     control.add_argument(
         "--tls-ca", metavar="PEM", help="controllers must show a certificate of this authority"
@@ -252,14 +262,25 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
         raise DaemonError("the device id must fit 64 bits")
     if arguments.p4info is not None and arguments.program is None:
         raise DaemonError("--p4info needs --program")
+    if arguments.tls is not None:
+        if arguments.tls_cert or arguments.tls_key or arguments.tls_ca:
+            raise DaemonError(
+                "--tls names a folder of all three files that --tls-... name one by one"
+            )
+        try:
+            files = TlsFiles.of_folder(arguments.tls)
+        except TlsError as error:
+            raise DaemonError(f"--tls {error}") from error
+        arguments.tls_cert, arguments.tls_key = str(files.cert), str(files.key)
+        arguments.tls_ca = str(files.ca)
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
         raise DaemonError("--tls-cert and --tls-key go together")
     if arguments.tls_ca is not None and arguments.tls_cert is None:
         raise DaemonError("--tls-ca needs --tls-cert and --tls-key")
     if arguments.tls_ca is None and not arguments.insecure and not is_loopback(host):
         raise DaemonError(
-            f"P4Runtime on {host} would be open to everybody: give --tls-cert, --tls-key and "
-            "--tls-ca, or --insecure"
+            f"P4Runtime on {host} would be open to everybody: give --tls DIR (kvcast certs init "
+            "makes it), or --tls-cert, --tls-key and --tls-ca, or --insecure"
         )
     options = DaemonOptions(
         grpc_host=host,
@@ -507,14 +528,8 @@ class Daemon:
             port = self.server.add_insecure_port(address)
         else:
             assert options.tls_key is not None
-            certificate = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
-            authority = options.tls_ca.read_bytes() if options.tls_ca else None
-            credentials = grpc.ssl_server_credentials(
-                [certificate],
-                root_certificates=authority,
-                require_client_auth=authority is not None,
-            )
-            port = self.server.add_secure_port(address, credentials)
+            files = CertificateFiles(options.tls_cert, options.tls_key, options.tls_ca)
+            port = self.server.add_secure_port(address, files.credentials())
         if port == 0:
             raise DaemonError(f"cannot listen on {address}")
         return int(port)

@@ -46,6 +46,7 @@ from kvcast.switchsim.p4runtime_errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime_schema import Schema, build_schema
+from kvcast.switchsim.p4runtime_tls import admit
 from kvcast.switchsim.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.p4runtime")
@@ -104,6 +105,8 @@ class ServiceCounters:
     idle_notifications: int = 0
     stream_overflows: int = 0
     """Streams ended because their controller did not read."""
+    refused_callers: int = 0
+    """Requests of parts whose certificate does not let them program switches."""
     internal_errors: int = 0
     """Requests that failed by a bug here; the log has the traceback."""
 
@@ -260,11 +263,13 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Capabilities(  # noqa: N802 - gRPC names
         self, request: p4r.CapabilitiesRequest, context: Any
     ) -> p4r.CapabilitiesResponse:
+        await self._admit(context)
         return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
     async def Write(  # noqa: N802
         self, request: p4r.WriteRequest, context: Any
     ) -> p4r.WriteResponse:
+        await self._admit(context)
         errors: list[P4RuntimeError | None] = []
         try:
             async with self._write_lock:
@@ -291,6 +296,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Read(  # noqa: N802
         self, request: p4r.ReadRequest, context: Any
     ) -> AsyncIterator[p4r.ReadResponse]:
+        await self._admit(context)
         try:
             self._check_device(request.device_id)
             self._check_role(request.role, 0)
@@ -307,6 +313,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def SetForwardingPipelineConfig(  # noqa: N802
         self, request: _SetRequest, context: Any
     ) -> p4r.SetForwardingPipelineConfigResponse:
+        await self._admit(context)
         try:
             async with self._write_lock:
                 self._check_device(request.device_id)
@@ -323,6 +330,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def GetForwardingPipelineConfig(  # noqa: N802
         self, request: _GetRequest, context: Any
     ) -> p4r.GetForwardingPipelineConfigResponse:
+        await self._admit(context)
         try:
             self._check_device(request.device_id)
             return p4r.GetForwardingPipelineConfigResponse(
@@ -336,6 +344,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def StreamChannel(  # type: ignore[override]  # noqa: N802 - grpc.aio takes both forms
         self, request_iterator: AsyncIterator[p4r.StreamMessageRequest], context: Any
     ) -> None:
+        await self._admit(context)
         stream = _Stream(self._next_stream, str(context.peer()))
         self._next_stream += 1
         self._streams[stream.id] = stream
@@ -701,6 +710,14 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         buffer = self._running.store.digests.get(ack.digest_id)
         if buffer is not None and buffer.acknowledge(ack.list_id):
             self.counters.digest_acks += 1
+
+    async def _admit(self, context: Any) -> None:
+        """End the RPC of a caller whose certificate is not for this."""
+        try:
+            admit(context)
+        except P4RuntimeError as error:
+            self.counters.refused_callers += 1
+            await _abort(context, error)
 
     async def _internal_error(self, context: Any, what: str) -> NoReturn:
         self.counters.internal_errors += 1

@@ -294,6 +294,7 @@ class Pool:
             *_daemon("hostagent", options),
             f"--node-id={node_id}",
             f"--controller={_joined(self.network.agents_address)}",
+            "--insecure",  # as for the controller
             f"--ip={host.ip}",
             f"--mac={host.mac}",
             f"--switch-port={host.switch_port}",

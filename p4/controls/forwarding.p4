@@ -1,7 +1,7 @@
 // Top-of-rack forwarding: where a frame goes by its addresses alone. Ethernet destinations known to
 // the controller, flooding for those that it names (broadcast, multicast), and IPv4 routes for what
 // is addressed to the router. Unknown unicast is dropped, not flooded: every host is known. Runs on
-// every frame that is not answered here; later controls may overrule it.
+// every frame that is not answered here; Route says what that means.
 
 control Forwarding(inout headers_t hdr, inout state_t state) {
     @name(".to_port")
@@ -9,7 +9,6 @@ control Forwarding(inout headers_t hdr, inout state_t state) {
         state.out_port = port;
         state.out_bit = port_bit;
         state.delivery = DELIVER_UNICAST;
-        state.decision = DECISION_FORWARDED;
     }
 
     @name(".to_router")
@@ -21,13 +20,11 @@ control Forwarding(inout headers_t hdr, inout state_t state) {
     action flood() {
         state.group = ALL_PORTS_GROUP;
         state.delivery = DELIVER_FLOOD;
-        state.decision = DECISION_FORWARDED;
     }
 
     @name(".no_route")
     action no_route() {
         state.delivery = DELIVER_NOWHERE;
-        state.decision = DECISION_DROPPED;
     }
 
     @name(".to_nexthop")
@@ -35,7 +32,6 @@ control Forwarding(inout headers_t hdr, inout state_t state) {
         state.out_port = port;
         state.out_bit = port_bit;
         state.delivery = DELIVER_UNICAST;
-        state.decision = DECISION_FORWARDED;
         state.rewritten = 1;
         hdr.ethernet.dst = dst_mac;
         hdr.ethernet.src = src_mac;

@@ -1,10 +1,7 @@
 // Decides what a kvcast frame is, from its op, flags and lengths, or that it is malformed: the same
 // rules as `decode` in protocol/wire.py, so that no frame which an agent would refuse moves any
-// state here. Runs on every frame with a kvcast header while the switch is enabled, before any
-// other kvcast control.
+// state here. Runs on every frame with a kvcast header that comes from outside; Gate judges by it.
 
-const bit<16> NO_FRAME_EXCESS = ETHERNET_BYTES;
-const bit<16> NO_IP_EXCESS    = IPV4_BYTES;
 const bit<16> READ_LENGTH     = UDP_BYTES + KVCAST_BYTES;
 const bit<16> PADDED_LENGTH   = UDP_BYTES + KVCAST_BYTES + READ_PADDING_BYTES;
 const bit<16> DATA_LENGTH     = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
@@ -29,7 +26,6 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
 
     action malformed() {
         state.kind = KIND_MALFORMED;
-        state.decision = DECISION_DROPPED;
     }
 
     @name(".frame_class")
@@ -40,10 +36,10 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
             state.damaged      : exact;
             hdr.ipv4.version   : exact @name("ip_version");  // finsy wants last components unique
             hdr.ipv4.flags     : ternary @name("ip_flags");  // lowest bit: more fragments follow
-            state.frame_excess : exact;
-            state.ip_excess    : exact;
+            state.misfit       : exact;
             hdr.kvcast.op      : exact;
             hdr.kvcast.flags   : ternary;
+            hdr.ipv4.total_length : exact @name("ip_length");
             hdr.udp.length     : exact;
             hdr.kvcast.chunk   : ternary;
             hdr.kvcast.wanted  : ternary;
@@ -51,28 +47,30 @@ control FrameClass(inout headers_t hdr, inout state_t state) {
         actions = { classify; malformed; }
         const default_action = malformed();
         const entries = {
-#define WHOLE KVCAST_VERSION, 0, 0, 4, 0 &&& 1, NO_FRAME_EXCESS, NO_IP_EXCESS
+// The UDP datagram fills the IPv4 packet.
+#define IN_IP(udp_length) IPV4_BYTES + udp_length, udp_length
+#define WHOLE KVCAST_VERSION, 0, 0, 4, 0 &&& 1, 0
             //      op        flags                                      length         chunk     wanted             kind              answer memory coalesces
-            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                          DATA_LENGTH,   0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 1, 1);
-            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,                  DATA_LENGTH,   0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 1, 1);
-            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,               DATA_LENGTH,   0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 1, 0);
-            (WHOLE, OP_READ,  0 &&& READ_FIXED,                          READ_LENGTH,   0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
-            (WHOLE, OP_READ,  FLAG_PADDED &&& READ_FIXED,                PADDED_LENGTH, 0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
-            (WHOLE, OP_READ,  _,                                         READ_LENGTH,   _,          FULL_SEGMENT) : malformed();
-            (WHOLE, OP_READ,  _,                                         PADDED_LENGTH, _,          FULL_SEGMENT) : malformed();
-            (WHOLE, OP_READ,  _,                                         READ_LENGTH,   _,          0)            : malformed();
-            (WHOLE, OP_READ,  _,                                         PADDED_LENGTH, _,          0)            : malformed();
-            (WHOLE, OP_READ,  FLAG_PARTIAL,                              READ_LENGTH,   0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
-            (WHOLE, OP_READ,  FLAG_PARTIAL | FLAG_PADDED,                PADDED_LENGTH, 0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
-            (WHOLE, OP_MISS,  0 &&& MISS_FIXED,                          MISS_LENGTH,   _,          0)            : classify(KIND_MISS,         1, 0, 1);
-            (WHOLE, OP_MISS,  FLAG_PARTIAL &&& MISS_FIXED,               MISS_LENGTH,   _,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
-            (WHOLE, OP_OFFER, 0,                                         OFFER_LENGTH,  0,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
+            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                          IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 1, 1);
+            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,                  IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 1, 1);
+            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,               IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 1, 0);
+            (WHOLE, OP_READ,  0 &&& READ_FIXED,                          IN_IP(READ_LENGTH),   0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
+            (WHOLE, OP_READ,  FLAG_PADDED &&& READ_FIXED,                IN_IP(PADDED_LENGTH), 0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
+            (WHOLE, OP_READ,  _,                                         IN_IP(READ_LENGTH),   _,          FULL_SEGMENT) : malformed();
+            (WHOLE, OP_READ,  _,                                         IN_IP(PADDED_LENGTH), _,          FULL_SEGMENT) : malformed();
+            (WHOLE, OP_READ,  _,                                         IN_IP(READ_LENGTH),   _,          0)            : malformed();
+            (WHOLE, OP_READ,  _,                                         IN_IP(PADDED_LENGTH), _,          0)            : malformed();
+            (WHOLE, OP_READ,  FLAG_PARTIAL,                              IN_IP(READ_LENGTH),   0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
+            (WHOLE, OP_READ,  FLAG_PARTIAL | FLAG_PADDED,                IN_IP(PADDED_LENGTH), 0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
+            (WHOLE, OP_MISS,  0 &&& MISS_FIXED,                          IN_IP(MISS_LENGTH),   _,          0)            : classify(KIND_MISS,         1, 0, 1);
+            (WHOLE, OP_MISS,  FLAG_PARTIAL &&& MISS_FIXED,               IN_IP(MISS_LENGTH),   _,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
+            (WHOLE, OP_OFFER, 0,                                         IN_IP(OFFER_LENGTH),  0,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
 #undef WHOLE
+#undef IN_IP
         }
     }
 
     apply {
-        state.ip_excess = hdr.ipv4.total_length - hdr.udp.length;
         frame_class.apply();
     }
 }

@@ -3,6 +3,13 @@
 // this chunk's number, and wanting the rest.
 
 control LowestChunk(inout headers_t hdr, inout state_t state) {
+    bit<32> rest = 0;
+
+    // 32 bits are what a switch's gateway can test.
+    action fold() {
+        rest = hdr.kvcast.wanted[63:32] | hdr.kvcast.wanted[31:0];
+    }
+
     action take(bit<8> chunk, bit<64> higher) {
         hdr.kvcast.chunk = chunk;
         hdr.kvcast.wanted = state.remaining & higher;
@@ -83,7 +90,9 @@ control LowestChunk(inout headers_t hdr, inout state_t state) {
 
     apply {
         lowest_chunk.apply();
-        // 32 bits are what a switch's gateway can test.
-        state.last = (bit<1>)((hdr.kvcast.wanted[63:32] | hdr.kvcast.wanted[31:0]) == 0);
+        fold();
+        if (rest == 0) {
+            state.last = 1;
+        }
     }
 }

@@ -1,32 +1,32 @@
-// Decides who may speak kvcast on a port: a frame's source address must be bound to the port that
+// Finds out who may speak kvcast on a port: a frame's source address must be bound to the port that
 // it came in by; a READ's namespace must be allowed there; and only a port that owns the key's
-// bucket may answer. Runs before anything that reads or changes shared state, and not again for a
-// frame that comes round.
+// bucket may answer. Gate judges by it.
 
 control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_port) {
     // port_bit: this port in bitmaps. serve_group: multicast group {port, recirculation}, 0 = none.
     @name(".admit")
     action admit(bit<32> port_bit, bit<16> serve_group) {
+        state.admitted = 1;
         state.reader_bit = port_bit;
         state.port_bits = port_bit;
         state.serve_group = serve_group;
     }
 
     @name(".reject")
-    action reject() {
-        state.decision = DECISION_GUARDED;
-    }
+    action reject() { }
 
     @name(".allow")
-    action allow() { }
+    action allow() {
+        state.permitted = 1;
+    }
 
     @name(".owner")
-    action owner() { }
+    action owner() {
+        state.permitted = 1;
+    }
 
     @name(".not_owner")
-    action not_owner() {
-        state.decision = DECISION_GUARDED;
-    }
+    action not_owner() { }
 
     @name(".port_guard")
     table port_guard {
@@ -62,12 +62,12 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
     }
 
     apply {
-        if (port_guard.apply().hit) {
-            if (state.is_answer == 1) {
-                bucket_owner.apply();
-            } else {
-                namespace_guard.apply();
-            }
+        // No lookup waits for another: on a Tofino they share a stage.
+        port_guard.apply();
+        if (hdr.kvcast.op == OP_READ) {
+            namespace_guard.apply();
+        } else {
+            bucket_owner.apply();
         }
     }
 }

@@ -2,7 +2,7 @@
 // it for a set that recurs, else all ports, which is always right because egress filters. Runs on
 // frames to be shared.
 
-control PortSet(inout state_t state) {
+control PortSet(inout state_t state, in bit<32> port_bits) {
     @name(".set_group")
     action set_group(bit<16> group) {
         state.group = group;
@@ -10,7 +10,7 @@ control PortSet(inout state_t state) {
 
     @name(".port_set")
     table port_set {
-        key = { state.port_bits : exact @name("port_bits"); }
+        key = { port_bits : exact @name("port_bits"); }
         actions = { set_group; }
         const default_action = set_group(ALL_PORTS_GROUP);
         size = PORT_SETS;

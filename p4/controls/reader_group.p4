@@ -5,11 +5,16 @@
 control ReaderGroup(inout headers_t hdr, inout state_t state) {
     bit<32> group_bits = 0;
     bit<16> group_serve_group = 0;
+    bit<32> members = 0;
 
     @name(".set_reader_group")
     action set_reader_group(bit<32> port_bits, bit<16> serve_group) {
         group_bits = port_bits;
         group_serve_group = serve_group;
+    }
+
+    action intersect() {
+        members = group_bits & state.reader_bit;
     }
 
     @name(".reader_group")
@@ -24,8 +29,11 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        reader_group.apply();
-        if (group_bits & state.reader_bit != 0) {
+        if (hdr.kvcast.group != 0) {
+            reader_group.apply();
+        }
+        intersect();
+        if (members != 0 && state.kind == KIND_READ) {
             state.grouped = 1;
             state.port_bits = group_bits;
             state.serve_group = group_serve_group;

@@ -11,7 +11,7 @@ control Resident(inout headers_t hdr, inout state_t state) {
                        bit<32> size) {
         resident_lookups.count();
         state.resident = 1;
-        state.slot = slot;
+        state.slot = (slot_index_t)slot;
         state.generation = generation;
         state.chunk_mask = chunk_mask;
         state.resident_digest = digest;
@@ -31,7 +31,12 @@ control Resident(inout headers_t hdr, inout state_t state) {
         size = RESIDENT_SEGMENTS;
     }
 
+    action compare_digest() {
+        state.digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+    }
+
     apply {
         resident.apply();
+        compare_digest();
     }
 }

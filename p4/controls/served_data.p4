@@ -24,10 +24,11 @@ control ServedData(inout headers_t hdr, inout state_t state) {
         state.rewritten = 1;
         hdr.udp.length = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
         hdr.kvcast.op = OP_DATA;
-        hdr.kvcast.flags = (hdr.kvcast.flags & FLAG_PARTIAL) | FLAG_RESIDENT;
+        // Only PARTIAL stays, and RESIDENT comes: by slices, since a stage does one operation.
+        hdr.kvcast.flags[15:2] = FLAG_RESIDENT[15:2];
+        hdr.kvcast.flags[0:0] = 0;
         hdr.kvcast.gather = 0;
         hdr.kvcast.wanted = 0;
-        hdr.padding.setInvalid();
     }
 
     apply {

@@ -6,8 +6,17 @@
 control ServingDecision(inout headers_t hdr, inout state_t state) {
     @name(".resident_hits")
     PACKET_COUNTER(SLOTS, resident_hits);   // READs served, by slot; counted on the first pass only
+    bit<64> wanted = 0;
     bit<64> missing = 0;
-    bit<64> digest_difference = 0;
+
+    // One operation a stage, so two actions.
+    action cut() {
+        wanted = hdr.kvcast.wanted & state.chunk_mask;
+    }
+
+    action look() {
+        missing = wanted & ~state.valid;
+    }
 
     action serve() {
         state.serving = 1;
@@ -16,6 +25,7 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         state.serving_generation = state.generation;
         hdr.kvcast.digest = state.resident_digest;
         hdr.kvcast.size = state.resident_size;
+        state.remaining = wanted;
         resident_hits.count(state.slot);
     }
 
@@ -26,10 +36,10 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
         key = {
             hdr.kvcast.flags   : ternary @name("flags");
             state.serve_group  : ternary @name("serve_group");
-            state.remaining    : ternary @name("wanted");
+            wanted             : ternary @name("wanted");
             missing            : ternary @name("missing");
             hdr.kvcast.digest  : ternary @name("pinned");
-            digest_difference  : ternary @name("digest_difference");
+            state.digest_difference : ternary @name("digest_difference");
         }
         actions = { serve; decline; }
         const default_action = decline();
@@ -42,10 +52,11 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        state.remaining = hdr.kvcast.wanted & state.chunk_mask;
-        missing = state.remaining & ~state.valid;
-        digest_difference = hdr.kvcast.digest ^ state.resident_digest;
-        serving_decision.apply();
+        cut();
+        look();
+        if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 0) {
+            serving_decision.apply();
+        }
         if (state.serving == 1 && state.grouped == 1) {
             state.delivery = DELIVER_SERVE_GROUP;
         }

@@ -10,6 +10,9 @@
 #define DIRECT_COUNTER(name) direct_counter(CounterType.packets_and_bytes) name
 #define PACKET_COUNTER(size, name) counter(size, CounterType.packets) name
 
+typedef bit<32> slot_index_t;     // what indexes an array of slots
+#define TARGET_STATE
+
 // Which READs can become DATA, by their flags: all; or only those that bring padding, so that a
 // host that leaves it out gets its answer from the home, and does not stop the switch.
 #ifdef PACKETS_CANNOT_GROW

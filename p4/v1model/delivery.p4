@@ -13,7 +13,8 @@ control Arrival(inout headers_t hdr, inout state_t state, inout standard_metadat
         state.now = (bit<32>)(standard.ingress_global_timestamp >> TICK_SHIFT);
         state.broken = (bit<1>)(standard.parser_error != error.NoError);
         state.damaged = standard.checksum_error;
-        state.frame_excess = (bit<16>)standard.packet_length - hdr.ipv4.total_length;
+        state.misfit = (bit<1>)(
+            (bit<16>)standard.packet_length - hdr.ipv4.total_length != ETHERNET_BYTES);
     }
 }
 

@@ -7,12 +7,15 @@
 
 #include "arch.p4"
 #include "../types.p4"
-#include "../parser.p4"
+#include "headers.p4"
+#include "parser.p4"
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
 #include "../controls/port_guard.p4"
+#include "../controls/gate.p4"
 #include "../controls/reader_group.p4"
 #include "../controls/resident.p4"
+#include "../controls/chunk_bit.p4"
 #include "../controls/fill_decision.p4"
 #include "slots.p4"
 #include "../controls/serving_decision.p4"
@@ -20,7 +23,7 @@
 #include "../controls/lowest_chunk.p4"
 #include "cells.p4"
 #include "../controls/forwarding.p4"
-#include "../controls/kvcast_route.p4"
+#include "../controls/route.p4"
 #include "block_hash.p4"
 #include "pending.p4"
 #include "heat.p4"
@@ -46,8 +49,10 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     Settings() settings;
     FrameClass() frame_class;
     PortGuard() port_guard;
+    Gate() gate;
     ReaderGroup() reader_group;
     Resident() resident;
+    ChunkBit() chunk_bit;
     FillDecision() fill_decision;
     SlotValidity() slot_validity;
     ServingDecision() serving_decision;
@@ -55,7 +60,7 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     LowestChunk() lowest_chunk;
     Cells() cells;
     Forwarding() forwarding;
-    KvcastRoute() kvcast_route;
+    Route() route;
     BlockHash() block_hash;
     Pending() pending;
     Heat() heat;
@@ -67,38 +72,31 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         // What is it, and may it?
         arrival.apply(hdr, state, standard);
         if (standard.instance_type == INSTANCE_RECIRCULATED) {
-            state.kind = KIND_SERVING;
             state.has_memory = 1;
         } else {
             settings.apply(state);
             if (state.enabled == 1) {
                 if (hdr.kvcast.isValid()) {
                     frame_class.apply(hdr, state);
-                    if (state.kind != KIND_MALFORMED) {
-                        port_guard.apply(hdr, state, standard.ingress_port);
-                    }
-                    if (state.kind == KIND_READ && hdr.kvcast.group != 0) {
-                        reader_group.apply(hdr, state);
-                    }
-                } else if (state.broken == 1) {
-                    state.decision = DECISION_DROPPED;
+                    port_guard.apply(hdr, state, standard.ingress_port);
+                }
+                gate.apply(state);
+                if (state.kind == KIND_READ) {
+                    reader_group.apply(hdr, state);
                 }
             }
         }
 
         // Switch memory: fill from DATA, answer READs.
-        if (state.has_memory == 1 && state.decision == DECISION_NONE) {
+        if (state.has_memory == 1) {
             resident.apply(hdr, state);
-            if (state.kind == KIND_SERVING) {
-                serving_pass.apply(hdr, state);
+            if (standard.instance_type == INSTANCE_RECIRCULATED) {
+                serving_pass.apply(hdr, state, state.serving_generation);
             } else if (state.resident == 1) {
-                if (state.is_answer == 1) {
-                    fill_decision.apply(hdr, state);
-                }
+                chunk_bit.apply(hdr, state);
+                fill_decision.apply(hdr, state);
                 slot_validity.apply(state);
-                if (state.is_answer == 0) {
-                    serving_decision.apply(hdr, state);
-                }
+                serving_decision.apply(hdr, state);
             }
             if (state.serving == 1) {
                 lowest_chunk.apply(hdr, state);
@@ -113,17 +111,15 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
         // wait for it too.
         if (state.decision == DECISION_NONE) {
             forwarding.apply(hdr, state);
-            if (state.kind != KIND_ORDINARY) {
-                kvcast_route.apply(state);
-                if (state.coalesces == 1) {
-                    block_hash.apply(hdr, state);
-                    pending.apply(hdr, state);
-                    if (state.demand == 1 && state.heat_threshold != 0) {
-                        heat.apply(hdr, state);
-                    }
-                    if (state.delivery == DELIVER_SHARED) {
-                        port_set.apply(state);
-                    }
+            route.apply(state);
+            if (state.coalesces == 1) {
+                block_hash.apply(hdr, state);
+                pending.apply(hdr, state);
+                if (state.demand == 1 && state.heat_threshold != 0) {
+                    heat.apply(hdr, state);
+                }
+                if (state.delivery == DELIVER_SHARED) {
+                    port_set.apply(state, state.port_bits);
                 }
             }
         }
@@ -146,6 +142,7 @@ control KvcastEgress(inout headers_t hdr, inout state_t state, inout standard_me
                     serve_again.apply(hdr, state, standard);
                 } else {
                     served_data.apply(hdr, state);
+                    hdr.padding.setInvalid();
                 }
             }
             if (state.delivery >= DELIVER_SERVE_GROUP && standard.egress_rid != RECIRCULATE_RID) {

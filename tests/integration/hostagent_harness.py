@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,13 +137,14 @@ class MiniController:
         self.refused = 0
         self.lease_s = 0.6
         self.address = ("127.0.0.1", 0)
+        self.tls: ssl.SSLContext | None = None
         self._indices: dict[str, int] = {}
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
         self._codec = MessageCodec[AgentMessage](AgentMessage)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, *self.address)
+        self._server = await asyncio.start_server(self._serve, *self.address, ssl=self.tls)
         self.address = self._server.sockets[0].getsockname()[:2]
 
     async def stop(self) -> None:
@@ -342,9 +344,12 @@ async def running_pool(
     folder: Path,
     count: int,
     change: Callable[[Options], Options] = lambda options: options,
+    *,
+    controller_tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Pool]:
     """A pool of `count` agents with namespaces 1 and 2, and a client on each."""
     pool = Pool(folder)
+    pool.controller.tls = controller_tls
     pool.controller.add_namespace(1)
     pool.controller.add_namespace(2)
     await pool.controller.start()

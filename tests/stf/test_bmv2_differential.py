@@ -180,10 +180,20 @@ def frames_of(stf: Path, rng: random.Random) -> list[bytes]:
 SAMPLES = sorted(Path(os.environ.get("KVCAST_STF_SAMPLES", os.devnull)).glob("*.stf"))
 
 
+BMV2_DIFFERS = {
+    "issue1097-2-bmv2": "its ingress and egress run in parallel, and share a register",
+    "runtime-index-bmv2": "it aborts on a header stack's index out of bounds",
+    "runtime-index-2-bmv2": "it aborts on a header stack's index out of bounds",
+}
+"""Samples on whose frames BMv2 does no definite thing."""
+
+
 @pytest.mark.skipif(not SAMPLES, reason="KVCAST_STF_SAMPLES names no folder of compiled samples")
 @pytest.mark.parametrize("stf", SAMPLES, ids=lambda path: path.stem)
 def test_engines_and_bmv2_do_the_same_with_a_sample(stf: Path, tmp_path: Path) -> None:
     program = stf.with_suffix(".json")
     if not program.exists():
         pytest.skip("p4c refuses the program")
+    if stf.stem in BMV2_DIFFERS:
+        pytest.xfail(f"BMv2: {BMV2_DIFFERS[stf.stem]}")
     compare(program, frames_of(stf, seeded()), tmp_path)

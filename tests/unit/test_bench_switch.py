@@ -18,7 +18,7 @@ import pytest
 from kvcast.bench import l3, soak, switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
-from kvcast.p4.build import find_compiler
+from kvcast.p4.build import Compilers
 from kvcast.switchsim.llvm_switch import CompiledSwitch
 from kvcast.switchsim.switch import Switch
 
@@ -29,7 +29,7 @@ def test_the_routers_artefacts_are_those_of_its_source() -> None:
     assert l3.RECORDED_HASH.read_text().strip() == l3.source_hash()
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="no p4c (KVCAST_P4C or PATH)")
+@pytest.mark.skipif(Compilers.find().bmv2 is None, reason="no p4c (KVCAST_P4C or PATH)")
 def test_compiling_the_router_again_gives_the_same(tmp_path: Path) -> None:
     l3.compile_into(tmp_path)
     for path in (l3.PROGRAM, l3.P4INFO):

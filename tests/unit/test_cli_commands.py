@@ -207,6 +207,13 @@ def test_the_shell_is_started_from_its_own_environment(
     assert started[0][started[0].index("-m") + 1] == "p4runtime_sh"
     assert "--grpc-addr=10.0.0.1:99" in started[0]
     assert "--device-id=4" in started[0]
+    assert "--ssl" not in started[0]
+    assert shell.main(["--tls", str(tmp_path)]) == 1  # no certificates there
+    (tmp_path / "cert.pem").touch()
+    shell.main(["--tls", str(tmp_path)])
+    assert "--ssl" in started[1]
+    assert f"--private-key={tmp_path / 'key.pem'}" in started[1]
+    assert len(started) == 2
 
 
 _STATUS = {

@@ -36,8 +36,13 @@ def test_plain_disables_the_program() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--agents-addr=0.0.0.0:0"], "is not loopback: give --insecure"),
-        (["--http-addr=10.0.0.1:80"], "is not loopback: give --insecure"),
+        (["--agents-addr=0.0.0.0:0"], "is not loopback: give --tls DIR"),
+        (["--http-addr=10.0.0.1:80"], "is not loopback: give --tls DIR"),
+        (["--switch=10.0.0.1:9559"], "is not loopback: give --tls DIR"),
+        (["--switch-tls"], "--switch-tls needs --tls"),
+        (["--http-client-certs"], "--http-client-certs needs --tls"),
+        (["--tls=/nonexistent"], "kvcast certs init"),
+        (["--tokens=/nonexistent"], "No such file"),
         (["--http-addr=127.0.0.1"], "is not HOST:PORT"),
         (["--lease=0"], "outside"),
         (["--tick=never"], "not a number"),

@@ -53,7 +53,11 @@ ACTIONS = {
 }
 
 
-@pytest.fixture(params=sorted(profiles))
+SOFTWARE = sorted(name for name, profile in profiles.items() if profile.brings_device_config)
+"""Targets whose program the package holds (the Tofinos' reports: test_p4_targets.py)."""
+
+
+@pytest.fixture(params=SOFTWARE)
 def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -82,6 +86,28 @@ def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with (tmp_path / "v1model" / "pending.p4").open("a") as source:
         source.write("// changed\n")
     assert build.sources_hash("bmv2") != before
+
+
+def test_make_p4_says_what_it_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A p4c that refuses everything is there; the Tofinos' compilers are not."""
+    p4c = tmp_path / "p4c-bm2-ss"
+    p4c.write_text("#!/bin/sh\necho refused >&2\nexit 3\n")
+    p4c.chmod(0o755)
+    monkeypatch.setenv("KVCAST_P4C", str(p4c))
+    monkeypatch.setenv("KVCAST_P4C_BAREFOOT", str(tmp_path / "none"))
+    monkeypatch.setenv("KVCAST_BFAS", str(tmp_path / "none"))
+    before = {path: path.read_bytes() for path in build.generated("v1model").iterdir()}
+    assert build.main(["--target", "tofino1", "--target", "v1model"]) == 1
+    said = capsys.readouterr()
+    assert "not compiled: tofino1 (p4c-barefoot is not on PATH" in said.out
+    assert "KVCAST_P4C_BAREFOOT" in said.out
+    assert "KVCAST_BFAS" in said.out
+    assert "exit 3\nrefused" in said.err
+    assert {path: path.read_bytes() for path in build.generated("v1model").iterdir()} == before
+    assert build.main(["--target", "tofino2"]) == 1
+    assert "nothing compiled" in capsys.readouterr().err
 
 
 def test_artefacts_name_no_machine(target: str) -> None:

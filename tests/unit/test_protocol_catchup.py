@@ -73,6 +73,19 @@ def test_a_third_reader_is_behind_the_first_not_the_second() -> None:
     assert stream.core.hold_s == pytest.approx(1.25 * 0.015)
 
 
+def test_who_shares_nothing_waits_only_once_many_are_behind_and_until_few_are() -> None:
+    stream = with_two_behind(after_reads_alone=4)
+    assert stream.core.hold_s > 0.0
+    assert stream.core.hold_alone_s == 0.0
+    assert stream.second(37)
+    assert stream.second(36)
+    assert stream.core.hold_alone_s == stream.core.hold_s
+    for number in range(100, 180):
+        stream.first(number)
+    assert stream.core.hold_s > 0.0
+    assert stream.core.hold_alone_s == 0.0
+
+
 def test_a_hold_is_no_longer_than_the_readers_pauses_allow() -> None:
     stream = with_two_behind(pause_s=0.001, max_slowdown=2.0)  # 6 ms behind, at 1 ms an answer
     assert stream.core.hold_s == pytest.approx(0.002, rel=0.05)

@@ -388,9 +388,16 @@ class Pair:
         self.held.holds += 1
         return self.held
 
-    def read(self, now: float, reader: int, number: int, flags: int = wire.FLAG_SHARED) -> None:
+    def read(
+        self,
+        now: float,
+        reader: int,
+        number: int,
+        flags: int = wire.FLAG_SHARED,
+        gather: int = 0,
+    ) -> None:
         block = BlockId(1, bytes([number] * 16))
-        frame = Frame(wire.OP_READ, *block, wanted=FULL, flags=flags)
+        frame = Frame(wire.OP_READ, *block, wanted=FULL, flags=flags, gather=gather)
         self.core.receive(now, reader, wire.decode(wire.encode(frame)))
 
     def send(self, now: float) -> list[tuple[int, int]]:
@@ -402,7 +409,7 @@ def test_new_answers_wait_for_a_reader_behind_and_are_shared_with_it() -> None:
     pair = Pair()
     assert pair.core.counters.reads_behind == 2
     assert pair.send(1.095) == [(2, 8), (2, 9)]  # those behind do not wait
-    pair.read(1.1, 1, 10)
+    pair.read(1.1, 1, 10, gather=1)
     assert pair.core.counters.segments_held_back == 1
     assert pair.send(1.1) == []
     due = pair.core.get_timer(1.1)
@@ -428,3 +435,16 @@ def test_reads_that_nobody_can_join_and_repeats_do_not_wait(flags: int) -> None:
     pair.read(1.1, 1, 10, flags)
     assert pair.send(1.1) == [(1, 10)]
     assert pair.core.counters.segments_held_back == 0
+
+
+def test_reads_that_share_nothing_wait_only_if_many_were_behind() -> None:
+    pair = Pair()
+    pair.send(1.095)
+    pair.read(1.1, 1, 10)
+    assert pair.send(1.1) == [(1, 10)]
+    for number in range(2, 8):
+        pair.read(1.1, 2, number)
+    assert pair.core.counters.reads_behind == 8
+    pair.send(1.1)
+    pair.read(1.101, 1, 11)
+    assert pair.send(1.101) == []

@@ -750,15 +750,21 @@ def test_reads_gather_while_reads_are_being_shared() -> None:
     bench.data(0.03, 0, [0], flags=wire.FLAG_SHARED)
     assert [read.gather for read in bench.reads()] == [4, 4], "a quarter of the round trip"
     bench.core.cancel(0.04, 2)
+    bench.fetch(0.05)
+    assert [read.gather for read in bench.reads()] == [0], "most answers were for one reader"
+    bench.data(0.06, 0, [0], flags=wire.FLAG_SHARED)
+    bench.reads()
+    bench.data(0.07, 1, [0], flags=wire.FLAG_SHARED)
+    bench.core.cancel(0.08, 3)
     bench.fetch(0.1)
     (late,) = bench.reads()
     assert late.gather == 4
     bench.data(0.5, 0, [0], tag=late.tag, flags=wire.FLAG_SHARED)
     bench.reads()
-    bench.core.cancel(0.5, 3)
+    bench.core.cancel(0.5, 4)
     bench.fetch(0.6)
     assert [read.gather for read in bench.reads()] == [9], "no more than the most"
-    bench.core.cancel(0.6, 4)
+    bench.core.cancel(0.6, 5)
     bench.fetch(1.1)
     assert [read.gather for read in bench.reads()] == [0], "sharing is forgotten"
 

@@ -380,6 +380,7 @@ def test_frames_pass_from_tunnel_to_tunnel(peers: list[socket.socket]) -> None:
             back = frame_to(1, 60 + label, label=label)
             peers[1].sendto(back, two.local)
             assert peers[0].recv(20_000) == back
+        wait_until(lambda: loop.read_counters(1)["tx_frames"] == 500)  # counted once it has gone
         counts = loop.read_counters(1)
         assert (counts["rx_frames"], counts["tx_frames"]) == (500, 500)
         assert counts["rx_bytes"] == sum(60 + label * 20 for label in range(500))

@@ -1,20 +1,11 @@
-// The parse graph and its inverse, for any target.
-//
-// A kvcast datagram is IPv4 without options, UDP, destination port KVCAST_UDP_PORT. Two disguises
-// under which a host's kernel would still deliver a datagram to that port are parser errors, and
-// so are dropped where the switch guards: a VLAN tag (hosts take priority-tagged frames as
-// untagged; host ports are access ports), and UDP behind IPv4 options. A first fragment is parsed
-// like any datagram, and told apart by FrameClass.
+// The parse graph (parse_graph.p4) and its inverse on v1model, where a broken frame is a parser error.
 
 #ifndef KVCAST_PARSER_P4_
 #define KVCAST_PARSER_P4_
 
-#include "types.p4"
-
-const bit<16> ETHERTYPE_VLAN        = 0x8100; // IEEE 802.1Q
-const bit<16> ETHERTYPE_SERVICE_TAG = 0x88A8; // IEEE 802.1ad
-const bit<16> ETHERTYPE_OLD_QINQ    = 0x9100;
-const bit<4>  IPV4_WORDS            = 5;      // header length without options, RFC 791
+#include "../types.p4"
+#include "../parse_graph.p4"
+#include "headers.p4"
 
 error { TaggedFrame, OptionsBeforeUdp }
 

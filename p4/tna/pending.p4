@@ -1,0 +1,286 @@
+// The in-network interest table on TNA. Fingerprint and stamp are one dual stateful ALU, the ports
+// another in a later stage; each is read and changed in one operation, so nothing falls between. The
+// rules are those of controls/coalescing.p4, cut in three:
+//
+//   interest_step   compares and changes {fingerprint, stamp}; says MINE_FRESH, ... OTHER_STALE
+//   ports_step      changes the ports by that, and returns who waited
+//   coalescing      decides what becomes of the frame
+//
+// A free entry has no fingerprint and a stamp of 0, which is past any lease: opening one and taking
+// one over are one instruction. A stateful ALU has four, takes two words from the packet, and
+// compares with a constant; so time comes in sixteenths of a lease (control Clock).
+
+const bit<32> LEASE = 16;       // in units of state.clock
+
+// What a stateful ALU says of its two comparisons: one bit of four is set.
+const bit<8> OTHER_FRESH = 1;
+const bit<8> MINE_FRESH  = 2;
+const bit<8> OTHER_STALE = 4;
+const bit<8> MINE_STALE  = 8;
+
+struct interest_t {
+    bit<32> fingerprint;        // as pending_entry_t's
+    bit<32> stamp;              // state.clock of the last READ sent on, or answer seen
+}
+
+// Time in sixteenths of a lease, the lease rounded up to a power of two of ticks: a shift, since no
+// stateful ALU divides, and none takes the lease beside time and fingerprint.
+control Clock(inout state_t state) {
+#define SHIFT(bits) action shift_##bits() { state.clock = state.now >> bits; }
+    SHIFT(0) SHIFT(1) SHIFT(2) SHIFT(3) SHIFT(4) SHIFT(5)
+    SHIFT(6) SHIFT(7) SHIFT(8) SHIFT(9) SHIFT(10) SHIFT(11) SHIFT(12)
+#undef SHIFT
+
+    @name(".lease_scale")
+    table lease_scale {
+        key = { state.lease_ticks : ternary @name("lease_ticks"); }
+        actions = {
+            shift_0; shift_1; shift_2; shift_3; shift_4; shift_5;
+            shift_6; shift_7; shift_8; shift_9; shift_10; shift_11; shift_12;
+        }
+        const default_action = shift_12();      // 4.3 s is the longest lease
+        const entries = {
+            16                                : shift_0();      // 1 ms
+            32w0x00000000 &&& 32w0xFFFFFFF0   : shift_0();
+            32                                : shift_1();
+            32w0x00000000 &&& 32w0xFFFFFFE0   : shift_1();
+            64                                : shift_2();
+            32w0x00000000 &&& 32w0xFFFFFFC0   : shift_2();
+            128                               : shift_3();
+            32w0x00000000 &&& 32w0xFFFFFF80   : shift_3();
+            256                               : shift_4();
+            32w0x00000000 &&& 32w0xFFFFFF00   : shift_4();
+            512                               : shift_5();
+            32w0x00000000 &&& 32w0xFFFFFE00   : shift_5();
+            1024                              : shift_6();
+            32w0x00000000 &&& 32w0xFFFFFC00   : shift_6();
+            2048                              : shift_7();
+            32w0x00000000 &&& 32w0xFFFFF800   : shift_7();
+            4096                              : shift_8();
+            32w0x00000000 &&& 32w0xFFFFF000   : shift_8();
+            8192                              : shift_9();
+            32w0x00000000 &&& 32w0xFFFFE000   : shift_9();
+            16384                             : shift_10();
+            32w0x00000000 &&& 32w0xFFFFC000   : shift_10();
+            32768                             : shift_11();
+            32w0x00000000 &&& 32w0xFFFF8000   : shift_11();
+        }
+        size = 32;
+    }
+
+    apply {
+        lease_scale.apply();
+    }
+}
+
+control Pending(inout headers_t hdr, inout state_t state) {
+    Register<bit<32>, bit<16>>(PENDING_ENTRIES) pending_ports;
+
+#define SAY_MATCH this.predicate(entry.fingerprint == state.fingerprint, \
+                                 state.clock - entry.stamp > LEASE)
+
+    // A READ takes an entry that is past its lease, whosever it was (ask); a repeat also refreshes
+    // an entry of its own (ask_again). Once the answer is under way, joiners still catch its end
+    // (answer), which frees the entry (end).
+#define INTEREST(part, count) \
+    Register<interest_t, bit<16>>(count) pending_interest##part; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (state.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = state.fingerprint; \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask_again##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint || state.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = state.fingerprint; \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) answer##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint) { \
+                entry.stamp = state.clock; \
+            } \
+        } \
+    }; \
+    RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) end##part = { \
+        void apply(inout interest_t entry, out bit<8> match) { \
+            match = SAY_MATCH; \
+            if (entry.fingerprint == state.fingerprint) { \
+                entry.fingerprint = 0; \
+                entry.stamp = 0; \
+            } \
+        } \
+    }; \
+    action do_ask##part()       { state.match = ask##part.execute(INTEREST_INDEX); } \
+    action do_ask_again##part() { state.match = ask_again##part.execute(INTEREST_INDEX); } \
+    action do_answer##part()    { state.match = answer##part.execute(INTEREST_INDEX); } \
+    action do_end##part()       { state.match = end##part.execute(INTEREST_INDEX); } \
+    @hidden \
+    table interest_step##part { \
+        key = { \
+            state.kind       : exact   @name("kind"); \
+            hdr.kvcast.flags : ternary @name("flags"); \
+            state.index      : ternary @name("index"); \
+            state.coalesces  : exact   @name("coalesces"); \
+            state.serving    : exact   @name("serving"); \
+        } \
+        actions = { \
+            do_ask##part; do_ask_again##part; do_answer##part; do_end##part; \
+            @defaultonly NoAction; \
+        } \
+        const default_action = NoAction(); \
+        const entries = { \
+            (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY, IN_PART##part, 1, 0) : do_ask_again##part(); \
+            (KIND_READ,      _,                         IN_PART##part, 1, 0) : do_ask##part(); \
+            (KIND_DATA,      _,                         IN_PART##part, 1, 0) : do_answer##part(); \
+            (KIND_LAST_DATA, _,                         IN_PART##part, 1, 0) : do_end##part(); \
+            (KIND_MISS,      _,                         IN_PART##part, 1, 0) : do_end##part(); \
+        } \
+        size = 8; \
+    }
+    INTEREST_PARTS
+#undef INTEREST
+#undef SAY_MATCH
+
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) join_ports = {
+        void apply(inout bit<32> ports, out bit<32> waiting) {
+            ports = ports | state.port_bits;
+            waiting = ports;
+        }
+    };
+
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) open_ports = {
+        void apply(inout bit<32> ports, out bit<32> waiting) {
+            waiting = ports;
+            ports = state.port_bits;
+        }
+    };
+
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) read_ports = {
+        void apply(inout bit<32> ports, out bit<32> waiting) {
+            waiting = ports;
+        }
+    };
+
+    // Read and cleared at once, or who joins in between would wait for nothing.
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) take_ports = {
+        void apply(inout bit<32> ports, out bit<32> waiting) {
+            waiting = ports;
+            ports = 0;
+        }
+    };
+
+    action do_join_ports() { state.waiting = join_ports.execute(state.index); }
+    action do_open_ports() { state.waiting = open_ports.execute(state.index); }
+    action do_read_ports() { state.waiting = read_ports.execute(state.index); }
+    action do_take_ports() { state.waiting = take_ports.execute(state.index); }
+
+    @name(".ports_step")
+    table ports_step {
+        key = {
+            state.kind  : exact @name("kind");
+            state.match : exact @name("match");
+        }
+        actions = {
+            do_join_ports; do_open_ports; do_read_ports; do_take_ports; @defaultonly NoAction;
+        }
+        const default_action = NoAction();
+        const entries = {
+            (KIND_READ,      MINE_FRESH)  : do_join_ports();
+            (KIND_READ,      MINE_STALE)  : do_join_ports();
+            (KIND_READ,      OTHER_STALE) : do_open_ports();
+            (KIND_DATA,      MINE_FRESH)  : do_read_ports();
+            (KIND_DATA,      MINE_STALE)  : do_read_ports();
+            (KIND_LAST_DATA, MINE_FRESH)  : do_take_ports();
+            (KIND_LAST_DATA, MINE_STALE)  : do_take_ports();
+            (KIND_MISS,      MINE_FRESH)  : do_take_ports();
+            (KIND_MISS,      MINE_STALE)  : do_take_ports();
+        }
+        size = 16;
+    }
+
+    apply {
+        APPLY_INTEREST
+        ports_step.apply();
+    }
+}
+
+control Coalescing(inout headers_t hdr, inout state_t state) {
+    // An answer: who waits but the addressee, and all to whom it goes.
+    action compare_ports() {
+        state.others = state.waiting & ~state.out_bit;
+        state.shared_bits = state.waiting | state.out_bit;
+    }
+
+    action sent_on(bit<8> decision) {
+        state.decision = decision;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+        hdr.udp.checksum = 0;   // RFC 768: none
+    }
+
+    action join() {
+        state.decision = DECISION_JOIN;
+        state.delivery = DELIVER_NOWHERE;
+    }
+
+    action collide() {
+        state.decision = DECISION_COLLIDE;
+        hdr.kvcast.flags = hdr.kvcast.flags & ~FLAG_SHARED;
+        hdr.udp.checksum = 0;
+    }
+
+    action share() {
+        state.port_bits = state.shared_bits;
+        state.decision = DECISION_SHARED;
+        state.delivery = DELIVER_SHARED;
+        hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
+    }
+
+    action pass_by() { }
+
+    @name(".coalescing")
+    table coalescing {
+        key = {
+            state.kind       : exact   @name("kind");
+            state.match      : ternary @name("match");
+            hdr.kvcast.flags : ternary @name("flags");
+            state.waiting    : ternary @name("waiting");
+            state.others     : ternary @name("others");
+        }
+        actions = { sent_on; join; collide; share; pass_by; }
+        const default_action = pass_by();
+        const entries = {
+            // kind          match        flags                      waiting others
+            (KIND_DATA,      _,           _,                         _, 0) : pass_by();
+            (KIND_DATA,      MINE_FRESH,  _,                         _, _) : share();
+            (KIND_DATA,      MINE_STALE,  _,                         _, _) : share();
+            (KIND_LAST_DATA, _,           _,                         _, 0) : pass_by();
+            (KIND_LAST_DATA, MINE_FRESH,  _,                         _, _) : share();
+            (KIND_LAST_DATA, MINE_STALE,  _,                         _, _) : share();
+            (KIND_READ,      OTHER_STALE, _,                         0, _) : sent_on(DECISION_NEW);
+            (KIND_READ,      OTHER_STALE, _,                         _, _) : sent_on(DECISION_EXPIRED);
+            (KIND_READ,      MINE_FRESH,  FLAG_RETRY &&& FLAG_RETRY, _, _) : sent_on(DECISION_RETRY);
+            (KIND_READ,      MINE_STALE,  FLAG_RETRY &&& FLAG_RETRY, _, _) : sent_on(DECISION_RETRY);
+            (KIND_READ,      MINE_STALE,  _,                         _, _) : sent_on(DECISION_EXPIRED);
+            (KIND_READ,      MINE_FRESH,  _,                         _, _) : join();
+            (KIND_READ,      OTHER_FRESH, _,                         _, _) : collide();
+            (KIND_MISS,      _,           _,                         _, 0) : pass_by();
+            (KIND_MISS,      MINE_FRESH,  _,                         _, _) : share();
+            (KIND_MISS,      MINE_STALE,  _,                         _, _) : share();
+        }
+        size = 16;
+    }
+
+    apply {
+        compare_ports();
+        coalescing.apply();
+    }
+}

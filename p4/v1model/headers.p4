@@ -1,0 +1,17 @@
+// The headers that v1model parses: all of a frame that the program may change.
+
+#ifndef KVCAST_HEADERS_V1MODEL_P4_
+#define KVCAST_HEADERS_V1MODEL_P4_
+
+#include "../generated/kvcast_headers.p4"
+
+struct headers_t {
+    ethernet_h     ethernet;
+    ipv4_h         ipv4;
+    udp_h          udp;
+    kvcast_h       kvcast;
+    cell_h         cell;         // DATA's chunk
+    read_padding_h padding;      // what a PADDED READ brings, so that a target may grow it
+}
+
+#endif

@@ -1,0 +1,103 @@
+"""The listener that all TCP doors share: its bounds hold from the start, handshakes included.
+
+Oracle: what connections that a test makes are told, and the listener's own counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from kvcast.cli import listener as module
+from kvcast.cli.listener import Bounds, Listener, streams
+from kvcast.cli.tls import Credentials
+from security_harness import Certificates, hang_up, until
+
+pytest_plugins = ["security_fixtures"]
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(100):
+            writer.write(data)
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    bounds: Bounds, credentials: Credentials | None = None
+) -> AsyncIterator[tuple[tuple[str, int], Counter[str], Listener]]:
+    counts: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    listener = Listener(streams(_echo), bounds, credentials, count=count)
+    address = await listener.start("127.0.0.1", 0)
+    try:
+        yield address, counts, listener
+    finally:
+        await listener.close()
+        await asyncio.sleep(0)
+
+
+async def _is_served(address: tuple[str, int]) -> tuple[bool, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(b"x")
+        return await reader.read(1) == b"x", writer
+    except OSError:
+        return False, writer
+
+
+async def test_connections_beyond_the_bound_are_closed_and_counted() -> None:
+    async with listening(Bounds(2, 9)) as (address, counts, listener):
+        tries = [await _is_served(address) for _ in range(3)]
+        assert [served for served, _ in tries] == [True, True, False]
+        assert counts == {"connections": 3, "connections_at_bound": 1}
+        await hang_up(tries[0][1])
+        await until(lambda: listener.connections == 1)
+        tries.append(await _is_served(address))
+        assert tries[-1][0]
+        for _, writer in tries:
+            await hang_up(writer)
+
+
+async def test_one_address_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(Bounds(9, 1)) as (address, counts, _):
+        tries = [await _is_served(address) for _ in range(2)]
+        assert [served for served, _ in tries] == [True, True]  # loopback is many processes
+        monkeypatch.setattr(module, "is_loopback", lambda _host: False)
+        tries.append(await _is_served(address))
+        assert not tries[-1][0]
+        assert counts["connections_at_address_bound"] == 1
+        for _, writer in tries:
+            await hang_up(writer)
+
+
+async def test_who_dawdles_over_the_handshake_takes_a_place_and_loses_it(
+    shared_certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    credentials = shared_certificates.of("controller")
+    async with listening(Bounds(1, 9), credentials) as (address, counts, listener):
+        reader, silent = await asyncio.open_connection(*address)
+        await until(lambda: listener.connections == 1)
+        served, other = await _is_served(address)
+        assert not served
+        assert counts["connections_at_bound"] == 1
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+        assert counts["handshakes_failed"] == 1
+        assert listener.connections == 0
+        for writer in (silent, other):
+            await hang_up(writer)
+
+
+async def test_an_address_that_cannot_be_had_is_an_error() -> None:
+    async with listening(Bounds(1, 1)) as (address, _, _):
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{address[1]}"):
+            await Listener(streams(_echo), Bounds(1, 1), count=lambda _name: None).start(*address)
