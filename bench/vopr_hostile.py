@@ -27,7 +27,8 @@ class HostileKind(enum.Enum):
 
     LIAR: as a home, sends wrong bytes, digests, sizes and chunks of its own blocks. FORGER:
     answers under its own address for blocks that are not its own. SPOOFER: the same, under a true
-    home's address. TENANT: reads and answers in namespaces to which it has no right.
+    home's address, and asks under readers' addresses. TENANT: reads and
+    answers in namespaces to which it has no right.
     """
 
     LIAR = "liar"
@@ -136,9 +137,9 @@ class Hostile:
             return
         name = (frame.namespace, frame.key)
         victim = datagram.src.ip & 0xFF
-        if victim in self._cluster.hosts and not self._cluster.model.was_home(
-            self._host.number, frame.key
-        ):
+        if victim == self._host.number or victim not in self._cluster.hosts:
+            return
+        if not self._cluster.model.was_home(self._host.number, frame.key):
             self._forge(name, victim, tag=frame.tag)
 
     def _forge(self, name: Name, victim: int, tag: int = 0) -> None:
@@ -162,7 +163,15 @@ class Hostile:
             homes = [h for h in cluster.model.homes_of(name) if h in cluster.hosts]
             if not homes:
                 return
-            source = cluster.hosts[rng.choice(homes)].options.endpoint
+            home = rng.choice(homes)
+            if victim != home and rng.random() < 0.2:
+                # Have the home send the victim what it has not asked for.
+                frame = wire.Frame(
+                    wire.OP_READ, namespace, key, wanted=wire.FULL_SEGMENT, tag=rng.getrandbits(32)
+                )  # fmt: skip
+                self._send(cluster.hosts[victim].options.endpoint, home, frame)
+                return
+            source = cluster.hosts[home].options.endpoint
         self._send(source, victim, frame)
 
     def _send(self, source: Endpoint, victim: int, frame: wire.Frame) -> None:

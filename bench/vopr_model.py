@@ -11,7 +11,7 @@ core or in the codec cannot hide itself here.
    it names (its cable). The switch changes no chunk, and serves only what passed it under that
    name and digest (its ports).
 2. Every get and put ends by its deadline (the clock). A READ is held back only while its answer
-   is under way (the switch's ports).
+   is under way, and all of the answer that follows goes to its reader too (the switch's ports).
 3. An acknowledged put is held by somebody. It is readable while a home of it that acknowledged it
    lives and keeps it and nothing is wrong (gets in calm times).
 4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
@@ -126,6 +126,8 @@ class _Window:
     ports: set[int] = field(default_factory=set)
     read_at: dict[int, float] = field(default_factory=dict)
     """When each port last asked."""
+    held: set[int] = field(default_factory=set)
+    """Ports of which a READ was held back for this answer."""
     sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     """How often each host has sent each chunk."""
 
@@ -491,10 +493,26 @@ class Model:
             self._follow_read(port, frame, seen, sent)
         elif sent:
             self._note_use(where)
+            self._check_shared(port, seen, sent)
             if seen.op == _MISS or seen.flags & _LAST:
                 self._windows.pop(where, None)
             elif where in self._windows:
                 self._windows[where].used_at = self._world.now
+
+    def _check_shared(self, port: int, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+        """Whoever was held back for an answer gets it, under its own address."""
+        window = self._windows.get(seen.where)
+        if window is None or not self._true_owner(port, seen) or self._collided(seen.where):
+            return
+        ip_of_port = self._rules.ip_of_port
+        to = {n for n, out in sent if int.from_bytes(out[30:34], "big") == ip_of_port[n]}
+        forgotten = window.held - to - {port}
+        if forgotten and self._world.now - self._disturbed_at > LOSSES_COUNT_S:
+            raise ViolationError(
+                2,
+                f"an answer about {_show(seen)} did not go to host {min(forgotten)}, whose READ "
+                "was held back for it",
+            )
 
     def _follow_read(
         self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
@@ -526,6 +544,7 @@ class Model:
                     f"host {port} repeats a READ of {_show(seen)} since nothing has come, and the "
                     "switch holds it back",
                 )
+            window.held.add(port)
         if window is not None:
             window.ports.add(port)
             window.read_at[port] = now

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvcast.bench.vopr_model import Name, entry_of
@@ -180,6 +180,17 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     _draft_ops(draft)
     plain = rng.random() < 0.1
     faults = _faults(seed, planned, fault_kinds, hostile=plain)
+    # Nothing but the agents themselves stands against a hostile host on a plain network; what
+    # they guard against there takes a meeting of things that chance alone seldom brings about.
+    scene = random.Random(f"{seed}/scene")
+    alone = renumbered = False
+    if plain:
+        alone, renumbered = scene.choice(((False, False), (True, False), (False, True)))
+    if alone:
+        hosts = tuple(replace(host, arena_slabs=scene.choice((2, 3, 4))) for host in hosts)
+        faults += _forger(scene, planned, len(faults))
+    if renumbered:
+        faults += _renumbering(scene, planned, len(faults))
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -189,7 +200,9 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         ops=tuple(op for op in draft.ops if op.number not in mask.ops),
         faults=tuple(f for f in faults if f.number not in mask.faults),
         # Mostly so few that some hosts are no homes, and must read from others.
-        replicas=min(rng.choice((0, 1, 1, 2)), 2 if rng.random() < 0.15 else planned - 2),
+        replicas=min(
+            rng.choice((0, 1, 1, 2)), 2 if rng.random() < 0.15 else planned - 2, 0 if alone else 2
+        ),
         slots=rng.choice((2, 4, 8)),
         coalesce_lease_s=rng.choice((0.25, 1.0, 4.0)),
         heat_threshold=rng.choice((1, 2, 3)),
@@ -329,3 +342,20 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
             at = rng.uniform(0.0, CHAOS_S - 0.5)
             faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
     return faults
+
+
+def _forger(rng: random.Random, hosts: int, number: int) -> list[Fault]:
+    """A host that answers for others nearly all the time."""
+    return [Fault(number, "hostile_forger", 0.0, CHAOS_S, (rng.randint(1, hosts),))]
+
+
+def _renumbering(rng: random.Random, hosts: int, number: int) -> list[Fault]:
+    """The controller forgets which node has which number, while one node is not heard, for which
+    others wait, and a third answers for everybody."""
+    unheard, forger = rng.sample(range(1, hosts + 1), 2)
+    at = rng.uniform(0.5, CHAOS_S - 2.0)
+    return [
+        Fault(number, "partition", at - 0.5, 2.5, (unheard, 0, 1), 1.0),
+        Fault(number + 1, "hostile_forger", at - 0.5, 2.5, (forger,)),
+        Fault(number + 2, "controller_wiped", at, rng.uniform(0.0, 0.2)),
+    ]

@@ -1,0 +1,60 @@
+"""Seeds that show the planted bugs, as `find_planted_bugs.py` found them.
+
+`first`: the first seed, from 1 on, that shows the bug; `runs`: how many of the seeds until then
+were run, in the others it cannot show; `quick`: the seed that shows it in the least time, among
+the first and some after it, which the suite takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Known(NamedTuple):
+    first: int
+    runs: int
+    quick: int
+
+
+SEEDS: dict[str, Known] = {
+    "the reader does not compare the digest of the whole block": Known(12, 12, 12),
+    "the reader takes DATA from any node": Known(8, 1, 8),
+    "a READ that is not answered is never repeated": Known(4, 4, 11),
+    "a repeated READ is not marked as one, and joins its own wait": Known(6, 6, 6),
+    "a MISS sends all who waited on with READs marked as repeats": Known(26, 26, 26),
+    "a segment counts as whole when its last chunk is there": Known(4, 4, 7),
+    "the home sends chunks that begin one byte too early": Known(1, 1, 1),
+    "the home does not mark the end of its answers": Known(1, 1, 1),
+    "a block may be evicted while its answer waits to be sent": Known(102, 102, 102),
+    "a home answers for the block of another namespace that has the same key": Known(2, 2, 2),
+    "eviction does not look at pins": Known(1, 1, 2),
+    "bytes that came by TCP are stored under the digest that was promised": Known(59, 8, 59),
+    "TCP requests are served whatever their namespace": Known(15, 1, 19),
+    "READs are answered whatever their namespace": Known(244, 20, 244),
+    "an agent keeps the first complete map that it gets": Known(2, 2, 5),
+    "reads go on when the controller gives a node's number to another": Known(960, 31, 960),
+    "the only home of a block believes whoever it asks for it": Known(147, 9, 147),
+    "a put is acknowledged before any home has it": Known(1, 1, 1),
+    "a get waits for the fetch that it joined, beyond its own deadline": Known(1, 1, 6),
+    "a restarted agent takes blocks that were being written for whole": Known(2, 2, 2),
+    "a restarted agent believes its old index without looking at the bytes": Known(17, 4, 17),
+    "a node's lease never runs out": Known(8, 1, 8),
+    "a slot is given to the next block under the same generation": Known(1, 1, 1),
+    "the controller tells the switch that every port owns every bucket": Known(15, 3, 19),
+    "the controller lets every port read every namespace": Known(15, 1, 19),
+    "the switch lets a repeated READ join the wait that it repeats": Known(6, 6, 6),
+    "the switch clears the waiting ports, and the fingerprint not": Known(1, 1, 1),
+    "a MISS does not end the wait": Known(1, 1, 5),
+    "the last chunk does not end the wait": Known(1, 1, 2),
+    "the first chunk ends the wait": Known(1, 1, 2),
+    "a READ waits for ever for an answer that does not come": Known(2, 2, 14),
+    "no READ joins another": Known(1, 1, 1),
+    "a READ joins the wait for whatever has the same hash": Known(73, 73, 73),
+    "the switch does not check who owns a bucket": Known(15, 3, 19),
+    "the switch does not check who may read a namespace": Known(15, 1, 19),
+    "the switch does not check source addresses": Known(10, 2, 10),
+    "a chunk of another copy is stored under the resident's digest": Known(44, 4, 44),
+    "the switch serves the chunk after the one that it says": Known(1, 1, 2),
+    "shared answers go to every port": Known(4, 4, 13),
+    "shared answers keep the address of one reader": Known(1, 1, 1),
+}
