@@ -678,6 +678,8 @@ def run(
         report.update(measure_tunnels(repeats, log))
     if os.geteuid() != 0:
         skipped["veth"] = "needs root (network namespaces, AF_PACKET)"
+    elif shutil.which("ip") is None:
+        skipped["veth"] = "needs the ip command (iproute2)"
     else:
         say("veth ...")
         report.update(_veth_in_a_namespace(repeats))

@@ -148,11 +148,14 @@ def test_an_address_in_use_is_a_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--program", "/nonexistent", "--p4info", str(P4INFO_PATH)], "/nonexistent"),
+        (["--program", "/proc/nonexistent", "--p4info", str(P4INFO_PATH)], "/proc/nonexistent"),
         (["--program", str(P4INFO_PATH), "--p4info", str(P4INFO_PATH)], "INVALID_ARGUMENT"),
         (["--program", str(BLOB_PATH), "--p4info", str(BLOB_PATH)], "not a P4Info"),
         (["--port", "1=if:kvt-none"], "kvt-none"),
-        (["--tls-cert", "/nonexistent", "--tls-key", "/nonexistent"], "/nonexistent"),
+        (
+            ["--tls-cert", "/proc/nonexistent", "--tls-key", "/proc/nonexistent"],
+            "/proc/nonexistent",
+        ),
     ],
 )
 def test_what_cannot_be_opened_is_named(arguments: list[str], reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_the_whole_bench_runs_and_names_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(switch, "find_bmv2", lambda: None)
-    monkeypatch.setenv("KVCAST_SIMPLE_SWITCH_GRPC", "/nonexistent")
+    monkeypatch.setenv("KVCAST_SIMPLE_SWITCH_GRPC", "/proc/nonexistent")
     path = tmp_path / "switch.json"
     arguments = ["--json", str(path), "--repeats", "1", "--memory-seconds", "0.02"]
     assert switch.main(arguments) == 0
@@ -127,13 +128,13 @@ def test_the_whole_bench_runs_and_names_what_it_measured(
     for name in ("forward_in_memory_pps", "data_1k_in_memory_pps", "read_join_in_memory_pps"):
         assert report[name] > 0
     assert report["udp_tunnel_pps"] > 0
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and shutil.which("ip"):
         assert report["veth_pps"] > 0
         assert report["veth_over_bare_forwarder"] > 0
         assert report["veth_over_bmv2"] is None
         assert "simple_switch_grpc" in report["skipped"]["bmv2"]
     else:
-        assert "root" in report["skipped"]["veth"]
+        assert "needs" in report["skipped"]["veth"]
     assert "frames/s" in switch.table(report)
 
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import random
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -30,6 +31,7 @@ from native_double import Double, frame_to
 needs_root = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root (veth, AF_PACKET)"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command (iproute2)"),
 ]
 
 
