@@ -173,6 +173,7 @@ class Model:
         self._versions: dict[Name, dict[bytes, None]] = defaultdict(dict)
         self._by_digest: dict[tuple[int, bytes, int], bytes] = {}
         self._forged: dict[tuple[int, bytes, int], int] = {}
+        self._invented: set[tuple[int, bytes, int]] = set()  # forgeries that count as copies now
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
         self._acknowledged: set[Name] = set()
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
@@ -333,6 +334,7 @@ class Model:
         if self._forged.pop((*name, digest), None) is not None:
             self._versions[name][content] = None
             self._by_digest[(*name, digest)] = content
+            self._invented.add((*name, digest))
 
     def holders(self, name: Name) -> dict[int, int]:
         """The hosts that have acknowledged the block, and in which life."""
@@ -371,9 +373,8 @@ class Model:
 
     def _count_sent(self, host: int, seen: Seen) -> None:
         window = self._windows.get(seen.where)
-        if window is None or not self.enabled():
-            return
-        # By host: a recall may be answered by one that is no home, and whose answer goes nowhere.
+        if window is None or not self.enabled() or not self.was_home(host, seen.key):
+            return  # a home's recall may be answered by one that is none, whose answer goes nowhere
         window.sent[host, seen.chunk] += 1
         times = window.sent[host, seen.chunk]
         if times > 1 and self._countable(seen) and times > 1 + self._lost(seen.where):
@@ -467,10 +468,12 @@ class Model:
         after = look(out)
         if after is None or after.op != _DATA:
             return
+        copy = (after.namespace, after.key, after.digest)
         if (
             not self.may_use(to, after.namespace)
             and not self.was_home(to, after.key)
-            and (after.namespace, after.key, after.digest) in self._by_digest
+            and copy in self._by_digest
+            and copy not in self._invented
         ):
             raise ViolationError(5, f"DATA of {_show(after)} went to host {to}, without a right")
         if seen.op == _READ:
