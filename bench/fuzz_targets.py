@@ -2,7 +2,7 @@
 
 Owns: the seam (`register`) by which a tier or a transport that is added later joins the fuzzers,
 and the readers of files and frames. Must not know: how inputs are found (`fuzz_engine`). Doors with
-event loops are in `fuzz_doors`.
+event loops are in `fuzz_doors`, one of the file system in `fuzz_arena`.
 """
 
 from __future__ import annotations

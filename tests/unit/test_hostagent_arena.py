@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvcast.hostagent import arena as arena_module
 from kvcast.hostagent.arena import (
     GRAIN_BYTES,
     Allocator,
@@ -294,3 +295,28 @@ def test_an_arena_that_cannot_be_made_names_the_place_and_the_reason(
     os.mkdir(folder)
     with pytest.raises(ArenaError):
         ArenaFile(1 << 20, folder)
+
+
+def test_an_agent_that_is_overtaken_leaves_the_others_file_alone(
+    tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a file and its lock another agent may have taken it for a dead one's."""
+    path = os.path.join(tmp_path, "a.arena")
+    real = arena_module._lock
+    others: list[ArenaFile] = []
+
+    def lock(fd: int) -> bool:
+        if not others:
+            others.append(None)  # type: ignore[arg-type]
+            others[0] = ArenaFile(1 << 20, path)
+        return real(fd)
+
+    monkeypatch.setattr(arena_module, "_lock", lock)
+    with pytest.raises(ArenaInUseError):
+        ArenaFile(1 << 20, path)
+    (other,) = others
+    other.memory[:5] = b"alive"
+    with open(path, "rb") as file:
+        assert file.read(5) == b"alive"
+    other.close()
+    assert not os.path.exists(path)
