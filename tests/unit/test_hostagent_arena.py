@@ -300,7 +300,7 @@ def test_an_arena_that_cannot_be_made_names_the_place_and_the_reason(
 def test_an_agent_that_is_overtaken_leaves_the_others_file_alone(
     tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the making of a file and its lock another agent may have taken it for a dead one's."""
+    """Between a file's making and its lock another agent may have taken it for a dead one's."""
     path = os.path.join(tmp_path, "a.arena")
     real = arena_module._lock
     others: list[ArenaFile] = []
