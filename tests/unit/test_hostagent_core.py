@@ -217,16 +217,21 @@ def test_a_local_block_asks_nobody() -> None:
     assert node.frames() == []
 
 
-def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
-    node, other, _ = pool_of([1])
-    node.hold(1, b"here")
-    copy = node.core.store.peek(BlockId(1, key(1)))
+def evict(node: Node, block: BlockId) -> None:
+    """Let a home lose a block that it holds."""
+    copy = node.core.store.peek(block)
     assert copy is not None
     copy.home = True
     node.core.store._evict(copy)
+
+
+def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
+    node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    evict(node, BlockId(1, key(1)))
     items = node.get(1, deadline_s=60)
     ((target, frame),) = node.frames()
-    assert (target, frame.op, frame.digest) == (other.index, OP_READ, copy.digest)
+    assert (target, frame.op, frame.digest) == (other.index, OP_READ, digest_of(b"here"))
     node.now += 0.06
     node.core.handle_timer(node.now)
     assert items[0].status == local.MISS
@@ -259,10 +264,7 @@ def test_the_sole_home_asks_nobody_for_what_it_never_had() -> None:
 def test_the_sole_home_takes_no_other_copy_from_the_node_that_it_asks() -> None:
     node, other, _ = pool_of([1])
     node.hold(1, b"here")
-    copy = node.core.store.peek(BlockId(1, key(1)))
-    assert copy is not None
-    copy.home = True
-    node.core.store._evict(copy)
+    evict(node, BlockId(1, key(1)))
     items = node.get(1, deadline_s=60)
     forged = b"not what was here"
     frame = Frame(
