@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from kvcast.bench import content, facts
 from kvcast.bench.workloads import Request
-from kvcast.hostagent.client import AsyncClient, KvcastError, PutError
+from kvcast.hostagent.client import AgentGoneError, AsyncClient, KvcastError, PutError
 
 TIERS = ("local", "switch", "shared", "home", "bulk", "miss")
 
@@ -160,10 +160,14 @@ def ideal_reads(requests: Sequence[Request]) -> dict[int, int]:
 
 
 class NodeLink:
-    """The bench's connection to one node's agent, made again after it broke."""
+    """The bench's connection to one node's agent, made again after it broke, once in half a second.
 
-    def __init__(self, socket_path: Path) -> None:
+    Meanwhile whoever wants it waits, or, if `patient` is False, fails at once.
+    """
+
+    def __init__(self, socket_path: Path, *, patient: bool = True) -> None:
         self._path = socket_path
+        self._patient = patient
         self._client: AsyncClient | None = None
         self._lock = asyncio.Lock()
         self._not_before = 0.0
@@ -176,6 +180,8 @@ class NodeLink:
             await self.close()
             wait_s = self._not_before - time.monotonic()
             if wait_s > 0:
+                if not self._patient:
+                    raise AgentGoneError(f"{self._path}: was not there a moment ago")
                 await asyncio.sleep(wait_s)
             self._not_before = time.monotonic() + _RECONNECT_S
             self._client = await AsyncClient.connect(str(self._path), name="bench")
@@ -189,9 +195,11 @@ class NodeLink:
 
 
 @contextlib.asynccontextmanager
-async def links_to(sockets: Sequence[Path]) -> AsyncIterator[list[NodeLink]]:
+async def links_to(
+    sockets: Sequence[Path], *, patient: bool = True
+) -> AsyncIterator[list[NodeLink]]:
     """Links to the agents behind these sockets, closed at the end."""
-    links = [NodeLink(path) for path in sockets]
+    links = [NodeLink(path, patient=patient) for path in sockets]
     try:
         yield links
     finally:
