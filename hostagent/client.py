@@ -739,10 +739,11 @@ class AsyncClient:
         except OSError as error:
             raise AgentGoneError(f"the connection to the agent broke: {error}") from error
         finally:
-            if future.done() and not future.cancelled():
-                future.exception()  # seen, even if we were cancelled at the same moment
-            if self._waiting.get(number) is future and future.done():
+            # Nobody waits for the answer any more. If it still comes, what it holds is given back.
+            if self._waiting.get(number) is future:
                 del self._waiting[number]
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # seen, even if we were cancelled at the same moment
 
     def _release(self, handle: int) -> None:
         if not self._gone:
