@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -76,6 +77,8 @@ class Faults:
         """How often each kind struck; of frames and connections, how many."""
         self.left_out: Counter[str] = Counter()
         """Faults whose target was not there: dead or stopped at that moment."""
+        self.refused: Counter[str] = Counter()
+        """Pins that the switch did not hold at once, by what the controller said."""
         self.strikes: list[Strike] = []
         self.problems: list[str] = []
         self.away: set[str] = set()
@@ -338,10 +341,14 @@ class Faults:
         namespace, keys = self._target()
         done = 0
         for key in keys[-2:]:
-            body = {"namespace": namespace, "key": key.hex(), "wait_s": 1.0}
-            with contextlib.suppress(PoolError):  # the block is gone, or there is no room
+            body = {"namespace": namespace, "key": key.hex(), "wait_s": 3.0}
+            try:
                 await self._pool.http("POST", "/v1/pin", body)
                 done += 1
+            except PoolError as error:
+                # Pinned all the same, or refused: the block is gone, or there is no room.
+                done += "pinned, but" in str(error)
+                self.refused[re.sub(r"[0-9a-f]{8,}|[0-9.]+", "…", str(error))] += 1
         return done
 
     async def _remove_pins(self, fault: Fault, target: str) -> int:

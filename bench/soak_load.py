@@ -28,7 +28,8 @@ from kvcast.hostagent.client import KvcastError
 
 _STUCK_S = 240.0
 """Longer than everything that one request does may take by the client library's own bounds."""
-_REMEMBERED_BLOCKS = 200_000
+_REMEMBERED_BLOCKS = 60_000
+"""Some minutes of writing: nothing older is asked for again."""
 _RECENT_BLOCKS = 64
 
 

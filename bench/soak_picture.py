@@ -52,7 +52,7 @@ def _figure(report: dict[str, Any]) -> bytes:
         figure = Figure(figsize=(11.5, 11), dpi=100, layout="constrained")
         rows = figure.subplots(6, 1, sharex=True, height_ratios=[1.5, 1, 0.8, 1, 0.8, 2.1])
         memory, descriptors, threads, rate, speed, faults = rows
-        _draw_lives(memory, report, "memory_mib", "Memory of each process's own, MiB")
+        _draw_lives(memory, report, "memory_mib", "Own memory, MiB")
         _draw_lives(descriptors, report, "descriptors", "Open descriptors")
         _draw_lives(threads, report, "threads", "Threads")
         _legend(memory, report)

@@ -358,6 +358,7 @@ class _Soak:
             "mib_per_s": round((delivered + puts) * BLOCK_BYTES / 2**20 / max(1e-9, seconds), 2),
             "faults": {kind: counts.get(kind, 0) for kind in soak_plan.KINDS},
             "faults_left_out": dict(sorted(faults.left_out.items())),
+            "pins_not_at_once": dict(faults.refused),
             "evictions_of_spared_agents": end.evictions,
             "switch": end.switch,
             "log_bytes": log_bytes,
