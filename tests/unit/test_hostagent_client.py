@@ -112,6 +112,27 @@ async def test_what_comes_for_a_get_that_gave_up_while_it_was_sent_is_released(
     await asyncio.wait(tasks)
 
 
+async def test_what_comes_at_the_moment_a_get_is_cancelled_is_released(
+    agent_and_client: tuple[SlowAgent, AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, client = agent_and_client
+    getting = asyncio.create_task(client.get(1, KEYS[:1]))
+    (request,) = await agent.hear(local.Get)
+    answered = client._answered
+
+    def answered_and_cancelled(reply: local.AgentReply) -> None:
+        answered(reply)  # this wakes the get up; before it runs, it is cancelled
+        getting.cancel()
+
+    monkeypatch.setattr(client, "_answered", answered_and_cancelled)
+    block = local.GotBlock(local.OK, handle=78, offset=0, size_bytes=10, digest=1, tier="local")
+    await agent.say(local.Got(request.request, [block]))
+    (release,) = await agent.hear(local.Release)
+    assert release.handles == [78]
+    await asyncio.wait([getting])
+    assert getting.cancelled()
+
+
 async def test_an_agent_that_dies_under_a_full_client_ends_every_get_and_leaves_nothing_unseen(
     agent_and_client: tuple[SlowAgent, AsyncClient],
 ) -> None:
