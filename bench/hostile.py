@@ -200,7 +200,7 @@ class _Attack:
         network = self._network()
         door = Door("switch port", "switch")
         before = await self._settled_switch()
-        with _bound(*network.node_side(me), peer=network.switch_side(me)) as attacker:
+        with bound_socket(*network.node_side(me), peer=network.switch_side(me)) as attacker:
             await self._send_frames(door, attacker, me, other, self.keys, 0.5)
         for _ in range(_SETTLE_TRIES):
             after = await self._settled_switch()
@@ -217,7 +217,7 @@ class _Attack:
         mine = home_keys(self.pool, me.node_id, 3, "hostile-home")
         await self.pool.kill("switch")
         before = await self._settled_agent()
-        with _bound(*network.switch_side(other), peer=network.node_side(other)) as attacker:
+        with bound_socket(*network.switch_side(other), peer=network.node_side(other)) as attacker:
             async with self._reading(0, mine):
                 await self._send_frames(door, attacker, me, other, self.keys + mine, 0.1)
         after = await self._settled_agent()
@@ -323,7 +323,7 @@ class _Attack:
         source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
         pid = self.pool.pids[door.part]
         assert pid is not None
-        inode_queue = _ReceiveQueue(attacker.getpeername())
+        inode_queue = ReceiveQueue(attacker.getpeername())
         while door.sent < self.options.frames:
             for _ in range(min(32, self.options.frames - door.sent)):
                 frame = source.frame()
@@ -339,7 +339,7 @@ class _Attack:
                 await asyncio.sleep(_PACE_S)
                 if self.pool.pids[door.part] is None:
                     raise self.pool.parts[door.part].failure(f"died at the door {door.door}")
-            _discard(attacker)
+            discard(attacker)
             await asyncio.sleep(0)
         await asyncio.sleep(1.0)
         self._frame_bytes = max(self._frame_bytes, door.sent_bytes)
@@ -604,7 +604,7 @@ def _http_balances(hostiles: HttpHostiles, grown: dict[str, int]) -> list[Balanc
     ]
 
 
-class _ReceiveQueue:
+class ReceiveQueue:
     """How many bytes wait in the receive buffer of the UDP socket at that address."""
 
     def __init__(self, address: tuple[str, int]) -> None:
@@ -619,7 +619,7 @@ class _ReceiveQueue:
         return 0
 
 
-def _bound(host: str, port: int, *, peer: tuple[str, int]) -> socket.socket:
+def bound_socket(host: str, port: int, *, peer: tuple[str, int]) -> socket.socket:
     """A UDP socket that stands at an address and talks to a peer."""
     attacker = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
@@ -632,7 +632,7 @@ def _bound(host: str, port: int, *, peer: tuple[str, int]) -> socket.socket:
     return attacker
 
 
-def _discard(attacker: socket.socket) -> None:
+def discard(attacker: socket.socket) -> None:
     """Throw away what came back."""
     with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
         while True:

@@ -13,6 +13,7 @@ has been dealt with.
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -253,3 +254,36 @@ class _HttpListener(_Listener):
         if self.answers:
             return "answered"
         return IGNORED if ending == SILENT else UNANSWERED
+
+
+# --- any TCP port -----------------------------------------------------------------------------
+
+
+class NoiseHostiles(HostileStream):
+    """Clients of a TCP port that do not speak its protocol: noise, at times behind a length.
+
+    Nothing that could be understood: where no TLS asks who is there, a well-formed message on a
+    link between parts is believed, and no hostile input.
+    """
+
+    def __init__(self, address: tuple[str, int], rng: random.Random) -> None:
+        super().__init__(socket.AF_INET, address)
+        self._rng = rng
+
+    def _message(self) -> tuple[bytes, _Listener]:
+        rng = self._rng
+        noise = rng.randbytes(rng.choice((0, 1, 3, 100, 5_000, 100_000)))
+        draw = rng.random()
+        if draw < 0.3:
+            noise = len(noise).to_bytes(4, "big") + noise
+        elif draw < 0.5:
+            noise = b"\x16\x03\x01" + noise  # as TLS begins
+        return noise, _NoiseListener()
+
+
+class _NoiseListener(_Listener):
+    def hear(self, data: bytes) -> None:
+        self.answers["bytes"] += len(data)
+
+    def outcome(self, ending: str) -> str:
+        return ending

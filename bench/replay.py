@@ -21,14 +21,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcast.bench import content, facts
 from kvcast.bench.workloads import Request
-from kvcast.hostagent.client import AsyncClient, KvcastError, PutError
+from kvcast.hostagent.client import AgentGoneError, AsyncClient, KvcastError, PutError
 
 TIERS = ("local", "switch", "shared", "home", "bulk", "miss")
 
@@ -36,6 +36,8 @@ EGRESS_COUNTERS = ("payload_bytes_sent_udp_total", "payload_bytes_sent_bulk_get_
 """The agents' counters (kvcast.hostagent.metrics) whose sum is what homes sent to readers."""
 
 _RECONNECT_S = 0.5
+_GRACE_S = 4.5
+"""A little less than the client library waits beyond a get's deadline."""
 
 
 class Turn(NamedTuple):
@@ -97,6 +99,9 @@ class Tally:
     """Numbers of the requests that ran to their end."""
     turns: list[Turn] = field(default_factory=list)
     """Every request that was not skipped, as it ended."""
+    overdue: list[tuple[int, float]] = field(default_factory=list)
+    """Gets that the agent left without an answer for `_GRACE_S` after their deadline: the node's
+    index, and when the get began (of time.monotonic)."""
     egress_bytes: float = 0.0
     egress_samples: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the start, bytes that homes sent until then)."""
@@ -128,25 +133,41 @@ class Tally:
         }
 
 
-def ideal_reads(requests: Sequence[Request]) -> dict[int, int]:
-    """By request, the blocks that it would read, over all ranks, of a pool that loses nothing: the
-    longest prefix of its keys that requests before it have written."""
-    written: set[tuple[str, bytes]] = set()
-    wanted: dict[int, int] = {}
-    for request in requests:
+class IdealPool:
+    """What a pool that loses nothing would hold, of the last `remembered` blocks (None = of all)
+    that requests have written."""
+
+    def __init__(self, remembered: int | None = None) -> None:
+        self._remembered = remembered
+        self._written: dict[tuple[str, bytes], None] = {}
+
+    def reads(self, request: Request) -> int:
+        """The blocks that the next request would read, over all ranks: the longest prefix of its
+        keys that requests before it have written."""
         blocks = [(request.namespace, key) for key in request.keys]
-        known = next((n for n, block in enumerate(blocks) if block not in written), len(blocks))
-        wanted[request.number] = known * max(1, len(request.group))
+        known = next((n for n, b in enumerate(blocks) if b not in self._written), len(blocks))
         if request.writes:
-            written.update(blocks)
-    return wanted
+            self._written.update(dict.fromkeys(blocks))
+            while self._remembered is not None and len(self._written) > self._remembered:
+                del self._written[next(iter(self._written))]
+        return known * max(1, len(request.group))
+
+
+def ideal_reads(requests: Sequence[Request]) -> dict[int, int]:
+    """By request, the blocks that it would read, over all ranks, of a pool that loses nothing."""
+    ideal = IdealPool()
+    return {request.number: ideal.reads(request) for request in requests}
 
 
 class NodeLink:
-    """The bench's connection to one node's agent, made again after it broke."""
+    """The bench's connection to one node's agent, made again after it broke, once in half a second.
 
-    def __init__(self, socket_path: Path) -> None:
+    Meanwhile whoever wants it waits, or, if `patient` is False, fails at once.
+    """
+
+    def __init__(self, socket_path: Path, *, patient: bool = True) -> None:
         self._path = socket_path
+        self._patient = patient
         self._client: AsyncClient | None = None
         self._lock = asyncio.Lock()
         self._not_before = 0.0
@@ -159,6 +180,8 @@ class NodeLink:
             await self.close()
             wait_s = self._not_before - time.monotonic()
             if wait_s > 0:
+                if not self._patient:
+                    raise AgentGoneError(f"{self._path}: was not there a moment ago")
                 await asyncio.sleep(wait_s)
             self._not_before = time.monotonic() + _RECONNECT_S
             self._client = await AsyncClient.connect(str(self._path), name="bench")
@@ -172,9 +195,11 @@ class NodeLink:
 
 
 @contextlib.asynccontextmanager
-async def links_to(sockets: Sequence[Path]) -> AsyncIterator[list[NodeLink]]:
+async def links_to(
+    sockets: Sequence[Path], *, patient: bool = True
+) -> AsyncIterator[list[NodeLink]]:
     """Links to the agents behind these sockets, closed at the end."""
-    links = [NodeLink(path) for path in sockets]
+    links = [NodeLink(path, patient=patient) for path in sockets]
     try:
         yield links
     finally:
@@ -214,6 +239,134 @@ class EgressMeter:
         self._last[index] = sent
 
 
+@dataclass
+class Reads:
+    """What one request has read so far, over all of its ranks."""
+
+    came: int = 0
+    missed: int = 0
+
+
+class Player:
+    """Plays one request after the other, or many at once, and counts in `tally`, for which another
+    may be set at any time."""
+
+    def __init__(
+        self, links: Sequence[NodeLink], node_ids: Sequence[str], options: ReplayOptions
+    ) -> None:
+        self.tally = Tally()
+        self._links = list(links)
+        self._node_ids = list(node_ids)
+        self._options = options
+        self._namespaces: dict[str, int] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def namespace(self, name: str) -> int:
+        """The number of a namespace that was prepared."""
+        return self._namespaces[name]
+
+    async def prepare(self, requests: Iterable[Request]) -> None:
+        """Have the namespaces and reader groups of these requests made, as an engine's would be."""
+        layout = f"{self._options.block_bytes} bytes"
+        for request in requests:
+            if request.namespace not in self._namespaces:
+                client = await self._links[0].client()
+                self._namespaces[request.namespace] = await client.namespace(
+                    "bench", request.namespace, self._options.namespace_tag, layout
+                )
+            place = (request.namespace, request.group)
+            if len(request.group) > 1 and place not in self._groups:
+                client = await self._links[0].client()
+                members = [self._node_ids[node] for node in request.group]
+                self._groups[place] = await client.group(
+                    self._namespaces[request.namespace], members
+                )
+
+    async def play(self, request: Request, reads: Reads) -> None:
+        """Look up the longest prefix, get it on every rank, put what was not there; `reads` counts
+        what came, also where an error of the local agent (KvcastError, OSError) ends it."""
+        namespace = self._namespaces[request.namespace]
+        client = await self._links[request.node].client()
+        keys = list(request.keys)
+        known = await client.exists(namespace, keys)
+        if known:
+            ranks = request.group or (request.node,)
+            group = self._groups.get((request.namespace, request.group), 0)
+            got = await asyncio.gather(
+                *(
+                    self._fetch(request, rank, keys[:known], group, reads, expect=place > 0)
+                    for place, rank in enumerate(ranks)
+                )
+            )
+            known = got[0]
+        if request.writes and known < len(keys):
+            await self._write(client, namespace, keys[known:])
+
+    async def _fetch(
+        self,
+        request: Request,
+        node: int,
+        keys: list[bytes],
+        group: int,
+        reads: Reads,
+        *,
+        expect: bool,
+    ) -> int:
+        """Get and check blocks on one node; how many came, counted from the first without a gap."""
+        client = await self._links[node].client()
+        namespace = self._namespaces[request.namespace]
+        began = time.monotonic()
+        try:
+            outcomes = await client.get_outcomes(
+                namespace,
+                keys,
+                deadline_s=self._options.deadline_s,
+                gather_ms=request.gather_ms,
+                group=group,
+                expect=expect,
+            )
+        finally:
+            waited_ms = (time.monotonic() - began) * 1e3
+            if waited_ms > 1e3 * (self._options.deadline_s + _GRACE_S):
+                self.tally.overdue.append((node, began))
+        remote, prefix, whole = False, 0, True
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self.tally.gets += 1
+            block = outcome.block
+            if block is None:
+                self.tally.misses += 1
+                reads.missed += 1
+                self.tally.hits["miss"] += 1
+                self.tally.miss_reasons[outcome.reason or outcome.status] += 1
+                remote, whole = True, False
+                continue
+            with block:
+                self.tally.wrong_bytes += content.wrong_bytes(
+                    key, self._options.block_bytes, block.data
+                )
+                self.tally.hits[block.tier] += 1
+                reads.came += 1
+            if block.tier != "local":
+                remote = True
+                self.tally.fetched.add((request.namespace, key))
+            prefix += whole
+        if remote:
+            self.tally.fetch_ms.append(waited_ms)
+        return prefix
+
+    async def _write(self, client: AsyncClient, namespace: int, keys: list[bytes]) -> None:
+        """Put blocks, a bounded number of bytes at a time."""
+        batch = max(1, (4 << 20) // self._options.block_bytes)
+        for first in range(0, len(keys), batch):
+            part = keys[first : first + batch]
+            size = self._options.block_bytes
+            self.tally.put_blocks += len(part)
+            try:
+                await client.put(namespace, {key: content.block_bytes(key, size) for key in part})
+            except PutError as error:
+                self.tally.put_failures += len(error.failed)
+
+
 class Replay:
     """One replay of a list of requests on a pool."""
 
@@ -226,14 +379,10 @@ class Replay:
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.tally = Tally()
         self._requests = list(requests)
-        self._links = list(links)
-        self._node_ids = list(node_ids)
         self._options = options
         self._on_progress = on_progress
-        self._namespaces: dict[str, int] = {}
-        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._player = Player(links, node_ids, options)
         self._ended: dict[int, asyncio.Event] = {r.number: asyncio.Event() for r in self._requests}
         self._slots = asyncio.Semaphore(options.in_flight)
         self._started_at = 0.0
@@ -241,12 +390,16 @@ class Replay:
         self._marks: list[tuple[int, asyncio.Event]] = []
         self._meter = EgressMeter(links)
         self._wanted = ideal_reads(self._requests)
-        self._came: Counter[int] = Counter()
-        self._missed: Counter[int] = Counter()
+
+    @property
+    def tally(self) -> Tally:
+        """What was counted so far."""
+        return self._player.tally
 
     async def run(self) -> Tally:
         """Play all requests; returns when every one has ended or was skipped."""
-        await self._prepare()
+        # Namespaces and reader groups exist before the clock starts.
+        await self._player.prepare(self._requests)
         before = await self._meter.read()
         self._started_at = time.monotonic()
         sampler = asyncio.create_task(self._sample(before))
@@ -266,22 +419,6 @@ class Replay:
         self.tally.egress_bytes = await self._meter.read() - before
         self.tally.egress_samples.append((self.elapsed(), self.tally.egress_bytes))
         return self.tally
-
-    async def _prepare(self) -> None:
-        """Namespaces and reader groups exist before the clock starts, as an engine's would."""
-        client = await self._links[0].client()
-        layout = f"{self._options.block_bytes} bytes"
-        for name in dict.fromkeys(request.namespace for request in self._requests):
-            self._namespaces[name] = await client.namespace(
-                "bench", name, self._options.namespace_tag, layout
-            )
-        for request in self._requests:
-            place = (request.namespace, request.group)
-            if len(request.group) > 1 and place not in self._groups:
-                members = [self._node_ids[node] for node in request.group]
-                self._groups[place] = await client.group(
-                    self._namespaces[request.namespace], members
-                )
 
     async def _sample(self, before: float) -> None:
         while True:
@@ -317,7 +454,7 @@ class Replay:
         self._on_progress(self._finished, len(self._requests))
 
     async def _play(self, request: Request) -> None:
-        started_s, failed = self.elapsed(), False
+        started_s, failed, reads = self.elapsed(), False, Reads()
         try:
             if self.elapsed() > request.time_s + 0.05:
                 self.tally.late_requests += 1
@@ -327,7 +464,7 @@ class Replay:
                 await asyncio.sleep(request.jitter_s)
             self.tally.requests += 1
             started_s = self.elapsed()
-            await self._turn(request)
+            await self._player.play(request, reads)
             self.tally.done.add(request.number)
         except (KvcastError, OSError):
             failed = True
@@ -340,82 +477,10 @@ class Replay:
                     started_s,
                     self.elapsed(),
                     self._wanted[number],
-                    self._came[number],
-                    self._missed[number],
+                    reads.came,
+                    reads.missed,
                     failed,
                 )
             )
             self._slots.release()
             self._end(request)
-
-    async def _turn(self, request: Request) -> None:
-        """Look up the longest prefix, get it on every rank, put what was not there."""
-        namespace = self._namespaces[request.namespace]
-        client = await self._links[request.node].client()
-        keys = list(request.keys)
-        known = await client.exists(namespace, keys)
-        if known:
-            ranks = request.group or (request.node,)
-            group = self._groups.get((request.namespace, request.group), 0)
-            got = await asyncio.gather(
-                *(
-                    self._fetch(request, rank, keys[:known], group, expect=place > 0)
-                    for place, rank in enumerate(ranks)
-                )
-            )
-            known = got[0]
-        if request.writes and known < len(keys):
-            await self._write(client, namespace, keys[known:])
-
-    async def _fetch(
-        self, request: Request, node: int, keys: list[bytes], group: int, *, expect: bool
-    ) -> int:
-        """Get and check blocks on one node; how many came, counted from the first without a gap."""
-        client = await self._links[node].client()
-        namespace = self._namespaces[request.namespace]
-        began = time.monotonic()
-        outcomes = await client.get_outcomes(
-            namespace,
-            keys,
-            deadline_s=self._options.deadline_s,
-            gather_ms=request.gather_ms,
-            group=group,
-            expect=expect,
-        )
-        waited_ms = (time.monotonic() - began) * 1e3
-        remote, prefix, whole = False, 0, True
-        for key, outcome in zip(keys, outcomes, strict=True):
-            self.tally.gets += 1
-            block = outcome.block
-            if block is None:
-                self.tally.misses += 1
-                self._missed[request.number] += 1
-                self.tally.hits["miss"] += 1
-                self.tally.miss_reasons[outcome.reason or outcome.status] += 1
-                remote, whole = True, False
-                continue
-            with block:
-                self.tally.wrong_bytes += content.wrong_bytes(
-                    key, self._options.block_bytes, block.data
-                )
-                self.tally.hits[block.tier] += 1
-                self._came[request.number] += 1
-            if block.tier != "local":
-                remote = True
-                self.tally.fetched.add((request.namespace, key))
-            prefix += whole
-        if remote:
-            self.tally.fetch_ms.append(waited_ms)
-        return prefix
-
-    async def _write(self, client: AsyncClient, namespace: int, keys: list[bytes]) -> None:
-        """Put blocks, a bounded number of bytes at a time."""
-        batch = max(1, (4 << 20) // self._options.block_bytes)
-        for first in range(0, len(keys), batch):
-            part = keys[first : first + batch]
-            size = self._options.block_bytes
-            self.tally.put_blocks += len(part)
-            try:
-                await client.put(namespace, {key: content.block_bytes(key, size) for key in part})
-            except PutError as error:
-                self.tally.put_failures += len(error.failed)

@@ -37,6 +37,13 @@ STORM_GATHER_MS = 60
 """How long a home may hold its answer for joiners: scaled to a software switch of a few thousand
 frames a second, on which a block takes tens of milliseconds; hardware would want microseconds."""
 
+MAX_OPEN_CONVERSATIONS = 64
+MAX_CONVERSATION_PREFIXES = 8
+"""A conversation of so many prefixes' blocks ends with that turn: an endless stream of requests
+shall not be made of ever longer ones."""
+_NUMBERS_REMEMBERED = 10_000
+"""Requests of one kind in a mix on which a later one may still depend."""
+
 MAX_TRACE_LINE_BYTES = 4 * 1024 * 1024
 
 
@@ -153,6 +160,10 @@ class _Arrivals:
         mean = self.options.prefix_blocks * share
         return max(1, round(self.rng.uniform(0.5, 1.5) * mean))
 
+    def goes_on(self, keys: tuple[bytes, ...]) -> bool:
+        """Whether a conversation of these blocks may have another turn."""
+        return len(keys) < MAX_CONVERSATION_PREFIXES * self.options.prefix_blocks
+
 
 def _tp_mla(make: _Arrivals) -> Iterator[Request]:
     """Turns of conversations on engines that span several hosts; all ranks read at once."""
@@ -186,7 +197,7 @@ def _tp_mla(make: _Arrivals) -> Iterator[Request]:
             group=group,
             gather_ms=TP_MLA_GATHER_MS,
         )
-        if len(open_conversations) < 64:
+        if make.goes_on(keys) and len(open_conversations) < MAX_OPEN_CONVERSATIONS:
             open_conversations.append((name, keys, number))
 
 
@@ -283,7 +294,7 @@ def _chat(make: _Arrivals) -> Iterator[Request]:
             keys = chained((), (make.kind, options.seed, name), make.blocks(0.6))
         number = next(make.numbers)
         yield Request(number, at, dispatcher.node(keys), keys, make.kind, after=waits_for)
-        if len(open_chats) < 64:
+        if make.goes_on(keys) and len(open_chats) < MAX_OPEN_CONVERSATIONS:
             open_chats.append((name, keys, number))
 
 
@@ -300,11 +311,14 @@ def _mix(make: _Arrivals) -> Iterator[Request]:
         ((request.time_s, place, request) for request in stream)
         for place, stream in enumerate(streams)
     ]
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: list[dict[int, int]] = [{} for _ in streams]
     for _, place, request in heapq.merge(*tagged, key=lambda item: (item[0], item[1])):
         number = next(make.numbers)
-        numbers[place, request.number] = number
-        after = None if request.after is None else numbers[place, request.after]
+        mine = numbers[place]
+        after = None if request.after is None else mine.get(request.after)
+        mine[request.number] = number
+        if len(mine) > _NUMBERS_REMEMBERED:
+            del mine[next(iter(mine))]
         yield replace(request, number=number, after=after)
 
 

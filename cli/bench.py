@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,27 @@ socket and into the HTTP API of a running pool: nothing may crash or hang, memor
 the pool still works afterwards. And everything is accounted for: what the attacker sent is, to the
 last frame, connection and answer, what the kernel and the attacked part count; the sums are
 printed, and one that does not come out fails the bench."""
+
+
+_SOAK = """\
+A whole pool under load and faults for as long as you like: does anything grow, hang, sink, or come
+back wrong? Parts are killed and stopped, clients die with pins, frames are lost, hostile frames and
+bytes go into every door, an operator makes namespaces and pins; a seeded plan says when. The load
+is the demo's mix, without end, as fast as this machine allows; every byte is checked.
+
+Of every process: memory of its own (MiB), descriptors, threads. Of the load: hit rate = blocks that
+came / blocks that a pool which loses and evicts nothing would have held, wrong bytes, blocks a
+second, fetch times. It ends with a table of criteria, and with status 1 where one does not hold."""
+
+_SOAK_EXAMPLES = """\
+examples:
+  kvcast bench soak --minutes 60 --json soak.json --out soak-out      the hour
+  kvcast bench soak --minutes 10 --seed 7
+soak.png in --out shows memory, descriptors and threads by part, hit rate, and the faults as marks;
+--out keeps the logs, too. Lives of a process below four minutes are not judged for growth, so less
+than about 20 minutes judges the agents only.
+
+python -m kvcast.bench.soak does the same for one switch process and 100 million packets."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -154,6 +176,36 @@ def build_parser() -> argparse.ArgumentParser:
     hostile.add_argument("--nodes", type=int, default=3, help="nodes of the pool")
     hostile.add_argument("--seed", type=int, default=1, help="seeds the mutations")
     _report_options(hostile)
+    soak = benches.add_parser(
+        "soak",
+        help="a pool under load and faults for an hour: is it flat?",
+        description=_SOAK,
+        epilog=_SOAK_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    soak.add_argument("--minutes", type=float, default=10.0, help="how long faults and load go on")
+    soak.add_argument(
+        "--nodes", type=int, default=6, help="nodes with an agent; one more is the attacker's"
+    )
+    soak.add_argument("--seed", type=int, default=1, help="seeds the plan of faults and the load")
+    soak.add_argument(
+        "--loss",
+        type=float,
+        default=0.002,
+        metavar="P",
+        help="probability of losing a frame each time it crosses a link",
+    )
+    soak.add_argument(
+        "--arena-bytes",
+        type=byte_size,
+        default="32MiB",
+        metavar="SIZE",
+        help="memory of each agent for blocks; small, so that it evicts all the time",
+    )
+    soak.add_argument(
+        "--out", type=Path, default=Path("kvcast-soak"), metavar="DIR", help="picture and logs"
+    )
+    _report_options(soak, run_dir=False)
     return parser
 
 
@@ -176,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "incast": _run_incast,
         "incast-simulation": _run_simulation,
         "hostile": _run_hostile,
+        "soak": _run_soak,
     }[options.bench]
     return run_command(lambda: command(options), log_level=options.log_level)
 
@@ -332,3 +385,62 @@ def _print_hostile(report: dict[str, Any]) -> None:
 
 def _side(counts: dict[str, int]) -> str:
     return " + ".join(f"{count:,} {name}" for name, count in counts.items()) or "0"
+
+
+async def _run_soak(options: argparse.Namespace) -> int:
+    from kvcast.bench import facts, soak_picture, soak_pool
+
+    report = await soak_pool.run(
+        soak_pool.SoakOptions(
+            minutes=options.minutes,
+            nodes=options.nodes,
+            seed=options.seed,
+            loss=options.loss,
+            arena_bytes=options.arena_bytes,
+            run_dir=options.out / "logs",
+        ),
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.json:
+        facts.write_json(options.json, report)
+    picture = soak_picture.draw(report, options.out)
+    if options.json != "-":
+        _print_soak(report)
+        print(f"picture: {picture}")
+    return EXIT_OK if report["passed"] else EXIT_FAILED
+
+
+def _print_soak(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    windows = report["windows"]
+    p50 = sorted(w["fetch_p50_ms"] for w in windows if w["fetch_p50_ms"] is not None)
+    p99 = sorted(w["fetch_p99_ms"] for w in windows if w["fetch_p99_ms"] is not None)
+    fetches = "none"
+    if p50:
+        fetches = f"p50 {p50[len(p50) // 2]:.0f} ms, p99 {p99[len(p99) // 2]:.0f} ms"
+    console.print(
+        f"soak: {report['seconds'] / 60:.1f} min, {report['parameters']['nodes']} nodes; "
+        f"{report['blocks_delivered']:,} blocks delivered and {report['blocks_put']:,} put, "
+        f"{report['blocks_per_s']:g} blocks/s, {report['mib_per_s']:g} MiB/s; "
+        f"{report['misses']:,} misses, {report['wrong_bytes']} wrong bytes; "
+        f"fetches (median of windows): {fetches}",
+        highlight=False,
+    )
+    faults = Table(title="faults", title_justify="left")
+    faults.add_column("kind")
+    faults.add_column("times", justify="right")
+    for kind, count in report["faults"].items():
+        faults.add_row(kind, f"{count:,}")
+    console.print(faults)
+    criteria = Table(title="criteria", title_justify="left")
+    for name in ("", "must hold", "found", ""):
+        criteria.add_column(name)
+    for each in report["criteria"]:
+        criteria.add_row(
+            each["name"], each["demand"], each["found"], "holds" if each["holds"] else "FAILS"
+        )
+    console.print(criteria)
+    print("passed" if report["passed"] else "failed")

@@ -121,15 +121,24 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def _printable(text: str) -> str:
+    """The text with everything escaped that is no printable character: messages quote what peers
+    sent, which must not become a line of its own, or speak to a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class TextFormatter(logging.Formatter):
-    """`12:00:00.123 info kvcast.agent message key=value …`, for people."""
+    """`12:00:00.123 info kvcast.agent message key=value …`, for people; one line, but for the
+    trace of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         extras = "".join(
             f" {k}={v}" for k, v in vars(record).items() if k not in JsonFormatter._standard
         )
-        text = (
+        text = _printable(
             f"{stamp}.{int(record.msecs):03d} {record.levelname.lower():7} {record.name} "
             f"{record.getMessage()}{extras}"
         )

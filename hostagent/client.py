@@ -701,7 +701,14 @@ class AsyncClient:
         future = self._waiting.pop(reply.request, None)
         if future is not None and not future.done():
             future.set_result(reply)
-        elif isinstance(reply, local.Got):
+        else:
+            self._give_back(reply)
+
+    def _give_back(self, reply: local.AgentReply) -> None:
+        """Nobody takes this answer: release what it holds."""
+        if self._gone:
+            return
+        if isinstance(reply, local.Got):
             for got in reply.blocks:
                 if got.status == local.OK:
                     self._release(got.handle)
@@ -730,19 +737,25 @@ class AsyncClient:
         data = self._codec.encode(make(number))
         self._waiting[number] = future
         self._writer.write(data)
+        reply: local.AgentReply | None = None
         try:
             async with asyncio.timeout(patience_s):
                 await self._writer.drain()
-                return _expect(await future, kind)
+                reply = await future
+            return _expect(reply, kind)
         except TimeoutError:
             raise AgentGoneError(f"the agent did not answer within {patience_s} s") from None
         except OSError as error:
             raise AgentGoneError(f"the connection to the agent broke: {error}") from error
         finally:
-            if future.done() and not future.cancelled():
-                future.exception()  # seen, even if we were cancelled at the same moment
-            if self._waiting.get(number) is future and future.done():
+            # Nobody waits for the answer any more. If it still comes, what it holds is given back.
+            if self._waiting.get(number) is future:
                 del self._waiting[number]
+            if future.cancel() or future.cancelled():
+                pass  # it did not come
+            elif future.exception() is None and reply is None:
+                # It came at the moment at which we were cancelled.
+                self._give_back(future.result())
 
     def _release(self, handle: int) -> None:
         if not self._gone:

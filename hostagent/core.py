@@ -393,6 +393,7 @@ class AgentCore:
         )
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)
+        values["arena_held_bytes"] = float(self.store.held_bytes)
         values["blocks"] = float(len(self.store))
         values["fetches_waiting"] = float(self.reads.waiting)
         values["segments_in_flight"] = float(self.requester.segments_in_flight)

@@ -150,6 +150,11 @@ class Store:
         """Bytes of arena taken, in extents."""
         return self.allocator.used_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of arena that cannot be evicted now: pinned, or being written."""
+        return self.allocator.used_bytes - self._evictable_bytes
+
     def namespace_bytes(self, namespace: int) -> int:
         """Bytes of arena that a namespace takes."""
         state = self._namespaces.get(namespace)
@@ -334,7 +339,7 @@ class Store:
     def _allocate(self, size_bytes: int) -> int:
         offset = self.allocator.allocate(size_bytes)
         while offset is None:
-            stuck_bytes = self.allocator.used_bytes - self._evictable_bytes
+            stuck_bytes = self.held_bytes
             hopeless = (
                 self.allocator.extent_bytes(size_bytes)
                 > self.allocator.capacity_bytes - stuck_bytes

@@ -20,6 +20,9 @@ import msgspec
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Longest message accepted on a stream, in bytes; a bucket map of 32 nodes takes 20 KiB."""
 
+MAX_QUOTED_CHARS = 200
+"""How much of the reason, which quotes the message, an error repeats."""
+
 _LENGTH = struct.Struct("!I")
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -75,4 +78,5 @@ class MessageCodec(Generic[M]):
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FramingError(f"not a message of this stream: {error}") from error
+            why = str(error)[:MAX_QUOTED_CHARS]  # it may quote a megabyte of what was sent
+            raise FramingError(f"not a message of this stream: {why}") from error

@@ -355,6 +355,11 @@ class Pool:
         return self._folder
 
     @property
+    def process_name(self) -> str:
+        """What the names of this pool's arenas and sockets in shared folders contain."""
+        return _process_name()
+
+    @property
     def switch_stats_path(self) -> Path:
         """Where switchsim writes all of its counters, every second."""
         return self._folder / "switch-stats.json"

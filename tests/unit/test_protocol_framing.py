@@ -64,6 +64,13 @@ def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
         list(codec().feed(len(body).to_bytes(4, "big") + body))
 
 
+def test_the_error_quotes_little_of_a_long_message() -> None:
+    body = msgspec.msgpack.encode({"type": "x" * 900})
+    with pytest.raises(FramingError) as refused:
+        codec().decode(body)
+    assert len(str(refused.value)) < 300
+
+
 def test_control_messages_are_checked_as_they_arrive() -> None:
     codec_of_agents: MessageCodec[msgspec.Struct] = MessageCodec(control.AgentMessage)
     renew = control.Renew(

@@ -1,0 +1,160 @@
+"""Which faults strike a pool in a soak, when and whom: a function of a seed.
+
+Owns: the kinds of faults, how often each strikes, and which parts are spared. Must not know: pools,
+processes, sockets; soak_faults.py does what stands here.
+
+Faults come in lanes. Those of one lane strike one after the other, at the planned time or as soon
+as the one before is over; lanes run side by side. So at most one part is dead and one stopped at a
+time, while frames, messages, dying clients and an operator's work go on.
+
+Kills restart processes, and a leak shows only in one that lives. So:
+- the first half of the nodes is never killed: their agents live as long as the soak;
+- switch and controller are killed only in the first and the third fifth of it: so each has lives of
+  one and of two fifths, and the second fifth, with which the last one is compared, is like it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+KILL_AGENT: Final = "agent killed"
+KILL_SWITCH: Final = "switch killed"
+KILL_CONTROLLER: Final = "controller killed"
+STOP_AGENT: Final = "agent stopped"
+STOP_SWITCH: Final = "switch stopped"
+STOP_CONTROLLER: Final = "controller stopped"
+KILL_CLIENT: Final = "client killed with pins"
+STOP_CLIENT: Final = "client stopped"
+HOSTILE_FRAMES: Final = "hostile frames to the switch"
+HOSTILE_LOCAL: Final = "hostile bytes to a local socket"
+HOSTILE_HTTP: Final = "hostile bytes to the HTTP API"
+HOSTILE_TCP: Final = "hostile bytes to a TCP port"
+MAKE_NAMES: Final = "namespaces and groups made"
+SET_PINS: Final = "pins set in the switch"
+REMOVE_PINS: Final = "pins removed from the switch"
+DROP_BLOCKS: Final = "blocks dropped"
+
+# What comes with one of those, and is counted by itself.
+HOSTILE_AS_DEAD: Final = "hostile frames as a dead node"
+HOSTILE_TO_AGENTS: Final = "hostile frames to the agents"
+LOST_FRAMES: Final = "frames lost"
+
+PLANNED: Final = (
+    KILL_AGENT,
+    KILL_SWITCH,
+    KILL_CONTROLLER,
+    STOP_AGENT,
+    STOP_SWITCH,
+    STOP_CONTROLLER,
+    KILL_CLIENT,
+    STOP_CLIENT,
+    HOSTILE_FRAMES,
+    HOSTILE_LOCAL,
+    HOSTILE_HTTP,
+    HOSTILE_TCP,
+    MAKE_NAMES,
+    SET_PINS,
+    REMOVE_PINS,
+    DROP_BLOCKS,
+)
+KINDS: Final = (*PLANNED, HOSTILE_AS_DEAD, HOSTILE_TO_AGENTS, LOST_FRAMES)
+"""Every kind that a report counts."""
+
+DISRUPTIVE: Final = PLANNED[:6]
+"""Those that take a part away for a while."""
+
+_CENTRAL: Final = (KILL_SWITCH, KILL_CONTROLLER)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: not before `at_s` of the soak; `lasts_s` for what is taken away and given back.
+
+    `node` is an index: of the agent for faults of agents, local sockets and clients.
+    """
+
+    at_s: float
+    kind: str
+    node: int = 0
+    lasts_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """`kinds` with their weights, one about every `period_s`; `lasts_s`: from, to."""
+
+    kinds: tuple[tuple[str, float], ...]
+    period_s: float
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+
+
+_LANES: Final = {
+    "kills": _Lane(
+        ((KILL_AGENT, 2.0), (KILL_SWITCH, 1.0), (KILL_CONTROLLER, 1.0)), 20.0, (0.2, 6.0)
+    ),
+    # Longer than a lease, now and then: then the part counts as dead, and comes back.
+    "stops": _Lane(
+        ((STOP_AGENT, 3.0), (STOP_SWITCH, 1.0), (STOP_CONTROLLER, 1.0)), 11.0, (0.1, 6.0)
+    ),
+    "clients": _Lane(((KILL_CLIENT, 3.0), (STOP_CLIENT, 1.0)), 7.0, (0.2, 4.0)),
+    "frames": _Lane(((HOSTILE_FRAMES, 1.0),), 2.0),
+    "streams": _Lane(((HOSTILE_LOCAL, 2.0), (HOSTILE_HTTP, 1.0), (HOSTILE_TCP, 1.0)), 4.0),
+    "operator": _Lane(
+        ((SET_PINS, 3.0), (REMOVE_PINS, 3.0), (MAKE_NAMES, 2.0), (DROP_BLOCKS, 1.0)), 3.0
+    ),
+}
+
+
+def spared(nodes: int) -> int:
+    """How many nodes, the first ones, keep their agents for the whole soak."""
+    return (nodes + 1) // 2
+
+
+def central_kills_allowed(at_s: float, duration_s: float) -> bool:
+    """Whether switch and controller may be killed then."""
+    return int(5 * at_s / duration_s) in (0, 2)
+
+
+def plan(seed: int, duration_s: float, nodes: int) -> dict[str, list[Fault]]:
+    """By lane, the faults of a soak of `nodes` nodes (at least 2), in order of time."""
+    assert nodes >= 2
+    return {
+        name: list(_faults(lane, random.Random(f"{name}/{seed}"), duration_s, nodes))
+        for name, lane in _LANES.items()
+    }
+
+
+def one_of_each(nodes: int, apart_s: float = 0.3) -> dict[str, list[Fault]]:
+    """Every kind once, quickly: for a soak of some seconds."""
+    return {
+        name: [
+            Fault(
+                (number + 1) * apart_s,
+                kind,
+                nodes - 1 if kind == KILL_AGENT else number % nodes,
+                min(1.0, lane.lasts_s[1]),
+            )
+            for number, (kind, _) in enumerate(lane.kinds)
+        ]
+        for name, lane in _LANES.items()
+    }
+
+
+def _faults(lane: _Lane, rng: random.Random, duration_s: float, nodes: int) -> Iterator[Fault]:
+    at_s = rng.uniform(0.3, 1.0) * lane.period_s
+    while at_s < duration_s:
+        kinds = [
+            (kind, weight)
+            for kind, weight in lane.kinds
+            if kind not in _CENTRAL or central_kills_allowed(at_s, duration_s)
+        ]
+        (kind,) = rng.choices([k for k, _ in kinds], [weight for _, weight in kinds])
+        first = spared(nodes) if kind == KILL_AGENT else 0
+        # Short ones more often than long ones.
+        low, high = lane.lasts_s
+        lasts_s = low + (high - low) * rng.random() ** 2
+        yield Fault(round(at_s, 2), kind, rng.randrange(first, nodes), round(lasts_s, 2))
+        at_s += rng.uniform(0.5, 1.5) * lane.period_s

@@ -1,0 +1,57 @@
+"""A soak of some seconds: one fault of each kind on a small pool under load.
+
+Oracle: every byte of every block recomputed from its key; the soak's own criteria for what does not
+need time (nothing dies, hangs or is left behind; the pool is whole afterwards). Cannot see: growth,
+for which it is too short (tests/unit/test_bench_soak.py judges series made by hand).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kvcast.bench import soak_picture, soak_plan
+from kvcast.bench.soak_pool import SoakOptions, run
+from kvcast.bench.soak_verdict import Bounds
+
+NODES = 3
+
+
+@pytest.mark.slow
+async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> None:
+    said: list[str] = []
+    report = await run(
+        SoakOptions(
+            minutes=0.25,
+            nodes=NODES,
+            arena_bytes=4 << 20,
+            loss=0.005,
+            bounds=Bounds(life_s=5.0, memory_rise_mib=1000.0, hit_rate_drop=1.0),
+            plan=soak_plan.one_of_each(NODES),
+            run_dir=tmp_path / "run",
+        ),
+        said.append,
+    )
+    assert [c for c in report["criteria"] if not c["holds"]] == []
+    assert report["passed"]
+    assert report["wrong_bytes"] == 0
+    assert report["blocks_delivered"] > 100
+    assert report["evictions_of_spared_agents"] > 0
+    assert all(report["faults"][kind] > 0 for kind in soak_plan.KINDS), report["faults"]
+    # Whoever was killed has another life, whoever was not has one.
+    lives = {life["part"]: life["life"] for life in report["lives"]}
+    assert lives == {
+        "switch": 2,
+        "controller": 2,
+        "node-1": 1,
+        "node-2": 1,
+        "node-3": 2,
+        "node-4": 1,
+        "bench": 1,
+    }
+    assert {growth["life"] for growth in report["growth"]} >= {"node-1, life 1", "node-2, life 1"}
+    assert said
+    picture = soak_picture.draw(json.loads(json.dumps(report)), tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 200_000

@@ -1,0 +1,153 @@
+"""The asyncio client against an agent that reads and answers when the test says so.
+
+Oracle: what the agent is sent. Cannot see: a real agent (tests/integration/test_hostagent_pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from kvcast.hostagent.client import AgentGoneError, AsyncClient
+from kvcast.protocol import local
+from kvcast.protocol.framing import MessageCodec
+
+ARENA_BYTES = 1 << 20
+_SILENCE_S = 5.0
+"""After which nothing more comes."""
+KEYS = [number.to_bytes(16, "big") for number in range(1000)]
+
+
+class SlowAgent:
+    """Says Welcome, and from then on only what it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self._codec: MessageCodec[Any] = MessageCodec(local.ClientMessage)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._listener.setblocking(False)
+        self._peer: socket.socket | None = None
+
+    async def welcome(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._peer, _ = await loop.sock_accept(self._listener)
+        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._peer.setblocking(False)
+        list(self._codec.feed(await loop.sock_recv(self._peer, 4096)))
+        arena = os.memfd_create("arena")
+        try:
+            os.ftruncate(arena, ARENA_BYTES)
+            welcome = local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", ARENA_BYTES)
+            socket.send_fds(self._peer, [self._codec.encode(welcome)], [arena])
+        finally:
+            os.close(arena)
+
+    async def hear(self, kind: type) -> list[Any]:
+        """Read on until a message of that kind comes; all that came until then."""
+        assert self._peer is not None
+        messages: list[Any] = []
+        while not any(isinstance(message, kind) for message in messages):
+            coming = asyncio.get_running_loop().sock_recv(self._peer, 1 << 20)
+            data = await asyncio.wait_for(coming, _SILENCE_S)
+            assert data, f"the client left; until then it said {messages}"
+            messages += self._codec.feed(data)
+        return messages
+
+    async def say(self, message: Any) -> None:
+        assert self._peer is not None
+        await asyncio.get_running_loop().sock_sendall(self._peer, self._codec.encode(message))
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._peer is not None:
+            self._peer.close()
+
+
+@pytest_asyncio.fixture
+async def agent_and_client(tmp_path: Path) -> AsyncIterator[tuple[SlowAgent, AsyncClient]]:
+    agent = SlowAgent(tmp_path / "agent.sock")
+    welcoming = asyncio.create_task(agent.welcome())
+    client = await AsyncClient.connect(str(tmp_path / "agent.sock"))
+    await welcoming
+    yield agent, client
+    await client.close()
+    agent.close()
+
+
+async def _stuffed(client: AsyncClient) -> list[asyncio.Task[Any]]:
+    """Gets that the agent does not read, until the client has to wait before it can send more."""
+    tasks = []
+    for _ in range(40):  # 16 KiB each: beyond what sockets and the client's buffer hold
+        tasks.append(asyncio.create_task(client.get(1, KEYS, deadline_s=0.1)))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
+    return tasks
+
+
+async def test_what_comes_for_a_get_that_gave_up_while_it_was_sent_is_released(
+    agent_and_client: tuple[SlowAgent, AsyncClient],
+) -> None:
+    agent, client = agent_and_client
+    tasks = await _stuffed(client)
+    tasks[-1].cancel()  # as the time-out does, or an engine that ends
+    await asyncio.wait([tasks[-1]])
+    messages = []
+    while len(messages) < len(tasks):
+        messages += await agent.hear(local.Get)
+    last = messages[-1]
+    block = local.GotBlock(local.OK, handle=77, offset=0, size_bytes=10, digest=1, tier="local")
+    await agent.say(local.Got(last.request, [block]))
+    (release,) = [m for m in await agent.hear(local.Release) if isinstance(m, local.Release)]
+    assert release.handles == [77]
+    for task in tasks[:-1]:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_what_comes_at_the_moment_a_get_is_cancelled_is_released(
+    agent_and_client: tuple[SlowAgent, AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, client = agent_and_client
+    getting = asyncio.create_task(client.get(1, KEYS[:1]))
+    (request,) = await agent.hear(local.Get)
+    answered = client._answered
+
+    def answered_and_cancelled(reply: local.AgentReply) -> None:
+        answered(reply)  # this wakes the get up; before it runs, it is cancelled
+        getting.cancel()
+
+    monkeypatch.setattr(client, "_answered", answered_and_cancelled)
+    block = local.GotBlock(local.OK, handle=78, offset=0, size_bytes=10, digest=1, tier="local")
+    await agent.say(local.Got(request.request, [block]))
+    (release,) = await agent.hear(local.Release)
+    assert release.handles == [78]
+    await asyncio.wait([getting])
+    assert getting.cancelled()
+
+
+async def test_an_agent_that_dies_under_a_full_client_ends_every_get_and_leaves_nothing_unseen(
+    agent_and_client: tuple[SlowAgent, AsyncClient],
+) -> None:
+    agent, client = agent_and_client
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    tasks = await _stuffed(client)
+    agent.close()
+    while client.connected:  # some are made after the socket broke, and before the client knows
+        tasks += [asyncio.create_task(client.get(1, KEYS[:1])) for _ in range(2)]
+        await asyncio.sleep(0)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, AgentGoneError) for outcome in outcomes)
+    assert not client.connected
+    del tasks, outcomes
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unseen == []
