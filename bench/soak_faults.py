@@ -45,7 +45,9 @@ _CONNECTIONS = 8
 _KEYS = 4
 _NAMES = 150
 """Names of namespaces that an operator asks for, over and over: more than there may be."""
-_PINS_KEPT = 4
+_PINS_KEPT = 1
+_TRIES = 3
+_AGAIN_S = 1.0
 _RESTART_S = 90.0
 _CLIENT_READY_S = 20.0
 
@@ -76,7 +78,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         """How often each kind struck; of frames and connections, how many."""
         self.left_out: Counter[str] = Counter()
-        """Faults whose target was not there: dead or stopped at that moment."""
+        """Faults that found their target dead or stopped, or nothing to do; tried again twice."""
         self.refused: Counter[str] = Counter()
         """Pins that the switch did not hold at once, by what the controller said."""
         self.strikes: list[Strike] = []
@@ -112,7 +114,8 @@ class Faults:
     # --- lanes --------------------------------------------------------------------------------
 
     async def run(self, plan: dict[str, list[Fault]], until_s: float) -> None:
-        """Strike as planned; what is taken away is given back before this returns."""
+        """Strike as planned, and begin nothing after `until_s`; what is taken away is given back
+        before this returns."""
         async with asyncio.TaskGroup() as lanes:
             for faults in plan.values():
                 lanes.create_task(self._lane(faults, until_s))
@@ -120,12 +123,15 @@ class Faults:
     async def _lane(self, faults: Sequence[Fault], until_s: float) -> None:
         for fault in faults:
             await asyncio.sleep(max(0.0, fault.at_s - self.elapsed()))
-            if self.elapsed() >= until_s:
-                return
-            await self.strike(fault)
+            for _ in range(_TRIES):
+                if self.elapsed() >= until_s:
+                    return
+                if await self.strike(fault):
+                    break
+                await asyncio.sleep(_AGAIN_S)
 
-    async def strike(self, fault: Fault) -> None:
-        """One fault, from its beginning to its end."""
+    async def strike(self, fault: Fault) -> bool:
+        """One fault, from its beginning to its end; whether it struck."""
         began_s = self.elapsed()
         act, target = {
             kinds.KILL_AGENT: (self._kill, self._hosts[fault.node].node_id),
@@ -147,7 +153,7 @@ class Faults:
         }[fault.kind]
         if target in self.away:
             self.left_out[fault.kind] += 1
-            return
+            return False
         try:
             counted = await act(fault, target)
         except (KvcastError, PartError, OSError, TimeoutError, PoolError) as error:
@@ -156,10 +162,14 @@ class Faults:
             if fault.kind in kinds.DISRUPTIVE:
                 self.problems.append(f"{fault.kind} ({target}): {error}")
             self.left_out[fault.kind] += 1
-            return
+            return False
+        if not counted:  # there was nothing to do it to
+            self.left_out[fault.kind] += 1
+            return False
         self.counts[fault.kind] += counted
         strike = Strike(fault.kind, target, round(began_s, 2), round(self.elapsed(), 2))
         self.strikes.append(strike)
+        return True
 
     # --- parts --------------------------------------------------------------------------------
 
@@ -324,7 +334,7 @@ class Faults:
         for _ in range(4):
             number = self._rng.randrange(_NAMES)
             with contextlib.suppress(KvcastError):  # all are taken
-                await client.namespace("soak", f"model-{number}", "1", "bytes")
+                await client.namespace("bench", f"soak-{number}", "1", "bytes")
                 made += 1
         namespace, _ = self._target()
         members = [host.node_id for host in self._hosts if self._rng.random() < 0.5] or [

@@ -126,8 +126,9 @@ class Load:
                 self.hung.append(f"a get at node {node}, {began - self._began:.0f} s into the soak")
         now = time.monotonic()
         for number, (_, began) in self._under_way.items():
-            if now - began > _STUCK_S:
-                self.hung.append(f"request {number}, {began - self._began:.0f} s into the soak")
+            stuck = f"request {number}, {began - self._began:.0f} s into the soak"
+            if now - began > _STUCK_S and stuck not in self.hung:
+                self.hung.append(stuck)
 
     async def _play(self, request: Request, wanted: int) -> None:
         started_s, failed, reads = time.monotonic() - self._began, False, Reads()

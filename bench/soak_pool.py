@@ -196,7 +196,9 @@ class _Soak:
         load = asyncio.create_task(self._load.run())
         watch = asyncio.create_task(self._keep_watch())
         try:
-            await self._faults.run(self._plan, self._seconds)
+            # A plan that was given is done to its end, however long that takes.
+            until_s = self._seconds if self._options.plan is None else float("inf")
+            await self._faults.run(self._plan, until_s)
             while (rest := self._seconds - self._faults.elapsed()) > 0:
                 await asyncio.sleep(min(rest, 1.0))
                 for task in (load, watch):

@@ -706,7 +706,7 @@ class AsyncClient:
 
     def _give_back(self, reply: local.AgentReply) -> None:
         """Nobody takes this answer: release what it holds."""
-        if self._gone:
+        if self._gone or self._writer.is_closing():
             return
         if isinstance(reply, local.Got):
             for got in reply.blocks:
@@ -758,7 +758,7 @@ class AsyncClient:
                 self._give_back(future.result())
 
     def _release(self, handle: int) -> None:
-        if not self._gone:
+        if not self._gone and not self._writer.is_closing():
             self._writer.write(self._codec.encode(local.Release([handle])))
 
     def _block(self, key: bytes, got: local.GotBlock) -> Block:

@@ -12,7 +12,9 @@ is **doomed**: gone from the index at once, its bytes free when the last pin goe
 
 Eviction is least-recently-used over unpinned committed copies, of the namespace where its quota
 is what lacks, else of all. Where the victim's slab is cut for another size, the slab's other
-unpinned copies go with it, since one free slot of the wrong size helps nobody.
+copies go with it, since one free slot of the wrong size helps nobody; so a slab in which anything
+is pinned or being written is passed over. What cannot succeed evicts nothing: before the first
+victim is chosen, it is known that some victims make the room.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MAX_EVICTED_KNOWN: Final = 4096
 """Blocks of which this node was a home and evicted its copy, whose digests are remembered."""
 
 _VICTIMS_TRIED: Final = 256
-"""Candidates looked at for one that frees something, before an allocation gives up."""
+"""Candidates looked at, the least recently used first, for one that frees something; then it is one
+of the right size, or a whole slab, however lately used."""
 
 
 class StoreError(Exception):
@@ -101,6 +104,15 @@ class _Namespace:
 
 
 @dataclass(slots=True)
+class _SlabUse:
+    """How many copies lie in a slab (of several slabs, in the first) that can be evicted now, and
+    how many cannot."""
+
+    stuck: int = 0
+    evictable: int = 0
+
+
+@dataclass(slots=True)
 class StoreCounters:
     """Totals since the start."""
 
@@ -134,6 +146,10 @@ class Store:
         self._index: dict[BlockId, Copy] = {}
         self._evictable: OrderedDict[BlockId, Copy] = OrderedDict()
         self._evictable_bytes = 0
+        self._evictable_of_size: dict[int, dict[BlockId, Copy]] = {}
+        self._slabs: dict[int, _SlabUse] = {}
+        self._clear_slabs: dict[int, None] = {}
+        """Those in which nothing is stuck, and something can be evicted."""
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
         self._evicted: OrderedDict[BlockId, int] = OrderedDict()
@@ -202,6 +218,7 @@ class Store:
             raise
         copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
         self._by_offset[offset] = copy
+        self._note(copy, stuck=1)
         # Evicting the namespace's last copy may have made it forget the namespace.
         state = self._namespaces.setdefault(block.namespace, state)
         state.used_bytes += reserved_bytes
@@ -284,11 +301,33 @@ class Store:
         self._evictable[copy.block] = copy
         self._namespaces[copy.block.namespace].evictable[copy.block] = copy
         self._evictable_bytes += copy.reserved_bytes
+        self._evictable_of_size.setdefault(copy.reserved_bytes, {})[copy.block] = copy
+        self._note(copy, stuck=-1, evictable=1)
 
     def _make_unevictable(self, copy: Copy) -> None:
         del self._evictable[copy.block]
+        of_size = self._evictable_of_size[copy.reserved_bytes]
+        del of_size[copy.block]
+        if not of_size:
+            del self._evictable_of_size[copy.reserved_bytes]
+        self._note(copy, stuck=1, evictable=-1)
         del self._namespaces[copy.block.namespace].evictable[copy.block]
         self._evictable_bytes -= copy.reserved_bytes
+
+    def _note(self, copy: Copy, *, stuck: int, evictable: int = 0) -> None:
+        """A copy more or less in a slab that is stuck, or can be evicted."""
+        index = copy.offset // self.allocator.slab_bytes
+        use = self._slabs.get(index)
+        if use is None:
+            use = self._slabs[index] = _SlabUse()
+        use.stuck += stuck
+        use.evictable += evictable
+        if use.stuck == 0 and use.evictable:
+            self._clear_slabs[index] = None
+            return
+        self._clear_slabs.pop(index, None)
+        if use.stuck == 0:
+            del self._slabs[index]
 
     def _remove(self, copy: Copy) -> None:
         """Out of the index; the bytes go now, or with the last pin."""
@@ -302,6 +341,7 @@ class Store:
     def _release_bytes(self, copy: Copy) -> None:
         copy.state = DOOMED
         del self._by_offset[copy.offset]
+        self._note(copy, stuck=-1)
         self.allocator.free(copy.offset)
         namespace = copy.block.namespace
         state = self._namespaces[namespace]
@@ -338,45 +378,60 @@ class Store:
 
     def _allocate(self, size_bytes: int) -> int:
         offset = self.allocator.allocate(size_bytes)
-        while offset is None:
-            stuck_bytes = self.held_bytes
-            hopeless = (
-                self.allocator.extent_bytes(size_bytes)
-                > self.allocator.capacity_bytes - stuck_bytes
+        if offset is not None:
+            return offset
+        if not self._room_can_be_made(size_bytes):
+            self.counters.no_room += 1
+            raise NoRoomError(
+                f"no room for {size_bytes} bytes: {self.held_bytes} of "
+                f"{self.allocator.capacity_bytes} bytes are pinned or being written"
             )
-            if hopeless or not self._make_room(size_bytes):
-                self.counters.no_room += 1
-                raise NoRoomError(
-                    f"no room for {size_bytes} bytes: {stuck_bytes} of "
-                    f"{self.allocator.capacity_bytes} bytes are pinned or being written"
-                )
+        while offset is None:
+            self._make_room(self.allocator.extent_bytes(size_bytes))
             offset = self.allocator.allocate(size_bytes)
         return offset
 
-    def _make_room(self, size_bytes: int) -> bool:
-        """Free something that may help; False where nothing does.
-
-        Each call frees at least one copy, so the work is O(1) amortised over the copies stored.
-        """
+    def _room_can_be_made(self, size_bytes: int) -> bool:
+        """Whether evicting can make room for an extent that does not fit now: O(1), but for what
+        takes several slabs, where it is as many steps as there are slabs with something stuck."""
+        slab_bytes = self.allocator.slab_bytes
         wanted_bytes = self.allocator.extent_bytes(size_bytes)
-        fallback: Copy | None = None
-        for tried, victim in enumerate(self._evictable.values()):
-            if tried == _VICTIMS_TRIED:
-                break
+        if wanted_bytes <= slab_bytes:
+            return bool(self._clear_slabs) or wanted_bytes in self._evictable_of_size
+        end = 0
+        for index in sorted(i for i, use in self._slabs.items() if use.stuck):
+            if (index - end) * slab_bytes >= wanted_bytes:
+                return True
+            copy = self._by_offset.get(index * slab_bytes)
+            taken = copy.reserved_bytes if copy is not None else 0
+            end = index + max(1, -(-taken // slab_bytes))
+        return (self.allocator.slab_count - end) * slab_bytes >= wanted_bytes
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Evict a copy of the size that is wanted, or all copies of a slab.
+
+        Called only where there is one or the other. Each call frees at least one copy, so the
+        work is O(1) amortised over the copies stored.
+        """
+        slab_bytes = self.allocator.slab_bytes
+        for victim in itertools.islice(self._evictable.values(), _VICTIMS_TRIED):
             if victim.reserved_bytes == wanted_bytes:
                 self._evict(victim)
-                return True
-            mates = [self._by_offset[o] for o in self.allocator.neighbours(victim.offset)]
-            if all(mate.pins == 0 and mate.state == COMMITTED for mate in mates):
-                for mate in mates:
-                    self._evict(mate)
-                return True
-            fallback = fallback or victim
-        if fallback is None:
-            return False
-        # Pinned neighbours everywhere: freeing single slots may still empty a slab in the end.
-        self._evict(fallback)
-        return True
+                return
+            index = victim.offset // slab_bytes
+            if index in self._clear_slabs:
+                self._clear_out(index)
+                return
+        of_size = self._evictable_of_size.get(wanted_bytes)
+        if of_size:
+            self._evict(next(iter(of_size.values())))
+        else:
+            self._clear_out(next(iter(self._clear_slabs)))
+
+    def _clear_out(self, index: int) -> None:
+        """Evict all copies of a slab in which nothing is stuck."""
+        for offset in self.allocator.neighbours(index * self.allocator.slab_bytes):
+            self._evict(self._by_offset[offset])
 
     def check(self) -> None:
         """Assert every invariant of the store and its allocator; for tests."""
@@ -384,6 +439,18 @@ class Store:
         evictable = {b: c for b, c in self._index.items() if c.pins == 0}
         assert dict(self._evictable) == evictable
         assert sum(c.reserved_bytes for c in evictable.values()) == self._evictable_bytes
+        assert {
+            block: copy for some in self._evictable_of_size.values() for block, copy in some.items()
+        } == evictable
+        slabs: dict[int, _SlabUse] = {}
+        for copy in self._by_offset.values():
+            use = slabs.setdefault(copy.offset // self.allocator.slab_bytes, _SlabUse())
+            if copy.state == COMMITTED and copy.pins == 0:
+                use.evictable += 1
+            else:
+                use.stuck += 1
+        assert slabs == self._slabs
+        assert self._clear_slabs.keys() == {i for i, use in slabs.items() if not use.stuck}
         used: dict[int, int] = {}
         count: dict[int, int] = {}
         spans = sorted((c.offset, c.offset + c.reserved_bytes) for c in self._by_offset.values())

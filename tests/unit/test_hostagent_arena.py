@@ -237,6 +237,86 @@ def test_another_size_empties_the_victims_slab() -> None:
     store.check()
 
 
+def slabs_with_a_pin_each(count: int, size: int, *, but: int | None = None) -> tuple[Store, int]:
+    """A full arena of `count` slabs of copies of that size, of which one a slab is pinned, `but`
+    for one slab; and how many copies it holds."""
+    store = Store(Allocator(count * SLAB, SLAB))
+    copies = [put(store, n, size) for n in range(count * (SLAB // size))]
+    pinned = {copy.offset // SLAB: copy for copy in copies}
+    for index, copy in pinned.items():
+        if index != but:
+            store.pin(copy)
+    store.check()
+    return store, len(copies)
+
+
+@pytest.mark.parametrize("size", [1000, SLAB, 2 * SLAB])
+def test_what_no_eviction_makes_room_for_evicts_nothing(size: int) -> None:
+    store, held = slabs_with_a_pin_each(8, 4096)
+    with pytest.raises(NoRoomError):
+        store.reserve(block(10_000), size)
+    assert len(store) == held
+    assert (store.counters.evictions, store.counters.no_room) == (0, 1)
+    store.check()
+
+
+def test_the_one_slab_that_can_be_emptied_is_found_however_lately_it_was_used() -> None:
+    store, held = slabs_with_a_pin_each(8, 1024, but=7)
+    for number in range(held - SLAB // 1024, held):
+        assert store.get(block(number)) is not None
+    copy = store.reserve(block(10_000), 4096)
+    assert copy.offset // SLAB == 7
+    assert store.counters.evictions == SLAB // 1024
+    store.check()
+
+
+def test_the_one_copy_of_the_right_size_is_found_however_lately_it_was_used() -> None:
+    store = Store(Allocator(8 * SLAB, SLAB))
+    wanted = put(store, 20_000, 4096)
+    others = [put(store, 30_000 + n, 4096) for n in range(SLAB // 4096 - 1)]
+    small = [put(store, n, 1024) for n in range(7 * SLAB // 1024)]
+    for copy in others:
+        store.pin(copy)
+    for copy in small[:: SLAB // 1024]:
+        store.pin(copy)
+    assert store.get(block(20_000)) is wanted
+    assert store.reserve(block(10_000), 4096).offset == wanted.offset
+    assert store.counters.evictions == 1
+    store.check()
+
+
+def test_a_run_of_slabs_that_no_eviction_makes_evicts_nothing_and_one_that_some_do_is_made() -> (
+    None
+):
+    store = Store(Allocator(8 * SLAB, SLAB))
+    copies = [put(store, number) for number in range(8)]
+    for copy in copies[1::3]:  # 1, 4 and 7: never three in a row without
+        store.pin(copy)
+    with pytest.raises(NoRoomError):
+        store.reserve(block(100), 3 * SLAB)
+    assert store.counters.evictions == 0
+    assert store.reserve(block(100), 2 * SLAB).offset in (2 * SLAB, 5 * SLAB)
+    store.check()
+
+
+def test_making_room_looks_into_no_more_slabs_than_it_empties() -> None:
+    store, _ = slabs_with_a_pin_each(32, 1024, but=31)
+    looked_into: list[int] = []
+    neighbours = store.allocator.neighbours
+
+    def counted(offset: int) -> list[int]:
+        looked_into.append(offset // SLAB)
+        return neighbours(offset)
+
+    store.allocator.neighbours = counted  # type: ignore[method-assign]
+    store.reserve(block(10_000), 4096)
+    for number in range(SLAB // 4096 - 1):
+        store.reserve(block(10_001 + number), 4096)
+    with pytest.raises(NoRoomError):
+        store.reserve(block(20_000), 4096)
+    assert looked_into == [31]
+
+
 def test_the_first_copy_of_a_block_wins() -> None:
     store = Store(Allocator(4 * SLAB, SLAB))
     first, second, third = (store.reserve(block(1), 100) for _ in range(3))
