@@ -70,22 +70,22 @@ class _SlabRuns:
             self._nonempty &= ~(1 << index)
         return length
 
-    def _find(self, count: int) -> int | None:
+    def _find(self, count: int, thorough: bool) -> int | None:
         fits_all = self._nonempty >> (count - 1).bit_length() << (count - 1).bit_length()
         if fits_all:
             return next(iter(self._bins[(fits_all & -fits_all).bit_length() - 1]))
         index = count.bit_length() - 1
         if index < len(self._bins):
             for seen, start in enumerate(self._bins[index]):
-                if seen == _RUNS_SCANNED:
+                if seen == _RUNS_SCANNED and not thorough:
                     break
                 if self._length[start] >= count:
                     return start
         return None
 
-    def take(self, count: int) -> int | None:
+    def take(self, count: int, *, thorough: bool = False) -> int | None:
         """The first slab of a run of `count`, or None."""
-        start = self._find(count)
+        start = self._find(count, thorough)
         if start is None:
             return None
         length = self._remove(start)
@@ -169,15 +169,16 @@ class Allocator:
             return self._class_by_grains[-(-size_bytes // GRAIN_BYTES)].extent_bytes
         return -(-size_bytes // self.slab_bytes) * self.slab_bytes
 
-    def allocate(self, size_bytes: int) -> int | None:
-        """The offset of an extent that holds `size_bytes`, or None where nothing fits."""
+    def allocate(self, size_bytes: int, *, thorough: bool = False) -> int | None:
+        """The offset of an extent that holds `size_bytes`, or None where nothing fits; `thorough`:
+        look at every free run, and not only at the first of those that may fit."""
         if size_bytes <= 0:
             raise ValueError(f"extent of {size_bytes} bytes")
         if size_bytes > self.slab_bytes:
             count = -(-size_bytes // self.slab_bytes)
             if count > self.slab_count:
                 return None
-            start = self._free.take(count)
+            start = self._free.take(count, thorough=thorough)
             if start is None:
                 return None
             self._runs[start] = count
