@@ -12,10 +12,11 @@ faults strike by a seeded plan: parts killed and stopped, clients that die with 
 and bytes at every door, namespaces, groups, pins and drops by an operator.
 
 Measured of every process over its life: memory of its own (MiB; without an agent's arena, which is
-shared), descriptors, threads. Kills would hide a leak, so half of the agents are never killed, and
-switch and controller only in the first and third fifth of the soak (soak_plan). Of the load, by
-window: hit rate (outage.py: blocks that came / that a pool which loses nothing would have held;
-arenas are small, so eviction keeps it below 1), misses, wrong bytes, blocks a second, fetch times.
+shared), descriptors, threads. Kills would hide a leak, so half of the agents are never killed, the
+switch only in the first fifth of the soak, the controller only in the third (soak_plan). Of the
+load, by window: hit rate (outage.py: blocks that came / that a pool which loses nothing would have
+held; arenas are small, so eviction keeps it below 1), misses, wrong bytes, blocks a second, fetch
+times.
 
 At the end the faults stop, and the pool has to be whole: every block put then is read everywhere,
 no agent holds bytes for a client that is gone, and nothing is left in /dev/shm or the temporary
@@ -46,6 +47,7 @@ from kvcast.bench.soak_plan import Fault
 from kvcast.bench.soak_verdict import (
     Bounds,
     Criterion,
+    Growth,
     Window,
     growth_criteria,
     hit_rate_criterion,
@@ -301,7 +303,7 @@ class _Soak:
     def _criteria(self, end: _End, logged: list[str], left: list[str]) -> list[Criterion]:
         bounds, windows, load = self._options.bounds, self._windows, self._load
         wrong = sum(window.wrong_bytes for window in windows) + end.wrong_bytes
-        lives = [life for life in self._watch.lives if life.part != BENCH]
+        growths = judged([life for life in self._watch.lives if life.part != BENCH], bounds)
         held = [f"{node}: {size:,} B" for node, size in end.held_bytes.items() if size]
         planned = {fault.kind for lane in self._plan.values() for fault in lane}
         missing = [kind for kind in soak_plan.PLANNED if not self._faults.counts[kind]]
@@ -314,7 +316,10 @@ class _Soak:
             none_of(
                 "errors", "the client library raises what it names", [repr(e) for e in load.errors]
             ),
-            *growth_criteria(judged(lives, bounds), bounds),
+            *growth_criteria(growths, bounds),
+            none_of(
+                "lives", "whoever has to live long did, and was judged", self._unjudged(growths)
+            ),
             hit_rate_criterion(windows, bounds),
             none_of(
                 "whole again", "the pool is, when the faults stop", [end.whole] * bool(end.whole)
@@ -329,6 +334,18 @@ class _Soak:
                 [kind for kind in missing if kind in planned],
             ),
         ]
+
+    def _unjudged(self, growths: list[Growth]) -> list[str]:
+        """Who should have had a life that can be judged, and had none."""
+        if (
+            self._options.plan is not None
+            or 0.4 * self._seconds < 1.1 * self._options.bounds.life_s
+        ):
+            return []  # the controller lives for two fifths
+        spared = self._hosts[: soak_plan.spared(len(self._hosts))]
+        wanted = ["switch", "controller", *(host.node_id for host in spared)]
+        seen = {growth.life.partition(",")[0] for growth in growths}
+        return [part for part in wanted if part not in seen]
 
     def report(
         self, end: _End, logged: list[str], log_bytes: int, left: list[str]

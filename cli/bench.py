@@ -59,8 +59,8 @@ examples:
   kvcast bench soak --minutes 60 --json soak.json --out soak-out      the hour
   kvcast bench soak --minutes 10 --seed 7
 soak.png in --out shows memory, descriptors and threads by part, hit rate, and the faults as marks;
---out keeps the logs, too. Lives of a process below four minutes are not judged for growth, so less
-than about 20 minutes judges the agents only.
+--out keeps the logs, too. A process is judged for growth if it lived for 15 minutes; so that takes
+about 20 minutes for the switch and half of the agents, and 40 for the controller.
 
 python -m kvcast.bench.soak does the same for one switch process and 100 million packets."""
 
