@@ -46,7 +46,7 @@ _KEYS = 4
 _NAMES = 150
 """Names of namespaces that an operator asks for, over and over: more than there may be."""
 _PINS_KEPT = 1
-_TRIES = 3
+_TRIES = 15
 _AGAIN_S = 1.0
 _RESTART_S = 90.0
 _CLIENT_READY_S = 20.0
