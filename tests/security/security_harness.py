@@ -86,6 +86,15 @@ class Caller:
             pass
         return heard
 
+    async def is_shut_out(self, was_heard: Callable[[], bool]) -> bool:
+        """Whether the other side closes without an answer, and before it takes what we said."""
+        answers = asyncio.ensure_future(self.answers())
+        await until(lambda: answers.done() or was_heard())
+        if answers.done():
+            return answers.result() == [] and not was_heard()
+        answers.cancel()
+        return False
+
     @property
     def serial(self) -> str:
         """The serial number of the certificate that the other side showed."""

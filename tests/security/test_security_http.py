@@ -7,6 +7,7 @@ it. Cannot see: what the controller does for those who are let in (its own tests
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import datetime
 import ssl
@@ -288,6 +289,8 @@ def test_a_token_is_shown_once_and_kept_as_a_hash(
     secret = capsys.readouterr().out.strip()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret not in path.read_text()
+    assert len(base64.urlsafe_b64decode(secret.removeprefix("kvcast_") + "=")) == 32
+    assert new_token() != new_token()
     today = datetime.datetime.now(datetime.UTC).date()
     found = TokensFile(path).who(secret, today)
     assert found is not None
