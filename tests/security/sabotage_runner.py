@@ -1,14 +1,9 @@
 """Runs tests with a defence taken out, each sabotage in a process of its own.
 
 `Runner` starts one server (this file as a script), which imports what the tests need once and then
-forks for each sabotage: the child takes the defence out, before pytest imports any test module, runs
-the named tests, and says what became of each. Children of that child (daemons that a test starts)
-find the sabotage by `sabotaged/sitecustomize.py`.
-
-What counts as "the test fails" is strict: the test itself, not its set-up, ends in an assertion that
-does not hold, or in an expected error that did not come. A sabotage that cannot be planted, an import
-error, a skip, an error of another kind or a hanging test are none; a sabotage may name a further kind
-of error where that is how its test fails.
+forks for each sabotage: the child takes the defence out, before pytest imports any test module,
+runs the named tests, and says what became of each. Children of that child (daemons that a test
+starts) find the sabotage by `sabotaged/sitecustomize.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import json
 import os
 import select
@@ -32,11 +28,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-TEST_TIMEOUT_S = 30
-RUN_TIMEOUT_S = 90.0
+TEST_TIMEOUT_S = 120
+RUN_TIMEOUT_S = 150.0
 
 Report = dict[str, Any]
-"""`applied`: "" or why not; `log`: what pytest printed; `tests`: by node id, outcome, error, line."""
+"""`applied`: "" or why the sabotage was not planted; `tests`: by node id, what became of it (outcome,
+when, error, text, and the line of the test); `exit`: pytest's; `log`: what it printed."""
 
 
 # --- what the tests use ---------------------------------------------------------------------------
@@ -54,6 +51,11 @@ def places() -> dict[str, str]:
             ):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     return {name: paths[0] for name, paths in found.items() if len(paths) == 1}
+
+
+def node_id_of(test: str) -> str:
+    """pytest's name of a test that is named by its function, or by file and function."""
+    return test if "::" in test else f"{places()[test.partition('[')[0]]}::{test}"
 
 
 class Runner:
@@ -78,7 +80,7 @@ class Runner:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._number += 1
-        ids = [f"{places()[test.partition('[')[0]]}::{test}" for test in tests]
+        ids = [node_id_of(test) for test in tests]
         order = {"name": name, "ids": ids, "folder": f"{self._folder.name}/{self._number}"}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -121,7 +123,22 @@ def serve() -> None:
 
 
 def _import_what_tests_need() -> None:
-    import pytest  # noqa: F401
+    """What the tests import, but for modules of theirs: those must find the sabotage planted."""
+    import sabotages
+
+    named = {test for sabotage in sabotages.SABOTAGES.values() for test in sabotage.tests}
+    wanted = {"pytest", "_pytest.main", "pytest_asyncio.plugin", "pytest_timeout"}
+    ours = {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    paths = {ROOT / node_id_of(test).partition("::")[0] for test in named}
+    for path in [*paths, *(ROOT / "tests" / "integration").glob("*_harness.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                wanted.add(node.module)
+    for module in sorted(wanted):
+        if module.partition(".")[0] not in ours:
+            importlib.import_module(module)
 
 
 def _in_a_child(order: dict[str, Any]) -> Report:
@@ -203,6 +220,8 @@ def _pytest(order: dict[str, Any], tests: dict[str, Any]) -> int:
             tests[item.nodeid] = found
 
     flags = ["-p", "no:cacheprovider", "-q", "--tb=short", "--no-header", f"--rootdir={ROOT}"]
+    # Of plugins that the server has imported already, assertions are not rewritten; no test cares.
+    flags += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     flags += [f"--basetemp={order['folder']}", f"--timeout={TEST_TIMEOUT_S}"]
     return int(pytest.main([*flags, *order["ids"]], plugins=[Recorder()]))
 

@@ -86,14 +86,14 @@ class Caller:
             pass
         return heard
 
-    async def is_shut_out(self, was_heard: Callable[[], bool]) -> bool:
-        """Whether the other side closes without an answer, and before it takes what we said."""
+    async def answers_unless(self, was_heard: Callable[[], bool]) -> list[ControllerMessage] | None:
+        """What comes until the other side closes; None if what we said was taken instead."""
         answers = asyncio.ensure_future(self.answers())
         await until(lambda: answers.done() or was_heard())
-        if answers.done():
-            return answers.result() == [] and not was_heard()
-        answers.cancel()
-        return False
+        if was_heard():
+            answers.cancel()
+            return None
+        return await answers
 
     @property
     def serial(self) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from sabotage_runner import Report, Runner, places, running
+from sabotage_runner import ROOT, Report, Runner, node_id_of, running
 from sabotages import SABOTAGES, Sabotage
 from test_security_table import rows
 
@@ -40,8 +40,12 @@ def shortcomings(sabotage: Sabotage, report: Report) -> list[str]:
         return [report["applied"]]
     problems = []
     for test in sabotage.tests:
-        ids = [each for each in report["tests"] if each.rpartition("::")[2].startswith(test)]
-        cases = {each: report["tests"][each] for each in ids if _is_of(each, test)}
+        wanted = node_id_of(test)
+        cases = {
+            each: found
+            for each, found in report["tests"].items()
+            if each == wanted or each.startswith(f"{wanted}[")
+        }
         if not cases:
             problems.append(f"{test} did not run (pytest ended with {report.get('exit')})")
         for name, found in cases.items():
@@ -53,11 +57,6 @@ def shortcomings(sabotage: Sabotage, report: Report) -> list[str]:
             elif sabotage.line not in found["line"]:
                 problems.append(f"{where}: not at {sabotage.line!r} but at {found['line']!r}")
     return problems
-
-
-def _is_of(node_id: str, test: str) -> bool:
-    name = node_id.rpartition("::")[2] if "[" not in node_id else node_id.split("::", 1)[1]
-    return name == test or name.startswith(f"{test}[")
 
 
 @pytest.mark.parametrize("name", sorted(SABOTAGES))
@@ -88,7 +87,7 @@ def test_every_test_that_a_sabotage_names_can_be_found() -> None:
     for sabotage in SABOTAGES.values():
         assert sabotage.tests, sabotage.name
         for test in sabotage.tests:
-            assert test.partition("[")[0] in places(), (sabotage.name, test)
+            assert (ROOT / node_id_of(test).partition("::")[0]).exists(), (sabotage.name, test)
 
 
 # --- the judge ------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def test_what_cannot_be_planted_or_cannot_be_imported_is_no_failing_test(runner:
 
 def test_only_an_assertion_of_the_test_itself_is_a_failure() -> None:
     def problems(**found: str) -> list[str]:
-        sabotage = Sabotage("s", {"row": ("test_x[a]",)}, _no_sabotage, line="heard")
+        sabotage = Sabotage("s", {"row": ("tests/a.py::test_x[a]",)}, _no_sabotage, line="heard")
         result = {"outcome": "failed", "when": "call", "error": "AssertionError", "text": "no"}
         tests = {"tests/a.py::test_x[a]": result | {"line": "assert heard == []"} | found}
         return shortcomings(sabotage, {"applied": "", "tests": tests, "exit": 1})
