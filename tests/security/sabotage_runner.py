@@ -196,7 +196,10 @@ def _run(order: dict[str, Any], report: Report) -> None:
     if sabotage.in_daemons:
         os.environ["KVCAST_SABOTAGE"] = sabotage.name
     with sabotage.take_out():
-        report["exit"] = _pytest(order, report["tests"])
+        try:
+            report["exit"] = _pytest(order, report["tests"])
+        except Exception:  # what a test left behind may fail when pytest cleans up
+            report["exit"] = traceback.format_exc()
 
 
 def _pytest(order: dict[str, Any], tests: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,6 +168,7 @@ FILLS = "evicts another's blocks, by filling"
 TIMES = "learns from timing"
 SHARES_ENTRY = "shares the switch's pending"
 NAMES = "uses up the names"
+SOCKET_FLOOD = "floods the local socket"
 
 PROBER = "test_without_the_salt_a_prober_can_address_nothing"
 ONE_TENANT = "test_a_client_of_one_tenant_does_nothing_in_anothers_namespace"
@@ -317,7 +318,7 @@ def _bulk_of_all() -> AbstractContextManager[object]:
 
 @sabotage(
     "the local socket does not look at a client's tenants",
-    {SOCKET_TENANT: [ONE_TENANT], POISONS: [ONE_TENANT]},
+    {SOCKET_TENANT: [ONE_TENANT]},
 )
 def _sessions_of_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.sessions.Session._may_use", yes)
@@ -509,6 +510,21 @@ def _endless_groups() -> AbstractContextManager[object]:
     return mock.patch("kvcast.controller.names.len", uncounted, create=True)
 
 
+@sabotage(
+    "a client has as many requests under way as it likes",
+    {SOCKET_FLOOD: ["test_more_requests_than_the_bound_are_busy"]},
+)
+def _endless_requests() -> AbstractContextManager[object]:
+    def uncounted(handle: Any) -> Any:
+        def handles(self: Any, now: float, request: Any) -> None:
+            self._in_flight = 0
+            handle(self, now, request)
+
+        return handles
+
+    return around("kvcast.hostagent.sessions.Session.handle", uncounted)
+
+
 # === host against pool ============================================================================
 
 AS_NODE = "registers as another node"
@@ -523,6 +539,9 @@ CONNECTIONS = "floods a door with connections"
 NONSENSE = "floods a door with nonsense"
 REQUESTS = "floods the HTTP API"
 STALE = "serves a stale copy"
+READS = "floods a home with READs"
+ENTRIES = "fills the switch's pending entries"
+GROUPS = "has the switch send blocks"
 
 POOL_OVER_TLS = "test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know"
 
@@ -778,7 +797,6 @@ def _silent_connections() -> AbstractContextManager[object]:
 @p4_sabotage(
     "what is stored in a slot is valid in every generation",
     {STALE: ["test_a_new_generation_starts_empty"]},
-    also=["tests/stf/test_p4_stf.py::test_scenario_passes[serving_validity-v1model-reference]"],
 )
 def _generation_ignored(data: Json) -> None:
     for pipeline in data["pipelines"]:
@@ -786,6 +804,95 @@ def _generation_ignored(data: Json) -> None:
             text = json.dumps(condition["expression"])
             if "slot_validity_" in text and "state_t._generation" in text:
                 condition["true_next"] = condition["false_next"]
+
+
+def _owner_without(**bounds: int) -> AbstractContextManager[object]:
+    def unbounded(init: Any) -> Any:
+        def begins(self: Any, config: Any, **rest: Any) -> None:
+            init(self, replace(config, **bounds), **rest)
+
+        return begins
+
+    return around("kvcast.protocol.owner.Owner.__init__", unbounded)
+
+
+@sabotage(
+    "one reader's answers may fill a home's queue",
+    {READS: ["test_a_reader_cannot_fill_the_queue_for_others"]},
+)
+def _endless_answers_of_one() -> AbstractContextManager[object]:
+    return _owner_without(max_jobs_per_reader=1 << 30)
+
+
+@sabotage(
+    "all answers of a home may wait", {READS: ["test_a_reader_cannot_fill_the_queue_for_others"]}
+)
+def _endless_answers() -> AbstractContextManager[object]:
+    return _owner_without(max_jobs=1 << 30)
+
+
+@sabotage("all misses of a home may wait", {READS: ["test_misses_waiting_are_bounded"]})
+def _endless_misses() -> AbstractContextManager[object]:
+    return _owner_without(max_replies=1 << 30)
+
+
+@p4_sabotage(
+    "a READ that meets another's entry is not sent on",
+    {ENTRIES: ["test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it"]},
+)
+def _taken_entry_swallows(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"collide": "join"})
+
+
+@p4_sabotage(
+    "an entry is held for ever",
+    {ENTRIES: ["test_a_lease_that_ran_out_gives_the_entry_to_another_segment"]},
+)
+def _endless_entries(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})
+
+
+@p4_sabotage(
+    "whoever names a group speaks for it", {GROUPS: ["test_a_stranger_cannot_speak_for_a_group"]}
+)
+def _group_of_strangers(data: Json) -> None:
+    for action in data["actions"]:
+        if action["name"].endswith("reader_group.intersect"):
+            (assignment,) = action["primitives"]
+            expression = assignment["parameters"][1]["value"]["value"]
+            assert expression["op"] == "&"
+            expression["right"] = {"type": "hexstr", "value": "0xffffffff"}
+
+
+@p4_sabotage(
+    "a group that nobody made is everybody",
+    {GROUPS: ["test_a_group_that_nobody_made_is_no_group"]},
+)
+def _group_of_all(data: Json) -> None:
+    for action in data["actions"]:
+        for primitive in action["primitives"]:
+            target, value = primitive["parameters"][0], primitive["parameters"][-1]
+            if "reader_group_group_bits" in str(target) and value["type"] == "hexstr":
+                value["value"] = "0x0000000f"
+
+
+@sabotage(
+    "a group takes nodes that may not use its namespace",
+    {GROUPS: ["test_a_group_takes_only_nodes_that_may_use_its_namespace"]},
+    errors=["IndexError"],
+)
+def _group_of_foreign_nodes() -> AbstractContextManager[object]:
+    def forgets(group: Any) -> Any:
+        def finds(self: Any, namespace: int, node_ids: list[str], known: Any) -> Any:
+            from msgspec.structs import replace as changed
+
+            open_ = {number: changed(info, nodes=[]) for number, info in self.namespaces.items()}
+            with mock.patch.object(self, "namespaces", open_):
+                return group(self, namespace, node_ids, known)
+
+        return finds
+
+    return around("kvcast.controller.names.Names.group", forgets)
 
 
 # === network ======================================================================================
@@ -922,7 +1029,18 @@ def _bytes_not_compared() -> AbstractContextManager[object]:
     "chunks of any copy go into one block", {FLIPS: ["test_chunks_of_another_copy_are_dropped"]}
 )
 def _copies_mixed() -> AbstractContextManager[object]:
-    return replaced("kvcast.protocol.assembly.Assembly.is_of", yes)
+    def mixes(receive_data: Any) -> Any:
+        def takes(self: Any, now: float, source: int, run: Any, fetch: Any) -> None:
+            from msgspec.structs import replace
+
+            if (copy := fetch.assembly) is not None:
+                frame = replace(run.frame, digest=copy.digest, size=copy.size)
+                run = replace(run, frame=frame)
+            receive_data(self, now, source, run, fetch)
+
+        return takes
+
+    return around("kvcast.protocol.requester.Requester._receive_data", mixes)
 
 
 # === operators' mistakes ==========================================================================

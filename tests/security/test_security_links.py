@@ -291,9 +291,7 @@ async def test_an_agent_does_not_register_with_a_node(
     agent = Agent(replace(pool.options(1), credentials=certificates.of("node-1")))
     await agent.start()
     try:
-        await until(
-            lambda: bool(agent.core.metrics.control_wrong_peers_total or Impostor.heard)
-        )
+        await until(lambda: bool(agent.core.metrics.control_wrong_peers_total or Impostor.heard))
         assert Impostor.heard == []
         assert not agent.ready.is_set()
     finally:

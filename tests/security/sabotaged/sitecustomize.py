@@ -9,4 +9,5 @@ import os
 if name := os.environ.get("KVCAST_SABOTAGE"):
     import sabotages
 
-    sabotages.SABOTAGES[name].take_out().__enter__()
+    taken_out = sabotages.SABOTAGES[name].take_out()  # held: it ends with the process
+    taken_out.__enter__()
