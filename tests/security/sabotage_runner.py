@@ -32,8 +32,8 @@ TEST_TIMEOUT_S = 120
 RUN_TIMEOUT_S = 150.0
 
 Report = dict[str, Any]
-"""`applied`: "" or why the sabotage was not planted; `tests`: by node id, what became of it (outcome,
-when, error, text, and the line of the test); `exit`: pytest's; `log`: what it printed."""
+"""`applied`: "" or why the sabotage was not planted; `tests`: by node id, what became of it
+(outcome, when, error, text, and the line of the test); `exit`: pytest's; `log`: what it printed."""
 
 
 # --- what the tests use ---------------------------------------------------------------------------

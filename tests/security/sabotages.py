@@ -1,9 +1,9 @@
 """Defences of docs/security.md, each taken out by a small named change.
 
-A sabotage replaces a function by one that does not defend, or edits the compiled P4 program, for as
-long as a `with` lasts, and says which tests of which row must then fail. Rows are named by the words
-with which they begin in the page's table. The product is imported where a sabotage needs it, and not
-before: this module is also read by every process that a sabotaged test starts.
+A sabotage replaces a function by one that does not defend, or edits the compiled P4 program, for
+as long as a `with` lasts, and says which tests of which row must then fail. Rows are named by the
+words with which they begin in the page's table. The product is imported where a sabotage needs it,
+and not before: this module is also read by every process that a sabotaged test starts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def edited_program(edit: Callable[[Json], None]) -> Iterator[None]:
             assert json.dumps(program) != before, f"{folder.name}: there was nothing to edit"
             (copy / "kvcast.json").unlink()
             (copy / "kvcast.json").write_text(json.dumps(program))
-        with mock.patch.object(kvcast.p4, "files", lambda _package: name):
+        with mock.patch.object(kvcast.p4, "files", return_value=name):
             yield
 
 
@@ -768,9 +768,11 @@ def _nameless_errors() -> AbstractContextManager[object]:
     in_daemons=True,
 )
 def _offences_not_counted() -> AbstractContextManager[object]:
-    return replaced(
-        "kvcast.hostagent.localserver._Client._offends", lambda self, _why: self.cut_off()
-    )
+    def complains(self: Any, what: str, _why: str) -> None:
+        if what == "a client was cut off":
+            self._core.metrics.local_protocol_errors_total -= 1
+
+    return replaced("kvcast.hostagent.localserver.LocalServer.complain", complains)
 
 
 @sabotage(

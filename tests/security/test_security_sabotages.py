@@ -1,9 +1,11 @@
 """Every defence of docs/security.md is taken out, and the tests that its row names fail.
 
 Oracle: the tests themselves, as the page's table names them; `sabotages.py` says which defence is
-taken out how, and `sabotage_runner.py` what counts as failing. That the tests pass with the defences
-in place is what they show when they run by themselves. Cannot see: a defence that the table does
-not name.
+taken out how, and `shortcomings` what counts as failing: the test itself, not its set-up, ends in
+an assertion that does not hold, or in an expected error that did not come. A sabotage that cannot
+be planted, an import error, a skip, an error of another kind or a hanging test are none. That the
+tests pass with the defences in place is what they show when they run by themselves. Cannot see: a
+defence that the table does not name.
 """
 
 from __future__ import annotations
