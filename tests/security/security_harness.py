@@ -21,6 +21,7 @@ from kvcast.protocol.control import (
 from kvcast.protocol.framing import MessageCodec
 from kvcast.protocol.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity
 
+PATIENCE_S = 4.0
 LOCAL = ("localhost", "127.0.0.1")
 PARTS = (
     Part(Identity(CONTROLLER, "controller"), LOCAL),
@@ -86,6 +87,15 @@ class Caller:
             pass
         return heard
 
+    async def answers_unless(self, was_heard: Callable[[], bool]) -> list[ControllerMessage] | None:
+        """What comes until the other side closes; None if what we said was taken instead."""
+        answers = asyncio.ensure_future(self.answers())
+        await until(lambda: answers.done() or was_heard())
+        if was_heard():
+            answers.cancel()
+            return None
+        return await answers
+
     @property
     def serial(self) -> str:
         """The serial number of the certificate that the other side showed."""
@@ -110,6 +120,18 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side closes the connection, and says nothing before; a few seconds'
+    patience stands for ever."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await reader.read(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -39,7 +39,8 @@ def test_the_doors_are_those_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_a_door_takes_hostile_inputs_well(name: str) -> None:
-    report = fuzz(TARGETS[name], Options(seed=1, inputs=INPUTS.get(name, 400), limit_s=20.0))
+    options = Options(seed=1, inputs=INPUTS.get(name, 400), limit_s=20.0, most_finds=1)
+    report = fuzz(TARGETS[name], options)
     assert [(find.kind, find.text) for find in report.finds] == []
     assert report.inputs == INPUTS.get(name, 400)
     assert report.coverage > 10  # it did get somewhere

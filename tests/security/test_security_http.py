@@ -7,6 +7,7 @@ it. Cannot see: what the controller does for those who are let in (its own tests
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import datetime
 import ssl
@@ -34,7 +35,7 @@ from kvcast.controller.tokens import (
     write,
 )
 from kvcast.protocol.wire import BlockId
-from security_harness import Certificates, hang_up, until
+from security_harness import Certificates, hang_up, is_closed, until
 
 pytest_plugins = ["security_fixtures"]
 
@@ -203,7 +204,10 @@ async def test_guesses_that_wait_at_once_are_bounded(
         for _ in range(FREE_FAILURES):
             await api.ask("/v1/status", "wrong")
         guesses = [asyncio.create_task(api.ask("/v1/status", "wrong")) for _ in range(40)]
-        await until(lambda: sum(guess.done() for guess in guesses) == 8)
+        counts = api.api.counts
+        await until(lambda: counts["authentications_failed"] == FREE_FAILURES + 40)
+        await until(lambda: sum(guess.done() for guess in guesses) + api.api._slowed == 40)
+        assert sum(guess.done() for guess in guesses) == 8
         assert {guess.result()[0] for guess in guesses if guess.done()} == {429}
         asleep.set()
         statuses = [(await guess)[0] for guess in guesses]
@@ -237,8 +241,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed(
         _, asks = await asyncio.open_connection(host, int(port))
         silent.write(said)
         asks.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        with contextlib.suppress(OSError):
-            assert await reader.read() == b""
+        assert await is_closed(reader)
         assert api.api.counts["connections_silent"] == 1
         await until(lambda: api.api.counts["requests"] == 1)
         assert not asks.transport.is_closing()
@@ -288,6 +291,8 @@ def test_a_token_is_shown_once_and_kept_as_a_hash(
     secret = capsys.readouterr().out.strip()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret not in path.read_text()
+    assert len(base64.urlsafe_b64decode(secret.removeprefix("kvcast_") + "=")) == 32
+    assert new_token() != new_token()
     today = datetime.datetime.now(datetime.UTC).date()
     found = TokensFile(path).who(secret, today)
     assert found is not None

@@ -1,4 +1,5 @@
-"""Finds, for every planted bug, the first seed that shows it: `python find_planted_bugs.py`.
+"""Finds, for every planted bug, the first seed that shows it:
+`PYTHONPATH=tests/integration python tests/simulation/find_planted_bugs.py`.
 
 Writes the rows of docs/simulation.md's table to standard output, with the seed that shows the bug
 in the least time, which `test_vopr_planted_bugs` takes. To be run when the plan, the model or a bug

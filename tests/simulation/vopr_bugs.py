@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import p4_edits
 from kvcast.bench.vopr_agent import SimHost, agent_core
 from kvcast.bench.vopr_cluster import Product
 from kvcast.bench.vopr_plan import Plan
@@ -37,9 +38,9 @@ from kvcast.protocol.assembly import Assembly
 from kvcast.protocol.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.switchsim import bmv2json
 from kvcast.switchsim.program import Program
+from p4_edits import Json
 
 Plant = Callable[[Engine], AbstractContextManager[Product]]
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -477,128 +478,73 @@ def _compiled() -> Json:
     return data
 
 
-def _table(data: Json, name: str) -> Json:
-    (found,) = (
-        t for p in data["pipelines"] for t in p["tables"] if t["name"].split(".")[-1] == name
-    )
-    return found
-
-
-def _id(table: Json, action: str) -> int:
-    (found,) = (
-        number
-        for number, name in zip(table["action_ids"], table["actions"], strict=True)
-        if name.split(".")[-1] == action
-    )
-    return int(found)
-
-
-def _redirect(data: Json, table: str, changes: dict[str, str], kind: int | None = None) -> None:
-    """Give const entries other actions; only those of `kind`, the first key, if it is given."""
-    spec = _table(data, table)
-    by_id = {_id(spec, old): _id(spec, new) for old, new in changes.items()}
-    for entry in spec["entries"]:
-        if kind is None or int(entry["match_key"][0]["key"], 16) == kind:
-            action = entry["action_entry"]
-            action["action_id"] = by_id.get(action["action_id"], action["action_id"])
-
-
-def _default(data: Json, table: str, action: str) -> None:
-    spec = _table(data, table)
-    spec["default_entry"]["action_id"] = _id(spec, action)
-
-
-def _ignore_key(data: Json, table: str, key: str) -> None:
-    """Make a ternary key of a table's const entries match anything."""
-    spec = _table(data, table)
-    at = [k["name"] for k in spec["key"]].index(key)
-    for entry in spec["entries"]:
-        match = entry["match_key"][at]
-        match["key"] = match["mask"] = "0x" + "0" * (len(match["mask"]) - 2)
-
-
-def _forget(data: Json, action: str, field: str) -> None:
-    """Remove the assignments to a field from an action."""
-    for spec in data["actions"]:
-        if spec["name"].split(".")[-1] == action:
-            spec["primitives"] = [
-                p
-                for p in spec["primitives"]
-                if p["op"] != "assign" or field not in str(p["parameters"][0]["value"])
-            ]
-
-
-def _kind(name: str) -> int:
-    return {"READ": 2, "DATA": 5, "LAST": 6, "MISS": 7, "PLAIN_DATA": 8}[name]
-
-
 @p4_bug("the switch lets a repeated READ join the wait that it repeats", 2, 3)
 def _own_bit_joined(data: Json) -> None:
-    _redirect(data, "coalescing", {"refresh": "join"})
+    p4_edits.redirect(data, "coalescing", {"refresh": "join"})
 
 
 @p4_bug("the switch clears the waiting ports, and the fingerprint not", 2, 4)
 def _half_cleared(data: Json) -> None:
-    _forget(data, "end_alone", "fingerprint")
-    _forget(data, "share_and_end", "fingerprint")
+    p4_edits.forget(data, "end_alone", "fingerprint")
+    p4_edits.forget(data, "share_and_end", "fingerprint")
 
 
 @p4_bug("a MISS does not end the wait", 2, 4)
 def _miss_does_not_clear(data: Json) -> None:
     changes = {"share_and_end": "share", "end_alone": "continue_alone"}
-    _redirect(data, "coalescing", changes, _kind("MISS"))
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("MISS"))
 
 
 @p4_bug("the last chunk does not end the wait", 2, 4)
 def _last_does_not_clear(data: Json) -> None:
     changes = {"share_and_end": "share", "end_alone": "continue_alone"}
-    _redirect(data, "coalescing", changes, _kind("LAST"))
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("LAST"))
 
 
 @p4_bug("the first chunk ends the wait", 2, 3, 4)
 def _first_clears(data: Json) -> None:
     changes = {"share": "share_and_end", "continue_alone": "end_alone"}
-    _redirect(data, "coalescing", changes, _kind("DATA"))
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("DATA"))
 
 
 @p4_bug("a READ waits for ever for an answer that does not come", 2, 3, 4)
 def _lease_never_expires(data: Json) -> None:
-    _redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})
+    p4_edits.redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})
 
 
 @p4_bug("no READ joins another", 4)
 def _never_joins(data: Json) -> None:
-    _redirect(data, "coalescing", {"join": "refresh"})
+    p4_edits.redirect(data, "coalescing", {"join": "refresh"})
 
 
 @p4_bug("a READ joins the wait for whatever has the same hash", 2, 3, 4)
 def _fingerprint_ignored(data: Json) -> None:
-    _redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
+    p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
 
 @p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
 def _owner_not_checked(data: Json) -> None:
-    _default(data, "bucket_owner", "owner")
+    p4_edits.default(data, "bucket_owner", "owner")
 
 
 @p4_bug("the switch does not check who may read a namespace", 5, faults=TENANTS)
 def _namespace_not_checked(data: Json) -> None:
-    _default(data, "namespace_guard", "allow")
+    p4_edits.default(data, "namespace_guard", "allow")
 
 
 @p4_bug("the switch does not check source addresses", 5, faults=["hostile_spoofer"])
 def _source_not_checked(data: Json) -> None:
-    _ignore_key(data, "gate", "admitted")
+    p4_edits.ignore_key(data, "gate", "admitted")
 
 
 @p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
 def _fill_ignores_digest(data: Json) -> None:
-    _ignore_key(data, "fill_verdict", "digest_difference")
+    p4_edits.ignore_key(data, "fill_verdict", "digest_difference")
 
 
 @p4_bug("the switch serves the chunk after the one that it says", 1, 3)
 def _serves_next_cell(data: Json) -> None:
-    for entry in _table(data, "lowest_chunk")["entries"]:
+    for entry in p4_edits.table(data, "lowest_chunk")["entries"]:
         arguments = entry["action_entry"]["action_data"]
         if int(arguments[0], 16) == 1:
             arguments[0] = "0x02" if len(arguments[0]) > 3 else "0x2"
@@ -606,7 +552,7 @@ def _serves_next_cell(data: Json) -> None:
 
 @p4_bug("shared answers go to every port", 5)
 def _filter_ignored(data: Json) -> None:
-    _forget(data, "no_host", "member")
+    p4_edits.forget(data, "no_host", "member")
     for spec in data["actions"]:
         if spec["name"].split(".")[-1] != "rewrite":
             continue
@@ -617,7 +563,7 @@ def _filter_ignored(data: Json) -> None:
 
 @p4_bug("shared answers keep the address of one reader", 2, 4)
 def _address_not_rewritten(data: Json) -> None:
-    _forget(data, "rewrite", "dst")
+    p4_edits.forget(data, "rewrite", "dst")
 
 
 __all__ = ["BUGS", "COMMITTED", "Bug"]

@@ -507,6 +507,20 @@ def test_a_read_of_a_namespace_its_sender_may_not_use_is_dropped() -> None:
     assert node.core.metrics.frames_forbidden_total == 1
 
 
+def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> None:
+    node = Node(1)
+    node.take_map(pool_map([1], allowed=["node-1"]))
+    node.hold(1, b"secret")
+    serving = node.core.serving
+    forbidden = bulk.BulkDone(bulk.FORBIDDEN)
+    assert serving.get("node-2", bulk.BulkGet(1, key(1))) == forbidden
+    assert serving.exists("node-2", bulk.BulkExists(1, [key(1)])) == forbidden
+    assert serving.drop("node-2", bulk.BulkDrop(1, [key(1)])) == forbidden
+    assert serving.begin_put("node-2", bulk.BulkPut(1, key(2), 5, 1, 99)) == forbidden
+    assert node.core.metrics.bulk_requests_refused_total == 4
+    assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
+
+
 @pytest.mark.parametrize(
     "break_it",
     [

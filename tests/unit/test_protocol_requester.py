@@ -537,6 +537,19 @@ def test_overload_is_met_with_patience_and_then_the_replica() -> None:
 # --- copies -----------------------------------------------------------------------------------
 
 
+def test_data_from_a_node_that_is_no_home_is_dropped() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA))
+    for segment in range(3):
+        bench.whole(0.001, segment, source=STRANGER, of=OTHER)
+    assert bench.events() == []
+    assert bench.core.counters.wrong_source > 0
+    for segment in range(3):
+        bench.whole(0.002, segment)
+    (event,) = bench.events()
+    assert event.buffer == BYTES
+
+
 def test_chunks_of_another_copy_are_dropped() -> None:
     bench = Bench()
     bench.fetch(homes=(HOME, REPLICA))
