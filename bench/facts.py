@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,17 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
 def ratio(part: float, whole: float) -> float | None:
     """part ÷ whole to a ten-thousandth; None where there is no whole."""
     return round(part / whole, 4) if whole else None
+
+
+def report_to(
+    path: str | Path | None, report: dict[str, Any], show: Callable[[dict[str, Any]], None]
+) -> None:
+    """Write a report where --json says, if it does, and show it to people unless standard output
+    has it already."""
+    if path:
+        write_json(path, report)
+    if str(path) != "-":
+        show(report)
 
 
 def write_json(path: str | Path, report: Mapping[str, Any]) -> None:

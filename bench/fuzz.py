@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.bench import fuzz_doors  # noqa: F401 - registers its targets
+from kvcast.bench import fuzz_arena, fuzz_doors  # noqa: F401 - they register their targets
 from kvcast.bench.fuzz_engine import Options, Report, Target, fuzz, tell
 from kvcast.bench.fuzz_targets import TARGETS
 

@@ -2,7 +2,7 @@
 
 Owns: the seam (`register`) by which a tier or a transport that is added later joins the fuzzers,
 and the readers of files and frames. Must not know: how inputs are found (`fuzz_engine`). Doors with
-event loops are in `fuzz_doors`.
+event loops are in `fuzz_doors`, one of the file system in `fuzz_arena`.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ def agent_messages() -> list[control.AgentMessage]:
     ]
 
 
+NAMESPACE = control.NamespaceInfo(1, "t", "m", "1", "l")
+
+
 def pool_map(namespaces: Sequence[control.NamespaceInfo] = ()) -> control.PoolMap:
     """A map of two nodes."""
     second = ADDRESS | {"ip": "10.77.0.2", "mac": "02:6b:76:00:00:02", "switch_port": 2}
@@ -107,7 +110,7 @@ def pool_map(namespaces: Sequence[control.NamespaceInfo] = ()) -> control.PoolMa
         3,
         [control.NodeInfo(1, "node-1", **ADDRESS), control.NodeInfo(2, "node-2", **second)],
         [[1, 2]] * wire.BUCKETS,
-        list(namespaces) or [control.NamespaceInfo(1, "t", "m", "1", "l")],
+        list(namespaces) or [NAMESPACE],
         [control.GroupInfo(1, 1, ["node-1", "node-2"])],
     )
 
@@ -154,7 +157,7 @@ def caller_messages() -> list[bulk.CallerMessage]:
     """One of each that another agent says."""
     return [
         bulk.BulkHello(bulk.BULK_PROTOCOL_VERSION, "node-2"),
-        bulk.BulkPut(1, KEY, 5, wire.digest_of(b"hello"), 3),
+        bulk.BulkPut(1, KEY, 5, wire.digest_of(b"hello"), 3, bulk.meaning_of(NAMESPACE)),
         bulk.BulkGet(1, KEY),
         bulk.BulkExists(1, [KEY, KEY[::-1]]),
         bulk.BulkDrop(1, [KEY]),

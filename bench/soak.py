@@ -129,6 +129,13 @@ def run(frames: int, seed: int = 1) -> dict[str, Any]:
     }
 
 
+def _show(report: dict[str, Any]) -> None:
+    print(
+        f"{report['frames']:,} frames in {report['seconds']} s; resident memory "
+        f"{report['resident_mib_early']} MiB early, {report['resident_mib_last']} MiB at last"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvcast.bench.soak", description="Memory over many packets."
@@ -143,13 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if arguments.json:
-        facts.write_json(arguments.json, report)
-    if arguments.json != "-":
-        print(
-            f"{report['frames']:,} frames in {report['seconds']} s; resident memory "
-            f"{report['resident_mib_early']} MiB early, {report['resident_mib_last']} MiB at last"
-        )
+    facts.report_to(arguments.json, report, _show)
     return 0 if report["growth_mib"] <= GROWTH_LIMIT_MIB else 1
 
 

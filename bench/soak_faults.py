@@ -45,7 +45,7 @@ _CONNECTIONS = 8
 _KEYS = 4
 _NAMES = 150
 """Names of namespaces that an operator asks for, over and over: more than there may be."""
-_TRIES = 10
+_TRIES = 15
 _AGAIN_S = 1.0
 _RESTART_S = 90.0
 _CLIENT_READY_S = 20.0

@@ -735,10 +735,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if arguments.json:
-        facts.write_json(arguments.json, report)
-    if arguments.json != "-":
-        print(table(report))
+    facts.report_to(arguments.json, report, lambda measured: print(table(measured)))
     return 0
 
 

@@ -206,7 +206,33 @@ def forward(source: str, sink: str) -> dict[str, int]:
     return {"received": native_state.state.received, "sent": native_state.state.sent}
 
 
-class Sender:
+class _Worker:
+    """A thread of compiled code that runs while the `with` does."""
+
+    def __init__(self, traffic: Native, processors: set[int]) -> None:
+        """`processors` are where the thread may run."""
+        self._traffic = traffic
+        self._processors = processors
+        self._thread = threading.Thread(target=self._run_there, daemon=True)
+
+    def _run_there(self) -> None:
+        os.sched_setaffinity(0, self._processors)  # of this thread
+        self._run()
+
+    def _run(self) -> None:
+        """Run the compiled code, which ends when `stop` of its traffic is set."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._traffic.state.stop = 1
+        self._thread.join()
+
+
+class Sender(_Worker):
     """Sends frames in turn to an interface, or by a tunnel's socket, in a thread of its own."""
 
     def __init__(
@@ -217,31 +243,20 @@ class Sender:
         processors: set[int],
         joined: int = 1,
     ) -> None:
-        """`pps` 0 is as fast as it goes; `processors` are where the thread may run; `joined`
-        frames, of one length, go to a tunnel in one message."""
+        """`pps` 0 is as fast as it goes; `joined` frames, of one length, go to a tunnel in one
+        message."""
         messages = [b"".join(frames[i : i + joined]) for i in range(0, len(frames), joined)]
         if joined > 1:
             sink.setsockopt(SOL_UDP, UDP_SEGMENT, len(frames[0]))
-        self._traffic = Native(len(messages), messages)
+        super().__init__(Native(len(messages), messages), processors)
         self._sink = sink
-        self._processors = processors
         # A slow sender sends small batches, so that it is no burst generator.
         self._batch = BATCH if pps == 0 else max(1, min(BATCH, int(pps / 5000)))
         self._gap_ns = 0 if pps == 0 else int(self._batch * 1e9 / pps)
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        os.sched_setaffinity(0, self._processors)  # of this thread
         call = library().call(send_paced)
         call(self._traffic.address, self._sink.fileno(), self._batch, self._gap_ns, 1 << 63)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._traffic.state.stop = 1
-        self._thread.join()
 
     @property
     def sent(self) -> int:
@@ -249,29 +264,18 @@ class Sender:
         return int(self._traffic.state.sent)
 
 
-class Counter:
+class Counter(_Worker):
     """Counts the bytes that come to a tunnel's far end, in a thread of its own."""
 
     def __init__(self, source: socket.socket, processors: set[int]) -> None:
-        self._traffic = Native(BATCH, None)
+        super().__init__(Native(BATCH, None), processors)
         self._source = source
-        self._processors = processors
         source.setsockopt(SOL_UDP, UDP_GRO, 1)
         source.settimeout(None)
         _set_timeout(source)
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        os.sched_setaffinity(0, self._processors)  # of this thread
         library().call(count_bytes)(self._traffic.address, self._source.fileno())
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._traffic.state.stop = 1
-        self._thread.join()
 
     @property
     def received(self) -> int:

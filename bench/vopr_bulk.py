@@ -163,7 +163,8 @@ class _Conversation:
             case PutCall(copy=copy):
                 namespace, key = copy.block
                 size, digest = copy.size_bytes, copy.digest
-                self._end.send(BulkPut(namespace, key, size, digest, call.epoch))
+                put = BulkPut(namespace, key, size, digest, call.epoch, call.meaning)
+                self._end.send(put)
             case GetCall(block=block):
                 self._end.send(BulkGet(block.namespace, block.key, call.digest))
             case DropCall():

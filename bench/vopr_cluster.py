@@ -18,10 +18,21 @@ from kvcast.bench.vopr_controller import SimController
 from kvcast.bench.vopr_hostile import Hostile
 from kvcast.bench.vopr_model import Model, Name, Rules, ViolationError
 from kvcast.bench.vopr_network import Link, Stream
-from kvcast.bench.vopr_plan import CALM_S, CHAOS_S, FINAL_S, OPEN, Fault, Op, Plan
+from kvcast.bench.vopr_plan import (
+    CALM_S,
+    CHAOS_S,
+    FINAL_S,
+    NAMESPACES,
+    OPEN,
+    TENANTS,
+    Fault,
+    Op,
+    Plan,
+)
 from kvcast.bench.vopr_switch import Engine, SimSwitch
 from kvcast.bench.vopr_world import World
 from kvcast.controller.admission import ValueOptions
+from kvcast.controller.names import SaltMode, TenantRules
 from kvcast.controller.pool import PoolOptions, SavedState
 from kvcast.controller.program import L2_FORWARD, Settings
 from kvcast.controller.tiers import AdmitMode
@@ -537,7 +548,19 @@ def _pool_options(plan: Plan) -> PoolOptions:
         drain_s=0.05,
         refresh_s=1.0,
         port_sets=4,
+        tenants=_tenant_rules(plan),
     )
+
+
+def _tenant_rules(plan: Plan) -> TenantRules:
+    """What an operator has configured: who there is, and which nodes are for whom."""
+    users = {
+        TENANTS[NAMESPACES.index(namespace)]: frozenset(
+            () if namespace == OPEN else (f"node-{n}" for n in hosts)
+        )
+        for namespace, hosts in plan.rights.items()
+    }
+    return TenantRules(users, SaltMode.NEVER)
 
 
 def _first_state(plan: Plan) -> SavedState:
@@ -546,7 +569,7 @@ def _first_state(plan: Plan) -> SavedState:
         namespaces=tuple(
             NamespaceInfo(
                 namespace,
-                f"tenant-{namespace}",
+                TENANTS[NAMESPACES.index(namespace)],
                 "model",
                 "1",
                 "layout",

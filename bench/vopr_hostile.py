@@ -228,5 +228,8 @@ class Hostile:
         else:
             cluster.model.forged(host.number, name, content)
             size, digest = len(content), wire.digest_of(content)
-            end.send(BulkPut(*name, size, digest, 1 << 40))
+            process = host.process
+            pool = process.core.pool if process is not None else None
+            meaning = pool.meaning_of(name[0]) if pool is not None else None
+            end.send(BulkPut(*name, size, digest, 1 << 40, meaning or 0))
             end.send(content)

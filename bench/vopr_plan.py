@@ -15,14 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvcast.bench.vopr_model import Name, entry_of
+from kvcast.controller.names import number_of
 
 CALM_S: Final = 1.2
 CHAOS_S: Final = 4.0
 FINAL_S: Final = 1.6
 """Lengths of the phases in which clients act; between the last two the pool is left to heal."""
 
-OPEN: Final = 1
-"""The namespace that every host may use; others belong to some."""
+TENANTS: Final = ("tenant-1", "tenant-2", "tenant-3")
+"""Each has one namespace; that of the first is every host's, the others belong to some."""
+
+NAMESPACES: Final = tuple(number_of(tenant, "model", "1", "layout") for tenant in TENANTS)
+"""Their numbers, which a controller that has lost its state gives them again."""
+
+OPEN: Final = NAMESPACES[0]
+"""The namespace that every host may use."""
 
 
 class Block(NamedTuple):
@@ -164,7 +171,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     count = planned if mask.hosts is None else min(planned, mask.hosts)
     rights = {OPEN: frozenset(range(1, planned + 1))}
     if rng.random() < 0.6:
-        for namespace in range(2, rng.choice((3, 4))):
+        for namespace in NAMESPACES[1 : rng.choice((2, 3))]:
             some = rng.sample(range(1, planned + 1), rng.randrange(2, planned))
             rights[namespace] = frozenset(some)
     hosts = tuple(
@@ -224,10 +231,10 @@ def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
         keys[1] = _colliding(rng, keys[0])
     blocks = []
     for number, key in enumerate(keys):
-        namespace = OPEN if number < 4 else rng.choice(sorted(rights))
+        namespace = OPEN if number < 4 else rng.choice(list(rights))
         if number == 4 and len(rights) > 1:
             # Two tenants' engines have the same key for blocks of their own.
-            namespace, key = 2, keys[0]
+            namespace, key = NAMESPACES[1], keys[0]
         size = rng.choice(
             (rng.randrange(1, 1025), rng.randrange(1, 1025), 1024, rng.randrange(1025, 3072),
              rng.randrange(1025, 3072), rng.randrange(3072, 12_000))

@@ -134,8 +134,8 @@ class Authority:
             now + datetime.timedelta(days=days), self._certificate.not_valid_after_utc
         ).replace(microsecond=0)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(part.identity)[:64])])
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(part.identity.uri)]
-        names += [_general_name(host) for host in dict.fromkeys(part.hosts)]
+        hosts = {_general_name(host): host for host in part.hosts}
+        names = [x509.UniformResourceIdentifier(part.identity.uri), *hosts]
         certificate = (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -159,7 +159,7 @@ class Authority:
         _write(folder / _CA, self._certificate.public_bytes(serialization.Encoding.PEM))
         _write(folder / _KEY, _pem_of_key(key))
         _write(folder / _CERT, certificate.public_bytes(serialization.Encoding.PEM))
-        return Issued(part, folder, expires)
+        return Issued(Part(part.identity, tuple(hosts.values())), folder, expires)
 
     def issued(self) -> list[Issued]:
         """The certificates that lie in the authority's folder, by folder name."""

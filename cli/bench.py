@@ -253,10 +253,7 @@ async def _run_incast(options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
     )
-    if options.json:
-        facts.write_json(options.json, report)
-    if options.json != "-":
-        _print_incast(report)
+    facts.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
@@ -275,10 +272,7 @@ async def _run_simulation(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     )
-    if options.json:
-        facts.write_json(options.json, report)
-    if options.json != "-":
-        _print_simulation(report)
+    facts.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
@@ -357,10 +351,7 @@ async def _run_hostile(options: argparse.Namespace) -> int:
             frames=options.frames, nodes=options.nodes, seed=options.seed, run_dir=options.run_dir
         )
     )
-    if options.json:
-        facts.write_json(options.json, report)
-    if options.json != "-":
-        _print_hostile(report)
+    facts.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
 

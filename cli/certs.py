@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK, CommandError
-from kvcast.cli.service import HelpFormatter
+from kvcast.cli.common import EXIT_FAILED, EXIT_OK, CommandError, build_subcommands
 from kvcast.protocol.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity, IdentityError
 
 if TYPE_CHECKING:
@@ -65,20 +64,9 @@ def _node(text: str) -> tuple[str, tuple[str, ...]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast certs`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast certs",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(
-            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=HelpFormatter
-        )
-        one.add_argument("folder", type=Path, metavar="DIR", help="the authority's folder")
-        return one
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("folder", type=Path, metavar="DIR", help="the authority's folder")
+    parser, command = build_subcommands("kvcast certs", _DESCRIPTION, _EXAMPLES, folder)
 
     def lasting(one: argparse.ArgumentParser) -> None:
         one.add_argument("--days", type=int, default=180, help="how long the new certificates last")

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvcast.cli.service import HelpFormatter
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -36,6 +38,29 @@ def byte_size(text: str) -> int:
     if match is None or match.group(2).lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4096, 64KiB or 1MiB")
     return int(match.group(1)) * _UNITS[match.group(2).lower()]
+
+
+def build_subcommands(
+    program: str, description: str, examples: str, subject: argparse.ArgumentParser
+) -> tuple[argparse.ArgumentParser, Callable[[str, str], argparse.ArgumentParser]]:
+    """A parser of a program with commands (`command` of its result), and what adds one by name and
+    help; each begins with the arguments of `subject`."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, epilog=examples, formatter_class=HelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=examples,
+            formatter_class=HelpFormatter,
+            parents=[subject],
+        )
+
+    return parser, add
 
 
 def run_command(main: Callable[[], Coroutine[Any, Any, int]], *, log_level: str) -> int:

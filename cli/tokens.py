@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK
-from kvcast.cli.service import HelpFormatter
+from kvcast.cli.common import EXIT_FAILED, EXIT_OK, build_subcommands
 from kvcast.controller.tokens import (
     ROLES,
     VIEWER,
@@ -45,20 +44,9 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast tokens`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast tokens",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(
-            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=HelpFormatter
-        )
-        one.add_argument("file", type=Path, metavar="FILE", help="the tokens file")
-        return one
+    file = argparse.ArgumentParser(add_help=False)
+    file.add_argument("file", type=Path, metavar="FILE", help="the tokens file")
+    parser, command = build_subcommands("kvcast tokens", _DESCRIPTION, _EXAMPLES, file)
 
     add = command("add", "make a token, and print it")
     add.add_argument("name", metavar="NAME", help="whose token it is, for the file and the log")

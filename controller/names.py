@@ -3,7 +3,11 @@
 Owns: the assignment of namespace numbers (1..65535) to (tenant, model, version, layout), of group
 numbers to sets of nodes in a namespace, which nodes a tenant's namespaces are for, and which
 namespaces have a salt. Must not know: connections, or what the switch does with names. Numbers
-persist: blocks and reads in flight carry them.
+persist: blocks and reads in flight carry them, and engines keep them.
+
+A namespace's number follows from what it stands for (`number_of`), not from the order in which
+namespaces are made: a controller that has lost its state, or a backup that never had it, gives the
+same number to the same namespace again, and not the one that readers still know for another.
 
 With salts "auto", namespaces have none as long as there is one tenant, whose nodes have nothing to
 hide from each other. From the moment that there are two, every namespace has one: those that had
@@ -16,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 
 import msgspec
 from kvcast.protocol.control import GroupInfo, NamespaceInfo, NamespaceSalt
@@ -30,6 +35,15 @@ MAX_GROUP_NODES = 31
 
 class NameRequestError(ValueError):
     """The namespace or group cannot be had; the text says why."""
+
+
+def number_of(tenant: str, model: str, version: str, layout: str) -> int:
+    """The number (1..65535) that a namespace gets unless another has it: BLAKE2b of its parts."""
+    digest = blake2b(digest_size=8, person=b"kvcast-namespace")
+    for part in (tenant, model, version, layout):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return 1 + int.from_bytes(digest.digest(), "big") % 0xFFFF
 
 
 class SaltMode(Enum):
@@ -127,9 +141,9 @@ class Names:
             raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
         if len(self.namespaces) >= MAX_NAMESPACES:
             raise NameRequestError(f"all {MAX_NAMESPACES} namespaces are taken")
-        number = max(self.namespaces, default=0) + 1
-        if number > 0xFFFF:
-            number = next(n for n in range(1, 0x10000) if n not in self.namespaces)
+        number = number_of(*wanted)
+        while number in self.namespaces:
+            number = number % 0xFFFF + 1
         self.namespaces[number] = NamespaceInfo(
             number, tenant, model, version, layout, sorted(nodes or ())
         )

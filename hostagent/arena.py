@@ -32,6 +32,7 @@ GRAIN_BYTES = 1024
 """Extents start at multiples of this and are multiples of it: one wire chunk."""
 
 _RUNS_SCANNED = 16
+_TRIES = 8
 
 
 class ArenaError(Exception):
@@ -69,22 +70,22 @@ class _SlabRuns:
             self._nonempty &= ~(1 << index)
         return length
 
-    def _find(self, count: int) -> int | None:
+    def _find(self, count: int, thorough: bool) -> int | None:
         fits_all = self._nonempty >> (count - 1).bit_length() << (count - 1).bit_length()
         if fits_all:
             return next(iter(self._bins[(fits_all & -fits_all).bit_length() - 1]))
         index = count.bit_length() - 1
         if index < len(self._bins):
             for seen, start in enumerate(self._bins[index]):
-                if seen == _RUNS_SCANNED:
+                if seen == _RUNS_SCANNED and not thorough:
                     break
                 if self._length[start] >= count:
                     return start
         return None
 
-    def take(self, count: int) -> int | None:
+    def take(self, count: int, *, thorough: bool = False) -> int | None:
         """The first slab of a run of `count`, or None."""
-        start = self._find(count)
+        start = self._find(count, thorough)
         if start is None:
             return None
         length = self._remove(start)
@@ -168,15 +169,16 @@ class Allocator:
             return self._class_by_grains[-(-size_bytes // GRAIN_BYTES)].extent_bytes
         return -(-size_bytes // self.slab_bytes) * self.slab_bytes
 
-    def allocate(self, size_bytes: int) -> int | None:
-        """The offset of an extent that holds `size_bytes`, or None where nothing fits."""
+    def allocate(self, size_bytes: int, *, thorough: bool = False) -> int | None:
+        """The offset of an extent that holds `size_bytes`, or None where nothing fits; `thorough`:
+        look at every free run, and not only at the first of those that may fit."""
         if size_bytes <= 0:
             raise ValueError(f"extent of {size_bytes} bytes")
         if size_bytes > self.slab_bytes:
             count = -(-size_bytes // self.slab_bytes)
             if count > self.slab_count:
                 return None
-            start = self._free.take(count)
+            start = self._free.take(count, thorough=thorough)
             if start is None:
                 return None
             self._runs[start] = count
@@ -316,12 +318,8 @@ class ArenaFile:
         """Unlink the file and let go of the mapping; harmless when repeated."""
         if self._fd < 0:
             return
-        with_this_inode = os.fstat(self._fd).st_ino
-        try:
-            if os.stat(self.path).st_ino == with_this_inode:
-                os.unlink(self.path)
-        except FileNotFoundError:
-            pass
+        if _is_at(self.path, self._fd):
+            os.unlink(self.path)
         os.close(self._fd)
         self._fd = -1
         self.memory.release()
@@ -338,33 +336,63 @@ def _default_paths() -> list[str]:
 
 def _create(path: str, size_bytes: int, reserve: bool) -> int:
     """Make and lock the file at `path`, replacing one whose maker is dead."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = _make_locked(path)
     try:
-        fd = os.open(path, flags, 0o600)
-    except FileExistsError:
-        _remove_stale(path)
-        fd = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, size_bytes)
         if reserve:
             os.posix_fallocate(fd, 0, size_bytes)
     except BaseException:
-        os.unlink(path)
+        if _is_at(path, fd):
+            os.unlink(path)
         os.close(fd)
         raise
     return fd
 
 
+def _make_locked(path: str) -> int:
+    """A new, empty, locked file at `path`. Of several agents that try at once one gets there:
+    whoever finds another file at the path than the one that it has locked was overtaken."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(_TRIES):
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileExistsError:
+            _remove_stale(path)
+            continue
+        if _lock(fd) and _is_at(path, fd):
+            return fd
+        os.close(fd)
+    raise ArenaInUseError(f"{path} is being taken by other agents")
+
+
 def _remove_stale(path: str) -> None:
-    old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """Unlink what a dead agent has left; its bytes are never looked at."""
+    try:
+        old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return  # another agent was quicker
     try:
         if not stat.S_ISREG(os.fstat(old).st_mode):
             raise ArenaError(f"{path} exists and is no regular file")
-        try:
-            fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArenaInUseError(f"{path} belongs to a running agent") from None
-        os.unlink(path)
+        if not _lock(old):
+            raise ArenaInUseError(f"{path} belongs to a running agent")
+        if _is_at(path, old):
+            os.unlink(path)
     finally:
         os.close(old)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: str, fd: int) -> bool:
+    """Whether the path still names the file that `fd` has open."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

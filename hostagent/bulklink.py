@@ -322,7 +322,7 @@ class BulkCaller:
         copy = call.copy
         namespace, key = copy.block
         await stream.write_message(
-            BulkPut(namespace, key, copy.size_bytes, copy.digest, call.epoch)
+            BulkPut(namespace, key, copy.size_bytes, copy.digest, call.epoch, call.meaning)
         )
         answer = await stream.read_message()
         progress.answered = True

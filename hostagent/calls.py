@@ -35,6 +35,7 @@ class PutCall:
     node: int
     copy: Copy
     epoch: int
+    meaning: int
     deadline: float
     begin: Callable[[], bool]
     done: Done

@@ -22,6 +22,7 @@ from kvcast.hostagent.serving import Serving
 from kvcast.hostagent.store import Copy, Store
 from kvcast.hostagent.writes import WriteOptions, Writes
 from kvcast.protocol import local
+from kvcast.protocol.bulk import meaning_of
 from kvcast.protocol.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
@@ -119,6 +120,10 @@ class AgentCore:
         self._salts: dict[int, Salt] = {}
         self._index = -1
         self._tell: Callable[[AgentMessage], None] | None = None
+        self._missing: dict[int, NamespaceInfo] = {}
+        """Namespaces that the controller's maps no longer name: it has lost its state."""
+        self._asked_again: set[int] = set()
+        """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
         self._next_question = 1
 
@@ -184,6 +189,7 @@ class AgentCore:
         """A connection to the controller stands, and took our registration; `tell` sends."""
         self._tell = tell
         self.connected = True
+        self._asked_again.clear()
 
     def control_lost(self) -> None:
         """The connection is gone: open questions end, the last map stays in force."""
@@ -255,11 +261,48 @@ class AgentCore:
                 self.owner.drop_reader(index)
             self.requester.forget(now, gone)
             self.reads.drain(now)
-        # A number that now means something else must not serve what it meant before.
-        for namespace, info in old.namespaces.items():
-            new = pool.namespaces.get(namespace)
-            if new is None or _meaning(new) != _meaning(info):
+        self._compare_namespaces(now, {**self._missing, **old.namespaces}, pool)
+
+    def _compare_namespaces(self, now: float, before: dict[int, NamespaceInfo], pool: Pool) -> None:
+        """A number that now means something else must not serve what it meant before. One that
+        means nothing any more belonged to a controller that has lost its state: whoever has it
+        now is asked for the namespace again, and until the answer its blocks are left alone."""
+        missing = {n: info for n, info in before.items() if n not in pool.namespaces}
+        changed = {
+            namespace
+            for namespace, info in before.items()
+            if namespace in pool.namespaces
+            and meaning_of(pool.namespaces[namespace]) != meaning_of(info)
+        }
+        self._missing = missing
+        if missing or changed:
+            self.reads.forget_namespaces(now, missing.keys() | changed)
+        for namespace in changed:
+            self.store.drop_namespace(namespace)
+        for namespace, info in missing.items():
+            mine = not info.nodes or self.options.node_id in info.nodes
+            if mine and namespace not in self._asked_again:
+                self._ask_again(info)
+
+    def _ask_again(self, info: NamespaceInfo) -> None:
+        namespace = info.namespace
+        self._asked_again.add(namespace)
+
+        def found(again: NamespaceInfo | GroupInfo | None, status: str, _reason: str) -> None:
+            if status in (local.UNAVAILABLE, local.BUSY):
+                self._asked_again.discard(namespace)
+                return
+            self._missing.pop(namespace, None)
+            same = (
+                isinstance(again, NamespaceInfo)
+                and again.namespace == namespace
+                and meaning_of(again) == meaning_of(info)
+            )
+            if not same:
                 self.store.drop_namespace(namespace)
+
+        parts = (info.tenant, info.model, info.version, info.layout)
+        self.ask_controller(lambda number: NamespaceRequest(number, *parts), found)
 
     def _new_salts(self, message: Salts) -> None:
         for given in message.salts:
@@ -386,7 +429,3 @@ class AgentCore:
         """Let go of everything that is held for others."""
         self.control_lost()
         self.owner.close()
-
-
-def _meaning(info: NamespaceInfo) -> tuple[str, str, str, str, bool]:
-    return info.tenant, info.model, info.version, info.layout, info.salted

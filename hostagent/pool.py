@@ -9,6 +9,7 @@ from __future__ import annotations
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
+from kvcast.protocol.bulk import meaning_of
 from kvcast.protocol.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.ethernet import parse_mac
 from kvcast.protocol.wire import BUCKETS, BlockId, bucket_of
@@ -76,6 +77,11 @@ class Pool:
         if info is None:
             return None
         return not info.nodes or node_id in info.nodes
+
+    def meaning_of(self, namespace: int) -> int | None:
+        """What a namespace means (`bulk.meaning_of`); None if there is no such namespace."""
+        info = self.namespaces.get(namespace)
+        return None if info is None else meaning_of(info)
 
     def another_node(self) -> int:
         """A node other than this one, the same for a given map; NO_NODE if there is none."""

@@ -18,7 +18,7 @@ for any more goes on to its own, and its block is then simply cached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -280,6 +280,12 @@ class Reads:
             expect=expect,
         )
         return fetch
+
+    def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
+        """End the fetches of these namespaces: what their keys name is not known any more."""
+        for fetch in [f for f in self._fetches.values() if f.block.namespace in namespaces]:
+            self.requester.cancel(now, fetch.fetch_id)
+        self.drain(now)
 
     # --- time and events ----------------------------------------------------------------------
 

@@ -43,6 +43,9 @@ class Serving:
         pool = self._outbox.pool
         if pool is None or not self._may_use(caller, put.namespace):
             return BulkDone(bulk.FORBIDDEN)
+        if put.meaning != pool.meaning_of(put.namespace):
+            self._metrics.bulk_requests_refused_total += 1
+            return BulkDone(bulk.STALE)
         block = BlockId(put.namespace, put.key)
         # A caller with a newer map may know better than we do whose block it is.
         if not pool.is_home(block) and put.epoch <= pool.epoch:

@@ -25,6 +25,10 @@ from kvcast.protocol.wire import BlockId
 
 _DROP_TIMEOUT_S = 5.0
 
+_KeyRequest = (
+    local.Get | local.Prefetch | local.Alloc | local.Exists | local.Drop | local.Pin | local.Unpin
+)
+
 
 class Session:
     """One client. `send` takes replies, in any order, until `close`."""
@@ -40,6 +44,8 @@ class Session:
         self._tenants = tenants
         self._closed = False
         self._in_flight = 0
+        self._told: dict[int, tuple[str, str, str, str]] = {}
+        """Namespaces that this client was given by what they stood for, and what that was."""
         self._next_handle = 1
         self._handles: dict[int, Copy] = {}
         self._tickets: dict[int, Copy] = {}
@@ -103,21 +109,20 @@ class Session:
         else:
             refusal = self._core.reads.refusal(request.namespace)
             if refusal is not None:
-                if isinstance(request, local.Get):
-                    self._core.metrics.gets_refused_total += len(request.keys)
-                self._fail(request.request, refusal, f"namespace {request.namespace}")
+                self._refuse(request, refusal, f"namespace {request.namespace}")
                 return
             if not self._may_use(request.namespace):
-                if isinstance(request, local.Get):
-                    self._core.metrics.gets_refused_total += len(request.keys)
-                self._forbid(request.request, f"namespace {request.namespace}")
+                self._core.metrics.local_forbidden_total += 1
+                self._refuse(request, local.FORBIDDEN, f"namespace {request.namespace}")
+                return
+            if self._stands_for_another(request.namespace):
+                reason = f"namespace {request.namespace} stands for another one now: find it again"
+                self._refuse(request, local.UNKNOWN_NAMESPACE, reason)
                 return
             try:
                 keys = self._core.pool_keys(request.namespace, request.keys)
             except MissingSaltError as error:
-                if isinstance(request, local.Get):
-                    self._core.metrics.gets_refused_total += len(request.keys)
-                self._fail(request.request, local.UNAVAILABLE, str(error))
+                self._refuse(request, local.UNAVAILABLE, str(error))
                 return
             if keys is not request.keys:
                 request = msgspec.structs.replace(request, keys=keys)
@@ -131,21 +136,23 @@ class Session:
         info = pool.namespaces.get(namespace) if pool is not None else None
         return info is not None and info.tenant in self._tenants
 
+    def _stands_for_another(self, namespace: int) -> bool:
+        """Whether a number is not any more what this client was told that it is."""
+        told = self._told.get(namespace)
+        pool = self._core.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        return told is not None and info is not None and told != _parts_of(info)
+
+    def _refuse(self, request: _KeyRequest, status: str, reason: str) -> None:
+        if isinstance(request, local.Get):
+            self._core.metrics.gets_refused_total += len(request.keys)
+        self._fail(request.request, status, reason)
+
     def _forbid(self, request: int, reason: str) -> None:
         self._core.metrics.local_forbidden_total += 1
         self._fail(request, local.FORBIDDEN, reason)
 
-    def _handle_keys(
-        self,
-        now: float,
-        request: local.Get
-        | local.Prefetch
-        | local.Alloc
-        | local.Exists
-        | local.Drop
-        | local.Pin
-        | local.Unpin,
-    ) -> None:
+    def _handle_keys(self, now: float, request: _KeyRequest) -> None:
         core = self._core
         number = request.request
         if isinstance(request, local.Get):
@@ -372,6 +379,7 @@ class Session:
 
         def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
             if isinstance(info, NamespaceInfo):
+                self._told[info.namespace] = _parts_of(info)
                 self._reply(local.FoundNamespace(request.request, info))
             else:
                 self._fail(request.request, status, reason)
@@ -434,3 +442,7 @@ class Session:
                 held,
             )
         )
+
+
+def _parts_of(info: NamespaceInfo) -> tuple[str, str, str, str]:
+    return info.tenant, info.model, info.version, info.layout

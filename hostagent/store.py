@@ -387,8 +387,10 @@ class Store:
                 f"{self.allocator.capacity_bytes} bytes are pinned or being written"
             )
         while offset is None:
-            self._make_room(self.allocator.extent_bytes(size_bytes))
-            offset = self.allocator.allocate(size_bytes)
+            more = self._make_room(self.allocator.extent_bytes(size_bytes))
+            # Where there is nothing left to evict, the room is there, if hard to find.
+            offset = self.allocator.allocate(size_bytes, thorough=not more)
+            assert more or offset is not None, f"no room for {size_bytes} bytes after all"
         return offset
 
     def _room_can_be_made(self, size_bytes: int) -> bool:
@@ -407,26 +409,27 @@ class Store:
             end = index + max(1, -(-taken // slab_bytes))
         return (self.allocator.slab_count - end) * slab_bytes >= wanted_bytes
 
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Evict a copy of the size that is wanted, or all copies of a slab.
-
-        Called only where there is one or the other. Each call frees at least one copy, so the
-        work is O(1) amortised over the copies stored.
-        """
+    def _make_room(self, wanted_bytes: int) -> bool:
+        """Evict a copy of the size that is wanted, or all copies of a slab; False where there is
+        neither. Each call frees at least one copy, so the work is O(1) amortised over the copies
+        stored."""
         slab_bytes = self.allocator.slab_bytes
         for victim in itertools.islice(self._evictable.values(), _VICTIMS_TRIED):
             if victim.reserved_bytes == wanted_bytes:
                 self._evict(victim)
-                return
+                return True
             index = victim.offset // slab_bytes
             if index in self._clear_slabs:
                 self._clear_out(index)
-                return
+                return True
         of_size = self._evictable_of_size.get(wanted_bytes)
         if of_size:
             self._evict(next(iter(of_size.values())))
-        else:
+        elif self._clear_slabs:
             self._clear_out(next(iter(self._clear_slabs)))
+        else:
+            return False
+        return True
 
     def _clear_out(self, index: int) -> None:
         """Evict all copies of a slab in which nothing is stuck."""

@@ -109,7 +109,8 @@ class Writes:
         except StaleReservationError:
             self._answer(batch, put, local.UNKNOWN_NAMESPACE)
             return
-        if pool is None or not homes:
+        meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
+        if pool is None or meaning is None or not homes:
             self._answer(batch, put, local.UNAVAILABLE)
             return
         if self._options.put_ack == ACK_LOCAL or homes[0] == pool.index:
@@ -121,10 +122,12 @@ class Writes:
                 self._metrics.replications_dropped_total += 1
                 put.refused = local.BUSY
                 continue
-            self._send(now, batch, put, node, pool.epoch)
+            self._send(now, batch, put, node, pool.epoch, meaning)
         self._settle(batch, put)
 
-    def _send(self, now: float, batch: PutBatch, put: _Put, node: int, epoch: int) -> None:
+    def _send(
+        self, now: float, batch: PutBatch, put: _Put, node: int, epoch: int, meaning: int
+    ) -> None:
         self.replications += 1
         self._metrics.replications_total += 1
         put.waiting.add(node)
@@ -161,7 +164,7 @@ class Writes:
             self._settle(batch, put)
 
         deadline = now + self._options.replicate_timeout_s
-        self._outbox.calls.append(PutCall(node, copy, epoch, deadline, begin, done))
+        self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, done))
 
     def _settle(self, batch: PutBatch, put: _Put) -> None:
         """All homes were tried: whoever has it acknowledges."""

@@ -18,12 +18,14 @@ Who receives bytes compares their digest with the header's before anybody sees t
 
 from __future__ import annotations
 
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Annotated, Final
 
-from kvcast.protocol.control import U16, U64, Key, NodeId
+from kvcast.protocol.control import U16, U64, Key, NamespaceInfo, NodeId
 from msgspec import Meta, Struct
 
-BULK_PROTOCOL_VERSION: Final = 1
+BULK_PROTOCOL_VERSION: Final = 2
 MAX_BULK_KEYS: Final = 4096
 MAX_BULK_MESSAGE_BYTES: Final = 1 << 18
 """Longest framed message; 4096 keys take 80 KiB. A block's bytes are not framed."""
@@ -38,6 +40,9 @@ HELD: Final = "held"
 NOT_FOUND: Final = "not_found"
 NOT_HOME: Final = "not_home"
 """BulkPut: by the callee's map the block is not its to hold."""
+STALE: Final = "stale"
+"""BulkPut: to the callee the namespace's number means something else, or its keys are made in
+another way: one of the two has not heard of a change yet."""
 NO_ROOM: Final = "no_room"
 FORBIDDEN: Final = "forbidden"
 """The namespace is unknown to the callee, or not the caller's to use."""
@@ -52,13 +57,15 @@ class BulkHello(Struct, frozen=True, tag="hello"):
 
 
 class BulkPut(Struct, frozen=True, tag="put"):
-    """Hold this block. `epoch`: of the caller's map, by which the callee is one of its homes."""
+    """Hold this block. `epoch`: of the caller's map, by which the callee is one of its homes;
+    `meaning`: what the namespace means to the caller (`meaning_of`)."""
 
     namespace: U16
     key: Key
     size_bytes: Size
     digest: U64
     epoch: U64
+    meaning: U64
 
 
 class BulkGet(Struct, frozen=True, tag="get"):
@@ -110,6 +117,21 @@ class BulkHeld(Struct, frozen=True, tag="held"):
 BulkRequest = BulkPut | BulkGet | BulkDrop | BulkExists
 CallerMessage = BulkHello | BulkRequest
 CalleeMessage = BulkGo | BulkDone | BulkBlock | BulkHeld
+
+
+def meaning_of(info: NamespaceInfo) -> int:
+    """What a namespace stands for and whether its keys are salted, as 64 bits of BLAKE2b: by it
+    two nodes know that they name the same blocks."""
+    return _meaning(info.tenant, info.model, info.version, info.layout, info.salted)
+
+
+@lru_cache(maxsize=1024)
+def _meaning(tenant: str, model: str, version: str, layout: str, salted: bool) -> int:
+    digest = blake2b(bytes([salted]), digest_size=8, person=b"kvcast-meaning")
+    for part in (tenant, model, version, layout):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return int.from_bytes(digest.digest(), "big")
 
 
 def pack_bitmap(bits: list[bool]) -> bytes:

@@ -326,6 +326,11 @@ def port_options(options: DaemonOptions) -> PortOptions:
     )
 
 
+def _compiled(*, cpu_port: int | None, drop_port: int, seed: int) -> CompiledSwitch:
+    """An engine whose memory does not grow as packets touch it."""
+    return CompiledSwitch(cpu_port=cpu_port, drop_port=drop_port, seed=seed, populate=True)
+
+
 class Daemon:
     """One running switch: ports, loop, service and server, started and stopped together."""
 
@@ -350,7 +355,7 @@ class Daemon:
             strict=options.strict,
             seed=options.seed,
             now_us=self._now_us,
-            new_switch=CompiledSwitch if options.engine == "llvm" else Switch,
+            new_switch=_compiled if options.engine == "llvm" else Switch,
             adopt=self._adopt,
             pause=self._pause,
         )

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kvcast.switchsim.llvm_expressions import Expressions
 
 
+_Numbered = tuple[int | Value, Sequence[int]]
+"""The number of a header or union, as `Expressions` gives it, and what it may be."""
+
+
 class Conditions:
     """Compiles booleans in the scope of `expressions`."""
 
@@ -147,22 +151,12 @@ class Conditions:
         return f.phi(FALSE, [(FALSE, result), (equal, last)])
 
     def _headers_equal(self, left: ir.HeaderExpr, right: ir.HeaderExpr) -> Value:
-        h, g = self.expressions.header(left), self.expressions.header(right)
-        if isinstance(h, int) and isinstance(g, int):
-            return self._equal(h, g) if h >= 0 and g >= 0 else FALSE
-        if isinstance(h, int):
-            left, right, h, g = right, left, g, h
-
-        def against(n: int) -> Value:
-            if isinstance(g, int):
-                return self._equal(n, g) if g >= 0 else FALSE
-            candidates = self.expressions.candidates(right)
-            inner = [(m, partial(self._equal, n, m)) for m in candidates]
-            return self._dispatch(g, inner)
-
-        assert isinstance(h, Value)
-        candidates = self.expressions.candidates(left)
-        return self._dispatch(h, [(n, partial(against, n)) for n in candidates])
+        e = self.expressions
+        return self._numbers_equal(
+            self._equal,
+            (e.header(left), e.candidates(left)),
+            (e.header(right), e.candidates(right)),
+        )
 
     def _union_equal(self, u: int, v: int) -> Value:
         result = FALSE
@@ -172,22 +166,30 @@ class Conditions:
         return result
 
     def _unions_equal(self, left: ir.UnionExpr, right: ir.UnionExpr) -> Value:
-        u, v = self.expressions.union(left), self.expressions.union(right)
-        if isinstance(u, int) and isinstance(v, int):
-            return self._union_equal(u, v) if u >= 0 and v >= 0 else FALSE
-        if isinstance(u, int):
-            left, right, u, v = right, left, v, u
+        e = self.expressions
+        return self._numbers_equal(
+            self._union_equal,
+            (e.union(left), e.union_candidates(left)),
+            (e.union(right), e.union_candidates(right)),
+        )
+
+    def _numbers_equal(
+        self, equal: Callable[[int, int], Value], left: _Numbered, right: _Numbered
+    ) -> Value:
+        """`equal` of two whose numbers may be known only when the code runs; one that is not
+        there (-1) equals none."""
+        if isinstance(left[0], int) and isinstance(right[0], Value):
+            left, right = right, left
+        (number, candidates), (other, others) = left, right
 
         def against(n: int) -> Value:
-            if isinstance(v, int):
-                return self._union_equal(n, v) if v >= 0 else FALSE
-            candidates = self.expressions.union_candidates(right)
-            inner = [(m, partial(self._union_equal, n, m)) for m in candidates]
-            return self._dispatch(v, inner)
+            if isinstance(other, int):
+                return equal(n, other) if other >= 0 else FALSE
+            return self._dispatch(other, [(m, partial(equal, n, m)) for m in others])
 
-        assert isinstance(u, Value)
-        candidates = self.expressions.union_candidates(left)
-        return self._dispatch(u, [(n, partial(against, n)) for n in candidates])
+        if isinstance(number, int):
+            return against(number) if number >= 0 else FALSE
+        return self._dispatch(number, [(n, partial(against, n)) for n in candidates])
 
 
 _UNSIGNED = {"==": "eq", "!=": "ne", "<": "ult", ">": "ugt", "<=": "ule", ">=": "uge"}

@@ -349,17 +349,8 @@ def _reflected_crc(
         values.append(r)
 
     def write(f: Function) -> None:
-        data, length = f.arguments
-        table = f.module.words(values, 64)
-        crc = f.variable(64)
-        f.store(_i64(start), crc, 8)
-        with f.times(length) as n:
-            r = f.load(64, crc, 8)
-            byte = f.zext(f.load(8, f.at(data, n)), 64)
-            index = f.and_(f.xor(r, byte), _i64(255))
-            entry = f.load(64, f.at(table, f.shl(index, 3)), 8)
-            f.store(f.xor(entry, f.lshr(r, 8)), crc, 8)
-        f.ret(f.xor(f.load(64, crc, 8), _i64(final)))
+        crc = _table_crc(f, values, start, 0, lambda r: f.lshr(r, 8))
+        f.ret(f.xor(crc, _i64(final)))
 
     return write
 
@@ -373,17 +364,25 @@ def _plain_crc(f: Function, width: int, polynomial: int, init: int) -> None:
         for _ in range(8):
             r = ((r << 1) ^ polynomial) & ones if r & top else (r << 1) & ones
         values.append(r)
+    f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), _i64(ones))))
+
+
+def _table_crc(
+    f: Function, values: Sequence[int], start: int, low: int, shift: Callable[[Value], Value]
+) -> Value:
+    """The register after all bytes. The eight bits from `low` on leave it with each byte, by
+    `shift`, and what `values` has for them comes in."""
     data, length = f.arguments
     table = f.module.words(values, 64)
     crc = f.variable(64)
-    f.store(_i64(init), crc, 8)
+    f.store(_i64(start), crc, 8)
     with f.times(length) as n:
-        r64 = f.load(64, crc, 8)
-        byte64 = f.zext(f.load(8, f.at(data, n)), 64)
-        index = f.and_(f.xor(f.lshr(r64, width - 8), byte64), _i64(255))
+        r = f.load(64, crc, 8)
+        byte = f.zext(f.load(8, f.at(data, n)), 64)
+        index = f.and_(f.xor(f.lshr(r, low), byte), _i64(255))
         entry = f.load(64, f.at(table, f.shl(index, 3)), 8)
-        f.store(f.and_(f.xor(entry, f.shl(r64, 8)), _i64(ones)), crc, 8)
-    f.ret(f.load(64, crc, 8))
+        f.store(f.xor(entry, shift(r)), crc, 8)
+    return f.load(64, crc, 8)
 
 
 def _xxh64(f: Function) -> None:

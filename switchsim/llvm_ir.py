@@ -319,52 +319,39 @@ class Function:
 
     def shl(self, a: Value, b: Value | int) -> Value:
         """Of a number of bits that is less than the width."""
-        if isinstance(b, int):
-            b = integer(a.bits, b)
-        if b.const == 0:
-            return a
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const << b.const)
-        return self._binary("shl", a, b)
+        return self._shift("shl", a, b, lambda x, by: x << by)
 
     def lshr(self, a: Value, b: Value | int) -> Value:
-        if isinstance(b, int):
-            b = integer(a.bits, b)
-        if b.const == 0:
-            return a
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const >> b.const)
-        return self._binary("lshr", a, b)
+        return self._shift("lshr", a, b, lambda x, by: x >> by)
 
     def ashr(self, a: Value, b: Value | int) -> Value:
+        return self._shift("ashr", a, b, lambda x, by: _signed(x, a.bits) >> by)
+
+    def _shift(self, op: str, a: Value, b: Value | int, fold: Callable[[int, int], int]) -> Value:
         if isinstance(b, int):
             b = integer(a.bits, b)
         if b.const == 0:
             return a
         if a.const is not None and b.const is not None:
-            return integer(a.bits, _signed(a.const, a.bits) >> b.const)
-        return self._binary("ashr", a, b)
+            return integer(a.bits, fold(a.const, b.const))
+        return self._binary(op, a, b)
 
     def trunc(self, a: Value, bits: int) -> Value:
-        if a.bits == bits:
-            return a
-        if a.const is not None:
-            return integer(bits, a.const)
-        return self._emit(f"i{bits}", bits, f"trunc {a} to i{bits}")
+        return self._convert("trunc", a, bits, a.const)
 
     def zext(self, a: Value, bits: int) -> Value:
-        if a.bits == bits:
-            return a
-        if a.const is not None:
-            return integer(bits, a.const)
-        return self._emit(f"i{bits}", bits, f"zext {a} to i{bits}")
+        return self._convert("zext", a, bits, a.const)
 
     def sext(self, a: Value, bits: int) -> Value:
+        return self._convert("sext", a, bits, a.const and _signed(a.const, a.bits))
+
+    def _convert(self, op: str, a: Value, bits: int, const: int | None) -> Value:
+        """`a` with other bits, of which `const` is the number if it is known."""
         if a.bits == bits:
             return a
-        if a.const is not None:
-            return integer(bits, _signed(a.const, a.bits))
-        return self._emit(f"i{bits}", bits, f"sext {a} to i{bits}")
+        if const is not None:
+            return integer(bits, const)
+        return self._emit(f"i{bits}", bits, f"{op} {a} to i{bits}")
 
     def resize(self, a: Value, bits: int) -> Value:
         """The low `bits` bits, or zero bits in front."""

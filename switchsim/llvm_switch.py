@@ -59,6 +59,10 @@ from kvcast.switchsim.tables import ActionTable
 ARENA_BYTES = 256 << 20
 """Memory for the copies and further passes of one frame; pages are taken as they are needed."""
 
+POPULATE_BYTES = 1 << 30
+"""Most memory that a program's state takes when it is loaded, where that is asked for; beyond it,
+pages are taken as they are needed."""
+
 OUTBOX_BYTES = 256 << 20
 OUTBOX_FRAMES = 1 << 16
 """Room for what one call of `process` may send."""
@@ -249,16 +253,20 @@ class CompiledSwitch(Switch):
         checked: bool = False,
         cache_folder: Path | None = None,
         use_cache: bool = True,
+        populate: bool = False,
     ) -> None:
         """`checked` compiles bounds checks into every access whose place is known at run time
         only, and counts in `traps` those that fail. Compiled code is kept in `cache_folder`
-        (None: the user's cache) unless `use_cache` is false."""
+        (None: the user's cache) unless `use_cache` is false. `populate` takes the memory of
+        registers, counters and the queue of digests (up to POPULATE_BYTES) when a program is
+        loaded, and not page by page while packets wait for it."""
         self._stats: SwitchStats = SwitchStats()
         super().__init__(
             cpu_port=cpu_port, drop_port=drop_port, seed=seed, digest_queue_size=digest_queue_size
         )
         self.checked = checked
         self._cache_folder = (cache_folder or default_cache()) if use_cache else None
+        self._populate = populate
         self._instance: _Instance | None = None
         self._calls = 0
 
@@ -303,6 +311,13 @@ class CompiledSwitch(Switch):
             for number, one in enumerate(arrays):
                 if one is not None:
                     native.publish(f"{kind}.{number}", one.region.address)
+        if self._populate:
+            left = POPULATE_BYTES
+            regions = [one.region for one in (*registers, *counters) if one is not None]
+            for region in (*regions, instance.ring):
+                if region.size <= left:
+                    left -= region.size
+                    region.populate()
         # Only what packs selectors' fields; actions themselves are compiled.
         actions = Actions(
             Expressions(layout, registers), registers, counters, meters, 0, self._rng, self._faults

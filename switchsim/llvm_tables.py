@@ -16,7 +16,8 @@ A table with few const entries has no version: its entries are compared with con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvcast.switchsim import program as ir
 from kvcast.switchsim.llvm_ir import TRUE, Block, Function, Module, Value, integer
@@ -408,33 +409,44 @@ def _record_hash(f: Function, record: Value, words: Value) -> Value:
 _COMMON = [("ptr", "block"), ("ptr", "records"), ("i64", "stride"), ("i64", "words")]
 
 
-def _write_insert(module: Module) -> Function:
-    """Put a record's number into a slot for its key; 1 if the slot was never used before, else 0.
-
-    The caller sees to it that the key is not there and that a slot is free."""
-    f = module.function("table_insert", "i32", [*_COMMON, ("i32", "index")], exported=True)
-    block, records, stride, words, index = f.arguments
+def _find_slot(f: Function, number: Value, wanted: Callable[[Value], Value]) -> tuple[Value, Value]:
+    """Probe for the key of a record, in a function whose arguments begin with `_COMMON`: the first
+    slot with a wanted number, of which there must be one, and that number."""
+    block, records, stride, words = f.arguments[:4]
     mask = f.load(64, block, 8)
-    record = f.at(records, f.mul(f.zext(index, 64), stride))
+    record = f.at(records, f.mul(f.zext(number, 64), stride))
     start = f.and_(_record_hash(f, record, words), mask)
     before, probe = f.block, f.new_block("probe")
-    next_, found = f.new_block("next"), f.new_block("free")
+    next_, found = f.new_block("next"), f.new_block("found")
     f.branch(probe)
     f.start(probe)
     at, arms = f.phi_later("i64")
     slot = f.at(f.at(block, 8), f.shl(at, 2))
-    old = f.load(32, slot, 4)
-    unused = f.compare("eq", old, integer(32, 0))
-    free = f.or_(unused, f.compare("eq", old, integer(32, DELETED)))
-    f.branch_if(free, found, next_)
+    content = f.load(32, slot, 4)
+    f.branch_if(wanted(content), found, next_)
     f.start(next_)
     arms += [(start, before), (f.and_(f.add(at, _i64(1)), mask), next_)]
     f.branch(probe)
     f.finish_phi(at)
     f.start(found)
+    return slot, content
+
+
+def _is_free(f: Function, number: Value) -> Value:
+    unused = f.compare("eq", number, integer(32, 0))
+    return f.or_(unused, f.compare("eq", number, integer(32, DELETED)))
+
+
+def _write_insert(module: Module) -> Function:
+    """Put a record's number into a slot for its key; 1 if the slot was never used before, else 0.
+
+    The caller sees to it that the key is not there and that a slot is free."""
+    f = module.function("table_insert", "i32", [*_COMMON, ("i32", "index")], exported=True)
+    index = f.arguments[4]
+    slot, before = _find_slot(f, index, partial(_is_free, f))
     f.release(index, slot)
     f.effect("fence seq_cst")
-    f.ret(f.zext(unused, 32))
+    f.ret(f.zext(f.compare("eq", before, integer(32, 0)), 32))
     return f
 
 
@@ -443,22 +455,8 @@ def _write_replace(module: Module) -> None:
     f = module.function(
         "table_replace", "void", [*_COMMON, ("i32", "old"), ("i32", "new")], exported=True
     )
-    block, records, stride, words, old, new = f.arguments
-    mask = f.load(64, block, 8)
-    record = f.at(records, f.mul(f.zext(old, 64), stride))
-    start = f.and_(_record_hash(f, record, words), mask)
-    before, probe = f.block, f.new_block("probe")
-    next_, found = f.new_block("next"), f.new_block("found")
-    f.branch(probe)
-    f.start(probe)
-    at, arms = f.phi_later("i64")
-    slot = f.at(f.at(block, 8), f.shl(at, 2))
-    f.branch_if(f.compare("eq", f.load(32, slot, 4), old), found, next_)
-    f.start(next_)
-    arms += [(start, before), (f.and_(f.add(at, _i64(1)), mask), next_)]
-    f.branch(probe)
-    f.finish_phi(at)
-    f.start(found)
+    old, new = f.arguments[4:]
+    slot, _ = _find_slot(f, old, lambda number: f.compare("eq", number, old))
     f.release(new, slot)
     f.effect("fence seq_cst")
     f.ret()
@@ -471,9 +469,6 @@ def _write_rehash(module: Module, insert: Function) -> None:
     slots = f.add(f.load(64, block, 8), _i64(1))
     with f.times(slots) as n:
         index = f.load(32, f.at(f.at(block, 8), f.shl(n, 2)), 4)
-        used = f.and_(
-            f.compare("ne", index, integer(32, 0)), f.compare("ne", index, integer(32, DELETED))
-        )
-        with f.when(used):
+        with f.when(f.not_(_is_free(f, index))):
             f.call(insert, [to, records, stride, words, index])
     f.ret()

@@ -58,6 +58,18 @@ _INGRESS_BYTES = 64
 
 TIMESTAMP_MASK = (1 << 48) - 1
 
+# What several functions take; unlike `POINTERS` and `FRAME`, these promise nothing of aliases.
+_CONTEXT = ("ptr", "context")
+_PACKET = [_CONTEXT, ("ptr", "phv"), ("ptr", "frame"), ("i64", "length")]
+_PROCESS = [
+    _CONTEXT,
+    ("ptr", "frame"),
+    ("i32", "length"),
+    ("i32", "port"),
+    ("i64", "now"),
+    ("ptr", "out"),
+]
+
 
 def _i64(value: int) -> Value:
     return integer(64, value)
@@ -146,16 +158,26 @@ class TrafficWriter:
         f.store(element, link, 8)
         f.store(element, scope.word(f"{queue}_last"), 8)
 
+    def _leave_if(self, scope: Scope, condition: Value, counter: str) -> None:
+        """The function counts and returns if the condition holds."""
+        f = scope.f
+        with f.when(condition):
+            scope.count(counter)
+            f.ret(FALSE if f.result == "i1" else None)
+
+    def _take_pass(self, scope: Scope, word: str) -> None:
+        """Count in a word of the context; the function returns, and counts a drop, at the bound."""
+        f = scope.f
+        taken = f.add(f.load(64, scope.word(word), 8), _i64(1))
+        f.store(taken, scope.word(word), 8)
+        over = f.compare("uge", taken, _i64(MAX_PASSES))
+        self._leave_if(scope, over, "dropped_recirculation_bound")
+
     def _room(self, scope: Scope, size: Value) -> Value:
         """Memory from the arena; the function returns if there is none, and the drop is counted."""
         f = scope.f
         pointer = self.tools.runtime.allocate(scope, size)
-        none, some = f.new_block("full"), f.new_block("room")
-        f.branch_if(f.compare("eq", pointer, NULL), none, some)
-        f.start(none)
-        scope.count("dropped_recirculation_bound")
-        f.ret(FALSE if f.result == "i1" else None)
-        f.start(some)
+        self._leave_if(scope, f.compare("eq", pointer, NULL), "dropped_recirculation_bound")
         return pointer
 
     def _new_packet(self) -> Function:
@@ -180,13 +202,7 @@ class TrafficWriter:
         f = self.module.function(
             "packet.keep",
             "void",
-            [
-                ("ptr", "context"),
-                ("ptr", "copy"),
-                ("ptr", "phv"),
-                ("i32", "list"),
-                ("i32", "instance"),
-            ],
+            [_CONTEXT, ("ptr", "copy"), ("ptr", "phv"), ("i32", "list"), ("i32", "instance")],
         )
         _, copy, phv, number, instance = f.arguments
         to, from_ = self._scope(f, copy), self._scope(f, phv)
@@ -214,16 +230,9 @@ class TrafficWriter:
 
     def _next_pass(self) -> Function:
         """Queue an element for ingress, if the frame has not had its share."""
-        f = self.module.function("next_pass", "void", [("ptr", "context"), ("ptr", "element")])
+        f = self.module.function("next_pass", "void", [_CONTEXT, ("ptr", "element")])
         scope = self._scope(f, NULL)
-        passes = f.add(f.load(64, scope.word("passes"), 8), _i64(1))
-        f.store(passes, scope.word("passes"), 8)
-        drop, go = f.new_block("bound"), f.new_block("go")
-        f.branch_if(f.compare("uge", passes, _i64(MAX_PASSES)), drop, go)
-        f.start(drop)
-        scope.count("dropped_recirculation_bound")
-        f.ret()
-        f.start(go)
+        self._take_pass(scope, "passes")
         self._append(scope, "ingress", f.arguments[1])
         f.ret()
         return f
@@ -250,16 +259,7 @@ class TrafficWriter:
         f = self.module.function(
             "enqueue",
             "void",
-            [
-                ("ptr", "context"),
-                ("ptr", "phv"),
-                ("ptr", "frame"),
-                ("i64", "length"),
-                ("i64", "at"),
-                ("ptr", "replicas"),
-                ("i64", "count"),
-                ("i64", "port"),
-            ],
+            [*_PACKET, ("i64", "at"), ("ptr", "replicas"), ("i64", "count"), ("i64", "port")],
         )
         context, phv, frame, length, at, replicas, count, port = f.arguments
         del context
@@ -323,12 +323,7 @@ class TrafficWriter:
         scope.set_register(REG_CLONE_LIST, integer(32, 0))
         sessions = f.load_pointer(scope.word("sessions"))
         session = f.acquire_pointer(f.at(sessions, f.shl(f.zext(number, 64), 3)))
-        unknown, known = f.new_block("unknown"), f.new_block("known")
-        f.branch_if(f.compare("eq", session, NULL), unknown, known)
-        f.start(unknown)
-        scope.count("unknown_clone_session")
-        f.ret(FALSE if f.result == "i1" else None)
-        f.start(known)
+        self._leave_if(scope, f.compare("eq", session, NULL), "unknown_clone_session")
         scope.count("cloned")
         return session, field_list
 
@@ -347,28 +342,11 @@ class TrafficWriter:
         )
 
     def _clone_egress(self) -> Function:
-        f = self.module.function(
-            "clone.egress",
-            "void",
-            [
-                ("ptr", "context"),
-                ("ptr", "phv"),
-                ("ptr", "frame"),
-                ("i64", "length"),
-                ("i64", "at"),
-            ],
-        )
+        f = self.module.function("clone.egress", "void", [*_PACKET, ("i64", "at")])
         context, phv, frame, length, at = f.arguments
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
-        clones = f.add(f.load(64, scope.word("clones"), 8), _i64(1))
-        f.store(clones, scope.word("clones"), 8)
-        drop, go = f.new_block("bound"), f.new_block("go")
-        f.branch_if(f.compare("uge", clones, _i64(MAX_PASSES)), drop, go)
-        f.start(drop)
-        scope.count("dropped_recirculation_bound")
-        f.ret()
-        f.start(go)
+        self._take_pass(scope, "clones")
         copy = self._room(scope, _i64(self.layout.bytes))
         f.copy(copy, phv, self.layout.bytes)
         f.call(self.keep, [context, copy, phv, field_list, integer(32, EGRESS_CLONE)])
@@ -380,11 +358,7 @@ class TrafficWriter:
 
     def _clone_ingress(self) -> Function:
         """True: the parser gave the packet up."""
-        f = self.module.function(
-            "clone.ingress",
-            "i1",
-            [("ptr", "context"), ("ptr", "phv"), ("ptr", "frame"), ("i64", "length")],
-        )
+        f = self.module.function("clone.ingress", "i1", _PACKET)
         context, phv, frame, length = f.arguments
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
@@ -422,12 +396,8 @@ class TrafficWriter:
         }
         head = f.load(64, scope.word("digests"), 8)
         tail = f.acquire(64, scope.word("digest_tail"))
-        full, free = f.new_block("full"), f.new_block("free")
-        f.branch_if(f.compare("uge", f.sub(head, tail), _i64(self.digest_queue)), full, free)
-        f.start(full)
-        scope.count("digests_overflowed")
-        f.ret()
-        f.start(free)
+        full = f.compare("uge", f.sub(head, tail), _i64(self.digest_queue))
+        self._leave_if(scope, full, "digests_overflowed")
         scope.count("digests")
         slots = 1 << max(0, self.digest_queue - 1).bit_length()
         size = digest_slot_bytes(self.program, widths)
@@ -501,13 +471,10 @@ class TrafficWriter:
             self._set(scope, "standard_metadata.instance_type", integer(32, REPLICATION))
             self._multicast(scope, frame, length, at, group)
         port = self._get(scope, "standard_metadata.egress_spec", 32)
-        with f.when(f.compare("eq", port, integer(32, self.shared.drop_port))):
-            scope.count("dropped_ingress")
-            f.ret()
+        dropped = f.compare("eq", port, integer(32, self.shared.drop_port))
+        self._leave_if(scope, dropped, "dropped_ingress")
         self._set(scope, "standard_metadata.instance_type", integer(32, NORMAL))
-        with f.when(self._has_priority(scope)):
-            scope.count("dropped_priority")
-            f.ret()
+        self._leave_if(scope, self._has_priority(scope), "dropped_priority")
         with f.when(self._waiting(scope)):
             arguments = [context, phv, frame, length, at, NULL, _i64(1), f.zext(port, 64)]
             f.call(self.enqueue, arguments)
@@ -575,9 +542,8 @@ class TrafficWriter:
         with f.when(f.compare("ne", scope.register(REG_CLONE_SESSION), integer(32, 0))):
             f.call(self.clone_egress, [context, phv, frame, length, at])
         spec = self._get(scope, "standard_metadata.egress_spec", 32)
-        with f.when(f.compare("eq", spec, integer(32, self.shared.drop_port))):
-            scope.count("dropped_egress")
-            f.ret()
+        dropped = f.compare("eq", spec, integer(32, self.shared.drop_port))
+        self._leave_if(scope, dropped, "dropped_egress")
         prepared = f.new_block("prepared")
         failed = f.call(self.prepare, [context, phv, frame, length, at])
         f.branch_if(failed, abandoned, prepared)
@@ -636,7 +602,7 @@ class TrafficWriter:
 
     def _drain(self) -> Function:
         """Run egress for all that waits for it."""
-        f = self.module.function("drain", "void", [("ptr", "context")])
+        f = self.module.function("drain", "void", [_CONTEXT])
         scope = self._scope(f, NULL)
         head, body, done = f.new_block("head"), f.new_block("body"), f.new_block("done")
         f.branch(head)
@@ -665,19 +631,7 @@ class TrafficWriter:
     # --- the way in ---------------------------------------------------------------------------
 
     def _process(self) -> Function:
-        f = self.module.function(
-            "process",
-            "i32",
-            [
-                ("ptr", "context"),
-                ("ptr", "frame"),
-                ("i32", "length32"),
-                ("i32", "port"),
-                ("i64", "now"),
-                ("ptr", "out"),
-            ],
-            exported=True,
-        )
+        f = self.module.function("process", "i32", _PROCESS, exported=True)
         context, frame, length32, port, now, out = f.arguments
         phv = f.at(context, self.shared.context.phv)
         scope = self._scope(f, phv)
@@ -741,18 +695,7 @@ class TrafficWriter:
     def _process_guarded(self, process: Function) -> None:
         """`process` for callers without a loop: the epoch moves on here, and rests afterwards."""
         f = self.module.function(
-            "process_guarded",
-            "i32",
-            [
-                ("ptr", "context"),
-                ("ptr", "frame"),
-                ("i32", "length"),
-                ("i32", "port"),
-                ("i64", "now"),
-                ("ptr", "out"),
-                ("i64", "epoch"),
-            ],
-            exported=True,
+            "process_guarded", "i32", [*_PROCESS, ("i64", "epoch")], exported=True
         )
         word = f.at(f.arguments[0], self.shared.context["epoch"])
         old = f.raw("i64", f"atomicrmw xchg {word}, {f.arguments[6]} seq_cst, align 8")

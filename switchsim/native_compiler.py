@@ -452,11 +452,7 @@ class _FunctionCompiler:
             self._start(no)
             self._block(node.orelse)
             self._jump(after)
-        self._start(after)
-        if not any(f"label %{after}" in line for line in self._lines):
-            # Both ways returned: nothing comes here.
-            self._emit("unreachable")
-            self._done = True
+        self._go_on(after)
 
     def _do_while(self, node: ast.While) -> None:
         if node.orelse:
@@ -472,6 +468,10 @@ class _FunctionCompiler:
         self._block(node.body)
         self._loops.pop()
         self._jump(test)
+        self._go_on(after)
+
+    def _go_on(self, after: str) -> None:
+        """Behind a statement with ways that may all have returned: then nothing comes here."""
         self._start(after)
         if not any(f"label %{after}" in line for line in self._lines):
             self._emit("unreachable")

@@ -26,6 +26,7 @@ from controller_harness import (
     tables_of,
     until,
 )
+from kvcast.controller.names import number_of
 from kvcast.protocol.control import (
     Credit,
     GroupReply,
@@ -172,7 +173,7 @@ async def test_a_restarted_switch_is_programmed_again(lab: Lab) -> None:
 async def test_agents_are_served_while_the_switch_is_away(lab: Lab) -> None:
     controller = await lab.controller(f"127.0.0.1:{free_port()}")
     agent = await lab.agent(controller, 1)
-    assert await namespace_of(agent) == 1
+    assert await namespace_of(agent) == number_of("t", "m", "1", "l")
     code, body = await http(controller, "GET", "/healthz")
     assert (code, body) == (200, {"ok": True})
 

@@ -281,7 +281,7 @@ async def test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused(tmp_path: 
         await pool.settled()
         codec = MessageCodec[bulk.CalleeMessage](bulk.CalleeMessage)
         reader, writer = await asyncio.open_connection(*pool.agents[1].bulk_address)
-        writer.write(codec.encode(bulk.BulkHello(1, "node-2")))
+        writer.write(codec.encode(bulk.BulkHello(bulk.BULK_PROTOCOL_VERSION, "node-2")))
 
         async def ask(message: bulk.CallerMessage) -> bulk.CalleeMessage:
             writer.write(codec.encode(message))
@@ -292,26 +292,30 @@ async def test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused(tmp_path: 
             return codec.decode(await reader.readexactly(length))
 
         epoch = pool.controller.epoch
+        means = {info.namespace: bulk.meaning_of(info) for info in pool.controller.namespaces}
         data = b"y" * 5000
-        go = await ask(bulk.BulkPut(1, key_of(1), 5000, 1234, epoch))
+        go = await ask(bulk.BulkPut(1, key_of(1), 5000, 1234, epoch, means[1]))
         assert isinstance(go, bulk.BulkGo)
         writer.write(data)
         assert await answer() == bulk.BulkDone("wrong_digest")
-        put = bulk.BulkPut(9, key_of(1), 5000, digest_of(data), epoch)
+        put = bulk.BulkPut(9, key_of(1), 5000, digest_of(data), epoch, means[9])
         assert await ask(put) == bulk.BulkDone("forbidden")
-        put = bulk.BulkPut(77, key_of(1), 5000, digest_of(data), epoch)
+        put = bulk.BulkPut(77, key_of(1), 5000, digest_of(data), epoch, 0)
         assert await ask(put) == bulk.BulkDone("forbidden")
-        put = bulk.BulkPut(1, key_of(1), 50_000_000, 1, epoch)
+        put = bulk.BulkPut(1, key_of(1), 5000, digest_of(data), epoch, means[2])
+        assert await ask(put) == bulk.BulkDone("stale")
+        put = bulk.BulkPut(1, key_of(1), 50_000_000, 1, epoch, means[1])
         assert await ask(put) == bulk.BulkDone("no_room")
         pool.controller.homes_of = lambda _bucket: ["node-2"]
         pool.controller.publish()
         await pool.settled()
-        put = bulk.BulkPut(1, key_of(1), 5000, digest_of(data), epoch)
+        put = bulk.BulkPut(1, key_of(1), 5000, digest_of(data), epoch, means[1])
         assert await ask(put) == bulk.BulkDone("not_home")
         assert await ask(bulk.BulkGet(1, key_of(1))) == bulk.BulkDone("not_found")
         assert pool.agents[1].core.store.peek(BlockId(1, key_of(1))) is None
         # Half a block, and then nothing: its room is given back.
-        put = bulk.BulkPut(1, key_of(2), 5000, digest_of(data), pool.controller.epoch + 1)
+        newer = pool.controller.epoch + 1
+        put = bulk.BulkPut(1, key_of(2), 5000, digest_of(data), newer, means[1])
         assert isinstance(await ask(put), bulk.BulkGo)
         writer.write(data[:100])
         assert pool.agents[1].core.store.used_bytes > 0

@@ -33,7 +33,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
     said: list[str] = []
     report = await run(
         SoakOptions(
-            minutes=0.2,
+            minutes=0.35,
             nodes=NODES,
             arena_bytes=4 << 20,
             loss=0.005,

@@ -33,6 +33,7 @@ BLOB_PATH = PROGRAMS / "everything.json"
 CPU_PORT = 255
 DEVICE_ID = 1
 START_TIMEOUT_S = 30
+SWITCH_COMMAND = [sys.executable, "-m", "kvcast.switchsim.daemon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +60,28 @@ class Target:
         return result
 
 
-def start_switchsim(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], Target]:
-    """A `kvcast switch` process that is ready."""
-    stats = directory / "stats.json"
-    command = [sys.executable, "-m", "kvcast.switchsim.daemon", "--grpc-addr", "127.0.0.1:0"]
+def start_switch_process(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A switch process that is ready, and its P4Runtime address."""
     with (directory / "switch.log").open("w") as errors:
         process = subprocess.Popen(
-            [*command, "--stats-json", str(stats), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
+            [*SWITCH_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
         )
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
         process.wait()
         pytest.fail(f"the switch did not start: {(directory / 'switch.log').read_text()}")
-    ready = json.loads(line)
+    address: str = json.loads(line)["grpc"]
+    return process, address
+
+
+def start_switchsim(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], Target]:
+    """A `kvcast switch` process that is ready."""
+    stats = directory / "stats.json"
+    flags = ["--grpc-addr", "127.0.0.1:0", "--stats-json", str(stats)]
+    process, address = start_switch_process(directory, *flags, *arguments)
     kind = "switchsim-strict" if "--strict" in arguments else "switchsim"
-    return process, Target(kind, ready["grpc"], stats)
+    return process, Target(kind, address, stats)
 
 
 def stop_process(process: subprocess.Popen[str]) -> int:

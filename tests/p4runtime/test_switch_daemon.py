@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,11 @@ from conftest import (
     CPU_PORT,
     DEVICE_ID,
     P4INFO_PATH,
+    SWITCH_COMMAND,
     Target,
     controller_of,
     load_p4info,
+    start_switch_process,
     start_switchsim,
     stop_process,
 )
@@ -36,8 +37,6 @@ from finsy.proto import p4r, p4r_grpc
 from kvcast.switchsim.daemon import DaemonError, DaemonOptions, build_parser, main, options_from
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
-
-COMMAND = [sys.executable, "-m", "kvcast.switchsim.daemon"]
 
 
 def parse(*arguments: str) -> DaemonOptions:
@@ -120,7 +119,7 @@ def test_a_configuration_file_says_the_same_as_flags(
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [*SWITCH_COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -375,19 +374,9 @@ async def test_mutual_tls_lets_in_whom_the_authority_knows(
 
 def start_as_bmv2(directory: Path, *words: str) -> tuple[subprocess.Popen[str], Target]:
     """A switch started with simple_switch_grpc's flags, on a free port of 127.0.0.1."""
-    with (directory / "switch.log").open("w") as errors:
-        process = subprocess.Popen(
-            [*COMMAND, *words, "--grpc-server-addr", "127.0.0.1:0", "--cpu-port", str(CPU_PORT)],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        process.wait()
-        pytest.fail(f"the switch did not start: {(directory / 'switch.log').read_text()}")
-    return process, Target("switchsim", json.loads(line)["grpc"])
+    flags = ["--grpc-server-addr", "127.0.0.1:0", "--cpu-port", str(CPU_PORT)]
+    process, address = start_switch_process(directory, *words, *flags)
+    return process, Target("switchsim", address)
 
 
 @on_one_loop

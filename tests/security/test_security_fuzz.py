@@ -22,6 +22,7 @@ INPUTS = {"json-loader": 60, "config": 80, "http": 80, "control-link": 120, "tra
 
 def test_the_doors_are_those_that_there_are() -> None:
     assert sorted(TARGETS) == [
+        "arena",
         "bulk-link",
         "codec",
         "config",

@@ -190,10 +190,10 @@ def test_one_tenant_has_no_salts_and_two_have() -> None:
     assert isinstance(two, NamespaceReply)
     assert two.info.salted
     salts = driver.salts_of(1)
-    assert set(salts) == {1, 2}
-    assert salts[1] != salts[2]
+    assert set(salts) == {one.info.namespace, two.info.namespace}
+    assert len(set(salts.values())) == 2
     assert {len(salt) for salt in salts.values()} == {SALT_BYTES}
-    assert driver.pool.names.namespaces[1].salted
+    assert driver.pool.names.namespaces[one.info.namespace].salted
 
 
 def test_residents_under_unsalted_keys_leave_the_switch() -> None:
@@ -216,7 +216,7 @@ def test_a_salt_goes_to_no_node_but_its_tenants() -> None:
     reply = driver.ask(1, "acme")
     assert isinstance(reply, NamespaceReply)
     assert reply.info.nodes == ["node-1", "node-2"]
-    assert set(driver.salts_of(1)) == set(driver.salts_of(2)) == {1}
+    assert set(driver.salts_of(1)) == set(driver.salts_of(2)) == {reply.info.namespace}
     assert driver.salts_of(3) == {}
     refused = driver.ask(3, "acme")
     assert isinstance(refused, Refused)
@@ -248,7 +248,8 @@ def test_salts_can_be_had_for_one_tenant_and_left_out_for_many() -> None:
 def test_salts_outlive_the_controller_in_a_file_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
     driver = Driver(TenantRules(salts=SaltMode.ALWAYS))
-    driver.ask(1, "acme")
+    reply = driver.ask(1, "acme")
+    assert isinstance(reply, NamespaceReply)
     salts = dict(driver.pool.names.salts)
     store = Store(path)
     store.load()
@@ -260,7 +261,7 @@ def test_salts_outlive_the_controller_in_a_file_of_its_own(tmp_path: Path) -> No
     again = Driver(TenantRules(salts=SaltMode.NEVER), store.load())
     store.close()
     assert again.pool.names.salts == salts
-    assert again.pool.names.namespaces[1].salted
+    assert again.pool.names.namespaces[reply.info.namespace].salted
 
 
 def test_a_state_file_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
@@ -313,13 +314,14 @@ def test_names_are_bounded() -> None:
     """One node that asks for ever more names does not fill the switch's tables."""
     names = Names()
     for number in range(MAX_NAMESPACES):
-        names.namespace("t", str(number), "1", "l", "n")
+        info, _ = names.namespace("t", str(number), "1", "l", "n")
     with pytest.raises(NameRequestError, match="all 128 namespaces are taken"):
         names.namespace("t", "one more", "1", "l", "n")
     assert names.namespace("t", "5", "1", "l", "n")[1] is False
     known = frozenset(f"n{number}" for number in range(MAX_GROUPS_PER_NAMESPACE + 1))
     for node in sorted(known)[:-1]:
-        names.group(1, [node], known)
-    with pytest.raises(NameRequestError, match="namespace 1 has all of its 64 groups"):
-        names.group(1, [max(known)], known)
+        names.group(info.namespace, [node], known)
+    full = f"namespace {info.namespace} has all of its 64 groups"
+    with pytest.raises(NameRequestError, match=full):
+        names.group(info.namespace, [max(known)], known)
     assert len(names.groups) == MAX_GROUPS_PER_NAMESPACE

@@ -32,7 +32,7 @@ SEEDS: dict[str, Known] = {
     "TCP requests are served whatever their namespace": Known(15, 1, 19),
     "READs are answered whatever their namespace": Known(244, 20, 244),
     "an agent keeps the first complete map that it gets": Known(2, 2, 5),
-    "reads go on when the controller gives a node's number to another": Known(960, 31, 960),
+    "reads go on when the controller gives a node's number to another": Known(1778, 69, 1778),
     "the only home of a block believes whoever it asks for it": Known(147, 9, 147),
     "a put is acknowledged before any home has it": Known(1, 1, 1),
     "a get waits for the fetch that it joined, beyond its own deadline": Known(1, 1, 6),

@@ -51,6 +51,20 @@ def test_plain_disables_the_program() -> None:
         (["--router-mac=ff:ff:ff:ff:ff:ff"], "not a unicast MAC"),
         (["--target=tofino"], "invalid choice"),
         (["--margin=nan"], "outside"),
+        (["--device-ports=1,2,x"], "no list of port numbers"),
+        (["--device-ports=1,2,2"], "must differ"),
+        (["--device-ports=0,1"], "within 1..511"),
+        (["--device-ports=1,512"], "within 1..511"),
+        (["--device-ports=1,2"], "2 ports, not 32"),
+        (["--target=tofino2"], "needs --device-config"),
+        (
+            [
+                "--target=tofino1",
+                "--device-config=x",
+                "--device-ports=" + ",".join(str(port) for port in range(112, 144)),
+            ],
+            "in one pipe",
+        ),
     ],
 )
 def test_bad_flags_end_it_with_their_reason(

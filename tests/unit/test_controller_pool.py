@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller import program
 from kvcast.controller.admission import ValueOptions
+from kvcast.controller.names import Names, number_of
 from kvcast.controller.pool import Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.reconcile import SwitchState, apply, diff
 from kvcast.controller.tiers import AdmitMode, HeatSample, PinError
@@ -280,12 +281,34 @@ def test_namespaces_are_answered_when_the_switch_lets_them_through() -> None:
     assert not driver.take(1, NamespaceReply)
     driver.round()
     (reply,) = driver.take(1, NamespaceReply)
-    assert reply.info.namespace == 1
+    number = number_of("t", "m", "1", "l")
+    assert reply.info.namespace == number
     assert driver.switch is not None
-    assert ("namespace_guard", (2, 1)) in driver.switch.entries
+    assert ("namespace_guard", (2, number)) in driver.switch.entries
     driver.say(2, request)
-    assert driver.take(2, NamespaceReply)[0].info.namespace == 1, "known: answered at once"
+    assert driver.take(2, NamespaceReply)[0].info.namespace == number, "known: answered at once"
     assert driver.take(2, PoolMap)[-1].namespaces == [reply.info]
+
+
+def test_a_namespace_gets_the_same_number_from_a_controller_that_knows_nothing() -> None:
+    """Readers and engines keep numbers for as long as they live; that of one namespace must not
+    come to stand for another, in whatever order they are made anew."""
+    versions = [str(number) for number in range(40)]
+    first, second = Names(), Names()
+    before = {v: first.namespace("t", "m", v, "l", "n")[0].namespace for v in versions}
+    after = {v: second.namespace("t", "m", v, "l", "n")[0].namespace for v in reversed(versions)}
+    assert before == after
+    assert len(set(before.values())) == len(versions)
+    # The parts are told apart, and another's number is never given away.
+    assert number_of("ab", "c", "1", "l") != number_of("a", "bc", "1", "l")
+    taken = Names()
+    info, _ = taken.namespace("t", "m", "1", "l", "n")
+    moved = msgspec.structs.replace(info, version="another")
+    taken.namespaces[info.namespace] = moved
+    again, made = taken.namespace("t", "m", "1", "l", "n")
+    assert made
+    assert again.namespace == info.namespace % 0xFFFF + 1
+    assert taken.namespaces[info.namespace] == moved
 
 
 def test_groups_are_found_or_made_and_bounded() -> None:

@@ -1,7 +1,7 @@
 """The controller on each target: what it writes follows the target's profile.
 
 Oracle: the profiles, and the group layout that p4/tna relies on. That the programs agree in names
-is test_p4_targets.py's.
+is test_p4_targets.py's; that bad flags are refused, test_controller_daemon.py's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from finsy import P4Schema
 from finsy.p4entity import decode_entity, encode_updates
 from kvcast.controller import program, switch
-from kvcast.controller.daemon import build_parser, main, pool_options
+from kvcast.controller.daemon import build_parser, pool_options
 from kvcast.controller.membership import Address
 from kvcast.controller.names import Group
 from kvcast.controller.reconcile import SwitchState, diff
@@ -116,34 +116,6 @@ def test_device_ports_can_be_said() -> None:
     settings, state = state_on("--target=tofino1", f"--device-ports={OTHER_PORTS}")
     assert settings.device_port(1) == 136
     assert state.groups[256 + 2] == {(137, 0)}
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--device-ports=1,2,x"], "no list of port numbers"),
-        (["--device-ports=1,2,2"], "must differ"),
-        (["--device-ports=0,1"], "within 1..511"),
-        (["--device-ports=1,512"], "within 1..511"),
-        (["--device-ports=1,2"], "2 ports, not 32"),
-        (["--target=tofino2"], "needs --device-config"),
-        (
-            [
-                "--target=tofino1",
-                "--device-config=x",
-                "--device-ports=" + ",".join(str(port) for port in range(112, 144)),
-            ],
-            "in one pipe",
-        ),
-    ],
-)
-def test_bad_flags_end_it_with_their_reason(
-    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(flags)
-    assert error.value.code == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_a_lease_is_cut_to_what_the_target_counts() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvcast.hostagent import arena as arena_module
 from kvcast.hostagent.arena import (
     GRAIN_BYTES,
     Allocator,
@@ -374,3 +375,52 @@ def test_an_arena_that_cannot_be_made_names_the_place_and_the_reason(
     os.mkdir(folder)
     with pytest.raises(ArenaError):
         ArenaFile(1 << 20, folder)
+
+
+def test_an_agent_that_is_overtaken_leaves_the_others_file_alone(
+    tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a file's making and its lock another agent may have taken it for a dead one's."""
+    path = os.path.join(tmp_path, "a.arena")
+    real = arena_module._lock
+    others: list[ArenaFile] = []
+
+    def lock(fd: int) -> bool:
+        if not others:
+            others.append(None)  # type: ignore[arg-type]
+            others[0] = ArenaFile(1 << 20, path)
+        return real(fd)
+
+    monkeypatch.setattr(arena_module, "_lock", lock)
+    with pytest.raises(ArenaInUseError):
+        ArenaFile(1 << 20, path)
+    (other,) = others
+    other.memory[:5] = b"alive"
+    with open(path, "rb") as file:
+        assert file.read(5) == b"alive"
+    other.close()
+    assert not os.path.exists(path)
+
+
+def test_room_that_is_hard_to_find_is_found() -> None:
+    """Behind many free runs that are just too short lies one that is long enough."""
+    runs, short, long = 24, 4, 6
+    store = Store(Allocator((runs * (short + 1) + long) * SLAB, SLAB))
+    pinned = []
+    for number in range(runs):
+        filler = put(store, 2 * number, short * SLAB)
+        pinned.append(put(store, 2 * number + 1, SLAB))
+        store.pin(pinned[-1])
+        assert filler.offset + short * SLAB == pinned[-1].offset
+    put(store, 1000, long * SLAB)
+    # The first of the runs are free, and none of them fits; the last is taken by what is evicted.
+    for number in range(runs):
+        store.drop(BlockId(1, (2 * number).to_bytes(16, "big")))
+    wanted = put(store, 2000, long * SLAB)
+    assert wanted.size_bytes == long * SLAB
+    store.check()
+    store.drop(wanted.block)
+    assert store.allocator.allocate(long * SLAB) is None, "a quick look does not find it"
+    again = put(store, 2001, long * SLAB)
+    assert again.size_bytes == long * SLAB
+    store.check()

@@ -36,10 +36,14 @@ from kvcast.protocol.control import (
     Keep,
     Kept,
     NamespaceInfo,
+    NamespaceReply,
+    NamespaceRequest,
     NodeInfo,
     PoolMap,
+    Refused,
     Registered,
 )
+from kvcast.protocol.requester import MissReason
 from kvcast.protocol.wire import (
     BUCKETS,
     FLAG_LAST,
@@ -213,16 +217,21 @@ def test_a_local_block_asks_nobody() -> None:
     assert node.frames() == []
 
 
-def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
-    node, other, _ = pool_of([1])
-    node.hold(1, b"here")
-    copy = node.core.store.peek(BlockId(1, key(1)))
+def evict(node: Node, block: BlockId) -> None:
+    """Let a home lose a block that it holds."""
+    copy = node.core.store.peek(block)
     assert copy is not None
     copy.home = True
     node.core.store._evict(copy)
+
+
+def test_the_sole_home_asks_the_switch_for_what_it_evicted_and_only_briefly() -> None:
+    node, other, _ = pool_of([1])
+    node.hold(1, b"here")
+    evict(node, BlockId(1, key(1)))
     items = node.get(1, deadline_s=60)
     ((target, frame),) = node.frames()
-    assert (target, frame.op, frame.digest) == (other.index, OP_READ, copy.digest)
+    assert (target, frame.op, frame.digest) == (other.index, OP_READ, digest_of(b"here"))
     node.now += 0.06
     node.core.handle_timer(node.now)
     assert items[0].status == local.MISS
@@ -255,10 +264,7 @@ def test_the_sole_home_asks_nobody_for_what_it_never_had() -> None:
 def test_the_sole_home_takes_no_other_copy_from_the_node_that_it_asks() -> None:
     node, other, _ = pool_of([1])
     node.hold(1, b"here")
-    copy = node.core.store.peek(BlockId(1, key(1)))
-    assert copy is not None
-    copy.home = True
-    node.core.store._evict(copy)
+    evict(node, BlockId(1, key(1)))
     items = node.get(1, deadline_s=60)
     forged = b"not what was here"
     frame = Frame(
@@ -541,12 +547,155 @@ def test_a_namespace_with_another_meaning_starts_empty() -> None:
 
 def test_a_bulk_put_by_a_newer_map_is_believed_and_by_an_older_one_not() -> None:
     node = pool_of([2])[0]
-    refused = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 1))
+    meaning = bulk.meaning_of(NamespaceInfo(1, "t", "m", "1", "l"))
+    refused = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 1, meaning))
     assert refused == bulk.BulkDone(bulk.NOT_HOME)
-    room = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 2))
+    room = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 2, meaning))
     assert not isinstance(room, bulk.BulkDone)
     node.core.serving.abort_put(room)
     assert node.core.store.used_bytes == 0
+
+
+def renamed(node: Node, info: NamespaceInfo | None, epoch: int = 2, homes: int = 2) -> None:
+    """Namespace 1 means something else now, or nothing."""
+    changed = pool_map([homes], epoch=epoch)
+    infos = [info] if info is not None else []
+    node.take_map(PoolMap(epoch, changed.nodes, changed.buckets, infos, []))
+
+
+SALTED = NamespaceInfo(1, "t", "m", "1", "l", [], True)
+
+
+def test_a_put_that_was_begun_before_the_salt_is_not_taken_after_it() -> None:
+    writer, home, _ = pool_of([2])
+    results = writer.put(1, b"under an unsalted key")
+    (call,) = writer.calls()
+    assert isinstance(call, PutCall)
+    renamed(home, SALTED)
+    put = BulkPut(*call.copy.block, 21, call.copy.digest, call.epoch, call.meaning)
+    assert home.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
+    assert len(home.core.store) == 0
+    call.begin()
+    call.done(writer.now, bulk.STALE)
+    assert [result.status for result in results] == [local.UNAVAILABLE], "it may be tried again"
+    # Who has heard of the salt is not believed by who has not, either.
+    late, early = pool_of([2])[:2]
+    renamed(late, SALTED)
+    late.put(1, b"under a salted key")
+    (call,) = late.calls()
+    assert isinstance(call, PutCall)
+    put = BulkPut(*call.copy.block, 18, call.copy.digest, call.epoch, call.meaning)
+    assert early.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
+
+
+@pytest.mark.parametrize("info", [SALTED, None], ids=["salted", "unknown"])
+def test_a_fetch_ends_when_what_its_key_names_is_not_known_any_more(
+    info: NamespaceInfo | None,
+) -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"x" * 5000)
+    items = reader.get(1)
+    assert items == []
+    renamed(reader, info)
+    assert [item.reason for item in items] == [MissReason.CANCELLED.value]
+    exchange(reader, home)  # the home has not heard of it yet, and answers
+    assert len(reader.core.store) == 0
+    assert reader.core.store.used_bytes == 0
+
+
+def heard(node: Node) -> list[NamespaceRequest]:
+    asked = [message for message in node.said if isinstance(message, NamespaceRequest)]
+    node.said.clear()
+    return asked
+
+
+def connected(node: Node) -> Node:
+    node.core.control_connected(node.said.append)
+    return node
+
+
+def test_a_namespace_that_the_controller_has_forgotten_is_asked_for_again_and_kept() -> None:
+    node = connected(pool_of([2])[0])
+    node.hold(1, b"worth keeping")
+    renamed(node, None)
+    (asked,) = heard(node)
+    assert (asked.tenant, asked.model, asked.version, asked.layout) == ("t", "m", "1", "l")
+    assert node.core.reads.refusal(1) == local.UNKNOWN_NAMESPACE, "until there is an answer"
+    renamed(node, None, epoch=3)
+    assert heard(node) == [], "asked once"
+    info = NamespaceInfo(1, "t", "m", "1", "l")
+    node.core.control_message(node.now, NamespaceReply(asked.request, info))
+    assert node.core.reads.refusal(1) is None
+    assert node.get(1)[0].status == local.OK
+    renamed(node, info, epoch=4)
+    assert node.get(1)[0].status == local.OK
+
+
+def test_it_is_asked_for_on_the_next_connection_where_the_last_one_broke() -> None:
+    node = connected(pool_of([2])[0])
+    node.hold(1, b"worth keeping")
+    renamed(node, None)
+    assert len(heard(node)) == 1
+    node.core.control_lost()
+    assert len(node.core.store) == 1
+    connected(node)
+    renamed(node, None, epoch=3)
+    assert len(heard(node)) == 1
+    # Another node was quicker, and the map has it already.
+    node.core.control_lost()
+    connected(node)
+    renamed(node, NamespaceInfo(1, "t", "m", "1", "l"), epoch=4)
+    assert heard(node) == []
+    assert node.get(1)[0].status == local.OK
+
+
+@pytest.mark.parametrize("answer", ["refused", "another number", "salted", "another meaning"])
+def test_what_cannot_be_had_again_is_forgotten(answer: str) -> None:
+    node = connected(pool_of([2])[0])
+    node.hold(1, b"of no use")
+    renamed(node, None)
+    (asked,) = heard(node)
+    if answer == "refused":
+        node.core.control_message(node.now, Refused("there is no such tenant", asked.request))
+    elif answer == "another meaning":
+        renamed(node, NamespaceInfo(1, "t", "m", "2", "l"), epoch=3)
+    else:
+        number = 2 if answer == "another number" else 1
+        info = NamespaceInfo(number, "t", "m", "1", "l", [], answer == "salted")
+        node.core.control_message(node.now, NamespaceReply(asked.request, info))
+    assert len(node.core.store) == 0
+
+
+def test_a_namespace_for_other_nodes_is_left_to_them() -> None:
+    node = connected(Node(1))
+    node.take_map(pool_map([1], allowed=["node-2"]))
+    node.hold(1, b"kept for node-2")
+    renamed(node, None)
+    assert heard(node) == []
+    renamed(node, NamespaceInfo(1, "t", "m", "1", "l", ["node-2"]), epoch=3)
+    assert len(node.core.store) == 1
+
+
+def test_a_client_does_not_read_another_namespace_under_the_number_that_it_was_told() -> None:
+    node = connected(pool_of([2])[0])
+    session, replies = session_of(node)
+    session.handle(node.now, local.FindNamespace(1, "t", "m", "1", "l"))
+    (asked,) = heard(node)
+    info = NamespaceInfo(1, "t", "m", "1", "l")
+    node.core.control_message(node.now, NamespaceReply(asked.request, info))
+    node.hold(1, b"of version 1")
+    session.handle(node.now, local.Get(2, 1, [key(1)], 1.0))
+    assert isinstance(replies[-1], local.Got)
+    renamed(node, NamespaceInfo(1, "t", "m", "2", "l"))
+    node.hold(1, b"of version 2")
+    session.handle(node.now, local.Get(3, 1, [key(1)], 1.0))
+    failed = replies[-1]
+    assert isinstance(failed, local.Failed)
+    assert failed.status == local.UNKNOWN_NAMESPACE
+    assert "stands for another one now" in failed.reason
+    other, others_replies = session_of(node)
+    other.handle(node.now, local.Get(4, 1, [key(1)], 1.0))
+    assert isinstance(others_replies[-1], local.Got), "it was told nothing else"
 
 
 def session_of(node: Node) -> tuple[Session, list[local.AgentReply]]:

@@ -6,6 +6,9 @@ by two, or at once where nobody runs packets.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 from kvcast.switchsim import llvm_memory
 from kvcast.switchsim.llvm_abi import EPOCH_IDLE
@@ -93,3 +96,28 @@ def test_region_starts_with_zeros_and_is_cleared_to_zeros() -> None:
     assert (region.read(4, 4), region.u64(16), region.u32(24)) == (b"\0\x01\x02\0", 7, 9)
     region.zero()
     assert region.read(0, 64) == bytes(64)
+
+
+def resident_pages(region: Region) -> int:
+    """Pages of the region that are in memory: of private ones, those that were touched."""
+    pages = -(-region.size // mmap.PAGESIZE)
+    there = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert libc.mincore(region.address, region.size, there) == 0
+    return sum(one & 1 for one in there)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_pages_are_taken_as_they_are_touched_or_all_at_once(
+    old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = Region(40 * mmap.PAGESIZE + 1)
+    region.write(3 * mmap.PAGESIZE, b"here already")
+    assert resident_pages(region) == 1
+    if old_kernel:
+        monkeypatch.setattr(llvm_memory, "_MADV_POPULATE_WRITE", 9999)
+    region.populate()
+    assert resident_pages(region) == 41
+    assert region.read(3 * mmap.PAGESIZE, 12) == b"here already"
+    assert region.read(0, mmap.PAGESIZE) == bytes(mmap.PAGESIZE)

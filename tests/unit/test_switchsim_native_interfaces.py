@@ -13,10 +13,9 @@ import random
 import secrets
 import shutil
 import socket
-import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,19 +26,13 @@ from kvcast.switchsim.native_runner import NativeLoop
 from kvcast.switchsim.ports import InterfacePort, PortError, complete_checksum
 from kvcast.switchsim.xdp import XdpPort
 from native_double import Double, frame_to
+from port_checks import assert_udp_checksum, wait_until
 
 needs_root = [
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root (veth, AF_PACKET)"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs the ip command (iproute2)"),
 ]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.001)
 
 
 def test_the_compiled_checksum_is_the_reference_ports() -> None:
@@ -302,11 +295,7 @@ class TestOnVeth:
                         or (heard() is not None and sum(len(f) == 542 for f in frames) == 4)
                     )
                 )
-            udp = frame[34:]
-            pseudo = frame[26:34] + struct.pack("!BBH", 0, 17, len(udp))
-            covered = pseudo + udp + b"\0" * (len(udp) % 2)
-            assert udp[6:8] != b"\0\0"
-            assert int.from_bytes(covered, "big") % 0xFFFF == 0
+            assert_udp_checksum(frame)
         finally:
             _ip("netns", "del", namespace)
 

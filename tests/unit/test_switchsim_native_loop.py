@@ -14,7 +14,7 @@ import resource
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from kvcast.switchsim.llvm_abi import EPOCH_IDLE
@@ -27,16 +27,9 @@ from kvcast.switchsim.ports import (
     UdpTunnelPort,
 )
 from native_double import Double, frame_to
+from port_checks import wait_until
 
 SECOND_NS = 10**9
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; fail where it does not within twenty seconds."""
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager

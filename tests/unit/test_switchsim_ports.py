@@ -16,7 +16,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,20 +33,13 @@ from kvcast.switchsim.ports import (
     complete_checksum,
     parse_port,
 )
+from port_checks import assert_udp_checksum, wait_until
 
 FRAME = bytes.fromhex("020000000002 020000000001 88b5") + b"payload"
 
 
 def frames(count: int) -> list[bytes]:
     return [FRAME + struct.pack("!I", i) for i in range(count)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; fail where it does not within ten seconds."""
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -569,11 +562,7 @@ def test_interface_port_completes_checksums_that_were_left_to_hardware(
             wait_until(lambda: heard() is not None)
             frame = heard()
             assert frame is not None
-        udp = frame[34:]
-        pseudo = frame[26:34] + struct.pack("!BBH", 0, 17, len(udp))
-        covered = pseudo + udp + b"\0" * (len(udp) % 2)
-        assert udp[6:8] != b"\0\0"
-        assert int.from_bytes(covered, "big") % 0xFFFF == 0
+        assert_udp_checksum(frame)
     finally:
         subprocess.run(["ip", "netns", "del", namespace], check=True)
 
