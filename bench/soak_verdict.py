@@ -7,8 +7,10 @@ jump up and down by themselves; so nothing hangs on a single sample, but for wha
 The fifths are fifths of that life; the first is its warming up and counts nowhere.
 
 - memory grows if both say so: the Theil-Sen slope (the median of the slopes between all pairs of
-  samples) of the second half of the life, and the median of the last fifth against that of the
-  second fifth. A leak that is smaller than both bounds stays unseen.
+  samples) of the last two fifths of the life, and the median of the last fifth against that of the
+  second. So what a process fills once and keeps (a switch's tables, page by page, for as much as
+  half an hour) is no growth, and what goes on to the end is. A leak that is smaller than either
+  bound stays unseen.
 - descriptors, threads: the maximum and the median of the last fifth against the second fifth's.
 - hit rate: blocks that came / blocks wanted (outage.py) over the windows of the soak's last fifth
   against those of its second fifth. Faults strike both alike (soak_plan.py).
@@ -134,9 +136,9 @@ class Growth:
     @classmethod
     def of(cls, life: Life) -> Growth:
         """Of a life that has samples in its second and last fifth."""
-        middle = life.at_s[0] + life.length_s / 2
-        half = next(index for index, at in enumerate(life.at_s) if at >= middle)
-        slope = theil_sen(life.at_s[half:], life.memory_mib[half:]) * 3600
+        late_s = life.at_s[0] + 0.6 * life.length_s
+        late = next(index for index, at in enumerate(life.at_s) if at >= late_s)
+        slope = theil_sen(life.at_s[late:], life.memory_mib[late:]) * 3600
 
         def risen(values: Sequence[float], summary: Any) -> Any:
             return summary(fifth(life, values, 4)) - summary(fifth(life, values, 1))
@@ -173,8 +175,8 @@ def growth_criteria(growths: Sequence[Growth], bounds: Bounds) -> list[Criterion
     return [
         criterion(
             "memory",
-            f"slope at most {bounds.memory_slope_mib_per_h:g} MiB/h in the second half, or the "
-            f"last fifth at most {bounds.memory_rise_mib:g} MiB above the second",
+            f"slope at most {bounds.memory_slope_mib_per_h:g} MiB/h in the last two fifths, or "
+            f"the last fifth at most {bounds.memory_rise_mib:g} MiB above the second",
             "MiB",
             lambda g: (
                 g.slope_mib_per_h > bounds.memory_slope_mib_per_h

@@ -103,6 +103,11 @@ def test_a_step_that_stays_is_no_growth_and_steps_without_end_are() -> None:
     assert failed(growth_criteria(judged([again], BOUNDS), BOUNDS)) == {"memory"}
 
 
+def test_tables_that_are_filled_once_are_no_growth_however_long_it_takes() -> None:
+    filling = life(lambda at: 40.0 + 20.0 * min(1.0, at / 1800), part="switch")
+    assert failed(growth_criteria(judged([filling], BOUNDS), BOUNDS)) == set()
+
+
 def test_a_leaked_descriptor_every_ten_minutes_is_found() -> None:
     leaking = life(descriptors=lambda at: 50 + int(at // 600))
     assert failed(growth_criteria(judged([leaking], BOUNDS), BOUNDS)) == {"descriptors, median"}
