@@ -794,28 +794,34 @@ class AsyncClient:
     ) -> list[Outcome]:
         """See `Client.get_outcomes`."""
         outcomes: list[Outcome] = []
-        for batch in _batches(_check_keys(keys)):
-            got = await self._ask(
-                partial(
-                    local.Get,
-                    namespace=namespace,
-                    keys=batch,
-                    deadline_s=deadline_s,
-                    gather_ms=gather_ms,
-                    group=group,
-                    expect=expect,
-                ),
-                local.Got,
-                deadline_s + _GRACE_S,
-            )
-            outcomes += [
-                Outcome(
-                    self._block(key, item) if item.status == local.OK else None,
-                    item.status,
-                    item.reason,
+        try:
+            for batch in _batches(_check_keys(keys)):
+                got = await self._ask(
+                    partial(
+                        local.Get,
+                        namespace=namespace,
+                        keys=batch,
+                        deadline_s=deadline_s,
+                        gather_ms=gather_ms,
+                        group=group,
+                        expect=expect,
+                    ),
+                    local.Got,
+                    deadline_s + _GRACE_S,
                 )
-                for key, item in zip(batch, got.blocks, strict=True)
-            ]
+                outcomes += [
+                    Outcome(
+                        self._block(key, item) if item.status == local.OK else None,
+                        item.status,
+                        item.reason,
+                    )
+                    for key, item in zip(batch, got.blocks, strict=True)
+                ]
+        except BaseException:
+            for outcome in outcomes:
+                if outcome.block is not None:
+                    outcome.block.release()
+            raise
         return outcomes
 
     async def prefetch(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from kvcast.hostagent.client import AgentGoneError, AsyncClient
+from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError
 from kvcast.protocol import local
 from kvcast.protocol.framing import MessageCodec
 
@@ -151,3 +151,21 @@ async def test_an_agent_that_dies_under_a_full_client_ends_every_get_and_leaves_
     gc.collect()
     await asyncio.sleep(0)
     assert unseen == []
+
+
+async def test_blocks_of_the_first_message_are_released_where_the_second_fails(
+    agent_and_client: tuple[SlowAgent, AsyncClient],
+) -> None:
+    agent, client = agent_and_client
+    keys = [number.to_bytes(16, "big") for number in range(local.MAX_KEYS + 1)]
+    getting = asyncio.create_task(client.get(1, keys, deadline_s=5.0))
+    (first,) = await agent.hear(local.Get)
+    block = local.GotBlock(local.OK, handle=77, offset=0, size_bytes=10, digest=1, tier="local")
+    miss = local.GotBlock(local.MISS)
+    await agent.say(local.Got(first.request, [block] + [miss] * (local.MAX_KEYS - 1)))
+    (second,) = await agent.hear(local.Get)
+    await agent.say(local.Failed(second.request, local.BUSY, "too many"))
+    (release,) = await agent.hear(local.Release)
+    assert release.handles == [77]
+    with pytest.raises(BusyError):
+        await getting
