@@ -124,8 +124,8 @@ class _Window:
     used_at: float
     """When the switch last sent on a READ or an answer of it."""
     ports: set[int] = field(default_factory=set)
-    read_at: dict[int, float] = field(default_factory=dict)
-    """When each port last asked."""
+    read_at: dict[int, tuple[float, bytes]] = field(default_factory=dict)
+    """When each port last asked, and whom."""
     held: set[int] = field(default_factory=set)
     """Ports of which a READ was held back for this answer."""
     sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -538,9 +538,12 @@ class Model:
                 raise ViolationError(
                     2, f"a READ of {_show(seen)} by host {port} was held back; no answer comes"
                 )
-            asked_at = window.read_at.get(port, now)
-            if now - max(asked_at, window.used_at) > REPEAT_S and self._waits_since(
-                port, (seen.namespace, seen.key), asked_at
+            # Who asks another home had an answer, and found it wrong; that is no repetition.
+            asked_at, asked = window.read_at.get(port, (now, frame[30:34]))
+            if (
+                asked == frame[30:34]
+                and now - max(asked_at, window.used_at) > REPEAT_S
+                and self._waits_since(port, (seen.namespace, seen.key), asked_at)
             ):
                 raise ViolationError(
                     2,
@@ -550,7 +553,7 @@ class Model:
             window.held.add(port)
         if window is not None:
             window.ports.add(port)
-            window.read_at[port] = now
+            window.read_at[port] = now, frame[30:34]
 
     def _waits_since(self, host: int, name: Name, since: float) -> bool:
         """Whether a client of the host has waited for the block all the time since then, so that
