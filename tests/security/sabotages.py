@@ -739,6 +739,9 @@ def _nameless_errors() -> AbstractContextManager[object]:
     return all_of(
         replaced("kvcast.bench.fuzz_engine._SHRINK_TRIES", 5),  # what is found need not be small
         _nameless("kvcast.protocol.wire.decode", "kvcast.protocol.wire.WireError", KeyError),
+        _nameless(
+            "kvcast.hostagent.arena._remove_stale", "kvcast.hostagent.arena.ArenaError", KeyError
+        ),
         replaced("kvcast.hostagent.localserver.FramingError", NoFramingError),
         replaced("kvcast.hostagent.bulklink.FramingError", NoFramingError),
         replaced("kvcast.controller.pool.NameRequestError", NoFramingError),

@@ -516,7 +516,10 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     assert serving.get("node-2", bulk.BulkGet(1, key(1))) == forbidden
     assert serving.exists("node-2", bulk.BulkExists(1, [key(1)])) == forbidden
     assert serving.drop("node-2", bulk.BulkDrop(1, [key(1)])) == forbidden
-    assert serving.begin_put("node-2", bulk.BulkPut(1, key(2), 5, 1, 99)) == forbidden
+    assert node.core.pool is not None
+    meaning = node.core.pool.meaning_of(1)
+    assert meaning is not None
+    assert serving.begin_put("node-2", bulk.BulkPut(1, key(2), 5, 1, 99, meaning)) == forbidden
     assert node.core.metrics.bulk_requests_refused_total == 4
     assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
 
