@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import blake2b
 
 import msgspec
-from kvcast.protocol.control import GroupInfo, NamespaceInfo, NamespaceSalt
+from kvcast.protocol.control import GroupInfo, NamespaceInfo, NamespaceSalt, hash_of_names
 
 MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
@@ -39,11 +38,7 @@ class NameRequestError(ValueError):
 
 def number_of(tenant: str, model: str, version: str, layout: str) -> int:
     """The number (1..65535) that a namespace gets unless another has it: BLAKE2b of its parts."""
-    digest = blake2b(digest_size=8, person=b"kvcast-namespace")
-    for part in (tenant, model, version, layout):
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(4, "big") + encoded)
-    return 1 + int.from_bytes(digest.digest(), "big") % 0xFFFF
+    return 1 + hash_of_names(b"kvcast-namespace", (tenant, model, version, layout)) % 0xFFFF
 
 
 class SaltMode(Enum):

@@ -19,10 +19,9 @@ Who receives bytes compares their digest with the header's before anybody sees t
 from __future__ import annotations
 
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Annotated, Final
 
-from kvcast.protocol.control import U16, U64, Key, NamespaceInfo, NodeId
+from kvcast.protocol.control import U16, U64, Key, NamespaceInfo, NodeId, hash_of_names
 from msgspec import Meta, Struct
 
 BULK_PROTOCOL_VERSION: Final = 2
@@ -127,11 +126,7 @@ def meaning_of(info: NamespaceInfo) -> int:
 
 @lru_cache(maxsize=1024)
 def _meaning(tenant: str, model: str, version: str, layout: str, salted: bool) -> int:
-    digest = blake2b(bytes([salted]), digest_size=8, person=b"kvcast-meaning")
-    for part in (tenant, model, version, layout):
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(4, "big") + encoded)
-    return int.from_bytes(digest.digest(), "big")
+    return hash_of_names(b"kvcast-meaning", (tenant, model, version, layout), bytes([salted]))
 
 
 def pack_bitmap(bits: list[bool]) -> bytes:

@@ -11,6 +11,8 @@ without harm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
@@ -63,6 +65,16 @@ class NamespaceInfo(Struct, frozen=True):
     layout: Text
     nodes: list[NodeId] = []
     salted: bool = False
+
+
+def hash_of_names(purpose: bytes, names: Sequence[str], before: bytes = b"") -> int:
+    """64 bits of BLAKE2b of some names, told apart by their lengths; `purpose` (at most 16 bytes)
+    keeps one use from another."""
+    digest = blake2b(before, digest_size=8, person=purpose)
+    for name in names:
+        encoded = name.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return int.from_bytes(digest.digest(), "big")
 
 
 class GroupInfo(Struct, frozen=True):
