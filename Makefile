@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcast-installed
 SHELL_VENV := .venv-p4rt-shell
-PACKAGES := bench cli controller hostagent p4 protocol switchsim topologies
+PACKAGES := bench cli controller hostagent p4 protocol service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
 .PHONY: help setup setup-shell demo test lint format p4 clean

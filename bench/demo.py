@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvcast.bench import content, facts, workloads
 from kvcast.bench.outage import Outage, Phases, name_of, play_with_outage
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
-from kvcast.bench.workloads import Demand, Request, WorkloadOptions, chain
 from kvcast.hostagent.client import AsyncClient
+from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
+from kvcast.workloads import content, generators
+from kvcast.workloads.generators import Demand, Request, WorkloadOptions, chain
 
 CHUNK_BYTES = 1024
 BLOCK_SIZES = (4096, 8192, 16384)
@@ -59,7 +60,7 @@ class DemoOptions:
     seconds_budget: float = 90.0
     """How long the whole demo may take, pools' starts and both replays included."""
     seed: int = 1
-    dispatch: workloads.Dispatch = "round-robin"
+    dispatch: generators.Dispatch = "round-robin"
     time_scale: float | None = None
     """Seconds of the trace in one second of replay; None: chosen so that the part that fits
     spans the replay."""
@@ -117,7 +118,7 @@ async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
     PoolError if a pool does not start or dies, WorkloadError for a trace that cannot be read.
     """
     began = time.monotonic()
-    lines = None if options.trace is None else workloads.read_trace(options.trace)
+    lines = None if options.trace is None else generators.read_trace(options.trace)
     replay_s = max(5.0, (options.seconds_budget - 3 * _STARTUP_S) / 2)
     reporter.say(
         f"starting {len(options.star.hosts)} nodes, a controller and a switch, as processes; "
@@ -212,7 +213,7 @@ async def calibrate(links: list[NodeLink]) -> Speed:
 
 def make_plan(
     options: DemoOptions,
-    lines: list[workloads.TraceLine] | None,
+    lines: list[generators.TraceLine] | None,
     speed: Speed,
     replay_s: float,
 ) -> Plan:
@@ -231,18 +232,18 @@ def make_plan(
     )
     span_s = 0.85 * replay_s
     if lines is None:
-        requests, demand = workloads.take(workloads.generate(options.workload, wanted), **bounds)
+        requests, demand = generators.take(generators.generate(options.workload, wanted), **bounds)
         stretch = span_s / max(1e-3, requests[-1].time_s)
         requests = [replace(r, time_s=r.time_s * stretch) for r in requests]
         part = f"{len(requests)} requests, {1 / stretch:.1f} prompts a second"
-        name, description = options.workload, workloads.DESCRIPTIONS[options.workload]
+        name, description = options.workload, generators.DESCRIPTIONS[options.workload]
     else:
         assert options.trace is not None
         scale = options.time_scale or 1.0
-        stream = workloads.trace_requests(lines, wanted, scale)
+        stream = generators.trace_requests(lines, wanted, scale)
         if options.time_scale is not None:
             stream = itertools.takewhile(lambda request: request.time_s <= span_s, stream)
-        requests, demand = workloads.take(stream, **bounds)
+        requests, demand = generators.take(stream, **bounds)
         covered_s = requests[-1].time_s * scale
         if options.time_scale is None:
             stretch = span_s / max(1e-3, covered_s)
@@ -270,7 +271,7 @@ def _block_bytes(chunks: float) -> int:
     return BLOCK_SIZES[0]
 
 
-def _span_s(lines: list[workloads.TraceLine]) -> float:
+def _span_s(lines: list[generators.TraceLine]) -> float:
     return (lines[-1].timestamp - lines[0].timestamp) / 1000
 
 
@@ -361,8 +362,8 @@ def _report(
         "gets": kvcast["gets"],
         "misses": kvcast["misses"],
         "wrong_bytes": plain["wrong_bytes"] + kvcast["wrong_bytes"],
-        "owner_egress_ratio": kvcast["owner_egress_ratio"],
-        "plain_owner_egress_ratio": plain["owner_egress_ratio"],
+        "home_egress_ratio": kvcast["home_egress_ratio"],
+        "plain_home_egress_ratio": plain["home_egress_ratio"],
         "hits": kvcast["hits"],
         "fetch_ms": {name: run["fetch_ms"] for name, run in runs.items()},
         "runs": runs,
@@ -389,5 +390,5 @@ def _report(
             "puts_per_s": round(speed.puts_per_s),
         },
         "seconds": round(seconds, 1),
-        **facts.provenance(),
+        **provenance.provenance(),
     }

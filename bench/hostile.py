@@ -1,19 +1,19 @@
-"""The question: does anything break when every door of a pool gets bytes that nobody meant?
+"""The question: does anything break when every entry point of a pool gets bytes that nobody meant?
 
-Owns: the doors, what is watched, and the sums that must come out. Must not know: how any part
-defends itself. What is sent is in `mutations`, clients of streams are in `hostile_streams`.
+Owns: the entry points, what is watched, and the sums that must come out. Must not know: how any
+part defends itself. What is sent is in `mutations`, clients of streams are in `hostile_streams`.
 
-Four doors, one after the other, on one running pool of separate processes:
+Four entry points, one after the other, on one running pool of separate processes:
 - `switch port`: frames into a port of the switch, as its own node (whose agent was killed);
 - `agent port`: frames into an agent's data port, from the switch's address (the switch is killed
   for this, and started again), while the agent fetches blocks of which the attacker is a home;
 - `local socket`: as many bytes as those frames had, into an agent's Unix socket;
 - `http`: as many bytes into the controller's HTTP API.
 
-After each door: every part still runs as the same process, answers a block that was put before and
-one that is put then with the right bytes, and has not grown. And everything that was sent is
-accounted for: what the sender sent is, to the last frame, connection and answer, what the kernel
-and the part say became of it (`balances`).
+After each entry point: every part still runs as the same process, answers a block that was put
+before and one that is put then with the right bytes, and has not grown. And everything that was
+sent is accounted for: what the sender sent is, to the last frame, connection and answer, what the
+kernel and the part say became of it (`balances`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcast.bench import content, facts
 from kvcast.bench.balance import Balance
+from kvcast.bench.hostile_bytes import (
+    BLOCK_BYTES,
+    FrameSource,
+    HttpStreams,
+    LocalStreams,
+    Mutator,
+)
 from kvcast.bench.hostile_streams import (
     CUT_OFF,
     IGNORED,
@@ -39,23 +45,19 @@ from kvcast.bench.hostile_streams import (
     LocalHostiles,
 )
 from kvcast.bench.incast import home_keys
-from kvcast.bench.mutations import (
-    BLOCK_BYTES,
-    FrameSource,
-    HttpStreams,
-    LocalStreams,
-    Mutator,
-)
 from kvcast.bench.replay import NodeLink, links_to
-from kvcast.bench.workloads import chain
-from kvcast.protocol.fetches import ANSWER_OUTCOMES
-from kvcast.protocol.owner import READ_OUTCOMES
+from kvcast.protocol.requester.events import ANSWER_OUTCOMES
+from kvcast.protocol.responder import READ_OUTCOMES
+from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.processes import TunnelNetwork
 from kvcast.topologies.star import Host, Star
+from kvcast.workloads import content
+from kvcast.workloads.generators import chain
 
 GROWTH_LIMIT_MIB = 24.0
-"""How much a part's resident memory may grow at a door, after the first tenth of what is sent."""
+"""How much a part's resident memory may grow at an entry point, after the first tenth of what is
+sent."""
 
 _CONNECTIONS_AT_ONCE = 32
 _PACE_S = 0.02
@@ -68,8 +70,8 @@ class HostileOptions:
     """One run."""
 
     frames: int = 100_000
-    """Frames into each of the two data-plane doors; each of the stream doors gets as many bytes
-    as the larger of those doors got."""
+    """Frames into each of the two data-plane entry points; each of the stream entry points gets as
+    many bytes as the larger of those entry points got."""
     nodes: int = 3
     seed: int = 1
     run_dir: Path | None = None
@@ -82,10 +84,10 @@ class HostileOptions:
 
 
 @dataclass
-class Door:
-    """What happened at one door."""
+class EntryPoint:
+    """What happened at one entry point."""
 
-    door: str
+    entry_point: str
     part: str
     sent: int = 0
     """Frames, or connections."""
@@ -100,12 +102,14 @@ class Door:
     @property
     def problems(self) -> list[str]:
         """What is wrong with its numbers."""
-        problems = [f"{self.door}: {b.problem}" for b in self.balances if b.problem]
+        problems = [f"{self.entry_point}: {b.problem}" for b in self.balances if b.problem]
         if self.rss_growth_mib > GROWTH_LIMIT_MIB:
-            problems.append(f"{self.door}: {self.part} grew by {self.rss_growth_mib:.1f} MiB")
+            problems.append(
+                f"{self.entry_point}: {self.part} grew by {self.rss_growth_mib:.1f} MiB"
+            )
         hung = self.outcomes.get("hung", 0)
         if hung:
-            problems.append(f"{self.door}: {hung} connections hung")
+            problems.append(f"{self.entry_point}: {hung} connections hung")
         return problems
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def run(options: HostileOptions) -> dict[str, Any]:
-    """Attack a pool at every door; the report, whose `passed` says whether all held."""
+    """Attack a pool at every entry point; the report, whose `passed` says whether all held."""
     pool = Pool(
         Star.of(options.nodes),
         PoolOptions(
@@ -144,27 +148,32 @@ async def run(options: HostileOptions) -> dict[str, Any]:
         options.run_dir,
     )
     problems: list[str] = []
-    doors: list[Door] = []
+    entry_points: list[EntryPoint] = []
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         attack = _Attack(pool, links, options)
         await attack.prepare()
-        for door in (attack.switch_port, attack.agent_port, attack.local_socket, attack.http):
-            doors.append(await door())
-            problems += doors[-1].problems
-            problems += await attack.aftermath(doors[-1])
+        for entry_point in (
+            attack.switch_port,
+            attack.agent_port,
+            attack.local_socket,
+            attack.http,
+        ):
+            entry_points.append(await entry_point())
+            problems += entry_points[-1].problems
+            problems += await attack.aftermath(entry_points[-1])
         problems += tracebacks(pool)
     return {
         "bench": "hostile",
         "passed": not problems,
         "problems": problems,
-        "doors": [door.as_dict() for door in doors],
+        "entry_points": [entry_point.as_dict() for entry_point in entry_points],
         "parameters": {
             "frames": options.frames,
             "nodes": options.nodes,
             "seed": options.seed,
             "growth_limit_mib": GROWTH_LIMIT_MIB,
         },
-        **facts.provenance(),
+        **provenance.provenance(),
     }
 
 
@@ -193,72 +202,74 @@ class _Attack:
         await self.pool.kill(attacker)
         self._pids = self.pool.pids
 
-    # --- doors --------------------------------------------------------------------------------
+    # --- entry points ----------
 
-    async def switch_port(self) -> Door:
+    async def switch_port(self) -> EntryPoint:
         me, other = self.pool.star.hosts[-1], self.pool.star.hosts[0]
         network = self._network()
-        door = Door("switch port", "switch")
+        entry_point = EntryPoint("switch port", "switch")
         before = await self._settled_switch()
         with bound_socket(*network.node_side(me), peer=network.switch_side(me)) as attacker:
-            await self._send_frames(door, attacker, me, other, self.keys, 0.5)
+            await self._send_frames(entry_point, attacker, me, other, self.keys, 0.5)
         for _ in range(_SETTLE_TRIES):
             after = await self._settled_switch()
-            door.balances = _switch_balances(door.sent, me.switch_port, before, after)
-            if not any(balance.unaccounted for balance in door.balances):
+            entry_point.balances = _switch_balances(entry_point.sent, me.switch_port, before, after)
+            if not any(balance.unaccounted for balance in entry_point.balances):
                 break  # else what the controller last read may be older than the file
-        return door
+        return entry_point
 
-    async def agent_port(self) -> Door:
+    async def agent_port(self) -> EntryPoint:
         me, other = self.pool.star.hosts[-1], self.pool.star.hosts[0]
         network = self._network()
-        door = Door("agent port", other.node_id)
+        entry_point = EntryPoint("agent port", other.node_id)
         # Blocks of which the attacker is a home: what it says about them is listened to.
         mine = home_keys(self.pool, me.node_id, 3, "hostile-home")
         await self.pool.kill("switch")
         before = await self._settled_agent()
         with bound_socket(*network.switch_side(other), peer=network.node_side(other)) as attacker:
             async with self._reading(0, mine):
-                await self._send_frames(door, attacker, me, other, self.keys + mine, 0.1)
+                await self._send_frames(entry_point, attacker, me, other, self.keys + mine, 0.1)
         after = await self._settled_agent()
-        door.balances = _agent_balances(door.sent, _grown(before, after))
+        entry_point.balances = _agent_balances(entry_point.sent, _grown(before, after))
         await self.pool.restart("switch")
         self._pids["switch"] = self.pool.pids["switch"]
         await self.pool.wait_programmed(60, without=frozenset({me.node_id}))
-        return door
+        return entry_point
 
-    async def local_socket(self) -> Door:
+    async def local_socket(self) -> EntryPoint:
         host = self.pool.star.hosts[0]
-        door = Door("local socket", host.node_id)
+        entry_point = EntryPoint("local socket", host.node_id)
         streams = LocalStreams(self.mutator, self.namespace, self.keys)
         hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), streams.stream)
         before = await self._settled_agent()
         asked = self._stats_asked
-        await self._send_streams(door, hostiles)
+        await self._send_streams(entry_point, hostiles)
         after = await self._settled_agent()
         own = hostiles.fences + self._stats_asked - asked
-        door.balances = _local_balances(hostiles, own, _grown(before, after))
-        return door
+        entry_point.balances = _local_balances(hostiles, own, _grown(before, after))
+        return entry_point
 
-    async def http(self) -> Door:
-        door = Door("http", "controller")
+    async def http(self) -> EntryPoint:
+        entry_point = EntryPoint("http", "controller")
         streams = HttpStreams(self.mutator, self.namespace, self.keys)
         hostiles = HttpHostiles(self.pool.network.http_address, streams.stream)
         before = await self._http_counts()
-        await self._send_streams(door, hostiles)
+        await self._send_streams(entry_point, hostiles)
         after = await self._http_counts()
-        door.balances = _http_balances(hostiles, _grown(before, after))
-        return door
+        entry_point.balances = _http_balances(hostiles, _grown(before, after))
+        return entry_point
 
     # --- afterwards ---------------------------------------------------------------------------
 
-    async def aftermath(self, door: Door) -> list[str]:
+    async def aftermath(self, entry_point: EntryPoint) -> list[str]:
         """What does not work any more."""
-        problems = [f"after {door.door}: block {key} was made up" for key in self.lies]
+        problems = [
+            f"after {entry_point.entry_point}: block {key} was made up" for key in self.lies
+        ]
         self.lies.clear()
         for name, pid in self.pool.pids.items():
             if pid != self._pids[name]:
-                problems.append(f"after {door.door}: {name} does not run any more")
+                problems.append(f"after {entry_point.entry_point}: {name} does not run any more")
         try:
             self._fresh += 1
             fresh = [chain(b"hostile-fresh", (self._fresh, number)) for number in range(2)]
@@ -267,17 +278,21 @@ class _Attack:
                 client = await self.links[1].client()
                 (block,) = await client.get(self.namespace, [key], deadline_s=20.0)
                 if block is None:
-                    problems.append(f"after {door.door}: block {key.hex()} cannot be read")
+                    problems.append(
+                        f"after {entry_point.entry_point}: block {key.hex()} cannot be read"
+                    )
                     continue
                 with block:
                     if content.wrong_bytes(key, BLOCK_BYTES, block.data):
-                        problems.append(f"after {door.door}: block {key.hex()} has wrong bytes")
-            # The next door shall not find the old blocks in the reader's own memory.
+                        problems.append(
+                            f"after {entry_point.entry_point}: block {key.hex()} has wrong bytes"
+                        )
+            # The next entry point shall not find the old blocks in the reader's own memory.
             status = await self.pool.http("GET", "/healthz")
             if status != {"ok": True}:
-                problems.append(f"after {door.door}: /healthz says {status}")
+                problems.append(f"after {entry_point.entry_point}: /healthz says {status}")
         except (OSError, TimeoutError, RuntimeError) as error:
-            problems.append(f"after {door.door}: {type(error).__name__}: {error}")
+            problems.append(f"after {entry_point.entry_point}: {type(error).__name__}: {error}")
         return problems
 
     async def _put(self, node: int, keys: Sequence[bytes]) -> None:
@@ -312,7 +327,7 @@ class _Attack:
 
     async def _send_frames(
         self,
-        door: Door,
+        entry_point: EntryPoint,
         attacker: socket.socket,
         me: Host,
         other: Host,
@@ -321,54 +336,60 @@ class _Attack:
     ) -> None:
         """Send frames no faster than the part takes them, and watch its memory."""
         source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
-        pid = self.pool.pids[door.part]
+        pid = self.pool.pids[entry_point.part]
         assert pid is not None
         inode_queue = ReceiveQueue(attacker.getpeername())
-        while door.sent < self.options.frames:
-            for _ in range(min(32, self.options.frames - door.sent)):
+        while entry_point.sent < self.options.frames:
+            for _ in range(min(32, self.options.frames - entry_point.sent)):
                 frame = source.frame()
                 try:
                     attacker.send(frame)
                 except (BlockingIOError, ConnectionRefusedError):
                     continue
-                door.sent += 1
-                door.sent_bytes += len(frame)
-                if door.sent == self.options.frames // 10:
-                    door.rss_before_mib = resident_mib(pid)
+                entry_point.sent += 1
+                entry_point.sent_bytes += len(frame)
+                if entry_point.sent == self.options.frames // 10:
+                    entry_point.rss_before_mib = resident_mib(pid)
             while inode_queue.bytes_waiting() > 200_000:
                 await asyncio.sleep(_PACE_S)
-                if self.pool.pids[door.part] is None:
-                    raise self.pool.parts[door.part].failure(f"died at the door {door.door}")
+                if self.pool.pids[entry_point.part] is None:
+                    raise self.pool.parts[entry_point.part].failure(
+                        f"died at the entry point {entry_point.entry_point}"
+                    )
             discard(attacker)
             await asyncio.sleep(0)
         await asyncio.sleep(1.0)
-        self._frame_bytes = max(self._frame_bytes, door.sent_bytes)
-        self._weigh(door, pid)
+        self._frame_bytes = max(self._frame_bytes, entry_point.sent_bytes)
+        self._weigh(entry_point, pid)
 
-    async def _send_streams(self, door: Door, hostiles: HostileStream) -> None:
+    async def _send_streams(self, entry_point: EntryPoint, hostiles: HostileStream) -> None:
         """Connection after connection, some at once, until as many bytes are sent as the larger
-        of the frame doors got."""
-        pid = self.pool.pids[door.part]
+        of the frame entry points got."""
+        pid = self.pool.pids[entry_point.part]
         assert pid is not None
-        while door.sent_bytes < self._frame_bytes:
-            if self.pool.pids[door.part] is None:
-                raise self.pool.parts[door.part].failure(f"died at the door {door.door}")
-            door.sent_bytes += sum(
+        while entry_point.sent_bytes < self._frame_bytes:
+            if self.pool.pids[entry_point.part] is None:
+                raise self.pool.parts[entry_point.part].failure(
+                    f"died at the entry point {entry_point.entry_point}"
+                )
+            entry_point.sent_bytes += sum(
                 await asyncio.gather(*(hostiles.one() for _ in range(_CONNECTIONS_AT_ONCE)))
             )
-            if not door.rss_before_mib and door.sent_bytes >= self._frame_bytes // 10:
-                door.rss_before_mib = resident_mib(pid)
-        door.sent = sum(hostiles.outcomes.values())
-        door.outcomes = {
+            if not entry_point.rss_before_mib and entry_point.sent_bytes >= self._frame_bytes // 10:
+                entry_point.rss_before_mib = resident_mib(pid)
+        entry_point.sent = sum(hostiles.outcomes.values())
+        entry_point.outcomes = {
             **dict(sorted(hostiles.outcomes.items())),
             **{f"answer {name}": n for name, n in sorted(hostiles.answers.items())},
         }
-        self._weigh(door, pid)
+        self._weigh(entry_point, pid)
 
-    def _weigh(self, door: Door, pid: int) -> None:
-        door.rss_after_mib = round(resident_mib(pid), 2)
-        door.rss_before_mib = round(door.rss_before_mib, 2)
-        door.rss_growth_mib = round(door.rss_after_mib - door.rss_before_mib, 2)
+    def _weigh(self, entry_point: EntryPoint, pid: int) -> None:
+        entry_point.rss_after_mib = round(resident_mib(pid), 2)
+        entry_point.rss_before_mib = round(entry_point.rss_before_mib, 2)
+        entry_point.rss_growth_mib = round(
+            entry_point.rss_after_mib - entry_point.rss_before_mib, 2
+        )
 
     # --- what the parts say -------------------------------------------------------------------
 
@@ -386,7 +407,7 @@ class _Attack:
             moving = sum(
                 value
                 for name, value in counters.items()
-                if name.startswith(("frames_received", "frames_dropped_rec", "owner_", "local_c"))
+                if name.startswith(("frames_received", "frames_dropped_rec", "home_", "local_c"))
             )
             busy = counters["fetches_waiting"] + counters["answers_waiting"]
             if moving == seen and not busy:
@@ -498,7 +519,7 @@ def _agent_balances(sent: int, grown: dict[str, int]) -> list[Balance]:
 
     received = grown.get("frames_received_total", 0)
     refused = of("frames", ("malformed", "misaddressed", "unknown_source", "forbidden"))
-    reads, answers = grown.get("owner_reads_total", 0), grown.get("frames_answers_total", 0)
+    reads, answers = grown.get("home_reads_total", 0), grown.get("frames_answers_total", 0)
     return [
         Balance(
             "frames sent into the port",
@@ -511,9 +532,9 @@ def _agent_balances(sent: int, grown: dict[str, int]) -> list[Balance]:
         Balance(
             "frames received",
             {"received": received},
-            {**refused, "READs for the owner": reads, "answers for the requester": answers},
+            {**refused, "READs for the home": reads, "answers for the requester": answers},
         ),
-        Balance("READs", {"READs": reads}, of("owner", READ_OUTCOMES)),
+        Balance("READs", {"READs": reads}, of("home", READ_OUTCOMES)),
         Balance("answers", {"answers": answers}, of("requester", ANSWER_OUTCOMES)),
     ]
 

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvcast.protocol import framing, local
-from kvcast.protocol.local import LOCAL_PROTOCOL_VERSION
+from kvcast.protocol.messages import framing, local
+from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
 
 _SILENCE_S = 0.2
 _PATIENCE_S = 60.0

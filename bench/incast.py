@@ -1,4 +1,4 @@
-"""The question: N nodes read the same blocks at once; how often does each byte leave its owner?
+"""The question: N nodes read the same blocks at once; how often does each byte leave its home?
 
 Owns: the incast bench, `kvcast bench incast`. Must not know: how the switch answers.
 
@@ -7,13 +7,13 @@ clients are connected and armed, then released together, so that every get start
 round trip of the first (`start_spread_ms` says how far apart they really were). It runs twice, on
 two pools of separate processes: with the switch program off (plain) and on.
 
-owner_egress_ratio = payload bytes that the home sent to readers, over UDP and TCP, divided by the
+home_egress_ratio = payload bytes that the home sent to readers, over UDP and TCP, divided by the
 bytes of the distinct blocks. Every byte of every block is checked against what its key demands.
 
 `--link-rate` emulates links of a speed: the home sends no faster, and the switch's ports deliver
 no faster; choose it so low that this machine is not the limit. One reader alone is then measured
 too, and `over_one_reader` says how many times as long the last of N readers took: about N through
-a plain switch, and about 1 where each byte leaves its owner once.
+a plain switch, and about 1 where each byte leaves its home once.
 
 `--resident` asks something else: the blocks are pinned into the switch, one node reads them once
 so that they pass and fill it, the home is stopped (SIGSTOP), and N other nodes read. The home's
@@ -30,14 +30,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvcast.bench import content, facts
 from kvcast.bench.replay import TIERS, EgressMeter, NodeLink, links_to
-from kvcast.bench.workloads import chain
-from kvcast.controller.placement import place
-from kvcast.protocol.ethernet import MAX_FRAME_BYTES
-from kvcast.protocol.wire import CHUNK_BYTES, bucket_of
+from kvcast.controller.core.placement import place
+from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
+from kvcast.protocol.messages.wire import CHUNK_BYTES, bucket_of
+from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import MAX_HOSTS, Star
+from kvcast.workloads import content
+from kvcast.workloads.generators import chain
 
 _BLOCKS_AT_MOST = 4096
 _FILL_TIMEOUT_S = 10.0
@@ -121,7 +122,7 @@ class Outcome:
 
     @property
     def egress_ratio(self) -> float | None:
-        return facts.ratio(self.home_sent_bytes, self.distinct_bytes)
+        return provenance.ratio(self.home_sent_bytes, self.distinct_bytes)
 
     def report(self) -> dict[str, Any]:
         """The numbers as plain data."""
@@ -130,10 +131,10 @@ class Outcome:
             "misses": self.misses,
             "wrong_bytes": self.wrong_bytes,
             "hits": self.hits,
-            "owner_egress_bytes": int(self.home_sent_bytes),
-            "owner_egress_ratio": self.egress_ratio,
+            "home_egress_bytes": int(self.home_sent_bytes),
+            "home_egress_ratio": self.egress_ratio,
             "distinct_bytes": self.distinct_bytes,
-            "fetch_ms": facts.summary_ms(self.fetch_ms),
+            "fetch_ms": provenance.summary_ms(self.fetch_ms),
             "switch": self.switch,
         }
 
@@ -160,7 +161,7 @@ def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
         loss=options.loss,
         seed=options.seed,
         arena_bytes=max(16 << 20, 2 * held),
-        agent_flags=(f"--owner-rate={home_rate:g}",) if home_rate else (),
+        agent_flags=(f"--responder-rate={home_rate:g}",) if home_rate else (),
         switch_flags=(f"--port-rate={options.link_rate:g}",) if options.link_rate else (),
         log_level=options.log_level,
         **more,
@@ -333,14 +334,14 @@ def _report(
     }
     return {
         "bench": "incast-resident" if options.resident else "incast",
-        "owner_egress_ratio": kvcast.egress_ratio,
-        "plain_owner_egress_ratio": None if plain is None else plain.egress_ratio,
-        "owner_egress_bytes": int(kvcast.home_sent_bytes),
+        "home_egress_ratio": kvcast.egress_ratio,
+        "plain_home_egress_ratio": None if plain is None else plain.egress_ratio,
+        "home_egress_bytes": int(kvcast.home_sent_bytes),
         "gets": kvcast.gets,
         "misses": kvcast.misses,
         "wrong_bytes": sum(outcome.wrong_bytes for outcome in outcomes.values()),
         "hits": kvcast.hits,
-        "fetch_ms": {name: facts.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
+        "fetch_ms": {name: provenance.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
         "over_one_reader": over_one or None,
         "start_spread_ms": {name: round(o.start_spread_ms, 2) for name, o in outcomes.items()},
         "distinct_bytes": kvcast.distinct_bytes,
@@ -361,5 +362,5 @@ def _report(
             "switch": options.switch,
             "replicas": 0,
         },
-        **facts.provenance(),
+        **provenance.provenance(),
     }

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcast.switchsim.llvm_abi import NativeEntry
-from kvcast.switchsim.native_compiler import (
+from kvcast.switchsim.llvm.abi import NativeEntry
+from kvcast.switchsim.loop.compiler import (
     U32,
     U64,
     Library,
@@ -26,8 +26,8 @@ from kvcast.switchsim.native_compiler import (
     native,
     u64_at,
 )
-from kvcast.switchsim.native_ingress import call_program
-from kvcast.switchsim.native_state import (
+from kvcast.switchsim.loop.ingress import call_program
+from kvcast.switchsim.loop.state import (
     FLUSH_BYTES,
     FLUSH_FRAMES,
     NEVER,

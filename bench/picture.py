@@ -65,7 +65,7 @@ def _figure(report: dict[str, Any]) -> bytes:
 
 
 def _draw_egress(axes: Any, report: dict[str, Any]) -> None:
-    """Bytes that the owners' links carried, summed up over the replay."""
+    """Bytes that the homes' links carried, summed up over the replay."""
     for name, colour in (("plain", _PLAIN), ("kvcast", _KVCAST)):
         run = report["runs"][name]
         samples = [(0.0, 0), *run["egress_samples"]]
@@ -92,7 +92,7 @@ def _draw_egress(axes: Any, report: dict[str, Any]) -> None:
         color=_IDEAL,
         fontsize=9,
     )
-    axes.set_title("What the owners' links carried")
+    axes.set_title("What the homes' links carried")
     axes.set_xlabel("seconds of the replay")
     axes.set_ylabel("MiB sent to readers, in total")
     axes.set_ylim(bottom=0)
@@ -154,10 +154,10 @@ _LABELS = {"plain": "plain switch", "kvcast": "kvcast"}
 
 
 def _headline(report: dict[str, Any]) -> str:
-    plain, kvcast = report["plain_owner_egress_ratio"], report["owner_egress_ratio"]
+    plain, kvcast = report["plain_home_egress_ratio"], report["home_egress_ratio"]
     return (
         f"kvcast: {report['workload']['name']}, {report['parameters']['nodes']} nodes. "
-        f"A fetched byte left its owner {_times(plain)} through a plain switch, "
+        f"A fetched byte left its home {_times(plain)} through a plain switch, "
         f"{_times(kvcast)} through kvcast"
     )
 
@@ -208,9 +208,9 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         return "–" if value is None else f"{value:.2f}"
 
     rows = [
-        ("bytes that left their owners", *(mib(r["owner_egress_bytes"]) for r in (plain, kvcast))),
+        ("bytes that left their homes", *(mib(r["home_egress_bytes"]) for r in (plain, kvcast))),
         ("distinct bytes fetched", *(mib(r["distinct_bytes_fetched"]) for r in (plain, kvcast))),
-        ("owner egress ratio", *(number(r["owner_egress_ratio"]) for r in (plain, kvcast))),
+        ("home egress ratio", *(number(r["home_egress_ratio"]) for r in (plain, kvcast))),
         *(
             (f"fetch time, {name}", ms(plain["fetch_ms"][name]), ms(kvcast["fetch_ms"][name]))
             for name in ("p50", "p99", "max")
@@ -253,7 +253,7 @@ _TEMPLATE = """<!doctype html>
 </head>
 <body>
 <h1>{headline}</h1>
-<img alt="Owner bytes over time, fetch times, tiers" src="data:image/png;base64,{image}">
+<img alt="Home bytes over time, fetch times, tiers" src="data:image/png;base64,{image}">
 <table>
 <thead><tr><th></th><th>plain switch</th><th>kvcast</th></tr></thead>
 <tbody>

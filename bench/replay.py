@@ -9,10 +9,10 @@ Definitions, used by every report:
 - hits: gets by where they came from (local, switch, shared, home, bulk), and `miss`.
 - fetch_ms: what an engine waited for one `get` call (all blocks of its prefix together) that was
   not answered from the node's own memory alone.
-- owner_egress_ratio: payload bytes that all homes sent to answer reads (DATA over UDP, and bulk
+- home_egress_ratio: payload bytes that all homes sent to answer reads (DATA over UDP, and bulk
   answers over TCP), divided by the bytes of the distinct blocks that at least one node fetched
-  from elsewhere. 1 means that each byte left its owner once; below 1, the switch's memory
-  answered some; N, that every one of N readers cost its owner a copy.
+  from elsewhere. 1 means that each byte left its home once; below 1, the switch's memory
+  answered some; N, that every one of N readers cost its home a copy.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcast.bench import content, facts
-from kvcast.bench.workloads import Request
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, KvcastError, PutError
+from kvcast.service import provenance
+from kvcast.workloads import content
+from kvcast.workloads.generators import Request
 
 TIERS = ("local", "switch", "shared", "home", "bulk", "miss")
 
 EGRESS_COUNTERS = ("payload_bytes_sent_udp_total", "payload_bytes_sent_bulk_get_total")
-"""The agents' counters (kvcast.hostagent.metrics) whose sum is what homes sent to readers."""
+"""The agents' counters (kvcast.hostagent.core.metrics) whose sum is what homes sent to readers."""
 
 _RECONNECT_S = 0.5
 _GRACE_S = 4.5
@@ -122,12 +123,12 @@ class Tally:
             "put_failures": self.put_failures,
             "hits": {tier: self.hits[tier] for tier in TIERS},
             "miss_reasons": dict(self.miss_reasons),
-            "fetch_ms": facts.summary_ms(self.fetch_ms),
+            "fetch_ms": provenance.summary_ms(self.fetch_ms),
             "fetches": len(self.fetch_ms),
             "distinct_blocks_fetched": len(self.fetched),
             "distinct_bytes_fetched": distinct,
-            "owner_egress_bytes": int(self.egress_bytes),
-            "owner_egress_ratio": facts.ratio(self.egress_bytes, distinct),
+            "home_egress_bytes": int(self.egress_bytes),
+            "home_egress_ratio": provenance.ratio(self.egress_bytes, distinct),
             "seconds": round(self.seconds, 2),
             "egress_samples": [[round(t, 2), int(b)] for t, b in self.egress_samples],
         }

@@ -49,12 +49,13 @@ from typing import IO, Any, Final, NamedTuple
 
 import finsy as fy
 import grpc
-from kvcast.bench import facts, traffic
 from kvcast.bench import switch_programs as programs
+from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
 from kvcast.bench.switch_programs import Arrival, Setup
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.switch import Switch
+from kvcast.service import provenance
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference.switch import Switch
 
 NOW_US = 10_000_000
 REPEATS = 5
@@ -625,7 +626,9 @@ def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
     # Where one processor both sends and takes over what the kernel does on delivery, the sender
     # may be the limit; the processor time that a frame costs the forwarder itself is not.
     costs = {name: one["processor_ns_a_frame"] for name, one in report["veth"].items()}
-    report["veth_processor_time_bare_over_kvcast"] = facts.ratio(costs["bare"], costs["kvcast"])
+    report["veth_processor_time_bare_over_kvcast"] = provenance.ratio(
+        costs["bare"], costs["kvcast"]
+    )
     return report
 
 
@@ -662,7 +665,7 @@ def run(
     skipped: dict[str, str] = {}
     report: dict[str, Any] = {
         "bench": "switch",
-        "provenance": facts.provenance(),
+        "provenance": provenance.provenance(),
         "load_before": os.getloadavg(),
         "engine": "llvm",
     }
@@ -735,7 +738,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    facts.report_to(arguments.json, report, lambda measured: print(table(measured)))
+    provenance.report_to(arguments.json, report, lambda measured: print(table(measured)))
     return 0
 
 

@@ -19,10 +19,10 @@ import finsy as fy
 from finsy.proto import p4r
 from kvcast.bench import l3
 from kvcast.p4 import artefact
-from kvcast.protocol import ethernet, wire
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim.program import Exact, Lpm
-from kvcast.switchsim.switch import Switch
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.switchsim import loader
+from kvcast.switchsim.ir import Exact, Lpm
+from kvcast.switchsim.reference.switch import Switch
 
 HOSTS = 9
 READERS = range(2, HOSTS + 1)
@@ -128,7 +128,7 @@ def router() -> Setup:
 
 def load(switch: Switch, setup: Setup) -> None:
     """Load a program and its entries by hand."""
-    switch.load(bmv2json.load(setup.program.read_bytes(), setup.name))
+    switch.load(loader.load(setup.program.read_bytes(), setup.name))
     tables = {name.split(".")[-1]: table for name, table in switch.tables.items()}
     for group, replicas in setup.groups:
         switch.set_multicast_group(group, replicas)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from kvcast.switchsim.native_compiler import (
+from kvcast.switchsim.loop.compiler import (
     I32,
     U32,
     U64,
@@ -34,7 +34,7 @@ from kvcast.switchsim.native_compiler import (
     size_of,
     unsigned,
 )
-from kvcast.switchsim.native_linux import (
+from kvcast.switchsim.loop.linux import (
     CLOCK_MONOTONIC,
     MSG_TRUNC,
     IoVec,

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK, byte_size, run_command
-from kvcast.cli.service import HelpFormatter
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.service.options import HelpFormatter
 
 _INCAST = """\
 N nodes read the same blocks, which one home holds, at the same moment: first through a plain
-switch, then through kvcast. How often does each byte leave its owner?
+switch, then through kvcast. How often does each byte leave its home?
 
-owner_egress_ratio = payload bytes that the home sent / bytes of the distinct blocks.
+home_egress_ratio = payload bytes that the home sent / bytes of the distinct blocks.
 
 With --resident: the blocks are pinned into the switch and filled by one node's read; then the
 home is stopped, and N other nodes read. The home must send nothing."""
@@ -47,8 +47,8 @@ printed, and one that does not come out fails the bench."""
 _SOAK = """\
 A whole pool under load and faults for as long as you like: does anything grow, hang, sink, or come
 back wrong? Parts are killed and stopped, clients die with pins, frames are lost, hostile frames and
-bytes go into every door, an operator makes namespaces and pins; a seeded plan says when. The load
-is the demo's mix, without end, as fast as this machine allows; every byte is checked.
+bytes go into every entry point, an operator makes namespaces and pins; a seeded plan says when.
+The load is the demo's mix, without end, as fast as this machine allows; every byte is checked.
 
 Of every process: memory of its own (MiB), descriptors, threads. Of the load: hit rate = blocks that
 came / blocks that a pool which loses and evicts nothing would have held, wrong bytes, blocks a
@@ -62,7 +62,7 @@ soak.png in --out shows memory, descriptors and threads by part, hit rate, and t
 --out keeps the logs, too. A process is judged for growth if it lived for 15 minutes; so that takes
 about 20 minutes for the switch and half of the agents, and 40 for the controller.
 
-python -m kvcast.bench.soak does the same for one switch process and 100 million packets."""
+python -m kvcast.bench.soak.switch does the same for one switch process and 100 million packets."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     _report_options(simulation, run_dir=False)
     hostile = benches.add_parser(
         "hostile",
-        help="mutated frames and bytes into every door of a pool",
+        help="mutated frames and bytes into every entry point of a pool",
         description=_HOSTILE,
         formatter_class=HelpFormatter,
     )
@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=100_000,
         metavar="N",
-        help="frames into each of the data-plane doors; the streams get as many bytes",
+        help="frames into each of the data-plane entry points; the streams get as many bytes",
     )
     hostile.add_argument("--nodes", type=int, default=3, help="nodes of the pool")
     hostile.add_argument("--seed", type=int, default=1, help="seeds the mutations")
@@ -234,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run_incast(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts, incast
+    from kvcast.bench import incast
+    from kvcast.service import provenance
 
     report = await incast.run(
         incast.IncastOptions(
@@ -253,12 +254,13 @@ async def _run_incast(options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
     )
-    facts.report_to(options.json, report, _print_incast)
+    provenance.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
 async def _run_simulation(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts, incast_simulation
+    from kvcast.service import provenance
+    from kvcast.simulation import incast as incast_simulation
 
     report = incast_simulation.run(
         incast_simulation.SimulationOptions(
@@ -272,7 +274,7 @@ async def _run_simulation(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     )
-    facts.report_to(options.json, report, _print_simulation)
+    provenance.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
@@ -285,8 +287,8 @@ def _print_simulation(report: dict[str, Any]) -> None:
     for title in ("", "one reader", "plain switch", "kvcast"):
         table.add_column(title, justify="right" if title else "left")
     names = ("one_reader", "plain", "kvcast")
-    ratios = ("", report["plain_owner_egress_ratio"], report["owner_egress_ratio"])
-    table.add_row("owner egress ratio", *(str(ratio) for ratio in ratios))
+    ratios = ("", report["plain_home_egress_ratio"], report["home_egress_ratio"])
+    table.add_row("home egress ratio", *(str(ratio) for ratio in ratios))
     for share in ("p50", "max"):
         times = (report["fetch_us"][name][share] for name in names)
         shown = ("–" if time_us is None else f"{time_us:,.1f}" for time_us in times)
@@ -321,8 +323,8 @@ def _print_incast(report: dict[str, Any]) -> None:
     def row(label: str, value: Any) -> None:
         table.add_row(label, *(str(value(runs[name])) for name in columns))
 
-    row("owner egress ratio", lambda run: run["owner_egress_ratio"])
-    row("bytes that left the owner", lambda run: f"{run['owner_egress_bytes']:,}")
+    row("home egress ratio", lambda run: run["home_egress_ratio"])
+    row("bytes that left the home", lambda run: f"{run['home_egress_bytes']:,}")
     for share in ("p50", "p99", "max"):
         row(f"fetch time {share}, ms", lambda run, share=share: run["fetch_ms"][share])
     if over_one := report["over_one_reader"]:
@@ -344,14 +346,15 @@ def _print_incast(report: dict[str, Any]) -> None:
 
 
 async def _run_hostile(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts, hostile
+    from kvcast.bench import hostile
+    from kvcast.service import provenance
 
     report = await hostile.run(
         hostile.HostileOptions(
             frames=options.frames, nodes=options.nodes, seed=options.seed, run_dir=options.run_dir
         )
     )
-    facts.report_to(options.json, report, _print_hostile)
+    provenance.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
 
@@ -360,23 +363,23 @@ def _print_hostile(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="hostile input", title_justify="left")
-    columns = ("door", "sent", "bytes", "lost count of", "MiB before", "after", "growth")
+    columns = ("entry_point", "sent", "bytes", "lost count of", "MiB before", "after", "growth")
     for name in columns:
-        table.add_column(name, justify="left" if name == "door" else "right")
-    for door in report["doors"]:
+        table.add_column(name, justify="left" if name == "entry_point" else "right")
+    for entry_point in report["entry_points"]:
         table.add_row(
-            door["door"],
-            f"{door['sent']:,}",
-            f"{door['sent_bytes']:,}",
-            f"{sum(abs(balance['unaccounted']) for balance in door['balances']):,}",
-            f"{door['rss_before_mib']:.1f}",
-            f"{door['rss_after_mib']:.1f}",
-            f"{door['rss_growth_mib']:+.1f}",
+            entry_point["entry_point"],
+            f"{entry_point['sent']:,}",
+            f"{entry_point['sent_bytes']:,}",
+            f"{sum(abs(balance['unaccounted']) for balance in entry_point['balances']):,}",
+            f"{entry_point['rss_before_mib']:.1f}",
+            f"{entry_point['rss_after_mib']:.1f}",
+            f"{entry_point['rss_growth_mib']:+.1f}",
         )
     Console().print(table)
-    for door in report["doors"]:
-        print(f"{door['door']}:")
-        for balance in door["balances"]:
+    for entry_point in report["entry_points"]:
+        print(f"{entry_point['entry_point']}:")
+        for balance in entry_point["balances"]:
             print(f"  {balance['of']}: {_side(balance['given'])} = {_side(balance['found'])}")
     for problem in report["problems"]:
         print(f"kvcast: {problem}")
@@ -388,10 +391,12 @@ def _side(counts: dict[str, int]) -> str:
 
 
 async def _run_soak(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts, soak_picture, soak_pool
+    from kvcast.bench.soak import picture as soak_picture
+    from kvcast.bench.soak import pool
+    from kvcast.service import provenance
 
-    report = await soak_pool.run(
-        soak_pool.SoakOptions(
+    report = await pool.run(
+        pool.SoakOptions(
             minutes=options.minutes,
             nodes=options.nodes,
             seed=options.seed,
@@ -402,7 +407,7 @@ async def _run_soak(options: argparse.Namespace) -> int:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.json:
-        facts.write_json(options.json, report)
+        provenance.write_json(options.json, report)
     picture = soak_picture.draw(report, options.out)
     if options.json != "-":
         _print_soak(report)

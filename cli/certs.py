@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK, CommandError, build_subcommands
-from kvcast.protocol.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity, IdentityError
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, build_subcommands
+from kvcast.service.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity, IdentityError
 
 if TYPE_CHECKING:
-    from kvcast.cli.authority import Issued, Part
+    from kvcast.service.authority import Issued, Part
 
 _DESCRIPTION = """\
 Certificates for a cluster: an authority of its own, and one certificate for each part, which says
@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
     options = build_parser().parse_args(argv)
-    from kvcast.cli.authority import AuthorityError
+    from kvcast.service.authority import AuthorityError
 
     try:
         return {"init": _init, "add": _add, "renew": _renew, "show": _show}[options.command](
@@ -143,14 +143,14 @@ def _now() -> datetime.datetime:
 
 
 def _parts(options: argparse.Namespace) -> list[Part]:
-    from kvcast.cli.authority import Part
+    from kvcast.service.authority import Part
 
     nodes = [Part(Identity(NODE, name), hosts) for name, hosts in options.node]
     return nodes + [Part(Identity(OPERATOR, name)) for name in options.operator]
 
 
 def _init(options: argparse.Namespace) -> int:
-    from kvcast.cli.authority import Authority, Part, check_parts
+    from kvcast.service.authority import Authority, Part, check_parts
 
     if not options.operator:
         options.operator = ["operator"]
@@ -180,7 +180,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _add(options: argparse.Namespace) -> int:
-    from kvcast.cli.authority import Authority, check_parts
+    from kvcast.service.authority import Authority, check_parts
 
     authority = Authority.open(options.folder)
     parts = _parts(options)
@@ -192,7 +192,7 @@ def _add(options: argparse.Namespace) -> int:
 
 
 def _renew(options: argparse.Namespace) -> int:
-    from kvcast.cli.authority import Authority
+    from kvcast.service.authority import Authority
 
     authority = Authority.open(options.folder)
     until = _now() + datetime.timedelta(days=options.within)
@@ -206,7 +206,7 @@ def _renew(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from kvcast.cli.authority import read_certificate
+    from kvcast.service.authority import read_certificate
 
     ends = read_certificate(options.folder / "ca.pem").not_valid_after_utc
     print(f"authority, until {ends:%Y-%m-%d}")
@@ -215,7 +215,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _issued_of(folder: Path) -> list[Issued]:
-    from kvcast.cli.authority import read_part
+    from kvcast.service.authority import read_part
 
     return [read_part(path.parent) for path in sorted(folder.glob("*/cert.pem"))]
 

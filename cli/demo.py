@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcast.bench import outage, workloads
+from kvcast.bench import outage
 from kvcast.bench.demo import DemoOptions, Reporter, run
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK, byte_size, run_command
-from kvcast.cli.service import HelpFormatter
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.service.options import HelpFormatter
 from kvcast.topologies.star import Star
+from kvcast.workloads import generators
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +33,8 @@ workloads (--workload):
 """
 
 _EPILOG = """\
-owner egress ratio = payload bytes that homes sent to readers / bytes of the distinct blocks that
-at least one node fetched from elsewhere. 1: each byte left its owner once.
+home egress ratio = payload bytes that homes sent to readers / bytes of the distinct blocks that
+at least one node fetched from elsewhere. 1: each byte left its home once.
 
 examples:
   kvcast demo
@@ -45,7 +46,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast demo`."""
-    listed = "".join(f"  {name:8}  {text}\n" for name, text in workloads.DESCRIPTIONS.items())
+    listed = "".join(f"  {name:8}  {text}\n" for name, text in generators.DESCRIPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="kvcast demo",
         description=_DESCRIPTION + listed,
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--workload", choices=workloads.NAMES, default="mix", help="see above")
+    what.add_argument("--workload", choices=generators.NAMES, default="mix", help="see above")
     what.add_argument(
         "--trace",
         type=Path,
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dispatch",
-        choices=workloads.DISPATCHES,
+        choices=generators.DISPATCHES,
         default="round-robin",
         help="how chats and traces are spread over the nodes: by a stateless router, or to the "
         "node that last served the prefix",
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _demo(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts
+    from kvcast.service import provenance
     from rich.console import Console
 
     # With the report on standard output, everything for people goes to standard error.
@@ -160,7 +161,7 @@ async def _demo(options: argparse.Namespace) -> int:
 
     png, page = picture.draw(report, options.out)
     if options.json:
-        facts.write_json(options.json, report)
+        provenance.write_json(options.json, report)
     _print_table(console, report)
     console.print(f"picture: {png}\npage:    {page}", highlight=False, soft_wrap=True)
     recovered = report.get("outage", {"recovered": True})["recovered"]
@@ -206,11 +207,11 @@ def what_it_cost(cut: dict[str, Any], wrong_bytes: int) -> str:
 
 def verdict(report: dict[str, Any]) -> str:
     """One sentence that says what the two ratios mean for this workload."""
-    plain, kvcast = report["plain_owner_egress_ratio"], report["owner_egress_ratio"]
+    plain, kvcast = report["plain_home_egress_ratio"], report["home_egress_ratio"]
     if plain is None or kvcast is None:
         return "No block was fetched from another node: there was nothing for a switch to do."
     both = (
-        f"Owners sent each fetched byte {plain:.2f} times through the plain switch and "
+        f"Homes sent each fetched byte {plain:.2f} times through the plain switch and "
         f"{kvcast:.2f} times through kvcast: "
     )
     if kvcast > 0.9 * plain:

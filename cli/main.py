@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcast.cli.common import EXIT_OK, EXIT_USAGE
+from kvcast.service.commands import EXIT_OK, EXIT_USAGE
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ _EXAMPLES = """\
 examples:
   kvcast demo                          eight nodes, a mix of workloads, a table and a picture
   kvcast demo --trace requests.jsonl   the same for a trace of yours
-  kvcast bench incast --readers 8      how often does a byte leave its owner?
+  kvcast bench incast --readers 8      how often does a byte leave its home?
 
 a pool by hand (each in a terminal of its own):
   kvcast switch --grpc-addr 127.0.0.1:9559 \\
@@ -66,7 +66,7 @@ def usage() -> str:
         "usage: kvcast [--version] COMMAND ...\n\n"
         "An in-network memory pool for the KV caches of LLM inference: a P4 switch answers,\n"
         "joins and multicasts reads of KV blocks, so that a byte that many nodes want at once\n"
-        f"leaves its owner once.\n\ncommands:\n{listed}\n\n{_EXAMPLES}\n"
+        f"leaves its home once.\n\ncommands:\n{listed}\n\n{_EXAMPLES}\n"
     )
 
 

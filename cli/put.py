@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcast.cli.blocks import add_block_options, check_block_options, key_from, namespace_of
-from kvcast.cli.common import EXIT_OK, CommandError, run_command
-from kvcast.cli.service import HelpFormatter
+from kvcast.service.commands import EXIT_OK, CommandError, run_command
+from kvcast.service.options import HelpFormatter
 
 _EXAMPLES = """\
 examples:

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.cli.common import EXIT_FAILED
-from kvcast.cli.service import HelpFormatter, parse_host_port
-from kvcast.cli.tls import TlsError, TlsFiles
+from kvcast.service.commands import EXIT_FAILED
+from kvcast.service.options import HelpFormatter, parse_host_port
+from kvcast.service.tls import TlsError, TlsFiles
 
 _DESCRIPTION = """\
 Opens p4runtime-shell on a running switch. It joins with a low election id, so that a running

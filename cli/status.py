@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcast.cli.common import EXIT_OK, CommandError, run_command
-from kvcast.cli.service import HelpFormatter
-from kvcast.cli.tls import Credentials, TlsError
+from kvcast.service.commands import EXIT_OK, CommandError, run_command
+from kvcast.service.options import HelpFormatter
+from kvcast.service.tls import Credentials, TlsError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _status(options: argparse.Namespace) -> int:
-    from kvcast.bench import facts
+    from kvcast.service import provenance
     from rich.console import Console
 
     access = access_of(options.tls, options.token_file)
     status = await asyncio.to_thread(fetch_status, options.http, access)
     if options.json:
-        facts.write_json(options.json, status)
+        provenance.write_json(options.json, status)
         if options.json == "-":
             return EXIT_OK
     console = Console()

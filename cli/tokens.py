@@ -1,6 +1,6 @@
 """`kvcast tokens`: who may use the controller's HTTP API.
 
-Owns: the command line. Must not know: the file's form (`kvcast.controller.tokens`).
+Owns: the command line. Must not know: the file's form (`kvcast.controller.http.tokens`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.cli.common import EXIT_FAILED, EXIT_OK, build_subcommands
-from kvcast.controller.tokens import (
+from kvcast.controller.http.tokens import (
     ROLES,
     VIEWER,
     Token,
@@ -23,6 +22,7 @@ from kvcast.controller.tokens import (
     parse,
     write,
 )
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, build_subcommands
 
 _DESCRIPTION = """\
 Tokens for the controller's HTTP API. A token is shown once, when it is made; the file keeps only

@@ -13,7 +13,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvcast.cli.service import (
+from kvcast.controller.control_loop import StoreError
+from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.namespaces import SecretMode, TenantRules
+from kvcast.controller.core.pool import PoolOptions
+from kvcast.controller.core.tiers import AdmitMode
+from kvcast.controller.http.api import HttpOptions
+from kvcast.controller.http.tokens import TokensError, TokensFile
+from kvcast.controller.service import ControllerService, ServiceOptions
+from kvcast.controller.store import Store
+from kvcast.controller.switch.connection import OneLineErrors, SwitchTls
+from kvcast.controller.switch.program import Settings
+from kvcast.p4 import TargetProfile, artefact, profiles
+from kvcast.p4.targets import MAX_PORTS
+from kvcast.service.options import (
     HelpFormatter,
     add_common_options,
     announce_ready,
@@ -23,26 +36,12 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
-from kvcast.cli.tls import (
+from kvcast.service.tls import (
     add_tls_option,
     credentials_of,
     refuse_open_addresses,
     reload_on_hangup,
 )
-from kvcast.p4 import TargetProfile, artefact, profiles
-from kvcast.p4.targets import MAX_PORTS
-
-from .admission import ValueOptions
-from .control_loop import StoreError
-from .http_api import HttpOptions
-from .names import SaltMode, TenantRules
-from .pool import PoolOptions
-from .program import Settings
-from .service import ControllerService, ServiceOptions
-from .store import Store
-from .switch import OneLineErrors, SwitchTls
-from .tiers import AdmitMode
-from .tokens import TokensError, TokensFile
 
 log = logging.getLogger("kvcast.controller")
 
@@ -209,9 +208,9 @@ def build_parser() -> argparse.ArgumentParser:
         "named, there are no others (repeatable)",
     )
     pool.add_argument(
-        "--salts",
-        choices=[mode.value for mode in SaltMode],
-        default=SaltMode.AUTO.value,
+        "--namespace-secrets",
+        choices=[mode.value for mode in SecretMode],
+        default=SecretMode.AUTO.value,
         help="secrets that keep tenants from naming each other's blocks; auto: as soon as there "
         "are two tenants, or --tenant is given",
     )
@@ -391,7 +390,7 @@ def pool_options(options: argparse.Namespace) -> PoolOptions:
             min_stay_s=options.min_stay,
         ),
         drain_s=options.recirculation_wait,
-        tenants=TenantRules(dict(options.tenant), SaltMode(options.salts)),
+        tenants=TenantRules(dict(options.tenant), SecretMode(options.namespace_secrets)),
     )
 
 

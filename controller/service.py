@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcast.cli.tls import Credentials
-from kvcast.protocol.wire import BlockId
-
-from .agents import AgentLink
-from .control_loop import RETRY_SWITCH_S, ControlLoop
-from .http_api import ApiError, HttpApi, HttpOptions
-from .metrics import Metrics
-from .pool import Pool, PoolOptions
-from .program import resident_entries
-from .store import Store
-from .switch import SwitchLink, SwitchTls
-from .tiers import PinError
+from kvcast.controller.agent_links import AgentLink
+from kvcast.controller.control_loop import RETRY_SWITCH_S, ControlLoop
+from kvcast.controller.core.pool import Pool, PoolOptions
+from kvcast.controller.core.tiers import PinError
+from kvcast.controller.http.api import ApiError, HttpApi, HttpOptions
+from kvcast.controller.http.metrics import Metrics
+from kvcast.controller.store import Store
+from kvcast.controller.switch.connection import SwitchLink, SwitchTls
+from kvcast.controller.switch.program import resident_entries
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.service.tls import Credentials
 
 log = logging.getLogger("kvcast.controller")
 

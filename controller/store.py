@@ -3,7 +3,7 @@
 Owns: the tables and how a `SavedState` is written and read. Must not know: what the rows mean to
 the pool. All of it is small (tens of nodes, hundreds of residents), so a table that changed is
 written whole, in one transaction with all others that changed: a crash leaves the state of before
-or after, never between. It holds the namespaces' salts, so it is 0600.
+or after, never between. It holds the namespaces' secrets, so it is 0600.
 
 One controller a file: the file is locked while it is open, so that a second controller fails
 instead of overwriting the first one's numbers.
@@ -17,15 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcast.protocol.control import NamespaceInfo
-from kvcast.protocol.salts import SALT_BYTES
-from kvcast.protocol.wire import BlockId
-
-from .control_loop import StoreError
-from .membership import Address, SavedNode
-from .names import Group
-from .pool import SavedState
-from .residency import SavedResident
+from kvcast.controller.control_loop import StoreError
+from kvcast.controller.core.membership import Address, SavedNode
+from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.pool import SavedState
+from kvcast.controller.core.residency import SavedResident
+from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.namespace_secrets import SECRET_BYTES
 
 SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -54,7 +53,7 @@ CREATE TABLE pins (
 ) STRICT;
 """
 _SINCE_VERSION_2 = """
-CREATE TABLE salts (namespace INTEGER PRIMARY KEY, salt BLOB NOT NULL) STRICT;
+CREATE TABLE secrets (namespace INTEGER PRIMARY KEY, secret BLOB NOT NULL) STRICT;
 """
 # Numbers of 64 bits without a sign do not fit SQLite's INTEGER: incarnation, digest and
 # arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none).
@@ -83,7 +82,7 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
         for r in s.residents
     ],
     "pins": lambda s: [(b.namespace, b.key) for b in s.pins],
-    "salts": lambda s: list(s.salts),
+    "secrets": lambda s: list(s.secrets),
 }  # fmt: skip
 
 
@@ -130,7 +129,7 @@ class Store:
             )
             residents = self._rows("SELECT * FROM residents ORDER BY generation")
             pins = self._rows("SELECT * FROM pins ORDER BY namespace, key")
-            salts = self._rows("SELECT namespace, salt FROM salts ORDER BY namespace")
+            secrets = self._rows("SELECT namespace, secret FROM secrets ORDER BY namespace")
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}") from error
         try:
@@ -152,7 +151,7 @@ class Store:
                     for r in residents
                 ),
                 pins=tuple(BlockId(*r) for r in pins),
-                salts=tuple((r[0], _salt(r[1])) for r in salts),
+                secrets=tuple((r[0], _secret(r[1])) for r in secrets),
             )  # fmt: skip
         except (TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{self._path}: unreadable row: {error}") from error
@@ -192,9 +191,9 @@ class Store:
         return self._db.execute(query).fetchall()
 
 
-def _salt(value: bytes) -> bytes:
-    if len(value) != SALT_BYTES:
-        raise ValueError(f"a salt of {len(value)} bytes")
+def _secret(value: bytes) -> bytes:
+    if len(value) != SECRET_BYTES:
+        raise ValueError(f"a secret of {len(value)} bytes")
     return value
 
 

@@ -13,14 +13,12 @@ import random
 import secrets
 from dataclasses import dataclass, field, replace
 
-from kvcast.cli.tls import Credentials
-from kvcast.hostagent.arena import SLAB_BYTES, Allocator, ArenaFile
-from kvcast.hostagent.bulklink import BulkCaller, BulkOptions, BulkServer
-from kvcast.hostagent.controllink import ControlLink, ControlOptions
-from kvcast.hostagent.core import AgentCore, AgentOptions
-from kvcast.hostagent.localserver import LocalOptions, LocalServer
-from kvcast.hostagent.store import Store
-from kvcast.hostagent.transport import (
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.bulk_link import BulkCaller, BulkOptions, BulkServer
+from kvcast.hostagent.network.control_link import ControlLink, ControlOptions
+from kvcast.hostagent.network.datagrams import (
     Transport,
     TunnelTransport,
     UdpTransport,
@@ -28,9 +26,11 @@ from kvcast.hostagent.transport import (
     open_tunnel,
     open_udp,
 )
-from kvcast.protocol.control import CONTROL_PROTOCOL_VERSION, Register
-from kvcast.protocol.ethernet import Endpoint, parse_ip, parse_mac
-from kvcast.protocol.wire import UDP_PORT
+from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
+from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.service.tls import Credentials
 
 log = logging.getLogger(__name__)
 

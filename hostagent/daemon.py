@@ -17,7 +17,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcast.cli.service import (
+from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
+from kvcast.hostagent.core.access import AccessRules, parse_rule
+from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.core.arena import SLAB_BYTES, ArenaError
+from kvcast.hostagent.core.writes import ACK_HOME, ACK_LOCAL, WriteOptions
+from kvcast.hostagent.network.control_link import ControlOptions
+from kvcast.hostagent.network.local_server import LocalOptions, SocketInUseError
+from kvcast.protocol.messages.ethernet import parse_ip, parse_mac
+from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.protocol.requester import RequesterConfig
+from kvcast.protocol.responder import ResponderConfig
+from kvcast.service.options import (
     HelpFormatter,
     add_common_options,
     announce_ready,
@@ -26,24 +37,13 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
-from kvcast.cli.tls import (
+from kvcast.service.tls import (
     Credentials,
     add_tls_option,
     credentials_of,
     refuse_open_addresses,
     reload_on_hangup,
 )
-from kvcast.hostagent.access import AccessRules, parse_rule
-from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
-from kvcast.hostagent.arena import SLAB_BYTES, ArenaError
-from kvcast.hostagent.controllink import ControlOptions
-from kvcast.hostagent.core import AgentOptions
-from kvcast.hostagent.localserver import LocalOptions, SocketInUseError
-from kvcast.hostagent.writes import ACK_HOME, ACK_LOCAL, WriteOptions
-from kvcast.protocol.ethernet import parse_ip, parse_mac
-from kvcast.protocol.owner import OwnerConfig
-from kvcast.protocol.requester import RequesterConfig
-from kvcast.protocol.wire import UDP_PORT
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -116,7 +116,7 @@ def _quota(text: str) -> tuple[int, int]:
 def build_parser() -> argparse.ArgumentParser:
     """The agent's flags."""
     requester = RequesterConfig()
-    owner = OwnerConfig()
+    responder = ResponderConfig()
     parser = argparse.ArgumentParser(
         "kvcast agent", description=_DESCRIPTION, formatter_class=HelpFormatter
     )
@@ -267,21 +267,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("answers").add_argument
     add(
-        "--owner-rate",
+        "--responder-rate",
         type=float,
-        default=owner.rate_frames_per_s,
+        default=responder.rate_frames_per_s,
         help="frames a second to all readers together; 0 = no limit",
     )
     add(
-        "--owner-burst",
+        "--responder-burst",
         type=int,
-        default=owner.burst_frames,
+        default=responder.burst_frames,
         help="frames at once after a pause",
     )
     add(
-        "--owner-jobs",
+        "--responder-jobs",
         type=int,
-        default=owner.max_jobs,
+        default=responder.max_jobs,
         help="segments that wait to be sent; more are refused as overload",
     )
     return parser
@@ -334,16 +334,16 @@ def options_of(flags: argparse.Namespace) -> Options:
         gather_ms=flags.gather_ms,
         expect_wait_s=flags.expect_wait,
     )
-    owner = OwnerConfig(
-        rate_frames_per_s=flags.owner_rate,
-        burst_frames=flags.owner_burst,
-        max_jobs=flags.owner_jobs,
+    responder = ResponderConfig(
+        rate_frames_per_s=flags.responder_rate,
+        burst_frames=flags.responder_burst,
+        max_jobs=flags.responder_jobs,
     )
     return Options(
         agent=AgentOptions(
             node_id=flags.node_id,
             requester=requester,
-            owner=owner,
+            responder=responder,
             writes=WriteOptions(put_ack=flags.put_ack, replicate_timeout_s=flags.replicate_timeout),
             client_share=flags.client_share,
         ),

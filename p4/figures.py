@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.p4 import artefact
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 
 FOLDER = Path(__file__).resolve().parent
 DOCUMENT = FOLDER.parent / "docs" / "tofino.md"

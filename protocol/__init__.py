@@ -1,5 +1,5 @@
 """What the parts of kvcast say to each other, and the cores that need no network to say it.
 
-Start at `wire` (one datagram), then `requester` and `owner` (the state machines on its two ends),
+Start at `wire` (one datagram), then `requester` and `home` (the state machines on its two ends),
 then `framing`, `control`, `local` and `bulk` (streams).
 """

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 
 COMMAND: Final = "python -m kvcast.protocol.p4gen"
 DEFAULT_OUT: Final = Path("p4/generated/kvcast_headers.p4")

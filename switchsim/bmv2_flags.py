@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from kvcast.cli.service import HelpFormatter
+from kvcast.service.options import HelpFormatter
 
 _MARKS = frozenset({"-i", "--interface", "--no-p4", "--log-console", "--thrift-port", "--"})
 _IGNORED_WITH_VALUE = (

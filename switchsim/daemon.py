@@ -24,7 +24,7 @@ from typing import Any, Literal
 import grpc
 from finsy.proto import p4i, p4r_grpc
 from google.protobuf import text_format
-from kvcast.cli.service import (
+from kvcast.service.options import (
     HelpFormatter,
     add_common_options,
     announce_ready,
@@ -34,15 +34,15 @@ from kvcast.cli.service import (
     setup_logging,
     stop_event,
 )
-from kvcast.cli.tls import TlsError, TlsFiles
+from kvcast.service.tls import TlsError, TlsFiles
 from kvcast.switchsim import bmv2_flags
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.native_packetloop import NativePacketLoop
-from kvcast.switchsim.p4runtime import MAX_REQUEST_BYTES, P4RuntimeService
-from kvcast.switchsim.p4runtime_errors import P4RuntimeError
-from kvcast.switchsim.p4runtime_tls import CertificateFiles
-from kvcast.switchsim.packetloop import PacketLoop
-from kvcast.switchsim.ports import (
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.loop.compiled import NativePacketLoop
+from kvcast.switchsim.loop.interpreted import PacketLoop
+from kvcast.switchsim.p4runtime.errors import P4RuntimeError
+from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
+from kvcast.switchsim.p4runtime.tls import CertificateFiles
+from kvcast.switchsim.ports.ports import (
     DEFAULT_QUANTUM_S,
     DEFAULT_QUEUE_DEPTH,
     InProcessPort,
@@ -52,7 +52,7 @@ from kvcast.switchsim.ports import (
     PortSpec,
     parse_port,
 )
-from kvcast.switchsim.switch import Switch
+from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
 

@@ -30,9 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim.externs import ExternError, Rate
-from kvcast.switchsim.program import (
+from kvcast.switchsim import loader
+from kvcast.switchsim.ir import (
     Exact,
     KeyField,
     Lpm,
@@ -42,8 +41,9 @@ from kvcast.switchsim.program import (
     Ternary,
     UnsupportedConstruct,
 )
-from kvcast.switchsim.switch import ReplicationError, Switch
-from kvcast.switchsim.tables import Table, TableError
+from kvcast.switchsim.reference.externs import ExternError, Rate
+from kvcast.switchsim.reference.switch import ReplicationError, Switch
+from kvcast.switchsim.reference.tables import Table, TableError
 
 Outcome: TypeAlias = Literal["passed", "failed", "refused", "wrong"]
 Engine: TypeAlias = Literal["llvm", "reference"]
@@ -520,7 +520,7 @@ def compare_frame(expected: str, frame: bytes) -> str:
 def make_switch(engine: Engine) -> Switch:
     if engine == "llvm":
         # Only who asks for it pays for loading LLVM.
-        from kvcast.switchsim.llvm_switch import CompiledSwitch
+        from kvcast.switchsim.llvm.switch import CompiledSwitch
 
         return CompiledSwitch()
     return Switch()
@@ -530,7 +530,7 @@ def run_file(stf: Path, program_file: Path | None = None, engine: Engine = "refe
     """One scenario on a fresh switch. The program is NAME.json unless it is named."""
     name = stf.stem
     try:
-        program = bmv2json.load_file(program_file or stf.with_suffix(".json"))
+        program = loader.load_file(program_file or stf.with_suffix(".json"))
         switch = make_switch(engine)
         switch.load(program)
         problems = Scenario(switch).run(stf.read_text())

@@ -53,7 +53,7 @@ class Part:
     """A named child process whose command can be run again after it died.
 
     `log_path` receives both of its output streams. `ready` is the ready line (contract of
-    kvcast.cli.service.announce_ready), or {} for a program that prints none.
+    kvcast.service.options.announce_ready), or {} for a program that prints none.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ MAX_HOSTS = 32
 """The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
 
 KVCAST_UDP_PORT = 19286
-"""Where READ and DATA are addressed to; kvcast.protocol.wire states it, a test compares."""
+"""Where READ and DATA are addressed to; kvcast.protocol.messages.wire states it, a test
+compares."""
 
 _NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")

@@ -21,7 +21,7 @@ import aiohttp
 import finsy as fy
 import msgspec
 from kvcast.p4 import artefact
-from kvcast.protocol.control import (
+from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     ControllerMessage,
@@ -34,8 +34,8 @@ from kvcast.protocol.control import (
     Registered,
     Renew,
 )
-from kvcast.protocol.framing import MessageCodec
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.wire import BlockId
 
 M = TypeVar("M", bound=msgspec.Struct)
 TIMEOUT_S = 30.0

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.client import AsyncClient
-from kvcast.hostagent.controllink import ControlOptions
-from kvcast.hostagent.core import AgentOptions
-from kvcast.hostagent.localserver import LocalOptions
-from kvcast.protocol.control import (
+from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.network.control_link import ControlOptions
+from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Described,
@@ -40,9 +40,9 @@ from kvcast.protocol.control import (
     Registered,
     Renew,
 )
-from kvcast.protocol.framing import MessageCodec
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.wire import BUCKETS, BlockId
 from kvcast.protocol.requester import RequesterConfig
-from kvcast.protocol.wire import BUCKETS, BlockId
 
 MIB = 1 << 20
 

@@ -1,7 +1,7 @@
 """What the tests of whole pools share: a pool of processes, blocks with known bytes, patience.
 
-Every byte of every block follows from its key (`kvcast.bench.content`), so a test can check what
-it reads without remembering what it wrote.
+Every byte of every block follows from its key (`kvcast.workloads.content`), so a test can check
+what it reads without remembering what it wrote.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from kvcast.bench import content
 from kvcast.bench.hostile import tracebacks
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
-from kvcast.bench.workloads import Request, WorkloadOptions, chain, generate, take
 from kvcast.hostagent.client import Block
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
+from kvcast.workloads import content
+from kvcast.workloads.generators import Request, WorkloadOptions, chain, generate, take
 
 BLOCK_BYTES = 16 * 1024
 

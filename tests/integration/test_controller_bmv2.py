@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from controller_harness import http, lab_in, tables_of, until
-from kvcast.protocol.control import (
+from kvcast.protocol.messages.control import (
     GroupReply,
     GroupRequest,
     NamespaceReply,
     NamespaceRequest,
     PoolMap,
 )
-from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
+from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 BINARY = shutil.which(os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC", "simple_switch_grpc"))
 

@@ -26,8 +26,8 @@ from controller_harness import (
     tables_of,
     until,
 )
-from kvcast.controller.names import number_of
-from kvcast.protocol.control import (
+from kvcast.controller.core.namespaces import number_of
+from kvcast.protocol.messages.control import (
     Credit,
     GroupReply,
     GroupRequest,
@@ -37,8 +37,8 @@ from kvcast.protocol.control import (
     PoolMap,
     Refused,
 )
-from kvcast.protocol.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
-from kvcast.protocol.wire import (
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.wire import (
     FULL_SEGMENT,
     OP_READ,
     SEGMENT_BYTES,
@@ -79,8 +79,8 @@ async def test_agents_get_a_map_and_the_switch_holds_it(lab: Lab) -> None:
 
     tables = await tables_of(switch.facts["grpc"])
     ports = {node.index: node.switch_port for node in map_.nodes}
-    owners = {(b, ports[i]) for b, listed in enumerate(map_.buckets) for i in listed}
-    assert set(tables["bucket_owner"]) == owners
+    homes = {(b, ports[i]) for b, listed in enumerate(map_.buckets) for i in listed}
+    assert set(tables["bucket_owner"]) == homes
     assert all(len(listed) == 3 for listed in map_.buckets)
     assert tables["l2_forward"][0x026B76000003,] == ("to_port", 3, 0b100)
     assert tables["l2_forward"][0xFFFFFFFFFFFF,] == ("flood",)
@@ -431,7 +431,7 @@ async def test_hostile_bytes_close_the_connection_and_nothing_else(lab: Lab) -> 
 
 async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
     """A resident that was filled by DATA on the wire serves READs; the home hears of each."""
-    from kvcast.protocol.wire import CHUNK_BYTES, FLAG_LAST, OP_DATA
+    from kvcast.protocol.messages.wire import CHUNK_BYTES, FLAG_LAST, OP_DATA
 
     ports = {n: free_udp_port() for n in (1, 2)}
     wires = {n: socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for n in ports}

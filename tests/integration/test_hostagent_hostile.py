@@ -1,4 +1,5 @@
-"""Hostile bytes at every door of an agent: its datagram port, its Unix socket, its bulk port.
+"""Hostile bytes at every entry point of an agent: its datagram port, its Unix socket, its bulk
+port.
 
 Oracle: the agent goes on serving right bytes, its counters account for every frame, its books
 balance, and its memory does not grow. Cannot see: attacks by a client of the same user, which
@@ -17,11 +18,11 @@ import tracemalloc
 from pathlib import Path
 
 from hostagent_harness import Pool, ip_of, key_of, mac_of, running_pool, until
-from kvcast.hostagent.core import AgentCore
-from kvcast.protocol import bulk, local
-from kvcast.protocol.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
-from kvcast.protocol.framing import MessageCodec
-from kvcast.protocol.wire import (
+from kvcast.hostagent.core.agent import AgentCore
+from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.wire import (
     FLAG_LAST,
     FULL_SEGMENT,
     OP_DATA,
@@ -136,7 +137,7 @@ def sum_of_fates(core: AgentCore) -> int:
         + metrics.frames_unknown_source_total
         + metrics.frames_forbidden_total
         + metrics.frames_answers_total
-        + core.owner.counters.reads
+        + core.home.counters.reads
     )
 
 

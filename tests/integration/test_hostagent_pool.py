@@ -26,11 +26,11 @@ from kvcast.hostagent.client import (
     UnavailableError,
     UnknownNamespaceError,
 )
-from kvcast.hostagent.store import StaleReservationError
-from kvcast.hostagent.writes import WriteOptions
-from kvcast.protocol.control import BlockRef as Ref
-from kvcast.protocol.control import Credit, Describe, Keep
-from kvcast.protocol.wire import BlockId, digest_of
+from kvcast.hostagent.core.store import StaleReservationError
+from kvcast.hostagent.core.writes import WriteOptions
+from kvcast.protocol.messages.control import BlockRef as Ref
+from kvcast.protocol.messages.control import Credit, Describe, Keep
+from kvcast.protocol.messages.wire import BlockId, digest_of
 
 
 def noise(seed: int, size_bytes: int) -> bytes:

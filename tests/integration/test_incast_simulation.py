@@ -7,9 +7,9 @@ see: anything about real time.
 from __future__ import annotations
 
 import pytest
-from kvcast.bench.incast_simulation import SimulationOptions, run
 from kvcast.cli.bench import main
-from kvcast.protocol.ethernet import MAX_FRAME_BYTES
+from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
+from kvcast.simulation.incast import SimulationOptions, run
 from kvcast.topologies.pool import PoolError
 
 SMALL = {"block_bytes": 256 << 10, "seed": 3}
@@ -18,8 +18,8 @@ SMALL = {"block_bytes": 256 << 10, "seed": 3}
 def test_each_byte_leaves_once_and_readers_take_as_long_as_one() -> None:
     report = run(SimulationOptions(readers=8, block_bytes=1 << 20))
     assert report["simulated"]
-    assert report["owner_egress_ratio"] <= 1.05
-    assert report["plain_owner_egress_ratio"] == 8.0
+    assert report["home_egress_ratio"] <= 1.05
+    assert report["plain_home_egress_ratio"] == 8.0
     assert report["misses"] == report["wrong_bytes"] == 0
     assert report["gets"] == 8
     assert report["over_one_reader"]["kvcast"] <= 1.25
@@ -38,14 +38,14 @@ def test_no_reader_is_faster_than_its_link() -> None:
 def test_the_same_seed_gives_the_same_numbers() -> None:
     options = SimulationOptions(readers=4, loss=0.002, **SMALL)
     first, second = run(options), run(options)
-    for name in ("owner_egress_ratio", "fetch_us", "over_one_reader", "queue_drops"):
+    for name in ("home_egress_ratio", "fetch_us", "over_one_reader", "queue_drops"):
         assert first[name] == second[name]
 
 
 def test_losses_are_repaired() -> None:
     report = run(SimulationOptions(readers=4, loss=0.01, **SMALL))
     assert report["misses"] == report["wrong_bytes"] == 0
-    assert 1.0 < report["owner_egress_ratio"] < 2.0
+    assert 1.0 < report["home_egress_ratio"] < 2.0
 
 
 @pytest.mark.parametrize(

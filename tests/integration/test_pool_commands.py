@@ -84,14 +84,14 @@ async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     assert code == 0, error
     text = out.decode()
     assert "scaled to this machine: blocks of" in text
-    assert "owner egress ratio" in text
+    assert "home egress ratio" in text
     assert "\x1b[" not in text  # no colours into a pipe
     report = json.loads(report_path.read_text())
     assert report["wrong_bytes"] == 0
     assert report["misses"] == 0
     assert report["gets"] == sum(report["hits"].values()) > 0
     assert set(report["hits"]) == {"local", "switch", "shared", "home", "bulk", "miss"}
-    assert report["owner_egress_ratio"] < report["plain_owner_egress_ratio"]
+    assert report["home_egress_ratio"] < report["plain_home_egress_ratio"]
     for run in ("plain", "kvcast"):
         assert {"p50", "p99", "max"} == set(report["fetch_ms"][run])
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,5 @@
-"""Hostile frames and bytes into every door of a pool; `kvcast bench hostile` does it at length.
+"""Hostile frames and bytes into every entry point of a pool; `kvcast bench hostile` does it at
+length.
 
 Oracle: the processes' ids, memory, that blocks are still right afterwards, and the attacker's own
 book of what it sent, against what the kernel and the parts count. Cannot see: an attacker with a
@@ -12,43 +13,48 @@ from typing import Any
 
 from kvcast.bench.balance import Balance
 from kvcast.bench.hostile import HostileOptions, run
-from kvcast.bench.mutations import Mutator
+from kvcast.bench.hostile_bytes import Mutator
 
 FRAMES = 2500
 
 
-async def test_no_door_breaks_and_everything_is_accounted_for(tmp_path: Path) -> None:
+async def test_no_entry_point_breaks_and_everything_is_accounted_for(tmp_path: Path) -> None:
     report = await run(HostileOptions(frames=FRAMES, run_dir=tmp_path))
     assert report["problems"] == []
     assert report["passed"]
-    doors = {door["door"]: door for door in report["doors"]}
-    assert set(doors) == {"switch port", "agent port", "local socket", "http"}
-    for frame_door in ("switch port", "agent port"):
-        assert doors[frame_door]["sent"] == FRAMES
-    for stream_door in ("local socket", "http"):
-        assert doors[stream_door]["sent_bytes"] >= doors["agent port"]["sent_bytes"]
+    entry_points = {
+        entry_point["entry_point"]: entry_point for entry_point in report["entry_points"]
+    }
+    assert set(entry_points) == {"switch port", "agent port", "local socket", "http"}
+    for frame_entry_point in ("switch port", "agent port"):
+        assert entry_points[frame_entry_point]["sent"] == FRAMES
+    for stream_entry_point in ("local socket", "http"):
+        assert (
+            entry_points[stream_entry_point]["sent_bytes"]
+            >= entry_points["agent port"]["sent_bytes"]
+        )
     # That the sums come out says little unless something came to every end that matters.
     assert_ends(
-        doors["switch port"],
+        entry_points["switch port"],
         {"received", "dropped at the port: runts", "decided new", "decided guarded"}
         | {"decided dropped", "decided forwarded", "copies frames"},
     )
     assert_ends(
-        doors["agent port"],
+        entry_points["agent port"],
         {"malformed", "misaddressed", "forbidden", "reads_answered", "misses", "unsolicited"},
     )
     assert_ends(
-        doors["local socket"],
+        entry_points["local socket"],
         {"protocol errors", "refused", "left", "replied to", "without a reply"}
         | {"received: Failed invalid", "received: Stats done"},
     )
-    assert_ends(doors["http"], {"accepted", "answered 200", "answered 400", "answered 404"})
+    assert_ends(entry_points["http"], {"accepted", "answered 200", "answered 400", "answered 404"})
 
 
-def assert_ends(door: dict[str, Any], ends: set[str]) -> None:
-    found = {name for balance in door["balances"] for name in balance["found"]}
+def assert_ends(entry_point: dict[str, Any], ends: set[str]) -> None:
+    found = {name for balance in entry_point["balances"] for name in balance["found"]}
     assert ends <= found, ends - found
-    assert all(balance["unaccounted"] == 0 for balance in door["balances"])
+    assert all(balance["unaccounted"] == 0 for balance in entry_point["balances"])
 
 
 def test_a_balance_that_does_not_come_out_is_a_problem() -> None:

@@ -17,8 +17,8 @@ async def test_each_byte_leaves_its_home_once_and_n_times_through_a_plain_switch
     tmp_path: Path,
 ) -> None:
     report = await run(IncastOptions(readers=3, blocks=3, run_dir=tmp_path))
-    assert report["owner_egress_ratio"] <= 1.10
-    assert report["plain_owner_egress_ratio"] >= 2.9
+    assert report["home_egress_ratio"] <= 1.10
+    assert report["plain_home_egress_ratio"] >= 2.9
     assert report["gets"] == 9
     assert report["misses"] == 0
     assert report["wrong_bytes"] == 0
@@ -36,14 +36,14 @@ async def test_lost_frames_cost_only_their_repeats(tmp_path: Path) -> None:
     report = await run(IncastOptions(readers=3, blocks=12, loss=0.01, seed=5, run_dir=tmp_path))
     assert report["misses"] == 0
     assert report["wrong_bytes"] == 0
-    assert 1.0 <= report["owner_egress_ratio"] <= 1.35
+    assert 1.0 <= report["home_egress_ratio"] <= 1.35
     assert report["runs"]["plain"]["misses"] == 0
 
 
 async def test_a_resident_block_is_served_while_its_home_is_stopped(tmp_path: Path) -> None:
     report = await run(IncastOptions(readers=2, blocks=2, resident=True, run_dir=tmp_path))
-    assert report["owner_egress_bytes"] == 0
-    assert report["owner_egress_ratio"] == 0
+    assert report["home_egress_bytes"] == 0
+    assert report["home_egress_ratio"] == 0
     assert report["hits"]["switch"] == report["gets"] == 4
     assert report["misses"] == 0
     assert report["wrong_bytes"] == 0

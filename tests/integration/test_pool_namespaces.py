@@ -37,8 +37,8 @@ async def _incast(tmp_path: Path, runner: Runner, switch: Switch, readers: int) 
     report = await run(
         IncastOptions(readers=readers, blocks=2, runner=runner, switch=switch, run_dir=tmp_path)
     )
-    assert report["owner_egress_ratio"] <= 1.10
-    assert report["plain_owner_egress_ratio"] >= readers - 0.1
+    assert report["home_egress_ratio"] <= 1.10
+    assert report["plain_home_egress_ratio"] >= readers - 0.1
     assert report["wrong_bytes"] == 0
     assert report["misses"] == 0
     assert _namespaces_of_this_process() == []

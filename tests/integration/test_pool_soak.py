@@ -11,9 +11,10 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcast.bench import soak_picture, soak_plan
-from kvcast.bench.soak_pool import SoakOptions, run
-from kvcast.bench.soak_verdict import Bounds
+from kvcast.bench.soak import picture as soak_picture
+from kvcast.bench.soak import plan
+from kvcast.bench.soak.pool import SoakOptions, run
+from kvcast.bench.soak.verdict import Bounds
 
 NODES = 3
 WARMING_UP = Bounds(
@@ -38,7 +39,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
             arena_bytes=4 << 20,
             loss=0.005,
             bounds=WARMING_UP,
-            plan=soak_plan.one_of_each(NODES),
+            plan=plan.one_of_each(NODES),
             run_dir=tmp_path / "run",
         ),
         said.append,
@@ -48,7 +49,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
     assert report["wrong_bytes"] == 0
     assert report["blocks_delivered"] > 100
     assert report["evictions_of_spared_agents"] > 0
-    assert all(report["faults"][kind] > 0 for kind in soak_plan.KINDS), report["faults"]
+    assert all(report["faults"][kind] > 0 for kind in plan.KINDS), report["faults"]
     # Whoever was killed has another life, whoever was not has one; node-4 is the attacker's.
     lives = {life["part"]: life["life"] for life in report["lives"]}
     assert lives == {

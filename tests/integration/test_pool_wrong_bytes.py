@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvcast.bench import content
+from kvcast.bench.hostile_bytes import encapsulation
 from kvcast.bench.incast import home_keys
-from kvcast.bench.mutations import encapsulation
-from kvcast.protocol import ethernet, wire
+from kvcast.protocol.messages import ethernet, wire
 from kvcast.topologies.pool import Pool
 from kvcast.topologies.processes import TunnelNetwork
+from kvcast.workloads import content
 from pool_harness import BLOCK_BYTES, eventually, get, namespace_of, put, running_pool
 
 LIAR = "node-1"

@@ -26,7 +26,7 @@ import pytest
 from finsy.proto import p4r, p4r_grpc
 from google.protobuf import text_format
 from kvcast.bench import switch_programs as programs
-from kvcast.switchsim.switch import Switch
+from kvcast.switchsim.reference.switch import Switch
 
 START_TIMEOUT_S = 30.0
 NOW_US = 10_000_000

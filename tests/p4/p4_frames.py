@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from kvcast.protocol import ethernet, wire
+from kvcast.protocol.messages import ethernet, wire
 from pool_switch import NAMESPACE, endpoint
 
 FULL = wire.FULL_SEGMENT
@@ -21,7 +21,7 @@ def random_frames(
     contents: dict[bytes, bytes],
     count: int,
     *,
-    honest_owner: bool = False,
+    honest_home: bool = False,
 ) -> Iterator[tuple[int, bytes]]:
     """`count` frames with the port that each comes in by; host 1 owns all of `contents`, and
     damages no frames if it is honest."""
@@ -37,7 +37,7 @@ def random_frames(
         elif choice < 0.85:
             yield port, ordinary(rng, port, hosts)
         else:
-            if honest_owner:
+            if honest_home:
                 port = rng.randint(2, hosts)
             frame = rng.choice((read, answer))(rng, contents)
             yield port, damaged(rng, wrap(port, rng.randint(1, hosts), frame))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pool_switch
 import pytest
-from kvcast.switchsim.llvm_switch import CompiledSwitch
+from kvcast.switchsim.llvm.switch import CompiledSwitch
 
 
 @pytest.fixture(params=["reference", "llvm"], autouse=True)

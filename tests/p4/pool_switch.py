@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcast.p4 import artefact, profiles
-from kvcast.protocol import ethernet, wire
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim.program import Exact
-from kvcast.switchsim.switch import Switch
-from kvcast.switchsim.tables import Table
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.switchsim import loader
+from kvcast.switchsim.ir import Exact
+from kvcast.switchsim.reference.switch import Switch
+from kvcast.switchsim.reference.tables import Table
 
 NAMESPACE = 7
 KEY = bytes(range(16))
@@ -109,7 +109,7 @@ class PoolSwitch:
         target: str = "v1model",
     ) -> None:
         self.switch = Switch()
-        self.switch.load(bmv2json.load(artefact(target).json.read_bytes(), "kvcast"))
+        self.switch.load(loader.load(artefact(target).json.read_bytes(), "kvcast"))
         self.now_us = 10_000_000
         self.hosts = hosts
         self.table("settings").set_default(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from bmv2_pool import MARKER, Bmv2Pool, bmv2_pool, find_bmv2
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 from p4_frames import random_frames, wrap
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import (

@@ -6,7 +6,7 @@ import zlib
 
 import p4_frames
 import pytest
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, LEASE_US, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol import ethernet, wire
-from kvcast.switchsim.program import Lpm
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.switchsim.ir import Lpm
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports, ports_of
 

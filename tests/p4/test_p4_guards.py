@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from kvcast.protocol import ethernet, wire
-from kvcast.switchsim.program import Exact
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.switchsim.ir import Exact
 from p4_frames import checksum, wrap
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports, ports_of
@@ -58,7 +58,7 @@ def test_a_namespace_must_be_allowed_on_the_port(pool: PoolSwitch) -> None:
 
 
 @pytest.mark.parametrize("op", [wire.OP_DATA, wire.OP_MISS, wire.OP_OFFER])
-def test_only_an_owner_of_the_bucket_answers(pool: PoolSwitch, op: int) -> None:
+def test_only_an_home_of_the_bucket_answers(pool: PoolSwitch, op: int) -> None:
     pool.make_resident(KEY, CONTENT)
     pool.read(2)
     pool.read(3)

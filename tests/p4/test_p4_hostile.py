@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvcast.protocol import ethernet, wire
+from kvcast.protocol.messages import ethernet, wire
 from p4_frames import random_frames
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import DECISIONS, KEY, NAMESPACE, PoolSwitch, content_of
@@ -34,8 +34,8 @@ def test_every_frame_is_decided_once_and_no_wrong_byte_leaves(enabled: bool) -> 
     pool.add("reader_group", (NAMESPACE, 5), "set_reader_group", 0b1010, 1024)
     pool.switch.set_multicast_group(1024, [(2, 0), (4, 0), (4, 255)])
 
-    # An owner that sends other bytes under a digest is for the readers to find out.
-    frames = random_frames(random.Random(seed), HOSTS, CONTENTS, FRAMES, honest_owner=True)
+    # An home that sends other bytes under a digest is for the readers to find out.
+    frames = random_frames(random.Random(seed), HOSTS, CONTENTS, FRAMES, honest_home=True)
     for port, frame in frames:
         pool.now_us += 500
         for _, out in pool.switch.process(port, frame, pool.now_us):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 
@@ -107,7 +107,7 @@ def test_a_chunk_beyond_the_segment_is_not_filled(pool: PoolSwitch) -> None:
         )
     )  # fmt: skip
     chunk_at = 38
-    from kvcast.protocol import ethernet
+    from kvcast.protocol.messages import ethernet
 
     for chunk in (3, 63, 64, 255):
         bad = frame[:chunk_at] + bytes([chunk]) + frame[chunk_at + 1 :]

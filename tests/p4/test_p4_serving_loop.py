@@ -7,9 +7,9 @@ from typing import Any
 
 import pool_switch
 import pytest
-from kvcast.protocol import wire
-from kvcast.switchsim import switch as switch_module
-from kvcast.switchsim.llvm_switch import CompiledSwitch
+from kvcast.protocol.messages import wire
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference import switch as switch_module
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
 from pool_switch import KEY, PoolSwitch, content_of, endpoint, ports
 

@@ -29,7 +29,7 @@ import test_p4_heat
 import test_p4_resident
 from kvcast.p4 import artefact, profiles
 from kvcast.p4.figures import Target
-from kvcast.protocol import ethernet, wire
+from kvcast.protocol.messages import ethernet, wire
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 from tna_mau import ALU_OPERATIONS, PARTIAL_WRITES, Mau, StatefulAlu, behaviour_of
 from tna_model import TnaModel, run_stf
@@ -493,7 +493,7 @@ def test_every_table_and_register_of_the_model_is_placed(target: str) -> None:
     assert executed == registers
 
 
-# --- sabotage -------------------------------------------------------------------------------------
+# --- mutation -------------------------------------------------------------------------------------
 
 
 def _does(compiled: dict[str, Any], table: str, action: str) -> list[Any]:

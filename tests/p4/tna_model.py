@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcast.p4 import profiles
 from kvcast.p4.figures import round_header_bytes
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
 # p4/types.p4, p4/tna/headers.p4

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from kvcast.protocol import ethernet, wire
-from kvcast.switchsim.program import Exact, Lpm
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.switchsim.ir import Exact, Lpm
 from pool_switch import (
     LEASE_US,
     Entry,

@@ -10,23 +10,23 @@ import pytest
 from finsy.proto import U128, p4r, rpc_code, rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.switchsim import program as p4
-from kvcast.switchsim.p4runtime_arbitration import Arbiter, Notification
-from kvcast.switchsim.p4runtime_digest import (
+from kvcast.switchsim import ir
+from kvcast.switchsim.p4runtime.arbitration import Arbiter, Notification
+from kvcast.switchsim.p4runtime.digest import (
     MAX_CACHED_SAMPLES,
     MAX_LIST_SAMPLES,
     DigestBuffer,
     DigestConfig,
     SampleList,
 )
-from kvcast.switchsim.p4runtime_errors import (
+from kvcast.switchsim.p4runtime.errors import (
     MAX_DETAILS_BYTES,
     P4RuntimeError,
     batch_status,
     invalid_argument,
 )
-from kvcast.switchsim.p4runtime_packetio import ControllerHeader
-from kvcast.switchsim.p4runtime_values import (
+from kvcast.switchsim.p4runtime.packetio import ControllerHeader
+from kvcast.switchsim.p4runtime.values import (
     MatchKind,
     decode_bytes,
     decode_match,
@@ -287,19 +287,19 @@ def match(**kind: object) -> p4r.FieldMatch:
 
 
 GOOD_MATCHES = [
-    (MatchKind.EXACT, match(exact={"value": b"\x05"}), p4.Exact(5)),
-    (MatchKind.OPTIONAL, match(optional={"value": b"\x05"}), p4.Ternary(5, 0xFFFF)),
-    (MatchKind.LPM, match(lpm={"value": b"\x12\x00", "prefix_len": 8}), p4.Lpm(0x1200, 8)),
-    (MatchKind.LPM, match(lpm={"value": b"\x12\x34", "prefix_len": 16}), p4.Lpm(0x1234, 16)),
-    (MatchKind.TERNARY, match(ternary={"value": b"\x01", "mask": b"\x0f"}), p4.Ternary(1, 15)),
-    (MatchKind.RANGE, match(range={"low": b"\x01", "high": b"\x0f"}), p4.Range(1, 15)),
-    (MatchKind.RANGE, match(range={"low": b"\x00", "high": b"\xff\xfe"}), p4.Range(0, 0xFFFE)),
+    (MatchKind.EXACT, match(exact={"value": b"\x05"}), ir.Exact(5)),
+    (MatchKind.OPTIONAL, match(optional={"value": b"\x05"}), ir.Ternary(5, 0xFFFF)),
+    (MatchKind.LPM, match(lpm={"value": b"\x12\x00", "prefix_len": 8}), ir.Lpm(0x1200, 8)),
+    (MatchKind.LPM, match(lpm={"value": b"\x12\x34", "prefix_len": 16}), ir.Lpm(0x1234, 16)),
+    (MatchKind.TERNARY, match(ternary={"value": b"\x01", "mask": b"\x0f"}), ir.Ternary(1, 15)),
+    (MatchKind.RANGE, match(range={"low": b"\x01", "high": b"\x0f"}), ir.Range(1, 15)),
+    (MatchKind.RANGE, match(range={"low": b"\x00", "high": b"\xff\xfe"}), ir.Range(0, 0xFFFE)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "message", "value"), GOOD_MATCHES)
 def test_matches_are_decoded_and_come_back(
-    kind: MatchKind, message: p4r.FieldMatch, value: p4.MatchValue
+    kind: MatchKind, message: p4r.FieldMatch, value: ir.MatchValue
 ) -> None:
     assert decode_match(message, kind, 16, "x") == value
     assert encode_match(1, kind, 16, value) == message
@@ -331,10 +331,10 @@ def test_matches_in_any_other_form_are_refused(kind: MatchKind, message: p4r.Fie
 
 
 def test_wildcards_are_left_out() -> None:
-    assert encode_match(1, MatchKind.TERNARY, 16, p4.Ternary(0, 0)) is None
-    assert encode_match(1, MatchKind.LPM, 16, p4.Lpm(0, 0)) is None
-    assert encode_match(1, MatchKind.RANGE, 16, p4.Range(0, 0xFFFF)) is None
-    assert encode_match(1, MatchKind.OPTIONAL, 16, p4.Ternary(0, 0)) is None
+    assert encode_match(1, MatchKind.TERNARY, 16, ir.Ternary(0, 0)) is None
+    assert encode_match(1, MatchKind.LPM, 16, ir.Lpm(0, 0)) is None
+    assert encode_match(1, MatchKind.RANGE, 16, ir.Range(0, 0xFFFF)) is None
+    assert encode_match(1, MatchKind.OPTIONAL, 16, ir.Ternary(0, 0)) is None
 
 
 # --- controller headers -------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from conftest import BLOB_PATH, DEVICE_ID, RawStream, Target, load_p4info
 from finsy.proto import U128, p4r, p4r_grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from kvcast.switchsim.bmv2json import load
-from kvcast.switchsim.p4runtime_entities import EntityStore
-from kvcast.switchsim.p4runtime_errors import P4RuntimeError
-from kvcast.switchsim.p4runtime_schema import build_schema
-from kvcast.switchsim.switch import Switch
+from kvcast.switchsim.loader import load
+from kvcast.switchsim.p4runtime.entities import EntityStore
+from kvcast.switchsim.p4runtime.errors import P4RuntimeError
+from kvcast.switchsim.p4runtime.schema import build_schema
+from kvcast.switchsim.reference.switch import Switch
 
 P4INFO = load_p4info()
 BLOB = BLOB_PATH.read_bytes()

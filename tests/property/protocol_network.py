@@ -1,4 +1,4 @@
-"""A tiny seeded network between requesters and owners, for the property tests of the cores.
+"""A tiny seeded network between requesters and homes, for the property tests of the cores.
 
 Time is a number, and every frame crosses as bytes, so that corruption meets the codec. Nodes are
 integers. A switch, if there is one, sits in the middle of every path: a frame crosses one link
@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcast.protocol import wire
-from kvcast.protocol.fetches import ANSWER_OUTCOMES
-from kvcast.protocol.owner import READ_OUTCOMES, Owner, OwnerConfig
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import BlockId, Frame, Offer, WireError
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
@@ -26,7 +25,8 @@ from kvcast.protocol.requester import (
     RequesterConfig,
     TryBulk,
 )
-from kvcast.protocol.wire import BlockId, Frame, Offer, WireError
+from kvcast.protocol.requester.events import ANSWER_OUTCOMES
+from kvcast.protocol.responder import READ_OUTCOMES, Responder, ResponderConfig
 
 Delivery = tuple[int, int, Frame]  # source, destination, frame
 
@@ -173,7 +173,7 @@ class Reader:
 
 
 class Network:
-    """Runs requesters and owners against each other until nothing is left to happen."""
+    """Runs requesters and homes against each other until nothing is left to happen."""
 
     def __init__(
         self,
@@ -182,31 +182,31 @@ class Network:
         faults: Faults = Faults(),
         middle: Middle | None = None,
         requester: RequesterConfig = RequesterConfig(),  # noqa: B008 (frozen)
-        owner: OwnerConfig = OwnerConfig(),  # noqa: B008 (frozen)
+        responder: ResponderConfig = ResponderConfig(),  # noqa: B008 (frozen)
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.faults = faults
         self.middle = middle or PlainSwitch()
         self.readers: dict[int, Reader] = {}
-        self.owners: dict[int, Owner] = {}
+        self.responders: dict[int, Responder] = {}
         self.stores: dict[int, Store] = {}
         self.down: set[int] = set()
         self.on_bulk: Callable[[Reader, TryBulk | OfferReceived], None] | None = None
         self.sent: Counter[tuple[int, int]] = Counter()  # (node, op) -> frames
-        self.received: Counter[Requester | Owner] = Counter()
+        self.received: Counter[Requester | Responder] = Counter()
         self.lost = 0
         self._requester = requester
-        self._owner = owner
+        self._responder = responder
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._wakes: dict[tuple[str, int], float] = {}
 
-    def add_owner(self, index: int, *, offers: bool = False) -> Store:
+    def add_responder(self, index: int, *, offers: bool = False) -> Store:
         store = self.stores[index] = Store()
         offer = Offer(wire.OFFER_TCP, 1, 2, 3, 4)
-        self.owners[index] = Owner(
-            self._owner,
+        self.responders[index] = Responder(
+            self._responder,
             lookup=store.lookup,
             make_offer=(lambda _block, _held: offer) if offers else None,
         )
@@ -299,11 +299,11 @@ class Network:
         except WireError:
             return
         if frame.op == wire.OP_READ:
-            owner = self.owners.get(destination)
-            if owner is not None:
-                self.received[owner] += 1
-                owner.receive(self.now, source, frame)
-                self.wake_owner(destination)
+            responder = self.responders.get(destination)
+            if responder is not None:
+                self.received[responder] += 1
+                responder.receive(self.now, source, frame)
+                self.wake_responder(destination)
         else:
             reader = self.readers.get(destination)
             if reader is not None:
@@ -325,17 +325,17 @@ class Network:
 
         self.at(when, wake)
 
-    def wake_owner(self, index: int) -> None:
+    def wake_responder(self, index: int) -> None:
         self._wake(
-            ("owner", index),
-            self.owners[index].get_timer(self.now),
-            lambda: self._run_owner(index),
+            ("responder", index),
+            self.responders[index].get_timer(self.now),
+            lambda: self._run_responder(index),
         )
 
-    def _run_owner(self, index: int) -> None:
-        for reader, frame in self.owners[index].frames_to_send(self.now, 64):
+    def _run_responder(self, index: int) -> None:
+        for reader, frame in self.responders[index].frames_to_send(self.now, 64):
             self.send(index, reader, frame)
-        self.wake_owner(index)
+        self.wake_responder(index)
 
     def after_reader(self, reader: Reader) -> None:
         while (event := reader.core.next_event()) is not None:
@@ -372,10 +372,10 @@ class Network:
             assert reader.arena.out == {}, "a buffer was neither handed on nor discarded"
             ends = sum(getattr(reader.core.counters, name) for name in ANSWER_OUTCOMES)
             assert ends == self.received[reader.core], "an answer was not counted, or twice"
-        for index, owner in self.owners.items():
-            ends = sum(getattr(owner.counters, name) for name in READ_OUTCOMES)
-            assert ends == self.received[owner], "a READ was not counted, or twice"
-            assert owner.segments_waiting == 0
+        for index, responder in self.responders.items():
+            ends = sum(getattr(responder.counters, name) for name in READ_OUTCOMES)
+            assert ends == self.received[responder], "a READ was not counted, or twice"
+            assert responder.segments_waiting == 0
             assert all(held.holds == 0 for held in self.stores[index].all)
 
 

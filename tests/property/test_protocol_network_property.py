@@ -1,4 +1,4 @@
-"""Requesters and owners over a network that loses, repeats, reorders, delays and damages.
+"""Requesters and homes over a network that loses, repeats, reorders, delays and damages.
 
 Oracle: the bytes that the homes hold, and the deadline. Invariants 1, 2, 4 and 6 of DESIGN
 section 9. Cannot see: the real switch program (a model of its pending table stands for it) and
@@ -13,9 +13,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.protocol import wire
-from kvcast.protocol.catchup import CatchUpConfig
-from kvcast.protocol.owner import OwnerConfig
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import BlockId, Frame
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
@@ -25,7 +24,8 @@ from kvcast.protocol.requester import (
     RequesterConfig,
     TryBulk,
 )
-from kvcast.protocol.wire import BlockId, Frame
+from kvcast.protocol.responder import ResponderConfig
+from kvcast.protocol.responder.catchup import CatchUpConfig
 from protocol_network import (
     CoalescingSwitch,
     Faults,
@@ -65,7 +65,7 @@ def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
     copies = [content(seed, size), content(seed + 1, size)]
     block = block_id(seed)
     for index, home in enumerate((HOME_A, HOME_B)):
-        network.add_owner(home).put(block, copies[index])
+        network.add_responder(home).put(block, copies[index])
     for index in range(readers):
         reader = network.add_reader(READER + index)
         homes = [HOME_A, HOME_B] if index % 2 else [HOME_B, HOME_A]
@@ -90,7 +90,7 @@ def test_without_faults_every_fetch_succeeds_and_nothing_is_asked_twice(
     seed: int, size: int, coalescing: bool, blocks: int, size_known: bool
 ) -> None:
     network = Network(seed, middle=middle(coalescing))
-    store = network.add_owner(HOME_A)
+    store = network.add_responder(HOME_A)
     reader = network.add_reader(READER)
     for number in range(blocks):
         store.put(block_id(number), content(number, size))
@@ -102,7 +102,7 @@ def test_without_faults_every_fetch_succeeds_and_nothing_is_asked_twice(
         assert isinstance(end, Fetched)
         assert end.buffer == content(number_of(end.block), size)
         assert end.report.retries == 0
-    counters = network.owners[HOME_A].counters
+    counters = network.responders[HOME_A].counters
     assert counters.payload_bytes == blocks * size
     assert counters.segments_full == counters.reads == blocks * wire.segments_of(size)
 
@@ -120,8 +120,8 @@ def test_a_lying_home_costs_time_but_never_bytes(
         "bytes": (bytes([truth[0] ^ 1]) + truth[1:], wire.digest_of(truth)),
         "size": (truth + b"x", wire.digest_of(truth)),
     }
-    network.add_owner(HOME_A).put(block, *lies[lie])
-    network.add_owner(HOME_B).put(block, truth)
+    network.add_responder(HOME_A).put(block, *lies[lie])
+    network.add_responder(HOME_B).put(block, truth)
     for index in range(3):
         homes = [HOME_A, HOME_B]
         network.fetch(network.add_reader(READER + index), block, homes, within_s=20)
@@ -139,7 +139,7 @@ def test_a_lying_home_costs_time_but_never_bytes(
 def test_a_lie_with_no_honest_home_ends_as_corrupt(seed: int, size: int, coalescing: bool) -> None:
     network = Network(seed, middle=middle(coalescing))
     block = block_id(seed)
-    network.add_owner(HOME_A).put(block, content(seed, size), 42)
+    network.add_responder(HOME_A).put(block, content(seed, size), 42)
     reader = network.add_reader(READER)
     network.fetch(reader, block, [HOME_A], within_s=20)
     network.run()
@@ -147,7 +147,7 @@ def test_a_lie_with_no_honest_home_ends_as_corrupt(seed: int, size: int, coalesc
     (end,) = reader.ends.values()
     assert isinstance(end, Missed)
     assert end.reason is MissReason.CORRUPT
-    assert network.owners[HOME_A].counters.payload_bytes == size * (
+    assert network.responders[HOME_A].counters.payload_bytes == size * (
         1 + reader.core.config.max_restarts
     )
 
@@ -185,7 +185,7 @@ def test_hostile_frames_neither_crash_nor_deliver_wrong_bytes(
     block = block_id(7)
     truth = content(7, 150_000)
     for home in (HOME_A, HOME_B):
-        network.add_owner(home).put(block, truth)
+        network.add_responder(home).put(block, truth)
     reader = network.add_reader(READER)
 
     def inject(frame: Frame, source: int) -> None:
@@ -193,13 +193,13 @@ def test_hostile_frames_neither_crash_nor_deliver_wrong_bytes(
             arriving = wire.decode(wire.encode(frame))
         except wire.WireError:
             return
-        owner = network.owners[HOME_A]
+        responder = network.responders[HOME_A]
         network.received[reader.core] += 1
-        network.received[owner] += arriving.op == wire.OP_READ
+        network.received[responder] += arriving.op == wire.OP_READ
         reader.core.receive(network.now, source, arriving)
         network.after_reader(reader)
-        owner.receive(network.now, source, arriving)
-        network.wake_owner(HOME_A)
+        responder.receive(network.now, source, arriving)
+        network.wake_responder(HOME_A)
 
     for frame, source, when in hostile:
         network.at(when, lambda f=frame, s=source: inject(f, s))  # type: ignore[misc]
@@ -221,7 +221,7 @@ def test_readers_at_once_cost_the_home_one_answer_a_segment(
     switch = CoalescingSwitch()
     network = Network(seed, faults=IN_ORDER, middle=switch)
     block = block_id(seed)
-    network.add_owner(HOME_A).put(block, content(seed, size))
+    network.add_responder(HOME_A).put(block, content(seed, size))
     for index in range(readers):
         reader = network.add_reader(READER + index)
         network.at(
@@ -230,7 +230,7 @@ def test_readers_at_once_cost_the_home_one_answer_a_segment(
         )
     network.run()
     network.check_at_rest()
-    assert network.owners[HOME_A].counters.payload_bytes == size
+    assert network.responders[HOME_A].counters.payload_bytes == size
     for reader in network.readers.values():
         (end,) = reader.ends.values()
         assert isinstance(end, Fetched)
@@ -245,9 +245,9 @@ def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUp
         seed,
         faults=replace(IN_ORDER, delay_s=0.001),
         middle=CoalescingSwitch(lease_s=4.0),
-        owner=OwnerConfig(catch_up=catch_up),
+        responder=ResponderConfig(catch_up=catch_up),
     )
-    store = network.add_owner(HOME_A)
+    store = network.add_responder(HOME_A)
     for number in range(blocks):
         store.put(block_id(number), content(number, 2048))
 
@@ -264,7 +264,7 @@ def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUp
         for end in reader.ends.values():
             assert isinstance(end, Fetched)
             assert end.buffer == content(number_of(end.block), 2048)
-    return network.owners[HOME_A].counters.payload_bytes / (blocks * 2048)
+    return network.responders[HOME_A].counters.payload_bytes / (blocks * 2048)
 
 
 @pytest.mark.parametrize("readers", [2, 5])
@@ -287,12 +287,12 @@ def test_the_home_sends_a_segment_once_a_window_and_loss(
     network = Network(seed, faults=replace(IN_ORDER, loss=loss), middle=switch)
     block = block_id(seed)
     size = 150_000
-    network.add_owner(HOME_A).put(block, content(seed, size))
+    network.add_responder(HOME_A).put(block, content(seed, size))
     for index in range(readers):
         network.fetch(network.add_reader(READER + index), block, [HOME_A], within_s=20)
     network.run()
     network.check_at_rest()
-    counters = network.owners[HOME_A].counters
+    counters = network.responders[HOME_A].counters
     assert counters.segments_full <= switch.count("new") + switch.count("retry")
     assert switch.count("retry") + switch.count("partial") <= network.lost * readers
     repairs = sum(reader.core.counters.reads_partial for reader in network.readers.values())
@@ -306,11 +306,11 @@ def test_the_home_sends_a_segment_once_a_window_and_loss(
 def test_queues_stay_within_their_bounds_under_a_storm(seed: int, readers: int) -> None:
     """Small bounds everywhere: what does not fit is refused, said, and asked for again."""
     config = RequesterConfig(max_fetches=8, credit_segments=4, window_initial=4, window_max=4)
-    owner = OwnerConfig(
+    responder = ResponderConfig(
         rate_frames_per_s=200_000, burst_frames=16, max_jobs=6, max_jobs_per_reader=3, max_replies=4
     )
-    network = Network(seed, requester=config, owner=owner)
-    store = network.add_owner(HOME_A)
+    network = Network(seed, requester=config, responder=responder)
+    store = network.add_responder(HOME_A)
     for number in range(12):
         store.put(block_id(number), content(number, 100_000))
     for index in range(readers):
@@ -338,7 +338,7 @@ def test_a_home_that_dies_is_replaced_by_its_replica(
     block = block_id(seed)
     truth = content(seed, 250_000)
     for home in (HOME_A, HOME_B):
-        network.add_owner(home).put(block, truth)
+        network.add_responder(home).put(block, truth)
     reader = network.add_reader(READER)
     network.at(dies_at, lambda: network.down.add(HOME_A))
     network.fetch(reader, block, [HOME_A, HOME_B], within_s=20)
@@ -360,7 +360,7 @@ def test_a_reader_groups_members_get_what_one_of_them_asks_for(
     network = Network(seed, faults=replace(IN_ORDER, loss=loss), middle=switch)
     block = block_id(seed)
     truth = content(seed, size)
-    network.add_owner(HOME_A).put(block, truth)
+    network.add_responder(HOME_A).put(block, truth)
 
     def begin(reader: Reader, expect: bool) -> None:
         network.fetch(reader, block, [HOME_A], within_s=20, group=group, expect=expect)
@@ -379,7 +379,7 @@ def test_a_reader_groups_members_get_what_one_of_them_asks_for(
             assert end.report.reads == 0
             assert end.report.tier == "shared"
     if not network.lost:
-        assert network.owners[HOME_A].counters.payload_bytes == size
+        assert network.responders[HOME_A].counters.payload_bytes == size
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -389,7 +389,7 @@ def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) ->
     switch = CoalescingSwitch(lease_s=1.0)
     network = Network(seed, faults=IN_ORDER, middle=switch)
     block = block_id(seed)
-    network.add_owner(HOME_A).put(block, content(seed, 60_000))
+    network.add_responder(HOME_A).put(block, content(seed, 60_000))
     network.down.add(HOME_A)
     network.at(0.05, lambda: network.down.discard(HOME_A))
     for index in range(8):
@@ -402,7 +402,7 @@ def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) ->
         for end in reader.ends.values()
     )
     assert 1 <= switch.count("retry") <= 3
-    assert network.owners[HOME_A].counters.payload_bytes <= 3 * 60_000
+    assert network.responders[HOME_A].counters.payload_bytes <= 3 * 60_000
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -412,9 +412,9 @@ def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> No
     size = 2 << 20
     copies = []
     for seed in range(4):
-        owner = OwnerConfig(rate_frames_per_s=100_000, burst_frames=32)
-        network = Network(seed, faults=IN_ORDER, middle=CoalescingSwitch(), owner=owner)
-        store = network.add_owner(HOME_A)
+        responder = ResponderConfig(rate_frames_per_s=100_000, burst_frames=32)
+        network = Network(seed, faults=IN_ORDER, middle=CoalescingSwitch(), responder=responder)
+        store = network.add_responder(HOME_A)
         names = [block_id(number) for number in range(blocks)]
         for number, name in enumerate(names):
             store.put(name, content(number, size))
@@ -423,14 +423,14 @@ def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> No
             for number in range(blocks):
                 network.fetch(reader, block_id(number), [HOME_A], within_s=60, expect_size=size)
 
-        whole_s = blocks * size / wire.CHUNK_BYTES / owner.rate_frames_per_s
+        whole_s = blocks * size / wire.CHUNK_BYTES / responder.rate_frames_per_s
         for index in range(8):
             reader = network.add_reader(READER + index)
             when = network.rng.random() * whole_s / 10
             network.at(when, lambda r=reader, begin=begin: begin(r))  # type: ignore[misc]
         network.run()
         network.check_at_rest()
-        copies.append(network.owners[HOME_A].counters.payload_bytes / (blocks * size))
+        copies.append(network.responders[HOME_A].counters.payload_bytes / (blocks * size))
     assert sum(copies) / len(copies) < 1.5, copies
 
 
@@ -447,8 +447,10 @@ def test_everything_at_once(seed: int, faults: Faults, coalescing: bool, offers:
         usable_offer_kinds=frozenset({wire.OFFER_TCP}) if offers else frozenset(),
         expect_wait_s=0.005,
     )
-    owner = OwnerConfig(rate_frames_per_s=50_000, burst_frames=16, max_jobs=12)
-    network = Network(seed, faults=faults, middle=middle(coalescing), requester=config, owner=owner)
+    responder = ResponderConfig(rate_frames_per_s=50_000, burst_frames=16, max_jobs=12)
+    network = Network(
+        seed, faults=faults, middle=middle(coalescing), requester=config, responder=responder
+    )
     rng = random.Random(seed)
     homes = [HOME_A, HOME_B]
     copies: dict[BlockId, set[bytes]] = {block_id(n): set() for n in range(6)}
@@ -484,7 +486,7 @@ def test_everything_at_once(seed: int, faults: Faults, coalescing: bool, offers:
 
     network.on_bulk = bulk
     for home in homes:
-        network.add_owner(home, offers=offers)
+        network.add_responder(home, offers=offers)
         for block in copies:
             put(home, block)
     for index in range(3):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 from kvcast.protocol.requester import Event, Fetched, Requester, RequesterConfig
 
 BLOCK = wire.BlockId(7, bytes(range(16)))

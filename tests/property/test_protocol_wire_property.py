@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.protocol import ethernet, wire
-from kvcast.protocol.wire import Frame, WireError, decode, encode
+from kvcast.protocol.messages import ethernet, wire
+from kvcast.protocol.messages.wire import Frame, WireError, decode, encode
 
 U8 = st.integers(0, 0xFF)
 U16 = st.integers(0, 0xFFFF)

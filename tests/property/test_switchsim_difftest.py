@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from kvcast.p4 import artefact
-from kvcast.switchsim import bmv2json, difftest, difftest_programs
-from kvcast.switchsim.switch import Switch
+from kvcast.switchsim import difftest, loader
+from kvcast.switchsim.difftest import programs
+from kvcast.switchsim.reference.switch import Switch
 
 STF = Path(__file__).resolve().parents[1] / "stf"
 POOL = tuple(sorted((STF / "kvcast").glob("*.stf")))
@@ -24,7 +25,7 @@ PROGRAMS = sorted((STF / "programs").glob("*.json"))
 @pytest.mark.parametrize("target", ["v1model", "bmv2"])
 @pytest.mark.parametrize("chunk", range(3))
 def test_engines_agree_on_the_pool(target: str, chunk: int) -> None:
-    program = bmv2json.load_file(artefact(target).json)
+    program = loader.load_file(artefact(target).json)
     work = difftest.Work(program, POOL, chunk_packets=300, checked=True)
     assert difftest.run_chunk(work, 11, chunk).packets == 300
 
@@ -34,7 +35,7 @@ def test_engines_agree_on_the_pool(target: str, chunk: int) -> None:
 def test_engines_agree_on_the_test_programs(path: Path, chunk: int) -> None:
     scenario = path.with_suffix(".stf")
     scenarios = (scenario,) if scenario.exists() and chunk else ()
-    program = bmv2json.load_file(path)
+    program = loader.load_file(path)
     work = difftest.Work(program, scenarios, chunk_packets=300, checked=True)
     assert difftest.run_chunk(work, 5, chunk).packets == 300
 
@@ -46,15 +47,15 @@ def test_engines_agree_on_generated_programs(chunk: int) -> None:
 
 
 def test_generated_programs_load_and_differ() -> None:
-    sources = [json.dumps(difftest_programs.generate(random.Random(n))) for n in range(20)]
+    sources = [json.dumps(programs.generate(random.Random(n))) for n in range(20)]
     assert len(set(sources)) == 20
-    assert sources[0] == json.dumps(difftest_programs.generate(random.Random(0)))
+    assert sources[0] == json.dumps(programs.generate(random.Random(0)))
     for source in sources:
-        bmv2json.load(source)
+        loader.load(source)
 
 
 def _pair(name: str = "forwarding") -> difftest.Pair:
-    program = bmv2json.load_file(STF / "programs" / f"{name}.json")
+    program = loader.load_file(STF / "programs" / f"{name}.json")
     return difftest.Pair(program, 1, checked=False, cache=True)
 
 

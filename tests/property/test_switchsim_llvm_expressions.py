@@ -9,15 +9,16 @@ import ctypes
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from kvcast.switchsim import bmv2json, difftest_programs, llvm_jit
-from kvcast.switchsim import program as ir
-from kvcast.switchsim.expressions import Expressions as Reference
-from kvcast.switchsim.llvm_expressions import Expressions
-from kvcast.switchsim.llvm_ir import Module, integer
-from kvcast.switchsim.llvm_layout import ContextLayout, PhvLayout
-from kvcast.switchsim.llvm_scope import Scope, Shared
-from kvcast.switchsim.phv import Layout
-from kvcast.switchsim.program import UnsupportedConstruct
+from kvcast.switchsim import ir, loader
+from kvcast.switchsim.difftest import programs
+from kvcast.switchsim.ir import UnsupportedConstruct
+from kvcast.switchsim.llvm import jit
+from kvcast.switchsim.llvm.expressions import Expressions
+from kvcast.switchsim.llvm.layout import ContextLayout, PhvLayout
+from kvcast.switchsim.llvm.scope import Scope, Shared
+from kvcast.switchsim.llvm.writer import Module, integer
+from kvcast.switchsim.reference.expressions import Expressions as Reference
+from kvcast.switchsim.reference.phv import Layout
 
 WIDTHS = (1, 3, 8, 13, 16, 31, 32, 33, 48, 63, 64, 65, 100, 128, 130, 256)
 WIDEST = 4096
@@ -32,7 +33,7 @@ def _program() -> ir.Program:
     import json
     import random
 
-    base = bmv2json.load(json.dumps(difftest_programs.generate(random.Random(1))))
+    base = loader.load(json.dumps(programs.generate(random.Random(1))))
     header = ir.Header("m", "m_t", tuple(fields), True)
     return ir.Program(
         **{
@@ -104,7 +105,7 @@ def test_compiled_expression_gives_the_number_that_the_reference_gives(
     f.store(wide, f.at(out, 8))
     f.store(f.resize(low, 256), f.at(out, 8 + WIDEST // 8))
     f.ret()
-    library = llvm_jit.load("", module.text, ["run"], None)
+    library = jit.load("", module.text, ["run"], None)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(library.addresses["run"])
 
     layout = Layout(PROGRAM)

@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
-from kvcast.cli.authority import Authority, Part
-from kvcast.cli.tls import Credentials
-from kvcast.protocol.control import (
+from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     ControllerMessage,
     Register,
 )
-from kvcast.protocol.framing import MessageCodec
-from kvcast.protocol.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.service.authority import Authority, Part
+from kvcast.service.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity
+from kvcast.service.tls import Credentials
 
 PATIENCE_S = 4.0
 LOCAL = ("localhost", "127.0.0.1")

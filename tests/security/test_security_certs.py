@@ -13,10 +13,10 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvcast.cli import certs
-from kvcast.cli.authority import read_certificate, read_part
-from kvcast.cli.tls import Credentials
 from kvcast.controller import daemon as controller
 from kvcast.hostagent import daemon as hostagent
+from kvcast.service.authority import read_certificate, read_part
+from kvcast.service.tls import Credentials
 from kvcast.switchsim import daemon as switchsim
 
 INIT = ["--controller", "10.0.0.1", "--node", "node-1=10.0.0.11", "--node", "node-2"]

@@ -1,7 +1,8 @@
-"""Every door is told some hundreds of hostile things; and the engine finds what there is to find.
+"""Every entry point is told some hundreds of hostile things; and the engine finds what there is to
+find.
 
-Oracle: the doors' named errors; for the engine, doors of this file with faults of their own. The
-command `python -m kvcast.bench.fuzz` goes on for as long as one likes.
+Oracle: the entry points' named errors; for the engine, entry points of this file with faults of
+their own. The command `python -m kvcast.bench.fuzz` goes on for as long as one likes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvcast.bench import fuzz as command
-from kvcast.bench.fuzz_engine import Options, Target, fuzz, tell
-from kvcast.bench.fuzz_targets import TARGETS, FunctionHarness, register
+from kvcast.bench.fuzz import command
+from kvcast.bench.fuzz.engine import Options, Target, fuzz, tell
+from kvcast.bench.fuzz.targets import TARGETS, FunctionHarness, register
 
 INPUTS = {"json-loader": 60, "config": 80, "http": 80, "control-link": 120, "trace": 150}
 
 
-def test_the_doors_are_those_that_there_are() -> None:
+def test_the_entry_points_are_those_that_there_are() -> None:
     assert sorted(TARGETS) == [
         "arena",
         "bulk-link",
@@ -38,7 +39,7 @@ def test_the_doors_are_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_a_door_takes_hostile_inputs_well(name: str) -> None:
+def test_a_entry_point_takes_hostile_inputs_well(name: str) -> None:
     options = Options(seed=1, inputs=INPUTS.get(name, 400), limit_s=20.0, most_finds=1)
     report = fuzz(TARGETS[name], options)
     assert [(find.kind, find.text) for find in report.finds] == []
@@ -50,7 +51,7 @@ def test_a_door_takes_hostile_inputs_well(name: str) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def door(function: Callable[[bytes], object], *, guided: bool = False) -> Target:
+def entry_point(function: Callable[[bytes], object], *, guided: bool = False) -> Target:
     return Target(
         "test",
         "",
@@ -70,13 +71,13 @@ def locked(data: bytes) -> None:
     raise KeyError("opened")
 
 
-def test_an_error_that_is_not_the_doors_own_is_found_and_made_small() -> None:
+def test_an_error_that_is_not_the_entry_points_own_is_found_and_made_small() -> None:
     def function(data: bytes) -> None:
         if b"\xff" in data:
             raise KeyError("boom")
         raise ValueError("named")
 
-    report = fuzz(door(function), Options(inputs=3000, most_finds=1))
+    report = fuzz(entry_point(function), Options(inputs=3000, most_finds=1))
     (find,) = report.finds
     assert (find.kind, find.data) == ("KeyError", b"\xff")
     assert "test_security_fuzz.py:" in find.text
@@ -84,11 +85,11 @@ def test_an_error_that_is_not_the_doors_own_is_found_and_made_small() -> None:
 
 def test_a_guided_search_finds_what_a_blind_one_does_not() -> None:
     options = Options(inputs=4000, most_finds=1)
-    assert fuzz(door(locked, guided=True), options).finds
-    assert not fuzz(door(locked, guided=True), replace(options, guided=False)).finds
+    assert fuzz(entry_point(locked, guided=True), options).finds
+    assert not fuzz(entry_point(locked, guided=True), replace(options, guided=False)).finds
 
 
-def test_an_input_that_takes_too_long_is_found_though_the_door_swallows_the_alarm() -> None:
+def test_an_input_that_takes_too_long_is_found_though_the_entry_point_swallows_the_alarm() -> None:
     def function(data: bytes) -> None:
         if data != b"begin":
             try:
@@ -97,7 +98,7 @@ def test_an_input_that_takes_too_long_is_found_though_the_door_swallows_the_alar
             except Exception:
                 pass
 
-    report = fuzz(door(function), Options(inputs=10, limit_s=0.05, most_finds=1))
+    report = fuzz(entry_point(function), Options(inputs=10, limit_s=0.05, most_finds=1))
     assert [find.kind for find in report.finds] == ["HangError"]
 
 
@@ -107,7 +108,7 @@ def test_memory_that_grows_is_found() -> None:
     def function(_data: bytes) -> None:
         kept.append(b"x" * 50_000)
 
-    report = fuzz(door(function), Options(inputs=3000, growth_mib=16.0))
+    report = fuzz(entry_point(function), Options(inputs=3000, growth_mib=16.0))
     assert [find.kind for find in report.finds] == ["GrowthError"]
 
 
@@ -117,9 +118,9 @@ def test_a_traceback_in_the_log_is_found() -> None:
             if data != b"begin":
                 raise KeyError("hidden")
         except KeyError:
-            logging.getLogger("kvcast.door").exception("went wrong")
+            logging.getLogger("kvcast.entry_point").exception("went wrong")
 
-    report = fuzz(door(function), Options(inputs=10, most_finds=1))
+    report = fuzz(entry_point(function), Options(inputs=10, most_finds=1))
     assert [find.kind for find in report.finds] == ["LoggedError"]
     assert "went wrong: KeyError('hidden')" in report.finds[0].text
 
@@ -129,12 +130,12 @@ def test_one_seed_gives_one_run() -> None:
     one, two = (fuzz(TARGETS["codec"], options) for _ in range(2))
     assert (one.corpus, one.coverage) == (two.corpus, two.coverage)
     heard: list[bytes] = []
-    fuzz(door(heard.append), Options(seed=5, inputs=50))
+    fuzz(entry_point(heard.append), Options(seed=5, inputs=50))
     again: list[bytes] = []
-    fuzz(door(again.append), Options(seed=5, inputs=50))
+    fuzz(entry_point(again.append), Options(seed=5, inputs=50))
     assert heard == again
     other: list[bytes] = []
-    fuzz(door(other.append), Options(seed=6, inputs=50))
+    fuzz(entry_point(other.append), Options(seed=6, inputs=50))
     assert heard != other
 
 
@@ -150,7 +151,7 @@ def test_the_command_writes_a_find_and_repeats_it(
         if len(data) > 5:
             raise KeyError("too long")
 
-    monkeypatch.setitem(TARGETS, "test", door(function))
+    monkeypatch.setitem(TARGETS, "test", entry_point(function))
     words = ["--target", "test", "--inputs", "200", f"--finds={tmp_path}/finds"]
     assert command.main([*words, f"--json={tmp_path}/report.json"]) == 1
     assert "KeyError: 'too long'" in capsys.readouterr().out

@@ -19,11 +19,10 @@ from typing import Any
 import aiohttp
 import pytest
 from kvcast.cli import tokens as tokens_command
-from kvcast.cli.tls import Credentials
-from kvcast.controller import http_api
-from kvcast.controller.http_api import HttpApi, HttpOptions
-from kvcast.controller.limits import FREE_FAILURES, MAX_CLIENTS, Failures, RateLimit, client_of
-from kvcast.controller.tokens import (
+from kvcast.controller.http import api as http_api
+from kvcast.controller.http.api import HttpApi, HttpOptions
+from kvcast.controller.http.limits import FREE_FAILURES, MAX_CLIENTS, Failures, RateLimit, client_of
+from kvcast.controller.http.tokens import (
     OPERATOR,
     VIEWER,
     Token,
@@ -34,7 +33,8 @@ from kvcast.controller.tokens import (
     parse,
     write,
 )
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.service.tls import Credentials
 from security_harness import Certificates, hang_up, is_closed, until
 
 pytest_plugins = ["security_fixtures"]

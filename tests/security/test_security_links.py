@@ -16,21 +16,21 @@ from pathlib import Path
 
 import pytest
 from hostagent_harness import MiniController, Pool, key_of, running_pool
-from kvcast.cli.tls import Credentials, PeerError, TlsError, expect_peer
-from kvcast.controller.agents import AgentLink
+from kvcast.controller.agent_links import AgentLink
 from kvcast.hostagent.agent import Agent, Options
 from kvcast.hostagent.client import AsyncClient
-from kvcast.protocol.bulk import BULK_PROTOCOL_VERSION, BulkGet, BulkHello, CallerMessage
-from kvcast.protocol.control import AgentMessage, Refused, Register
-from kvcast.protocol.framing import MessageCodec
-from kvcast.protocol.identity import Identity, IdentityError, identity_of_uris
+from kvcast.protocol.messages.bulk import BULK_PROTOCOL_VERSION, BulkGet, BulkHello, CallerMessage
+from kvcast.protocol.messages.control import AgentMessage, Refused, Register
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.service.identity import Identity, IdentityError, identity_of_uris
+from kvcast.service.tls import Credentials, PeerError, TlsError, expect_peer
 from security_harness import Certificates, calling, hang_up, register, until
 
 pytest_plugins = ["security_fixtures"]
 
 
-class Door:
-    """The controller's door for agents, and what came in through it."""
+class EntryPoint:
+    """The controller's entry point for agents, and what came in through it."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.heard: list[AgentMessage] = []
@@ -42,7 +42,7 @@ class Door:
         )
         self.address = ("", 0)
 
-    async def __aenter__(self) -> Door:
+    async def __aenter__(self) -> EntryPoint:
         self.address = await self.link.start("127.0.0.1", 0)
         return self
 
@@ -52,37 +52,37 @@ class Door:
 
 async def test_a_node_registers_with_its_own_certificate(shared_certificates: Certificates) -> None:
     async with (
-        Door(shared_certificates.of("controller")) as door,
-        calling(door.address, shared_certificates.of("node-1").client()) as node,
+        EntryPoint(shared_certificates.of("controller")) as entry_point,
+        calling(entry_point.address, shared_certificates.of("node-1").client()) as node,
     ):
         assert str(expect_peer(node.writer, "controller")) == "controller controller"
         node.say(register("node-1"))
-        await until(lambda: door.heard == [register("node-1")])
+        await until(lambda: entry_point.heard == [register("node-1")])
 
 
 async def test_a_node_cannot_register_as_another(shared_certificates: Certificates) -> None:
-    async with Door(shared_certificates.of("controller")) as door:
-        async with calling(door.address, shared_certificates.of("node-2").client()) as liar:
+    async with EntryPoint(shared_certificates.of("controller")) as entry_point:
+        async with calling(entry_point.address, shared_certificates.of("node-2").client()) as liar:
             liar.say(register("node-1"))
-            answers = await liar.answers_unless(lambda: bool(door.heard))
+            answers = await liar.answers_unless(lambda: bool(entry_point.heard))
             assert answers is not None, "it was registered"
             (answer,) = answers
             assert isinstance(answer, Refused)
             assert "node node-2's" in answer.reason
-        assert door.heard == []
-        assert door.link.counts["refused_peers"] == 1
+        assert entry_point.heard == []
+        assert entry_point.link.counts["refused_peers"] == 1
 
 
 @pytest.mark.parametrize("part", ["operator", "controller"])
-async def test_only_nodes_get_into_the_agents_door(
+async def test_only_nodes_get_into_the_agents_entry_point(
     shared_certificates: Certificates, part: str
 ) -> None:
-    async with Door(shared_certificates.of("controller")) as door:
-        async with calling(door.address, shared_certificates.of(part).client()) as caller:
+    async with EntryPoint(shared_certificates.of("controller")) as entry_point:
+        async with calling(entry_point.address, shared_certificates.of(part).client()) as caller:
             caller.say(register("node-1"))
             assert await caller.answers() == []
-        assert door.heard == []
-        assert door.link.counts["refused_peers"] == 1
+        assert entry_point.heard == []
+        assert entry_point.link.counts["refused_peers"] == 1
 
 
 async def test_nobody_without_a_certificate_of_the_cluster_gets_in(
@@ -92,26 +92,28 @@ async def test_nobody_without_a_certificate_of_the_cluster_gets_in(
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     stranger = shared_certificates.strangers("node-1").client()
     stranger.verify_mode = ssl.CERT_NONE
-    async with Door(shared_certificates.of("controller")) as door:
+    async with EntryPoint(shared_certificates.of("controller")) as entry_point:
         for context in (None, anonymous, stranger):
             with contextlib.suppress(OSError):
-                async with calling(door.address, context) as caller:
+                async with calling(entry_point.address, context) as caller:
                     caller.say(register("node-1"))
                     if context is None:
                         caller.writer.write(bytes(1 << 16))
-                    assert await caller.answers_unless(lambda: bool(door.heard)) == []
-        await until(lambda: door.link.connections == 0)
-        assert door.heard == []
-        assert door.link.counts["handshakes_failed"] == 3
+                    assert await caller.answers_unless(lambda: bool(entry_point.heard)) == []
+        await until(lambda: entry_point.link.connections == 0)
+        assert entry_point.heard == []
+        assert entry_point.link.counts["handshakes_failed"] == 3
 
 
 async def test_an_agent_says_nothing_to_what_is_no_controller(
     shared_certificates: Certificates,
 ) -> None:
     """Whoever has a node's certificate could listen at the controller's address."""
-    async with Door(shared_certificates.of("node-2")) as door:
+    async with EntryPoint(shared_certificates.of("node-2")) as entry_point:
         with pytest.raises(PeerError, match="node node-2 answers where controller should"):
-            async with calling(door.address, shared_certificates.of("node-1").client()) as caller:
+            async with calling(
+                entry_point.address, shared_certificates.of("node-1").client()
+            ) as caller:
                 expect_peer(caller.writer, "controller")
 
 
@@ -132,36 +134,36 @@ async def listening(context: ssl.SSLContext) -> AsyncIterator[tuple[tuple[str, i
 
 
 async def test_a_new_certificate_is_shown_without_a_restart(certificates: Certificates) -> None:
-    async with Door(certificates.of("controller")) as door:
+    async with EntryPoint(certificates.of("controller")) as entry_point:
         client = certificates.of("node-1").client()
-        async with calling(door.address, client) as before:
+        async with calling(entry_point.address, client) as before:
             certificates.renew("controller")
-            async with calling(door.address, client) as after:
+            async with calling(entry_point.address, client) as after:
                 assert after.serial != before.serial
                 # What stood before goes on.
                 before.say(register("node-1"))
-                await until(lambda: len(door.heard) == 1)
+                await until(lambda: len(entry_point.heard) == 1)
 
 
 async def test_a_new_authority_shuts_out_the_old_ones_nodes(certificates: Certificates) -> None:
-    async with Door(certificates.of("controller")) as door:
+    async with EntryPoint(certificates.of("controller")) as entry_point:
         old = certificates.of("node-1").client()
         old.verify_mode = ssl.CERT_NONE
-        async with calling(door.address, old) as stays:
+        async with calling(entry_point.address, old) as stays:
             theirs = certificates.strangers_folder / "controller"
             for name in ("ca.pem", "key.pem", "cert.pem"):
                 (theirs / name).rename(certificates.folder / "controller" / name)
             new = certificates.strangers("node-2").client()
-            async with calling(door.address, new) as caller:
+            async with calling(entry_point.address, new) as caller:
                 caller.say(register("node-2", 2))
-                await until(lambda: len(door.heard) == 1)
+                await until(lambda: len(entry_point.heard) == 1)
             with contextlib.suppress(OSError):
-                async with calling(door.address, old) as caller:
+                async with calling(entry_point.address, old) as caller:
                     caller.say(register("node-1"))
-                    assert await caller.answers_unless(lambda: len(door.heard) > 1) == []
-            assert len(door.heard) == 1
+                    assert await caller.answers_unless(lambda: len(entry_point.heard) > 1) == []
+            assert len(entry_point.heard) == 1
             stays.say(register("node-1"))
-            await until(lambda: len(door.heard) == 2)
+            await until(lambda: len(entry_point.heard) == 2)
 
 
 def test_files_that_do_not_fit_leave_the_old_certificate_in_force(
@@ -302,13 +304,13 @@ async def test_an_agent_does_not_register_with_a_node(
 
 async def test_no_session_is_resumed(shared_certificates: Certificates) -> None:
     """A resumed session would outlive the authority by which its peer was trusted."""
-    async with Door(shared_certificates.of("controller")) as door:
+    async with EntryPoint(shared_certificates.of("controller")) as entry_point:
         context = shared_certificates.of("node-1").client()
         context.options &= ~ssl.OP_NO_TICKET
 
         def connect(session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool]:
             with (
-                socket.create_connection(door.address) as plain,
+                socket.create_connection(entry_point.address) as plain,
                 context.wrap_socket(plain, session=session) as secure,
             ):
                 secure.sendall(MessageCodec[AgentMessage](AgentMessage).encode(register("node-2")))

@@ -1,4 +1,5 @@
-"""The listener that all TCP doors share: its bounds hold from the start, handshakes included.
+"""The listener that all TCP entry points share: its bounds hold from the start, handshakes
+included.
 
 Oracle: what connections that a test makes are told, and the listener's own counts.
 """
@@ -11,9 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
-from kvcast.cli import listener as module
-from kvcast.cli.listener import Bounds, Listener, streams
-from kvcast.cli.tls import Credentials
+from kvcast.service import listener as module
+from kvcast.service.listener import Bounds, Listener, streams
+from kvcast.service.tls import Credentials
 from security_harness import Certificates, hang_up, is_closed, until
 
 pytest_plugins = ["security_fixtures"]

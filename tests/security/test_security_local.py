@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from hostagent_harness import key_of, running_pool
-from kvcast.hostagent.access import (
+from kvcast.hostagent.agent import Options
+from kvcast.hostagent.core.access import (
     AccessRules,
     NotAllowedError,
     Peer,
@@ -25,10 +26,9 @@ from kvcast.hostagent.access import (
     parse_rule,
     tenants_of,
 )
-from kvcast.hostagent.agent import Options
-from kvcast.hostagent.sessions import Session
-from kvcast.protocol import local
-from kvcast.protocol.control import NamespaceInfo
+from kvcast.hostagent.core.sessions import Session
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.control import NamespaceInfo
 
 ACME, GLOBEX = frozenset({"acme"}), frozenset({"globex"})
 RULES = AccessRules({1001: ACME, 1002: None}, {2000: GLOBEX, 2001: None})

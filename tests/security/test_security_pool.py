@@ -16,11 +16,11 @@ import pytest
 from controller_harness import Lab
 from finsy.proto import p4r, p4r_grpc
 from kvcast.cli import status
-from kvcast.cli.common import CommandError
-from kvcast.cli.tls import TlsFiles
-from kvcast.controller.tokens import VIEWER, Token, digest_of_token, new_token, write
+from kvcast.controller.http.tokens import VIEWER, Token, digest_of_token, new_token, write
 from kvcast.hostagent.client import AsyncClient, InvalidRequestError
-from kvcast.switchsim.p4runtime_tls import CertificateFiles
+from kvcast.service.commands import CommandError
+from kvcast.service.tls import TlsFiles
+from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from security_harness import Certificates, calling
 
 pytest_plugins = ["security_fixtures"]
@@ -102,11 +102,11 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
                 with block:
                     assert bytes(block.data) == blocks[key]
 
-            # The tenant's namespaces are salted, and who may pin by the engine's key.
+            # The tenant's namespaces have a secret, and who may pin by the engine's key.
             with pytest.raises(InvalidRequestError, match="no tenant 'other'"):
                 await reader.namespace("other", "m", "1", "l")
         (info,) = status.fetch_status(url, access)["namespaces"]
-        assert info["salted"]
+        assert info["has_secret"]
         assert info["nodes"] == ["node-1", "node-2"]
         key = next(iter(blocks))
         assert access.context is not None

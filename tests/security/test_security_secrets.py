@@ -1,4 +1,4 @@
-"""Nothing secret is ever logged: tokens, private keys and salts pass while every logger is heard.
+"""Nothing secret is ever logged: tokens, private keys and secrets pass while every logger is heard.
 
 Oracle: the records of all loggers at their most talkative, searched for every secret in the forms
 in which one could be printed. Cannot see: what a core dump or a debugger would show.
@@ -16,19 +16,26 @@ from pathlib import Path
 
 import pytest
 from hostagent_harness import key_of, running_pool
-from kvcast.cli.service import JsonFormatter, TextFormatter
-from kvcast.cli.tls import Credentials
-from kvcast.controller.http_api import HttpOptions
-from kvcast.controller.tokens import OPERATOR, Token, TokensFile, digest_of_token, new_token, write
+from kvcast.controller.http.api import HttpOptions
+from kvcast.controller.http.tokens import (
+    OPERATOR,
+    Token,
+    TokensFile,
+    digest_of_token,
+    new_token,
+    write,
+)
 from kvcast.hostagent.agent import Options
-from kvcast.protocol.control import NamespaceInfo, NamespaceSalt, Salts
+from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSecret, NamespaceSecrets
+from kvcast.service.options import JsonFormatter, TextFormatter
+from kvcast.service.tls import Credentials
 from security_harness import Certificates, calling, register
 from test_security_http import Api
-from test_security_links import Door
+from test_security_links import EntryPoint
 
 pytest_plugins = ["security_fixtures"]
 
-SALT = bytes(range(100, 132))
+SECRET = bytes(range(100, 132))
 
 
 class Everything(logging.Handler):
@@ -100,13 +107,13 @@ async def test_no_secret_is_in_any_log(
             path.write_text(f"{line}\n")
             assert (await api.ask("/v1/status", good))[0] == 200
 
-    # Agents and certificates: a node that lies, a key that does not fit, salts that change.
+    # Agents and certificates: a node that lies, a key that does not fit, secrets that change.
     def with_credentials(options: Options) -> Options:
         return replace(options, credentials=certificates.of(options.agent.node_id))
 
     async with (
-        Door(certificates.of("controller")) as door,
-        calling(door.address, certificates.of("node-2").client()) as liar,
+        EntryPoint(certificates.of("controller")) as entry_point,
+        calling(entry_point.address, certificates.of("node-2").client()) as liar,
     ):
         liar.say(register("node-1"))
         await liar.answers()
@@ -114,12 +121,12 @@ async def test_no_secret_is_in_any_log(
     async with running_pool(tmp_path, 2, with_credentials, controller_tls=controller) as pool:
         pool.controller.namespaces[0] = NamespaceInfo(1, "t", "m", "1", "l", [], True)
         for node in ("node-1", "node-2"):
-            pool.controller.send(node, Salts([NamespaceSalt(1, SALT)]))
+            pool.controller.send(node, NamespaceSecrets([NamespaceSecret(1, SECRET)]))
         pool.controller.publish()
         await pool.settled()
         await pool.clients[1].put(1, {key_of(1): b"x" * 3000})
-        # A message that makes no sense to the agent, with a salt in it.
-        pool.controller.send("node-2", Salts([NamespaceSalt(1, SALT[:31])]))
+        # A message that makes no sense to the agent, with a secret in it.
+        pool.controller.send("node-2", NamespaceSecrets([NamespaceSecret(1, SECRET[:31])]))
         await asyncio.sleep(0.1)
     keys = [p.read_bytes() for p in sorted(certificates.folder.rglob("*key.pem"))]
     bad_pair = Credentials.of_folder(certificates.folder / "node-1")
@@ -132,7 +139,7 @@ async def test_no_secret_is_in_any_log(
         assert token not in said
         assert digest_of_token(token).hex() not in said
         assert token.removeprefix("kvcast_") not in said
-    for form in forms_of(SALT):
+    for form in forms_of(SECRET):
         assert form not in said
     for pem in keys:
         body = pem.split(b"\n")[1].decode()

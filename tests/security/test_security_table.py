@@ -1,7 +1,7 @@
 """The threat model in docs/security.md names tests; each of them exists, and is run.
 
 Oracle: the test functions in the sources. Cannot see: whether a test shows what the row says; that
-is what test_security_sabotages.py tries, by taking the defence out.
+is what test_security_mutations.py tries, by taking the defence out.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 `PYTHONPATH=tests/integration python tests/simulation/find_planted_bugs.py`.
 
 Writes the rows of docs/simulation.md's table to standard output, with the seed that shows the bug
-in the least time, which `test_vopr_planted_bugs` takes. To be run when the plan, the model or a bug
-has changed. Seeds in which a bug cannot show (`Bug.may_show`) count, but are not run.
+in the least time, which `test_simulation_planted_bugs` takes. To be run when the plan, the model
+or a bug has changed. Seeds in which a bug cannot show (`Bug.may_show`) count, but are not run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import logging
 import sys
 import time
 
-from kvcast.bench.vopr_plan import Mask
-from kvcast.bench.vopr_run import plan_of, run_seed
-from kvcast.bench.vopr_switch import engines
-from vopr_bugs import BUGS, Bug
+from kvcast.simulation.plan import Mask
+from kvcast.simulation.run import plan_of, run_seed
+from kvcast.simulation.switch import engines
+from simulation_bugs import BUGS, Bug
 
 
 def find(bug: Bug, options: argparse.Namespace) -> bool:

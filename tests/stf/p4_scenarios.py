@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from kvcast.protocol import ethernet, wire
+from kvcast.protocol.messages import ethernet, wire
 
 FOLDER: Final = Path(__file__).resolve().parent / "kvcast"
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim import bmv2json
+from kvcast.switchsim import loader
 from kvcast.switchsim.stf import Engine, make_switch
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -120,7 +120,7 @@ def run_bmv2(
 def run_ours(engine: Engine, program: Path, frames: list[bytes]) -> dict[int, list[bytes]]:
     """What an engine of ours sends on each port for the same frames."""
     switch = make_switch(engine)
-    switch.load(bmv2json.load_file(program))
+    switch.load(loader.load_file(program))
     sent: dict[int, list[bytes]] = {port: [] for port in PORTS}
     for number, frame in enumerate(frames):
         for port, out in switch.process(0, frame, 1000 * number):

@@ -13,8 +13,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from kvcast.switchsim.llvm_abi import NativeEntry
-from kvcast.switchsim.native_compiler import (
+from kvcast.switchsim.llvm.abi import NativeEntry
+from kvcast.switchsim.loop.compiler import (
     I32,
     U32,
     U64,
@@ -25,7 +25,7 @@ from kvcast.switchsim.native_compiler import (
     ctypes_of,
     native,
 )
-from kvcast.switchsim.native_state import Outbox
+from kvcast.switchsim.loop.state import Outbox
 
 
 class Context(Struct):
@@ -88,7 +88,7 @@ class Double:
             context=at,
             epoch_address=at + fields.epoch.offset,
             digest_pending_address=at + fields.digests.offset,
-            owner=self,
+            home=self,
         )
 
 

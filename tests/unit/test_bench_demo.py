@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import facts, picture
+from kvcast.bench import picture
 from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Speed, make_plan
 from kvcast.bench.replay import Tally
-from kvcast.bench.workloads import TraceLine
 from kvcast.cli.demo import verdict
+from kvcast.service import provenance
+from kvcast.workloads.generators import TraceLine
 
 SLOW, FAST = Speed(800.0, 60.0), Speed(200_000.0, 20_000.0)
 
@@ -73,18 +74,18 @@ def test_a_slow_trace_is_told_to_be_stretched_when_it_is() -> None:
 
 def test_percentiles_are_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
-    assert facts.summary_ms(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
-    assert facts.summary_ms([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
-    assert facts.summary_ms([]) == {"p50": None, "p99": None, "max": None}
-    assert facts.ratio(1, 0) is None
+    assert provenance.summary_ms(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
+    assert provenance.summary_ms([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
+    assert provenance.summary_ms([]) == {"p50": None, "p99": None, "max": None}
+    assert provenance.ratio(1, 0) is None
 
 
 def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
-    told = facts.provenance()
+    told = provenance.provenance()
     assert told["machine"]["cores"] >= 1
     assert told["commit"]
     assert "numpy" in told["versions"]
-    facts.write_json(tmp_path / "deep" / "report.json", told)
+    provenance.write_json(tmp_path / "deep" / "report.json", told)
     assert json.loads((tmp_path / "deep" / "report.json").read_text())["commit"] == told["commit"]
 
 
@@ -101,8 +102,8 @@ def _report(plain: float | None, kvcast: float | None) -> dict[str, Any]:
     runs = {"plain": run(plain), "kvcast": run(kvcast)}
     return {
         "runs": runs,
-        "owner_egress_ratio": runs["kvcast"]["owner_egress_ratio"],
-        "plain_owner_egress_ratio": runs["plain"]["owner_egress_ratio"],
+        "home_egress_ratio": runs["kvcast"]["home_egress_ratio"],
+        "plain_home_egress_ratio": runs["plain"]["home_egress_ratio"],
         "fetch_ms": {name: each["fetch_ms"] for name, each in runs.items()},
         "workload": {"name": "<mix>", "description": "d", "scaling": "s"},
         "parameters": {"nodes": 8},
@@ -115,8 +116,8 @@ def _report(plain: float | None, kvcast: float | None) -> dict[str, Any]:
 def test_a_tallys_report_divides_what_homes_sent_by_what_was_fetched() -> None:
     report = _report(4.0, 1.25)["runs"]["kvcast"]
     assert report["distinct_bytes_fetched"] == 8192
-    assert report["owner_egress_bytes"] == 10240
-    assert report["owner_egress_ratio"] == 1.25
+    assert report["home_egress_bytes"] == 10240
+    assert report["home_egress_ratio"] == 1.25
     assert report["hits"] == {
         "local": 1, "switch": 0, "shared": 2, "home": 1, "bulk": 0, "miss": 0
     }  # fmt: skip

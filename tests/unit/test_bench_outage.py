@@ -10,8 +10,8 @@ import pytest
 from kvcast.bench.demo import outage_report
 from kvcast.bench.outage import Outage, Phases
 from kvcast.bench.replay import Tally, Turn, ideal_reads
-from kvcast.bench.workloads import Request
 from kvcast.cli.demo import main, what_it_cost
+from kvcast.workloads.generators import Request
 
 OUTAGE = Outage("switch", killed_s=10.0, restarted_s=12.0, restored_s=13.0)
 

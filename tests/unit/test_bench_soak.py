@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from kvcast.bench import soak_plan
-from kvcast.bench.soak_plan import allowed, one_of_each, plan, spared
-from kvcast.bench.soak_verdict import (
+from kvcast.bench.soak import plan as soak_plan
+from kvcast.bench.soak.plan import allowed, one_of_each, plan, spared
+from kvcast.bench.soak.verdict import (
     Bounds,
     Criterion,
     Growth,
@@ -28,8 +28,8 @@ from kvcast.bench.soak_verdict import (
     some_of,
     theil_sen,
 )
-from kvcast.bench.soak_watch import Life, Usage, Watch, usage
-from kvcast.bench.workloads import WorkloadOptions, generate
+from kvcast.bench.soak.watch import Life, Usage, Watch, usage
+from kvcast.workloads.generators import WorkloadOptions, generate
 
 HOUR_S = 3600.0
 BOUNDS = Bounds()

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import l3, soak, switch, traffic
+from kvcast.bench import l3, switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
+from kvcast.bench.soak import switch as soak
 from kvcast.p4.build import Compilers
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.switch import Switch
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference.switch import Switch
 
 NOW_US = 10_000_000
 

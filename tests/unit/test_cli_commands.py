@@ -20,9 +20,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from kvcast.cli import common, main, shell, status
+from kvcast.cli import main, shell, status
 from kvcast.cli.blocks import key_from
-from kvcast.cli.common import CommandError, byte_size, run_command
+from kvcast.service import commands
+from kvcast.service.commands import CommandError, byte_size, run_command
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -53,7 +54,7 @@ def test_every_command_explains_itself(name: str) -> None:
 
 
 def test_the_benches_and_workloads_are_explained() -> None:
-    assert "owner_egress_ratio" in _run("bench", "incast", "--help").stdout
+    assert "home_egress_ratio" in _run("bench", "incast", "--help").stdout
     text = " ".join(_run("demo", "--help").stdout.split())
     for name in ("tp-mla", "rollout", "fan-out", "storm", "chat", "mix"):
         assert f" {name} " in text
@@ -161,7 +162,7 @@ def test_errors_of_ours_are_told_by_their_text_and_others_with_their_type(
         "kvcast: the cupboard is bare\nkvcast: ZeroDivisionError: oops\n"
     )
     group = ExceptionGroup("many", [CommandError("the first")])
-    assert common.explain(group) == "the first"
+    assert commands.explain(group) == "the first"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.controller.admission import (
+from kvcast.controller.core.admission import (
     Contender,
     HeatMap,
     Holder,
     ValueOptions,
     choose,
 )
-from kvcast.controller.residency import NoSlotsError, Residency
-from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
+from kvcast.controller.core.residency import NoSlotsError, Residency
+from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 OPTIONS = ValueOptions(half_life_s=10.0, horizon_s=10.0, min_reads=0.9, margin=1.25, min_stay_s=5.0)
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.daemon import build_parser, main, pool_options
-from kvcast.controller.tiers import AdmitMode
 
 
 def test_defaults_suit_the_software_switch() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvcast.controller.membership import MAX_LIVE_NODES, Membership, RegistrationError
-from kvcast.protocol.control import Register
+from kvcast.controller.core.membership import MAX_LIVE_NODES, Membership, RegistrationError
+from kvcast.protocol.messages.control import Register
 
 LEASE_S, STABLE_S = 3.0, 2.0
 

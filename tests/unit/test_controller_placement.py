@@ -9,31 +9,31 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.controller.placement import place
-from kvcast.protocol.wire import BUCKETS
+from kvcast.controller.core.placement import place
+from kvcast.protocol.messages.wire import BUCKETS
 
 NODES = st.sets(st.integers(1, 40).map("node-{}".format), min_size=1, max_size=8)
 
 
 @settings(max_examples=25, deadline=None)
-@given(nodes=NODES, owners=st.integers(1, 4))
+@given(nodes=NODES, homes=st.integers(1, 4))
 def test_every_bucket_lists_distinct_nodes_as_many_as_there_are(
-    nodes: set[str], owners: int
+    nodes: set[str], homes: int
 ) -> None:
-    lists = place(nodes, owners)
+    lists = place(nodes, homes)
     assert len(lists) == BUCKETS
-    for owners_of in lists:
-        assert len(owners_of) == len(set(owners_of)) == min(owners, len(nodes))
-        assert set(owners_of) <= nodes
+    for homes_of in lists:
+        assert len(homes_of) == len(set(homes_of)) == min(homes, len(nodes))
+        assert set(homes_of) <= nodes
 
 
 @settings(max_examples=25, deadline=None)
-@given(nodes=NODES, owners=st.integers(1, 4), data=st.data())
+@given(nodes=NODES, homes=st.integers(1, 4), data=st.data())
 def test_a_node_that_goes_takes_only_its_own_places(
-    nodes: set[str], owners: int, data: st.DataObject
+    nodes: set[str], homes: int, data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(sorted(nodes)))
-    before, after = place(nodes, owners), place(nodes - {gone}, owners)
+    before, after = place(nodes, homes), place(nodes - {gone}, homes)
     for was, is_ in zip(before, after, strict=True):
         rest = tuple(n for n in was if n != gone)
         assert is_[: len(rest)] == rest
@@ -58,7 +58,7 @@ def test_the_order_in_which_nodes_are_given_does_not_matter() -> None:
 
 
 def test_homes_are_spread_about_evenly() -> None:
-    homes = [owners[0] for owners in place([f"node-{i}" for i in range(1, 9)], 1)]
+    homes = [homes[0] for homes in place([f"node-{i}" for i in range(1, 9)], 1)]
     for node in set(homes):
         assert BUCKETS / 8 * 0.6 < homes.count(node) < BUCKETS / 8 * 1.4
 
@@ -67,6 +67,6 @@ def test_without_nodes_every_list_is_empty() -> None:
     assert place([], 3) == ((),) * BUCKETS
 
 
-def test_a_bucket_needs_an_owner() -> None:
-    with pytest.raises(ValueError, match="at least one owner"):
+def test_a_bucket_needs_an_home() -> None:
+    with pytest.raises(ValueError, match="at least one home"):
         place(["a"], 0)

@@ -1,8 +1,8 @@
 """The pool as a whole, without sockets or clocks: agents, plans, and the life of a resident.
 
-Oracle: the messages of `protocol/control.py` and the steps of `pool.py`. A small driver takes the
-steps that the service takes, against a model of the switch. Cannot see: real switches and agents
-(the integration tests have both).
+Oracle: the messages of `protocol/messages/control.py` and the steps of `pool.py`. A small driver
+takes the steps that the service takes, against a model of the switch. Cannot see: real switches
+and agents (the integration tests have both).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.controller import program
-from kvcast.controller.admission import ValueOptions
-from kvcast.controller.names import Names, number_of
-from kvcast.controller.pool import Close, Pool, PoolOptions, SavedState, Send
-from kvcast.controller.reconcile import SwitchState, apply, diff
-from kvcast.controller.tiers import AdmitMode, HeatSample, PinError
-from kvcast.protocol.control import (
+from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.namespaces import Names, number_of
+from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
+from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
+from kvcast.controller.switch import program
+from kvcast.controller.switch.reconcile import SwitchState, apply, diff
+from kvcast.protocol.messages.control import (
     AgentMessage,
     Credit,
     Describe,
@@ -41,7 +41,7 @@ from kvcast.protocol.control import (
     Registered,
     Renew,
 )
-from kvcast.protocol.wire import SEGMENT_BYTES, BlockId, bucket_of
+from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId, bucket_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -191,8 +191,8 @@ def test_every_agent_hears_of_a_change_once() -> None:
     for connection in (1, 2, 3):
         (map_,) = driver.take(connection, PoolMap)
         assert map_.epoch == 1
-        assert {index for owners in map_.buckets for index in owners} == {1, 2, 3}
-        assert all(len(owners) == 2 for owners in map_.buckets)
+        assert {index for homes in map_.buckets for index in homes} == {1, 2, 3}
+        assert all(len(homes) == 2 for homes in map_.buckets)
     for _ in range(3):
         driver.round(0.5)
     assert not driver.take(1, PoolMap)
@@ -222,8 +222,8 @@ def test_a_dead_agents_buckets_move_to_the_next_in_order() -> None:
         assert 2 not in is_
         assert is_[0] == next(index for index in was if index != 2)
     assert driver.switch is not None
-    owners = {match for table, match in driver.switch.entries if table == "bucket_owner"}
-    assert not any(port == 2 for _, port in owners)
+    homes = {match for table, match in driver.switch.entries if table == "bucket_owner"}
+    assert not any(port == 2 for _, port in homes)
     assert ("port_guard", (2, 0x0A4D0002)) in driver.switch.entries, "it may still read"
 
 
@@ -525,7 +525,7 @@ def test_a_home_that_will_not_keep_it_is_asked_a_bounded_number_of_times() -> No
         driver.round(0.1)
         driver.describe_all({new: (SEGMENT_BYTES, 9)})
     assert len(asked) == 3
-    assert asked[0] == asked[1] != asked[2], "its home twice, then the next owner"
+    assert asked[0] == asked[1] != asked[2], "its home twice, then the next home"
     assert driver.pool.tiers.counts["keeps_failed"] == 1
     assert new in driver.pool.tiers.residency.residents
 
@@ -714,7 +714,7 @@ def test_no_sequence_of_messages_breaks_the_pool_or_its_books(
     assert driver.switch.entries == driver.pool.plan().desired.entries
     map_ = driver.pool.plan().map
     listed = {node.index for node in map_.nodes}
-    assert all(set(owners) <= listed for owners in map_.buckets)
+    assert all(set(homes) <= listed for homes in map_.buckets)
     assert Pool(OPTIONS, driver.pool.saved(), 0.0, first_generation=1).saved() == (
         driver.pool.saved()
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.controller import program
-from kvcast.controller.membership import Address
-from kvcast.controller.names import Group
-from kvcast.controller.reconcile import (
+from kvcast.controller.core.membership import Address
+from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.residency import Resident
+from kvcast.controller.switch import program
+from kvcast.controller.switch.reconcile import (
     ActionCall,
     DigestConfig,
     EntryChange,
@@ -21,9 +22,8 @@ from kvcast.controller.reconcile import (
     apply,
     diff,
 )
-from kvcast.controller.residency import Resident
-from kvcast.protocol.control import NamespaceInfo
-from kvcast.protocol.wire import SEGMENT_BYTES, BlockId
+from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
 SETTINGS = program.Settings(enabled=True, lease_ticks=100, heat_threshold=3, recirculate_rid=255)
 

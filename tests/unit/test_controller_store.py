@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from kvcast.controller.control_loop import StoreError
-from kvcast.controller.membership import Address, SavedNode
-from kvcast.controller.names import Group
-from kvcast.controller.pool import SavedState
-from kvcast.controller.residency import SavedResident
+from kvcast.controller.core.membership import Address, SavedNode
+from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.pool import SavedState
+from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store
-from kvcast.protocol.control import NamespaceInfo
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import BlockId
 
 STATE = SavedState(
     epoch=7,

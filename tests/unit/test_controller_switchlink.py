@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from kvcast.controller.control_loop import SwitchError
-from kvcast.controller.switch import SwitchLink
+from kvcast.controller.switch.connection import SwitchLink
 
 
 class UpSwitch:

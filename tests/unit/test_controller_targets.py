@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 from finsy import P4Schema
 from finsy.p4entity import decode_entity, encode_updates
-from kvcast.controller import program, switch
+from kvcast.controller.core.membership import Address
+from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.residency import Resident
 from kvcast.controller.daemon import build_parser, pool_options
-from kvcast.controller.membership import Address
-from kvcast.controller.names import Group
-from kvcast.controller.reconcile import SwitchState, diff
-from kvcast.controller.residency import Resident
+from kvcast.controller.switch import connection, program
+from kvcast.controller.switch.reconcile import SwitchState, diff
 from kvcast.p4 import artefact, profiles
-from kvcast.protocol.control import NamespaceInfo
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import BlockId
 
 OTHER_PORTS = ",".join(str(port) for port in range(136, 168))
 
@@ -74,9 +74,9 @@ def test_what_it_writes_and_reads_is_in_the_targets_p4info(target: str) -> None:
     changes = diff(SwitchState(), state)
     read = SwitchState()
     for change in (*changes.upserts, *changes.deletes):
-        update = switch._update(change, schema)
+        update = connection._update(change, schema)
         (encoded,) = encode_updates([update], schema)
-        switch._note(read, decode_entity(encoded.entity, schema), schema)
+        connection._note(read, decode_entity(encoded.entity, schema), schema)
     assert read.entries == state.entries
     assert read.groups == state.groups
     assert read.digests == {}

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, BusyError
-from kvcast.protocol import local
-from kvcast.protocol.framing import MessageCodec
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.framing import MessageCodec
 
 ARENA_BYTES = 1 << 20
 _SILENCE_S = 5.0

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kvcast.hostagent.arena import Allocator
-from kvcast.hostagent.calls import (
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.arena import Allocator
+from kvcast.hostagent.core.bulk_requests import (
     EVICTED,
     UNREACHABLE,
     BulkCall,
@@ -21,16 +22,15 @@ from kvcast.hostagent.calls import (
     GetCall,
     PutCall,
 )
-from kvcast.hostagent.core import AgentCore, AgentOptions
-from kvcast.hostagent.metrics import LogHistogram
-from kvcast.hostagent.pool import Pool, PoolMapError
-from kvcast.hostagent.reads import GetBatch, GetItem
-from kvcast.hostagent.sessions import Session
-from kvcast.hostagent.store import Store
-from kvcast.hostagent.writes import PutBatch, WriteOptions
-from kvcast.protocol import bulk, local
-from kvcast.protocol.bulk import BulkPut, pack_bitmap, unpack_bitmap
-from kvcast.protocol.control import (
+from kvcast.hostagent.core.metrics import LogHistogram
+from kvcast.hostagent.core.pool import Pool, PoolMapError
+from kvcast.hostagent.core.reads import GetBatch, GetItem
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.core.writes import PutBatch, WriteOptions
+from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
+from kvcast.protocol.messages.control import (
     AgentMessage,
     Credit,
     Keep,
@@ -43,8 +43,7 @@ from kvcast.protocol.control import (
     Refused,
     Registered,
 )
-from kvcast.protocol.requester import MissReason
-from kvcast.protocol.wire import (
+from kvcast.protocol.messages.wire import (
     BUCKETS,
     FLAG_LAST,
     FLAG_RESIDENT,
@@ -54,6 +53,7 @@ from kvcast.protocol.wire import (
     Frame,
     digest_of,
 )
+from kvcast.protocol.requester import MissReason
 
 SLAB = 64 * 1024
 
@@ -580,32 +580,32 @@ def renamed(node: Node, info: NamespaceInfo | None, epoch: int = 2, homes: int =
     node.take_map(PoolMap(epoch, changed.nodes, changed.buckets, infos, []))
 
 
-SALTED = NamespaceInfo(1, "t", "m", "1", "l", [], True)
+SECRET_INFO = NamespaceInfo(1, "t", "m", "1", "l", [], True)
 
 
-def test_a_put_that_was_begun_before_the_salt_is_not_taken_after_it() -> None:
+def test_a_put_that_was_begun_before_the_secret_is_not_taken_after_it() -> None:
     writer, home, _ = pool_of([2])
-    results = writer.put(1, b"under an unsalted key")
+    results = writer.put(1, b"under an plain key")
     (call,) = writer.calls()
     assert isinstance(call, PutCall)
-    renamed(home, SALTED)
+    renamed(home, SECRET_INFO)
     put = BulkPut(*call.copy.block, 21, call.copy.digest, call.epoch, call.meaning)
     assert home.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
     assert len(home.core.store) == 0
     call.begin()
     call.done(writer.now, bulk.STALE)
     assert [result.status for result in results] == [local.UNAVAILABLE], "it may be tried again"
-    # Who has heard of the salt is not believed by who has not, either.
+    # Who has heard of the secret is not believed by who has not, either.
     late, early = pool_of([2])[:2]
-    renamed(late, SALTED)
-    late.put(1, b"under a salted key")
+    renamed(late, SECRET_INFO)
+    late.put(1, b"under a secret's key")
     (call,) = late.calls()
     assert isinstance(call, PutCall)
     put = BulkPut(*call.copy.block, 18, call.copy.digest, call.epoch, call.meaning)
     assert early.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
 
 
-@pytest.mark.parametrize("info", [SALTED, None], ids=["salted", "unknown"])
+@pytest.mark.parametrize("info", [SECRET_INFO, None], ids=["has_secret", "unknown"])
 def test_a_fetch_ends_when_what_its_key_names_is_not_known_any_more(
     info: NamespaceInfo | None,
 ) -> None:
@@ -666,7 +666,7 @@ def test_it_is_asked_for_on_the_next_connection_where_the_last_one_broke() -> No
     assert node.get(1)[0].status == local.OK
 
 
-@pytest.mark.parametrize("answer", ["refused", "another number", "salted", "another meaning"])
+@pytest.mark.parametrize("answer", ["refused", "another number", "has_secret", "another meaning"])
 def test_what_cannot_be_had_again_is_forgotten(answer: str) -> None:
     node = connected(pool_of([2])[0])
     node.hold(1, b"of no use")
@@ -678,7 +678,7 @@ def test_what_cannot_be_had_again_is_forgotten(answer: str) -> None:
         renamed(node, NamespaceInfo(1, "t", "m", "2", "l"), epoch=3)
     else:
         number = 2 if answer == "another number" else 1
-        info = NamespaceInfo(number, "t", "m", "1", "l", [], answer == "salted")
+        info = NamespaceInfo(number, "t", "m", "1", "l", [], answer == "has_secret")
         node.core.control_message(node.now, NamespaceReply(asked.request, info))
     assert len(node.core.store) == 0
 

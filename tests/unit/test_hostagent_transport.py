@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from kvcast.hostagent.core import AgentCore
-from kvcast.hostagent.metrics import Metrics
-from kvcast.hostagent.transport import (
+from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.network.datagrams import (
     SEND_ROUND,
     Transport,
     TunnelTransport,
@@ -25,8 +25,8 @@ from kvcast.hostagent.transport import (
     open_tunnel,
     open_udp,
 )
-from kvcast.protocol import wire
-from kvcast.protocol.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
 
 ME = Endpoint(parse_mac("02:6b:76:00:00:01"), parse_ip("10.77.0.1"))
 PEER = Endpoint(parse_mac("02:6b:76:00:00:02"), parse_ip("10.77.0.2"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from finsy import P4Schema
 from kvcast.p4 import artefact, build, profiles
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
 
 ROOT = Path(__file__).resolve().parents[2]
 

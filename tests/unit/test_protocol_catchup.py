@@ -7,8 +7,8 @@ saved (tests/property/test_protocol_network_property.py).
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol.catchup import CatchUp, CatchUpConfig
-from kvcast.protocol.wire import BlockId
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig
 
 FIRST, SECOND, THIRD = 1, 2, 3
 

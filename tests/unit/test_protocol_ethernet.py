@@ -6,7 +6,7 @@ Oracle: scapy builds and dissects the same frames. Cannot see: what a switch doe
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol.ethernet import (
+from kvcast.protocol.messages.ethernet import (
     FRAME_OVERHEAD_BYTES,
     Encapsulation,
     Endpoint,
@@ -16,7 +16,7 @@ from kvcast.protocol.ethernet import (
     parse_mac,
     unwrap,
 )
-from kvcast.protocol.wire import MAX_DATAGRAM_BYTES, WireError
+from kvcast.protocol.messages.wire import MAX_DATAGRAM_BYTES, WireError
 from scapy.layers.inet import IP, UDP, Ether
 from scapy.packet import Raw
 

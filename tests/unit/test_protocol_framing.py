@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvcast.protocol import control
-from kvcast.protocol.framing import FramingError, MessageCodec
+from kvcast.protocol.messages import control
+from kvcast.protocol.messages.framing import FramingError, MessageCodec
 
 
 class Ping(msgspec.Struct, tag="ping"):

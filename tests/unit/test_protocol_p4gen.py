@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcast.protocol import p4gen, wire
+from kvcast.protocol import p4gen
+from kvcast.protocol.messages import wire
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = ROOT / "p4" / "generated" / "v1model" / "kvcast.json"

@@ -12,11 +12,11 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.protocol import wire
-from kvcast.protocol.assembly import Assembly
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.pacing import RttEstimator, TokenBucket, Window
+from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.timers import Timer, TimerQueue
-from kvcast.protocol.wire import BlockId
 
 # --- timers -----------------------------------------------------------------------------------
 

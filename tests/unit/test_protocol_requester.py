@@ -10,7 +10,8 @@ import random
 from typing import Any
 
 import pytest
-from kvcast.protocol import wire
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import BlockId, Frame, Offer, digest_of, encode_offer
 from kvcast.protocol.requester import (
     BulkCopy,
     DuplicateFetchError,
@@ -22,7 +23,6 @@ from kvcast.protocol.requester import (
     RequesterConfig,
     TryBulk,
 )
-from kvcast.protocol.wire import BlockId, Frame, Offer, digest_of, encode_offer
 
 BLOCK = BlockId(3, bytes(range(16)))
 HOME, REPLICA, STRANGER = 1, 2, 9

@@ -7,8 +7,8 @@ Cannot see: whether the P4 parser agrees (see test_protocol_p4gen.py and the stf
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol import wire
-from kvcast.protocol.wire import (
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import (
     BlockId,
     Frame,
     Offer,

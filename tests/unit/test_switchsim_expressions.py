@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim import program as ir
-from kvcast.switchsim.actions import Actions, Faults
-from kvcast.switchsim.expressions import Expressions
-from kvcast.switchsim.parser import Deparser, Parser
-from kvcast.switchsim.phv import PARSER_ERROR, Layout, Phv, to_signed
+from kvcast.switchsim import ir, loader
+from kvcast.switchsim.reference.actions import Actions, Faults
+from kvcast.switchsim.reference.expressions import Expressions
+from kvcast.switchsim.reference.parser import Deparser, Parser
+from kvcast.switchsim.reference.phv import PARSER_ERROR, Layout, Phv, to_signed
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
-BASE = bmv2json.load_file(PROGRAMS / "selector.json")
+BASE = loader.load_file(PROGRAMS / "selector.json")
 
 # Fields of one metadata header: (width, signed)
 FIELDS = ((8, False), (1, False), (16, True), (48, False), (7, True), (300, False))
@@ -235,7 +234,7 @@ def test_shift_by_a_huge_amount_takes_no_memory() -> None:
 
 
 def test_push_and_pop_move_the_size_of_a_stack() -> None:
-    program = bmv2json.load_file(PROGRAMS / "headers.json")
+    program = loader.load_file(PROGRAMS / "headers.json")
     layout = Layout(program)
     actions = actions_for(program, layout)
     labels = ir.StackOf([s.name for s in program.stacks].index("labels"))

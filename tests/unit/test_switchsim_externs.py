@@ -6,8 +6,8 @@ Oracle: RFC 2698's token arithmetic, worked out by hand for a few packets.
 from __future__ import annotations
 
 import pytest
-from kvcast.switchsim import program as ir
-from kvcast.switchsim.externs import (
+from kvcast.switchsim import ir
+from kvcast.switchsim.reference.externs import (
     CounterArray,
     ExternError,
     Meter,

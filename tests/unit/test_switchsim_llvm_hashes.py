@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.switchsim import hashing, llvm_jit
-from kvcast.switchsim.llvm_hashes import Hashes
-from kvcast.switchsim.llvm_ir import Module
-from kvcast.switchsim.program import UnsupportedConstruct
+from kvcast.switchsim.ir import UnsupportedConstruct
+from kvcast.switchsim.llvm import jit
+from kvcast.switchsim.llvm.hashes import Hashes
+from kvcast.switchsim.llvm.writer import Module
+from kvcast.switchsim.reference import hashing
 
 COUNTING = {"round_robin", "round_robin_consistent"}
 ALGORITHMS = sorted(hashing.ALGORITHMS - COUNTING)
@@ -30,7 +31,7 @@ def compiled() -> dict[str, Callable[[bytes], int]]:
         )
         f.ret(f.call(hashes.algorithm(name, "a test"), f.arguments))
     exports = [f"export.{name}" for name in ALGORITHMS]
-    library = llvm_jit.load("hashes", module.text, exports, None)
+    library = jit.load("hashes", module.text, exports, None)
     call = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64)
 
     def function(name: str) -> Callable[[bytes], int]:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim import llvm_jit
-from kvcast.switchsim.llvm_ir import Module, integer
-from kvcast.switchsim.llvm_memory import Region
+from kvcast.switchsim.llvm import jit
+from kvcast.switchsim.llvm.memory import Region
+from kvcast.switchsim.llvm.writer import Module, integer
 
 
 class Source:
@@ -31,12 +31,12 @@ class Source:
         return module.text(triple, layout)
 
 
-def answer(library: llvm_jit.Library) -> int:
+def answer(library: jit.Library) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int64)(library.addresses["answer"])())
 
 
 def load(folder: Path | None, source: Source, key: str = "key") -> int:
-    return answer(llvm_jit.load(key, source.text, ["answer"], folder))
+    return answer(jit.load(key, source.text, ["answer"], folder))
 
 
 def test_second_load_takes_the_code_from_disk(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_right_sum_over_what_is_no_object_code_is_compiled_anew(tmp_path: Path) 
     load(tmp_path, source)
     (file,) = tmp_path.glob("*.o")
     nonsense = b"not an object file"
-    file.write_bytes(llvm_jit.MAGIC + hashlib.sha256(nonsense).digest() + nonsense)
+    file.write_bytes(jit.MAGIC + hashlib.sha256(nonsense).digest() + nonsense)
     assert load(tmp_path, source) == 8
     assert source.compiled == 2
 
@@ -118,7 +118,7 @@ def test_folder_that_cannot_be_made_only_costs_time(tmp_path: Path) -> None:
 
 
 def test_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_jit, "MAX_CACHED", 2)
+    monkeypatch.setattr(jit, "MAX_CACHED", 2)
     for number in range(4):
         load(tmp_path, Source(number), f"key {number}")
         for file in tmp_path.glob("*.o"):
@@ -132,10 +132,10 @@ def test_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert llvm_jit.default_cache() == tmp_path / "kvcast" / "switchsim"
+    assert jit.default_cache() == tmp_path / "kvcast" / "switchsim"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert llvm_jit.default_cache() == tmp_path / ".cache" / "kvcast" / "switchsim"
+    assert jit.default_cache() == tmp_path / ".cache" / "kvcast" / "switchsim"
 
 
 def constants(triple: str, layout: str) -> str:
@@ -151,7 +151,7 @@ def test_code_finds_its_constants_in_an_address_space_full_of_large_regions() ->
     kept: list[object] = []
     for _ in range(12):
         kept.append(Region(1 << 30))
-        library = llvm_jit.load("", constants, ["answer"], None)
+        library = jit.load("", constants, ["answer"], None)
         kept.append(library)
         call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(library.addresses["answer"])
         assert call(9) == 81

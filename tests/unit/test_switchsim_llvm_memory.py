@@ -1,6 +1,6 @@
 """Native memory: when it may be used again.
 
-Oracle: the rule of `llvm_abi`: nothing that a batch may read is freed before the epoch has moved on
+Oracle: the rule of `llvm.abi`: nothing that a batch may read is freed before the epoch has moved on
 by two, or at once where nobody runs packets.
 """
 
@@ -10,9 +10,9 @@ import ctypes
 import mmap
 
 import pytest
-from kvcast.switchsim import llvm_memory
-from kvcast.switchsim.llvm_abi import EPOCH_IDLE
-from kvcast.switchsim.llvm_memory import Heap, Reclaimer, Region, Slots
+from kvcast.switchsim.llvm import memory
+from kvcast.switchsim.llvm.abi import EPOCH_IDLE
+from kvcast.switchsim.llvm.memory import Heap, Reclaimer, Region, Slots
 
 
 class Loop:
@@ -64,7 +64,7 @@ def test_slots_that_are_retired_are_not_given_out_while_they_may_be_read() -> No
 
 
 def test_a_loop_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llvm_memory, "GRACE_S", 0.01)
+    monkeypatch.setattr(memory, "GRACE_S", 0.01)
     loop = Loop()
     slots = Slots(1, loop.reclaimer)
     slots.take()
@@ -116,7 +116,7 @@ def test_pages_are_taken_as_they_are_touched_or_all_at_once(
     region.write(3 * mmap.PAGESIZE, b"here already")
     assert resident_pages(region) == 1
     if old_kernel:
-        monkeypatch.setattr(llvm_memory, "_MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     region.populate()
     assert resident_pages(region) == 41
     assert region.read(3 * mmap.PAGESIZE, 12) == b"here already"

@@ -1,6 +1,6 @@
 """The compiled engine where it is more than a second engine: the native entry, memory, threads.
 
-Oracle: the rules of `llvm_abi`, and the reference engine for what leaves the switch.
+Oracle: the rules of `llvm.abi`, and the reference engine for what leaves the switch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 from kvcast.p4 import artefact
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim.llvm_abi import EPOCH_IDLE, MAX_FRAME_BYTES, PROCESS, Desc, Outbox
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.program import Exact, Lpm, Program, ProgramError, UnsupportedConstruct
-from kvcast.switchsim.switch import Switch, SwitchStats
+from kvcast.switchsim import loader
+from kvcast.switchsim.ir import Exact, Lpm, Program, ProgramError, UnsupportedConstruct
+from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, PROCESS, Desc, Outbox
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference.switch import Switch, SwitchStats
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 
 
 def program(name: str) -> Program:
-    return bmv2json.load_file(PROGRAMS / f"{name}.json")
+    return loader.load_file(PROGRAMS / f"{name}.json")
 
 
 def loaded(name: str) -> CompiledSwitch:
@@ -38,7 +38,7 @@ def loaded(name: str) -> CompiledSwitch:
 
 def pool_switch() -> CompiledSwitch:
     switch = CompiledSwitch()
-    switch.load(bmv2json.load_file(artefact("v1model").json))
+    switch.load(loader.load_file(artefact("v1model").json))
     return switch
 
 
@@ -183,7 +183,7 @@ def test_program_that_cannot_be_compiled_leaves_the_present_one(tmp_path: Path) 
     source = json.loads((PROGRAMS / "externs.json").read_text())
     for calculation in source["calculations"]:
         calculation["algo"] = "round_robin_consistent"
-    refused = bmv2json.load(json.dumps(source))
+    refused = loader.load(json.dumps(source))
     switch = loaded("forwarding")
     with pytest.raises(UnsupportedConstruct, match="round_robin_consistent"):
         switch.load(refused)
@@ -200,7 +200,7 @@ def test_const_entries_that_are_twice_the_same_are_refused() -> None:
                 table["entries"].append(table["entries"][0])
                 table["max_size"] += 1
     with pytest.raises(ProgramError, match="this key already"):
-        CompiledSwitch(use_cache=False).load(bmv2json.load(json.dumps(source)))
+        CompiledSwitch(use_cache=False).load(loader.load(json.dumps(source)))
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ _ACTION = "KvcastIngress.l2_forward.to_port"
 @pytest.fixture(autouse=True)
 def _name_of_the_action() -> None:
     global _ACTION
-    spec = bmv2json.load_file(artefact("v1model").json)
+    spec = loader.load_file(artefact("v1model").json)
     (_ACTION,) = [
         a.name
         for a in spec.actions
@@ -305,7 +305,7 @@ def test_direct_counter_outlives_a_change_and_is_kept_behind_the_removal() -> No
 
 
 def _any(kind: str, width: int) -> Exact | Lpm:
-    from kvcast.switchsim.program import Range, Ternary
+    from kvcast.switchsim.ir import Range, Ternary
 
     return {  # type: ignore[return-value]
         "exact": Exact(0),

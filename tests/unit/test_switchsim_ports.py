@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim.packetloop import SLICE_S, PacketLoop
-from kvcast.switchsim.ports import (
+from kvcast.switchsim.loop.interpreted import SLICE_S, PacketLoop
+from kvcast.switchsim.ports.ports import (
     MAX_FRAME_BYTES,
     InProcessPort,
     InterfacePort,

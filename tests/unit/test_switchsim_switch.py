@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim import bmv2json, stf
-from kvcast.switchsim import switch as switch_module
-from kvcast.switchsim.externs import Rate
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.program import Exact
-from kvcast.switchsim.switch import Digest, ReplicationError, Switch
+from kvcast.switchsim import loader, stf
+from kvcast.switchsim.ir import Exact
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference import switch as switch_module
+from kvcast.switchsim.reference.externs import Rate
+from kvcast.switchsim.reference.switch import Digest, ReplicationError, Switch
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 
@@ -30,7 +30,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def switch_with(name: str, **options: int) -> Switch:
     switch = Switch(**options)
-    switch.load(bmv2json.load_file(PROGRAMS / f"{name}.json"))
+    switch.load(loader.load_file(PROGRAMS / f"{name}.json"))
     return switch
 
 
@@ -123,7 +123,7 @@ def test_index_out_of_range_is_counted_and_harmless() -> None:
 
 def test_log_message_is_formatted(caplog: pytest.LogCaptureFixture) -> None:
     switch = switch_with("externs")
-    with caplog.at_level("INFO", logger="kvcast.switchsim.program"):
+    with caplog.at_level("INFO", logger="kvcast.switchsim.ir"):
         switch.process(1, extern_frame(12, 5, 600), 0)
     assert caplog.messages == ["value 600 at 5"]
 
@@ -138,7 +138,7 @@ def test_a_packet_that_goes_round_too_often_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setattr(switch_module, "MAX_PASSES", 10)
-    monkeypatch.setattr("kvcast.switchsim.llvm_traffic.MAX_PASSES", 10)
+    monkeypatch.setattr("kvcast.switchsim.llvm.traffic.MAX_PASSES", 10)
     # The bound is part of compiled code, which must not get into the cache like this.
     switch = switch_with("replication", **({"use_cache": False} if engine == "llvm" else {}))
     assert switch.process(1, bytes([5, 200]), 0) == []

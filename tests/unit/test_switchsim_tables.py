@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.switchsim import bmv2json
-from kvcast.switchsim import program as ir
-from kvcast.switchsim.externs import Rate
-from kvcast.switchsim.llvm_switch import CompiledSwitch
-from kvcast.switchsim.phv import NOW_US, REGISTERS, Layout, Phv
-from kvcast.switchsim.program import Exact, Lpm, MatchValue, Range, Ternary
-from kvcast.switchsim.switch import Switch
-from kvcast.switchsim.tables import (
+from kvcast.switchsim import ir, loader
+from kvcast.switchsim.ir import Exact, Lpm, MatchValue, Range, Ternary
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference.externs import Rate
+from kvcast.switchsim.reference.phv import NOW_US, REGISTERS, Layout, Phv
+from kvcast.switchsim.reference.switch import Switch
+from kvcast.switchsim.reference.tables import (
     BadAction,
     BadKey,
     ConstTable,
@@ -48,7 +47,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def switch_with(name: str) -> Switch:
     switch = Switch()
-    switch.load(bmv2json.load_file(PROGRAMS / f"{name}.json"))
+    switch.load(loader.load_file(PROGRAMS / f"{name}.json"))
     return switch
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.protocol.wire import UDP_PORT
+from kvcast.protocol.messages.wire import UDP_PORT
 from kvcast.topologies.star import KVCAST_UDP_PORT, Host, Star, TopologyError
 
 

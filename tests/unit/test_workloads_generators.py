@@ -1,6 +1,7 @@
 """The workloads' promises: order, seeds, prefixes, who reads together.
 
-Oracle: the descriptions in `kvcast.bench.workloads`. Cannot see: whether a pool gains from them.
+Oracle: the descriptions in `kvcast.workloads.generators`. Cannot see: whether a pool gains from
+them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from kvcast.bench.workloads import (
+from kvcast.workloads.generators import (
     DESCRIPTIONS,
     NAMES,
     Demand,

@@ -1,0 +1,1 @@
+"""Fuzzing: inputs that know the structure of each entry point, as long as one likes."""

@@ -1,0 +1,774 @@
+"""The entry points that have an event loop: sockets' protocols and services, told hostile things.
+
+Owns: standing before each entry point without the network where that is possible, with the real
+one where it is not (HTTP). Must not know: how inputs are found. Imported, it registers its
+targets.
+
+After every input an entry point is asked whether it is whole: an agent's store and a controller's
+slots add up, nothing that a client held is still held, no request failed by an error of the entry
+point's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Final, cast
+
+import grpc
+from finsy.proto import p4i, p4r
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError, Message
+from kvcast.bench.fuzz.engine import Target
+from kvcast.bench.fuzz.shapes import spoil_bytes, spoil_proto, spoil_stream
+from kvcast.bench.fuzz.targets import (
+    KEY,
+    agent_messages,
+    caller_messages,
+    client_messages,
+    controller_messages,
+    one_of,
+    pool_map,
+    register,
+    stream_of,
+)
+from kvcast.bench.hostile_bytes import HttpStreams, Mutator
+from kvcast.controller.agent_links import MAX_MESSAGE_BYTES
+from kvcast.controller.core import membership, tiers
+from kvcast.controller.core import namespaces as names
+from kvcast.controller.core import pool as controller_pool
+from kvcast.controller.http import api as http_api
+from kvcast.controller.switch.program import Settings
+from kvcast.hostagent.core import agent as core
+from kvcast.hostagent.core import pool as agent_pool
+from kvcast.hostagent.core import sessions
+from kvcast.hostagent.core.access import Tenants
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.arena import Allocator
+from kvcast.hostagent.core.pool import PoolMapError
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network import bulk_link, local_server
+from kvcast.p4 import artefact
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.control import (
+    AgentMessage,
+    ControllerMessage,
+    NamespaceInfo,
+    NamespaceSecret,
+    NamespaceSecrets,
+    Registered,
+)
+from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.switchsim.p4runtime import entities as p4runtime_entities
+from kvcast.switchsim.p4runtime import service as p4runtime
+from kvcast.switchsim.p4runtime import tables as p4runtime_tables
+from kvcast.switchsim.p4runtime import values as p4runtime_values
+
+SLAB: Final = 64 * 1024
+SLABS: Final = 32
+
+
+class LoopHarness:
+    """An entry point on an event loop of its own. What its loop complains of is a find."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._problems: list[BaseException] = []
+        self.loop.set_exception_handler(self._complain)
+
+    def _complain(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._problems.append(error or RuntimeError(str(context.get("message"))))
+
+    def complete(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it to its end, and whatever became ready by it."""
+        self.loop.run_until_complete(work)
+        self.loop.run_until_complete(asyncio.sleep(0))
+        if self._problems:
+            raise self._problems.pop()
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+class _Transport(asyncio.Transport):
+    """Takes what is written, and never blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closing = False
+        self.written = 0
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def _agent() -> AgentCore:
+    """An agent's core with a map of two nodes and one namespace."""
+    memory = memoryview(bytearray(SLABS * SLAB))
+    agent = AgentCore(
+        AgentOptions(node_id="node-1"), Store(Allocator(SLABS * SLAB, SLAB)), memory,
+        random.Random(1),
+    )  # fmt: skip
+    agent.registered(Registered(1, 1, 3.0, 0))
+    agent.control_message(0.0, pool_map())
+    return agent
+
+
+def _hold(agent: AgentCore, key: bytes, data: bytes) -> None:
+    copy = agent.store.reserve(BlockId(1, key), len(data))
+    agent.memory[copy.offset : copy.offset + len(data)] = data
+    agent.store.commit(copy, digest_of(data), home=True)
+
+
+# --- the local socket -----------------------------------------------------------------------------
+
+
+class LocalSocketHarness(LoopHarness):
+    """One client after another, before one agent, which holds a block. One whose input has an odd
+    length may use one tenant's namespaces only; namespace 2 is another's, and 3 has a secret."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agent = _agent()
+        _hold(self._agent, KEY, b"x" * 5000)
+        self._agent.control_message(0.0, NamespaceSecrets([NamespaceSecret(3, bytes(32))]))
+        namespaces = [
+            NamespaceInfo(number, tenant, "m", "1", "l", [], number != 1)
+            for number, tenant in ((1, "t"), (2, "other"), (3, "t"))
+        ]
+        self._agent.control_message(0.0, pool_map(namespaces))
+        self._fresh = one_of(client_messages)
+        self._server = local_server.LocalServer(
+            self._agent, cast(Any, None), local_server.LocalOptions(""), self._after
+        )
+
+    def _after(self) -> None:
+        """What the adapters would do: drop what is to be sent, and answer no call."""
+        now = self.loop.time()
+        self._agent.frames_to_send(now, 64)
+        for call in list(self._agent.outbox.calls):
+            call.done(now, "unreachable")
+        self._agent.outbox.calls.clear()
+
+    def corpus(self) -> list[bytes]:
+        messages = client_messages()
+        return [stream_of(messages[1:]), *(stream_of([message]) for message in messages)]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, self._fresh)
+
+    def run(self, data: bytes) -> None:
+        self.complete(self._tell(data))
+
+    async def _tell(self, data: bytes) -> None:
+        codec = MessageCodec[Any](local.ClientMessage, max_message_bytes=1 << 20)
+        tenants: Tenants = frozenset({"t"}) if len(data) % 2 else None
+        client = local_server._Client(self._server, self._agent, codec, self._after, tenants)
+        transport = _Transport()
+        client.connection_made(transport)
+        half = len(data) // 2
+        for piece in (data[:half], data[half:]):
+            if not transport.closing:
+                client.data_received(piece)
+        client.connection_lost(None)
+        now = self.loop.time()
+        self._agent.handle_timer(now + 4000.0)
+        self._after()
+        store = self._agent.store
+        store.check()
+        if store.get(BlockId(1, KEY)) is None:  # dropped, as a client may
+            _hold(self._agent, KEY, b"x" * 5000)
+        pinned = [block for block in store.blocks() if _copy_of(store, block).pins]
+        assert not pinned, f"still pinned by a client that left: {pinned}"
+
+
+def _copy_of(store: Store, block: BlockId) -> Any:
+    copy = store.peek(block)
+    assert copy is not None
+    return copy
+
+
+register(
+    Target(
+        "local-socket",
+        "the agent's local API, behind the handshake",
+        LocalSocketHarness,
+        (local_server, sessions, core),
+    )
+)
+
+
+# --- the bulk link --------------------------------------------------------------------------------
+
+
+class BulkLinkHarness(LoopHarness):
+    """Another agent calls; the bytes of blocks are behind their messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agent = _agent()
+        _hold(self._agent, KEY[::-1], b"y" * 3000)
+        self._fresh = one_of(caller_messages)
+        # A short patience: some inputs say that more is to come than comes.
+        self._options = bulk_link.BulkOptions(idle_s=2.0, transfer_timeout_s=2.0)
+        self._server = bulk_link.BulkServer(self._agent, self._options)
+
+    def corpus(self) -> list[bytes]:
+        hello, put, *others = caller_messages()
+        return [
+            stream_of([hello, put]) + b"hello" + stream_of(others),
+            *(stream_of([hello, one]) for one in others),
+        ]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, self._fresh)
+
+    def run(self, data: bytes) -> None:
+        self.complete(self._tell(data))
+
+    async def _tell(self, data: bytes) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        transport = _Transport()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        writer = asyncio.StreamWriter(transport, protocol, reader, self.loop)
+        await self._server._serve(reader, writer)
+        assert transport.closing
+        store = self._agent.store
+        store.check()
+        assert not [block for block in store.blocks() if _copy_of(store, block).pins]
+
+
+register(
+    Target("bulk-link", "what other agents say to an agent over TCP", BulkLinkHarness, (bulk_link,))
+)
+
+
+# --- the control link -----------------------------------------------------------------------------
+
+
+class ControlLinkHarness:
+    """Agents talk to the controller's core: connection 1 what the input says, and connection 2 is
+    a good one whose node must stay."""
+
+    def __init__(self) -> None:
+        self._begin()
+        self._fresh = one_of(agent_messages)
+
+    def _begin(self) -> None:
+        self.now = 0.0
+        self._connection = 1
+        options = controller_pool.PoolOptions(
+            Settings(
+                enabled=True, lease_ticks=1, heat_threshold=3, recirculate_rid=1, router_mac=None
+            ),
+            slots=64, read_padding_bytes=0, lease_s=3600.0,
+            tenants=names.TenantRules(secrets=names.SecretMode.AUTO),
+        )  # fmt: skip
+        self.pool = controller_pool.Pool(
+            options, controller_pool.SavedState(), 0.0, first_generation=1
+        )
+
+    def corpus(self) -> list[bytes]:
+        messages = agent_messages()
+        return [stream_of(messages), *(stream_of([messages[0], one]) for one in messages[1:])]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, self._fresh)
+
+    def run(self, data: bytes) -> None:
+        if len(self.pool.names.namespaces) > 100 or len(self.pool.membership.nodes) > 60:
+            self._begin()
+        self.now += 1.0
+        self._connection += 1
+        codec = MessageCodec[AgentMessage](AgentMessage, max_message_bytes=MAX_MESSAGE_BYTES)
+        closed = False
+        with contextlib.suppress(FramingError):
+            for message in codec.feed(data):
+                if closed:
+                    break
+                actions = self.pool.received(self._connection, message, self.now)
+                closed = any(
+                    isinstance(action, controller_pool.Close)
+                    and action.connection == self._connection
+                    for action in actions
+                )
+                self._encode(actions)
+                self._encode(self.pool.advance(self.now))
+        self.pool.disconnected(self._connection)
+        plan = self.pool.plan()
+        self._encode(self.pool.published(plan))
+        self.pool.programmed(plan, self.now)
+        self.pool.saved()
+        self.pool.status(self.now)
+        self.pool.decisions(self.now)
+        self.pool.tiers.residency.check()
+
+    def _encode(self, actions: list[controller_pool.Action]) -> None:
+        """What is said can be said: it fits the protocol's own types."""
+        for action in actions:
+            if isinstance(action, controller_pool.Send):
+                codec = MessageCodec[ControllerMessage](ControllerMessage)
+                assert len(list(codec.feed(codec.encode(action.message)))) == 1
+
+    def close(self) -> None:
+        pass
+
+
+register(
+    Target(
+        "control-link",
+        "what agents say to the controller",
+        ControlLinkHarness,
+        (controller_pool, membership, names, tiers),
+    )
+)
+
+
+class ControlLinkAgentHarness:
+    """A controller talks to an agent's core."""
+
+    def __init__(self) -> None:
+        self._agent = _agent()
+        self._agent.control_connected(lambda _message: None)
+        self._fresh = one_of(controller_messages)
+        self.now = 0.0
+
+    def corpus(self) -> list[bytes]:
+        messages = controller_messages()
+        has_secret = NamespaceInfo(1, "t", "m", "1", "l", [], True)
+        return [
+            stream_of(messages),
+            stream_of([messages[3], pool_map([has_secret]), *messages[4:]]),
+            *(stream_of([one]) for one in messages),
+        ]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, self._fresh)
+
+    def run(self, data: bytes) -> None:
+        self.now += 1.0
+        agent = self._agent
+        codec = MessageCodec[ControllerMessage](ControllerMessage)
+        with contextlib.suppress(FramingError, PoolMapError):
+            for message in codec.feed(data):
+                agent.control_message(self.now, message)
+        agent.renewal()
+        agent.reads.get(self.now, 1, [KEY], self.now + 0.5, lambda _batch: None)
+        agent.frames_to_send(self.now, 64)
+        agent.handle_timer(self.now + 0.6)
+        for call in list(agent.outbox.calls):
+            call.done(self.now + 0.6, "unreachable")
+        agent.outbox.calls.clear()
+        agent.store.check()
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+register(
+    Target(
+        "control-link-agent",
+        "what the controller says to an agent",
+        ControlLinkAgentHarness,
+        (core, agent_pool),
+    )
+)
+
+
+# --- HTTP -----------------------------------------------------------------------------------------
+
+
+class _Service:
+    """A controller that has nothing to say."""
+
+    def health(self) -> str | None:
+        return None
+
+    def status(self) -> dict[str, Any]:
+        return {"nodes": []}
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return []
+
+    def metrics(self) -> bytes:
+        return b""
+
+    def derived(self, block: BlockId) -> BlockId:
+        return block
+
+    async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
+        return {"resident": True}
+
+    def unpin(self, block: BlockId) -> bool:
+        return True
+
+
+class HttpHarness(LoopHarness):
+    """The API on a real socket: aiohttp's parser takes nothing less. Authentication is on, and the
+    inputs bring a token that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = HttpStreams(Mutator(0), 1, [KEY])
+        self._api = http_api.HttpApi(
+            _Service(), http_api.HttpOptions(authenticated=True), sleep=_no_sleep
+        )
+        self._open = http_api.HttpApi(_Service())
+        self._addresses = [
+            self.loop.run_until_complete(api.start("127.0.0.1", 0))
+            for api in (self._api, self._open)
+        ]
+
+    def corpus(self) -> list[bytes]:
+        body = b'{"namespace": 1, "key": "' + KEY.hex().encode() + b'"}'
+        head = b"Host: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
+        requests = [
+            b"GET " + path + b" HTTP/1.1\r\n" + head + b"\r\n"
+            for path in (b"/healthz", b"/v1/status", b"/v1/decisions", b"/metrics", b"/v1/pin")
+        ]
+        for method in (b"POST", b"DELETE"):
+            length = str(len(body)).encode()
+            requests.append(
+                method + b" /v1/pin HTTP/1.1\r\n" + head
+                + b"Content-Length: " + length + b"\r\n\r\n" + body
+            )  # fmt: skip
+        chunked = b"POST /v1/pin HTTP/1.1\r\n" + head + b"Transfer-Encoding: chunked\r\n\r\n"
+        return [*requests, chunked + b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        if rng.random() < 0.4:
+            self._streams._mutator.rng = rng
+            return self._streams.stream()
+        lines = data.split(b"\r\n")
+        if rng.random() < 0.5:
+            at = rng.randrange(len(lines))
+            lines[at] = rng.choice((spoil_bytes(lines[at], rng), lines[at] * 2, b""))
+            return b"\r\n".join(lines)
+        return spoil_bytes(data, rng)
+
+    def run(self, data: bytes) -> None:
+        for address in self._addresses:
+            self.complete(self._ask(address, data))
+        for api in (self._api, self._open):
+            failed = {name: n for name, n in api.counts.items() if name in ("answers_500",)}
+            assert not failed, f"an answer of 500: {failed}"
+            api.counts.clear()
+
+    async def _ask(self, address: tuple[str, int], data: bytes) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            with contextlib.suppress(OSError):
+                writer.write(data)
+                writer.write_eof()
+                answer = await reader.read()
+                assert not answer or answer.startswith(b"HTTP/1."), answer[:80]
+        finally:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def close(self) -> None:
+        for api in (self._api, self._open):
+            self.loop.run_until_complete(api.stop())
+        super().close()
+
+
+async def _no_sleep(_seconds: float) -> None:
+    pass
+
+
+register(Target("http", "the controller's HTTP API", HttpHarness, (http_api,)))
+
+
+# --- P4Runtime ------------------------------------------------------------------------------------
+
+
+class _AbortedError(Exception):
+    """An RPC ended with a status: what the service is allowed to say."""
+
+
+class _Context:
+    """What the service sees of gRPC."""
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def peer(self) -> str:
+        return "fuzz"
+
+    def set_trailing_metadata(self, _metadata: Any) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, message: str) -> None:
+        assert isinstance(code, grpc.StatusCode)
+        assert isinstance(message, str)
+        raise _AbortedError(f"{code}: {message}")
+
+    async def write(self, message: Any) -> None:
+        assert isinstance(message, p4r.StreamMessageResponse)
+
+
+_REQUESTS: Final[tuple[type[Message], ...]] = (
+    p4r.WriteRequest,
+    p4r.ReadRequest,
+    p4r.SetForwardingPipelineConfigRequest,
+    p4r.GetForwardingPipelineConfigRequest,
+    p4r.StreamMessageRequest,
+)
+
+
+class P4RuntimeHarness(LoopHarness):
+    """The service with kvcast's program on the reference engine; the first byte of an input says
+    which request it is. Stream messages come from the primary; a push is verified, and not
+    committed, since what is pushed is the JSON loader's to judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        program = artefact("v1model")
+        self._p4info = p4i.P4Info()
+        text_format.Parse(program.p4info.read_text(encoding="utf-8"), self._p4info)
+        self.service = p4runtime.P4RuntimeService(
+            device_id=1, cpu_port=255, drop_port=511, packet_out=lambda _frame: True,
+            now_us=lambda: 0,
+        )  # fmt: skip
+        self.service.load(self._p4info, program.json.read_bytes())
+        self._said: asyncio.Queue[p4r.StreamMessageRequest] = asyncio.Queue()
+        self._stream: asyncio.Task[None] | None = None
+        self.loop.run_until_complete(self._become_primary())
+
+    async def _become_primary(self) -> None:
+        if self._stream is not None and not self._stream.done():
+            return
+        if self._stream is not None:
+            with contextlib.suppress(_AbortedError):
+                self._stream.result()
+        self._stream = self.loop.create_task(
+            self.service.StreamChannel(self._messages(), _Context())
+        )
+        self._said.put_nowait(_arbitration())
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def _messages(self) -> AsyncIterator[p4r.StreamMessageRequest]:
+        while True:
+            yield await self._said.get()
+
+    def corpus(self) -> list[bytes]:
+        rng = random.Random(0)
+        inputs: list[Message] = []
+        for table in self._p4info.tables:
+            write = _write()
+            update = write.updates.add(type=p4r.Update.INSERT)
+            _fill_entry(update.entity.table_entry, table, self._p4info, rng)
+            inputs.append(write)
+            read = p4r.ReadRequest(device_id=1)
+            read.entities.add().table_entry.table_id = table.preamble.id
+            inputs.append(read)
+        inputs += _other_writes(self._p4info)
+        everything = p4r.ReadRequest(device_id=1)
+        everything.entities.add().table_entry.SetInParent()
+        inputs.append(everything)
+        push = p4r.SetForwardingPipelineConfigRequest(
+            device_id=1, action=p4r.SetForwardingPipelineConfigRequest.VERIFY
+        )
+        push.election_id.low = 1
+        push.config.p4_device_config = b"{}"
+        inputs += [push, p4r.GetForwardingPipelineConfigRequest(device_id=1), _arbitration()]
+        packet = p4r.StreamMessageRequest()
+        packet.packet.payload = bytes(64)
+        inputs.append(packet)
+        return [
+            bytes([_REQUESTS.index(type(message))]) + message.SerializeToString()
+            for message in inputs
+        ]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        kind = (data[0] if data else 0) % len(_REQUESTS)
+        message = _REQUESTS[kind]()
+        try:
+            message.ParseFromString(data[1:])
+        except DecodeError:
+            return bytes([kind]) + spoil_bytes(data[1:], rng)
+        if rng.random() < 0.1:
+            return bytes([kind]) + spoil_bytes(data[1:], rng)
+        try:
+            spoil_proto(message, rng)
+            if isinstance(message, p4r.WriteRequest) and rng.random() < 0.7:
+                message.device_id = 1
+                message.election_id.CopyFrom(_write().election_id)
+            return bytes([kind]) + message.SerializeToString()
+        except (ValueError, TypeError):
+            return bytes([kind]) + spoil_bytes(data[1:], rng)
+
+    def run(self, data: bytes) -> None:
+        kind = (data[0] if data else 0) % len(_REQUESTS)
+        message = _REQUESTS[kind]()
+        try:
+            message.ParseFromString(data[1:])
+        except DecodeError:
+            return  # gRPC ends such a call
+        self.complete(self._call(message))
+        errors = self.service.counters.internal_errors
+        self.service.counters.internal_errors = 0
+        assert not errors, "an internal error was counted"
+
+    async def _call(self, message: Message) -> None:
+        context = _Context()
+        service = self.service
+        with contextlib.suppress(_AbortedError):
+            match message:
+                case p4r.WriteRequest():
+                    await service.Write(message, context)
+                case p4r.ReadRequest():
+                    answers = service.Read(message, context)
+                    # All cells of all registers are hundreds of messages, and other calls go on
+                    # between them.
+                    for _ in range(20):
+                        answer = await anext(answers, None)
+                        if answer is None:
+                            break
+                        answer.SerializeToString()
+                    else:
+                        await cast(AsyncGenerator[Any, None], answers).aclose()
+                case p4r.SetForwardingPipelineConfigRequest():
+                    message.action = p4r.SetForwardingPipelineConfigRequest.VERIFY
+                    await service.SetForwardingPipelineConfig(message, context)
+                case p4r.GetForwardingPipelineConfigRequest():
+                    await service.GetForwardingPipelineConfig(message, context)
+                case p4r.StreamMessageRequest():
+                    self._said.put_nowait(message)
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                    await self._become_primary()
+        for frame in (bytes(64), b"\xff" * 60):
+            service.process(1, frame, 0)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+            self.loop.run_until_complete(asyncio.gather(self._stream, return_exceptions=True))
+        super().close()
+
+
+def _arbitration() -> p4r.StreamMessageRequest:
+    message = p4r.StreamMessageRequest()
+    message.arbitration.device_id = 1
+    message.arbitration.election_id.low = 1
+    return message
+
+
+def _write() -> p4r.WriteRequest:
+    write = p4r.WriteRequest(device_id=1)
+    write.election_id.low = 1
+    return write
+
+
+def _value(bits: int, rng: random.Random) -> bytes:
+    number = rng.getrandbits(bits)
+    return number.to_bytes(max(1, -(-number.bit_length() // 8)), "big")
+
+
+def _fill_entry(entry: Any, table: Any, p4info: Any, rng: random.Random) -> None:
+    """A well-formed entry of a table."""
+    entry.table_id = table.preamble.id
+    ranked = False
+    for field in table.match_fields:
+        match = entry.match.add(field_id=field.id)
+        if field.match_type == p4i.MatchField.EXACT:
+            match.exact.value = _value(field.bitwidth, rng)
+        elif field.match_type == p4i.MatchField.LPM:
+            match.lpm.value, match.lpm.prefix_len = b"\0", field.bitwidth
+        elif field.match_type == p4i.MatchField.RANGE:
+            match.range.low, match.range.high, ranked = b"\0", _value(field.bitwidth, rng), True
+        elif field.match_type == p4i.MatchField.OPTIONAL:
+            match.optional.value, ranked = _value(field.bitwidth, rng), True
+        else:
+            value = _value(field.bitwidth, rng)
+            match.ternary.value, match.ternary.mask, ranked = value, value, True
+    if ranked:
+        entry.priority = 7
+    actions = {action.preamble.id: action for action in p4info.actions}
+    action = actions[rng.choice(list(table.action_refs)).id]
+    entry.action.action.action_id = action.preamble.id
+    for param in action.params:
+        entry.action.action.params.add(param_id=param.id, value=_value(param.bitwidth, rng))
+
+
+def _other_writes(p4info: Any) -> list[Message]:
+    """Groups, sessions, digests, counters, registers."""
+    writes = []
+
+    def update() -> Any:
+        write = _write()
+        writes.append(write)
+        return write.updates.add(type=p4r.Update.INSERT).entity
+
+    group = update().packet_replication_engine_entry.multicast_group_entry
+    group.multicast_group_id = 9
+    group.replicas.add(egress_port=1, instance=1)
+    session = update().packet_replication_engine_entry.clone_session_entry
+    session.session_id = 9
+    session.replicas.add(egress_port=1, instance=1)
+    for digest in p4info.digests:
+        entry = update().digest_entry
+        entry.digest_id = digest.preamble.id
+        entry.config.max_list_size = 8
+    for counter in p4info.counters:
+        entry = update().counter_entry
+        entry.counter_id = counter.preamble.id
+        entry.index.index = 1
+        entry.data.packet_count = 5
+    for meter in p4info.meters:
+        entry = update().meter_entry
+        entry.meter_id = meter.preamble.id
+        entry.index.index = 1
+    for register_ in p4info.registers:
+        entry = update().register_entry
+        entry.register_id = register_.preamble.id
+        entry.index.index = 1
+        entry.data.bitstring = b"\1"
+    for write in writes[2:]:
+        write.updates[0].type = p4r.Update.MODIFY
+    return list(writes)
+
+
+register(
+    Target(
+        "p4runtime",
+        "the P4Runtime server's requests and stream messages",
+        P4RuntimeHarness,
+        (p4runtime, p4runtime_entities, p4runtime_tables, p4runtime_values),
+    )
+)

@@ -1,0 +1,423 @@
+"""The question: does a whole pool stay flat and whole under faults, for as long as one likes?
+
+    kvcast bench soak --minutes 60 --json soak.json --out FOLDER
+
+Owns: what runs beside what, what is watched, and the report. Must not know: how a fault is done
+(soak_faults), planned (plan) or judged (soak_verdict).
+
+A real pool of processes: one switch (kvcast's own, compiled), one controller, an agent a node, and
+one node without an agent, which is the attacker's. Over it the workload `mix` without end, as fast
+as this machine allows; every byte of every block is checked. All the time frames are lost, and
+faults strike by a seeded plan: parts killed and stopped, clients that die with pins, hostile frames
+and bytes at every entry point, namespaces, groups, pins and drops by an operator.
+
+Measured of every process over its life: memory of its own (MiB; without an agent's arena, which is
+shared), descriptors, threads. Kills would hide a leak, so half of the agents are never killed, the
+switch only in the first fifth of the soak, the controller only in the third (plan). Of the
+load, by window: hit rate (outage.py: blocks that came / that a pool which loses nothing would have
+held; arenas are small, so eviction keeps it below 1), misses, wrong bytes, blocks a second, fetch
+times.
+
+At the end the faults stop, and the pool has to be whole: every block put then is read everywhere,
+no agent holds bytes for a client that is gone, and nothing is left in /dev/shm or the temporary
+folders. The criteria, with their bounds, stand in soak_verdict and in the report; one that does not
+hold fails the soak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcast.bench.hostile import tracebacks
+from kvcast.bench.hostile_bytes import BLOCK_BYTES
+from kvcast.bench.replay import NodeLink, ReplayOptions, links_to
+from kvcast.bench.soak import plan
+from kvcast.bench.soak.faults import Faults
+from kvcast.bench.soak.load import Load
+from kvcast.bench.soak.plan import Fault
+from kvcast.bench.soak.verdict import (
+    Bounds,
+    Criterion,
+    Growth,
+    Window,
+    growth_criteria,
+    hit_rate_criterion,
+    judged,
+    none_of,
+    some_of,
+)
+from kvcast.bench.soak.watch import Watch, leftovers
+from kvcast.hostagent.client import KvcastError
+from kvcast.service import provenance
+from kvcast.topologies.pool import Pool, PoolError, PoolOptions
+from kvcast.topologies.star import MAX_HOSTS, Star
+from kvcast.workloads import content
+from kvcast.workloads.generators import WorkloadOptions, chain, generate
+
+BENCH = "bench"
+"""The name under which this process itself is watched: the client library lives in it."""
+
+_DEADLINE_S = 8.0
+_IN_FLIGHT_A_NODE = 8
+_PREPARED_REQUESTS = 2000
+_SAMPLES = 1200
+"""Over the whole soak, at least a second apart."""
+_WINDOWS = 120
+_PROGRESS_S = 10.0
+_WHOLE_WITHIN_S = 90.0
+_SETTLE_TRIES = 40
+_SETTLE_S = 0.5
+_LAST_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """One soak."""
+
+    minutes: float = 10.0
+    nodes: int = 6
+    """Nodes with an agent; one more is the attacker's."""
+    seed: int = 1
+    loss: float = 0.002
+    """Probability with which the switch loses a frame, each time it crosses a link."""
+    arena_bytes: int = 32 << 20
+    """DRAM tier of each agent: so small that blocks are evicted all the time."""
+    bounds: Bounds = field(default_factory=Bounds)
+    plan: dict[str, list[Fault]] | None = None
+    """None: by the seed."""
+    run_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise PoolError(f"a soak of {self.minutes:g} minutes is none")
+        if not 2 <= self.nodes < MAX_HOSTS:
+            raise PoolError(f"a soak needs 2 to {MAX_HOSTS - 1} nodes, and one for the attacker")
+
+
+async def run(options: SoakOptions, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Soak a pool; the report, whose `passed` says whether every criterion holds. `tell` gets a
+    line every ten seconds. PoolError if the pool does not start."""
+    star = Star.of(options.nodes + 1)
+    attacker = star.hosts[-1]
+    pool = Pool(
+        star,
+        PoolOptions(
+            arena_bytes=options.arena_bytes,
+            loss=options.loss,
+            seed=options.seed,
+            log_level="warning",
+        ),
+        options.run_dir,
+    )
+    began = provenance.provenance()
+    async with pool:
+        await pool.kill(attacker.node_id)
+        without = frozenset({attacker.node_id})
+        await pool.wait_programmed(60.0, without=without)
+        sockets = [pool.sockets[host.node_id] for host in star.hosts[:-1]]
+        async with links_to(sockets, patient=False) as links:
+            soak = _Soak(pool, links, options, tell)
+            await soak.run()
+            end = await soak.end(without)
+        logged = tracebacks(pool)
+        log_bytes = sum(part.log_path.stat().st_size for part in pool.parts.values())
+    left = leftovers(pool.process_name)
+    return soak.report(end, logged, log_bytes, left) | began
+
+
+@dataclass
+class _End:
+    """What was found after the faults had stopped."""
+
+    whole: str
+    """Why the pool was not whole again; empty if it was."""
+    unread: int
+    """Blocks put then that some node could not read."""
+    wrong_bytes: int
+    held_bytes: dict[str, int]
+    """By agent, what it holds for nobody."""
+    evictions: int
+    """Of the agents that lived all the time."""
+    switch: dict[str, Any]
+
+
+class _Soak:
+    """One soak while it runs."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        links: list[NodeLink],
+        options: SoakOptions,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._pool = pool
+        self._links = links
+        self._options = options
+        self._tell = tell
+        self._seconds = 60 * options.minutes
+        self._hosts = list(pool.star.hosts[:-1])
+        self._attacker = pool.star.hosts[-1]
+        self._watch = Watch()
+        self._windows: list[Window] = []
+        self._died: list[str] = []
+        self._loss = _LostFrames(pool.switch_stats_path)
+        self._load = Load(
+            generate("mix", self._workload()),
+            links,
+            [host.node_id for host in self._hosts],
+            ReplayOptions(
+                block_bytes=BLOCK_BYTES,
+                deadline_s=_DEADLINE_S,
+                in_flight=_IN_FLIGHT_A_NODE * options.nodes,
+            ),
+            lambda node, since: self._faults.undisturbed(self._hosts[node].node_id, since),
+        )
+        self._faults = Faults(
+            pool, links, self._attacker, options.seed, lambda: list(self._load.recent)
+        )
+        self._plan = options.plan or plan.plan(options.seed, self._seconds, options.nodes)
+
+    def _workload(self) -> WorkloadOptions:
+        return WorkloadOptions(nodes=self._options.nodes, seed=self._options.seed)
+
+    async def run(self) -> None:
+        """The load, the faults and the watch, side by side."""
+        first = itertools.islice(generate("mix", self._workload()), _PREPARED_REQUESTS)
+        await self._load.prepare(first)
+        now = time.monotonic()
+        self._load.begin(now)
+        self._faults.begin(now)
+        load = asyncio.create_task(self._load.run())
+        watch = asyncio.create_task(self._keep_watch())
+        try:
+            # A plan that was given is done to its end, however long that takes.
+            until_s = self._seconds if self._options.plan is None else float("inf")
+            await self._faults.run(self._plan, until_s)
+            while (rest := self._seconds - self._faults.elapsed()) > 0:
+                await asyncio.sleep(min(rest, 1.0))
+                for task in (load, watch):
+                    if task.done():
+                        task.result()
+        finally:
+            watch.cancel()
+            load.cancel()
+            await asyncio.wait([load, watch])
+        self._windows.append(self._load.cut())
+
+    async def _keep_watch(self) -> None:
+        sample_s = max(1.0, self._seconds / _SAMPLES)
+        window_s = max(1.0, self._seconds / _WINDOWS)
+        next_window, next_line = window_s, _PROGRESS_S
+        for number in itertools.count(1):
+            at_s = self._faults.elapsed()
+            self._watch.sample(at_s, {**self._pool.pids, BENCH: os.getpid()})
+            self._loss.read()
+            await self._look_after_parts()
+            if at_s >= next_window:
+                self._windows.append(self._load.cut())
+                next_window = window_s * (int(at_s / window_s) + 1)
+            if at_s >= next_line and self._windows:
+                self._tell(self._progress(at_s))
+                next_line += _PROGRESS_S
+            await asyncio.sleep(max(0.1, number * sample_s - self._faults.elapsed()))
+
+    async def _look_after_parts(self) -> None:
+        """A part that nobody killed and that does not run is a find; the soak goes on."""
+        for name, part in self._pool.parts.items():
+            if part.running or name in self._faults.away or name == self._attacker.node_id:
+                continue
+            at_s = self._faults.elapsed()
+            self._died.append(f"{name}, {at_s:.0f} s: {part.failure('died by itself')}")
+            with contextlib.suppress(PoolError):
+                await self._faults.revive(name)
+
+    def _progress(self, at_s: float) -> str:
+        window = self._windows[-1]
+        rate = "–" if window.hit_rate is None else f"{100 * window.hit_rate:.0f} %"
+        memory = []
+        for part in ("switch", "controller", *(host.node_id for host in self._hosts), BENCH):
+            life = self._watch.present(part)
+            if life is not None:
+                memory.append(f"{part} {life.memory_mib[-1]:.0f}")
+        wrong = sum(each.wrong_bytes for each in self._windows)
+        return (
+            f"{at_s / 60:.1f} of {self._options.minutes:g} min: "
+            f"{window.blocks_per_s:.0f} blocks/s, hit rate {rate}, {wrong} wrong bytes, "
+            f"{len(self._load.hung)} hung, "
+            f"{sum(self._faults.counts.values()):,} faults; MiB: {', '.join(memory)}"
+        )
+
+    # --- the end ------------------------------------------------------------------------------
+
+    async def end(self, without: frozenset[str]) -> _End:
+        """Look at the pool after the faults have stopped."""
+        found = _End("", 0, 0, {}, 0, {})
+        try:
+            status = await self._pool.wait_programmed(_WHOLE_WITHIN_S, without=without)
+            found.switch = {name: status.get(name) for name in ("decisions", "fills")}
+            await self._read_everywhere(found)
+            await self._weigh(found)
+        except (PoolError, KvcastError, OSError) as error:
+            found.whole = str(error)
+        return found
+
+    async def _read_everywhere(self, found: _End) -> None:
+        client = await self._links[0].client()
+        namespace = await client.namespace("bench", "bench", "bench", f"{BLOCK_BYTES} bytes")
+        keys = [chain(b"soak-end", number) for number in range(_LAST_BLOCKS)]
+        await client.put(namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys})
+        for link in self._links:
+            client = await link.client()
+            for key, block in zip(
+                keys, await client.get(namespace, keys, deadline_s=20.0), strict=True
+            ):
+                if block is None:
+                    found.unread += 1
+                    continue
+                with block:
+                    found.wrong_bytes += content.wrong_bytes(key, BLOCK_BYTES, block.data)
+
+    async def _weigh(self, found: _End) -> None:
+        """What agents hold when nobody asks for anything, once they are done with the rest."""
+        for _ in range(_SETTLE_TRIES):
+            found.evictions = 0
+            for index, (host, link) in enumerate(zip(self._hosts, self._links, strict=True)):
+                counters = await (await link.client()).stats()
+                found.held_bytes[host.node_id] = int(counters["arena_held_bytes"])
+                if index < plan.spared(len(self._hosts)):
+                    found.evictions += int(counters["store_evictions_total"])
+            if not any(found.held_bytes.values()):
+                return
+            await asyncio.sleep(_SETTLE_S)
+
+    # --- the report ---------------------------------------------------------------------------
+
+    def _criteria(self, end: _End, logged: list[str], left: list[str]) -> list[Criterion]:
+        bounds, windows, load = self._options.bounds, self._windows, self._load
+        wrong = sum(window.wrong_bytes for window in windows) + end.wrong_bytes
+        growths = judged([life for life in self._watch.lives if life.part != BENCH], bounds)
+        held = [f"{node}: {size:,} B" for node, size in end.held_bytes.items() if size]
+        planned = {fault.kind for lane in self._plan.values() for fault in lane}
+        missing = [kind for kind in plan.PLANNED if not self._faults.counts[kind]]
+        return [
+            none_of("wrong bytes", "none of all blocks", wrong),
+            none_of("hangs", "every get ends, every hostile connection too", load.hung),
+            none_of("deaths", "no part dies by itself", self._died),
+            none_of("faults", "what is taken away can be given back", self._faults.problems),
+            none_of("tracebacks", "no part logs one", logged),
+            none_of(
+                "errors", "the client library raises what it names", [repr(e) for e in load.errors]
+            ),
+            *growth_criteria(growths, bounds),
+            none_of(
+                "lives", "whoever has to live long did, and was judged", self._unjudged(growths)
+            ),
+            hit_rate_criterion(windows, bounds),
+            none_of(
+                "whole again", "the pool is, when the faults stop", [end.whole] * bool(end.whole)
+            ),
+            none_of("last blocks", "put then, all are read by every node", end.unread),
+            none_of("held bytes", "no agent holds any for a client that is gone", held),
+            none_of("leftovers", "no file in /dev/shm or the temporary folders", left),
+            some_of("eviction", "blocks were evicted all the time", end.evictions),
+            none_of(
+                "kinds of faults",
+                "each that was planned struck",
+                [kind for kind in missing if kind in planned],
+            ),
+        ]
+
+    def _unjudged(self, growths: list[Growth]) -> list[str]:
+        """Who should have had a life that can be judged, and had none."""
+        if (
+            self._options.plan is not None
+            or 0.4 * self._seconds < 1.1 * self._options.bounds.life_s
+        ):
+            return []  # the controller lives for two fifths
+        spared = self._hosts[: plan.spared(len(self._hosts))]
+        wanted = ["switch", "controller", *(host.node_id for host in spared)]
+        seen = {growth.life.partition(",")[0] for growth in growths}
+        return [part for part in wanted if part not in seen]
+
+    def report(
+        self, end: _End, logged: list[str], log_bytes: int, left: list[str]
+    ) -> dict[str, Any]:
+        """All numbers as plain data."""
+        windows, faults = self._windows, self._faults
+        criteria = self._criteria(end, logged, left)
+        counts = {**faults.counts, plan.LOST_FRAMES: self._loss.total}
+        seconds = windows[-1].ended_s if windows else 0.0
+        delivered = sum(window.delivered for window in windows)
+        puts = sum(window.put_blocks for window in windows)
+        lives = [life for life in self._watch.lives if life.part != BENCH]
+        return {
+            "bench": "soak",
+            "passed": all(criterion.holds for criterion in criteria),
+            "criteria": [asdict(criterion) for criterion in criteria],
+            "seconds": round(seconds, 1),
+            "requests": sum(window.requests for window in windows),
+            "failed_requests": sum(window.failed_requests for window in windows),
+            "gets": sum(window.gets for window in windows),
+            "blocks_delivered": delivered,
+            "blocks_put": puts,
+            "puts_refused": sum(window.put_failures for window in windows),
+            "misses": sum(window.missed for window in windows),
+            "miss_reasons": dict(sorted(self._load.miss_reasons.items())),
+            "wrong_bytes": sum(window.wrong_bytes for window in windows) + end.wrong_bytes,
+            "hits": dict(sorted(self._load.hits.items())),
+            "blocks_per_s": round((delivered + puts) / max(1e-9, seconds), 1),
+            "mib_per_s": round((delivered + puts) * BLOCK_BYTES / 2**20 / max(1e-9, seconds), 2),
+            "faults": {kind: counts.get(kind, 0) for kind in plan.KINDS},
+            "faults_left_out": dict(sorted(faults.left_out.items())),
+            "pins_not_at_once": dict(faults.refused),
+            "evictions_of_spared_agents": end.evictions,
+            "switch": end.switch,
+            "log_bytes": log_bytes,
+            "growth": [asdict(growth) for growth in judged(lives, self._options.bounds)],
+            "windows": [window.as_dict() for window in windows],
+            "strikes": [asdict(strike) for strike in faults.strikes],
+            "lives": [life.as_dict() for life in self._watch.lives],
+            "parameters": {
+                "minutes": self._options.minutes,
+                "nodes": self._options.nodes,
+                "seed": self._options.seed,
+                "loss": self._options.loss,
+                "arena_bytes": self._options.arena_bytes,
+                "block_bytes": BLOCK_BYTES,
+                "bounds": asdict(self._options.bounds),
+            },
+        }
+
+
+class _LostFrames:
+    """Frames that the switch lost on purpose, over all of its lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._before = 0
+        self._last = 0
+
+    def read(self) -> None:
+        """Look at the switch's counters."""
+        try:
+            ports = json.loads(self._path.read_text(encoding="utf-8"))["ports"]
+        except (OSError, ValueError):
+            return
+        lost = sum(port["rx_loss"] + port["tx_loss"] for port in ports.values())
+        if lost < self._last:
+            self._before += self._last
+        self._last = lost
+
+    @property
+    def total(self) -> int:
+        return self._before + self._last

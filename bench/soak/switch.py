@@ -1,0 +1,159 @@
+"""The question: does the switch's memory stay flat over a hundred million packets?
+
+    python -m kvcast.bench.soak.switch --frames 100000000 --json FILE
+
+Owns: the mixture of frames, and what is watched. Must not know: the switch's insides. One switch
+process, kvcast's program, nine hosts behind UDP tunnels. Host 1 sends what goes to host 2; every
+turn also brings READs of all hosts, DATA that several wait for, a segment served from the switch,
+and damaged frames of up to 9,216 bytes. Resident memory is read from /proc after the first
+hundredth and then a hundred times; the packets are those that the switch says it has processed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.bench import switch, traffic
+from kvcast.bench import switch_programs as programs
+from kvcast.bench.switch import BenchError
+from kvcast.service import provenance
+
+GROWTH_LIMIT_MIB = 8.0
+_TURN_S = 1.0
+_SETTLE_S = 0.3
+"""So that the flood has gone, and the few frames behind it are not lost in its queue."""
+_DAMAGED_A_TURN = 200
+_FRAME_BYTES = 128
+_TURNS_AT_LEAST = 3
+"""A segment that fills the switch in one turn is served from it in the next."""
+
+
+def damaged(rng: random.Random) -> programs.Arrival:
+    """A frame that nobody meant: bits flipped, cut short, or noise of any length."""
+    meant = programs.reads(programs.KEY, programs.READERS) + programs.data(
+        programs.KEY, range(2), last=False
+    )
+    host, frame = rng.choice(meant)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return host, frame[: rng.randrange(len(frame))]
+    if kind == 1:
+        return host, rng.randbytes(rng.choice((0, 1, 13, 14, 60, 1500, 9216)))
+    changed = bytearray(frame)
+    for _ in range(rng.randint(1, 5)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return host, bytes(changed)
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2)
+
+
+def run(frames: int, seed: int = 1) -> dict[str, Any]:
+    """Send until the switch has processed that many frames; BenchError if it dies meanwhile."""
+    rng = random.Random(seed)
+    processors = switch.Processors.of_this_machine()
+    samples: list[tuple[int, float]] = []
+    start_s = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcast-soak-")))
+        hosts = {}
+        for host in range(1, programs.HOSTS + 1):
+            endpoint = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+            endpoint.bind(("127.0.0.1", 0))
+            hosts[host] = endpoint
+        ours = dict(zip(hosts, switch.free_udp_ports(len(hosts)), strict=True))
+        flags = [
+            f"{host}=udp:127.0.0.1:{ours[host]}:127.0.0.1:{endpoint.getsockname()[1]}"
+            for host, endpoint in hosts.items()
+        ]
+        log = stack.enter_context(open(os.devnull, "w"))
+        stats = folder / "stats.json"
+        command = switch.switch_command(flags, "--stats-json", str(stats))
+        process = stack.enter_context(switch.started(command, processors.switch, log))
+        asyncio.run(switch.program_switch(process.ready()["grpc"], programs.kvcast()))
+        for host, endpoint in hosts.items():
+            endpoint.connect(("127.0.0.1", ours[host]))
+        ordinary = [frame for _, frame in programs.ordinary(4 * switch.JOINED, _FRAME_BYTES)]
+        resident = programs.RESIDENT_KEY
+        few = [
+            *programs.reads(programs.KEY, programs.READERS),
+            *programs.data(programs.KEY, range(64), last=True),
+            *programs.reads(resident, programs.READERS[:1]),
+            *programs.data(resident, range(64), last=True),
+            *programs.reads(resident, programs.READERS),
+        ]
+        processed = turns = 0
+        while processed < frames or turns < _TURNS_AT_LEAST:
+            turns += 1
+            with traffic.Sender(hosts[1], ordinary, 0, processors.sender, switch.JOINED):
+                time.sleep(_TURN_S)
+            time.sleep(_SETTLE_S)
+            hosts[1].setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
+            for host, frame in few + [damaged(rng) for _ in range(_DAMAGED_A_TURN)]:
+                with contextlib.suppress(OSError):
+                    hosts[host].send(frame)
+            if process.process.poll() is not None:
+                raise BenchError(f"the switch ended with {process.process.returncode}")
+            counted = json.loads(stats.read_text())
+            processed = counted["loop"]["processed"]
+            if not samples or processed - samples[-1][0] >= frames // 100:
+                samples.append((processed, resident_mib(process.process.pid)))
+        time.sleep(1.5)
+        counted = json.loads(stats.read_text())
+    early = next(mib for count, mib in samples if count >= frames // 100)
+    return {
+        "bench": "soak",
+        "provenance": provenance.provenance(),
+        "frames": counted["loop"]["processed"],
+        "frames_out": counted["switch"]["frames_out"],
+        "seconds": round(time.monotonic() - start_s, 1),
+        "resident_mib_early": early,
+        "resident_mib_last": samples[-1][1],
+        "growth_mib": round(samples[-1][1] - early, 2),
+        "samples": samples,
+        "switch": counted["switch"],
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    print(
+        f"{report['frames']:,} frames in {report['seconds']} s; resident memory "
+        f"{report['resident_mib_early']} MiB early, {report['resident_mib_last']} MiB at last"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.soak.switch", description="Memory over many packets."
+    )
+    parser.add_argument("--frames", type=int, default=2_000_000, help="packets to process")
+    parser.add_argument("--json", metavar="FILE", help='where the report goes; "-" = output')
+    arguments = parser.parse_args(argv)
+    if arguments.frames < 1000:
+        parser.error("send at least 1000 frames")
+    try:
+        report = run(arguments.frames)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    provenance.report_to(arguments.json, report, _show)
+    return 0 if report["growth_mib"] <= GROWTH_LIMIT_MIB else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,280 @@
+"""Membership: which nodes the pool knows, which of them live, and which hold buckets.
+
+Owns: registration (one incarnation of a node id at a time, no two live nodes with one address),
+leases, and when a node gets or loses its buckets. Must not know: what a bucket is, connections
+(an opaque number stands for one), the switch, sockets, clocks: every call is given `now`.
+
+A node is *live* while its lease runs, and *placed* while buckets may name it:
+
+| event                            | live | placed                                      |
+|----------------------------------|------|---------------------------------------------|
+| registers, never seen before     | yes  | at the next `advance`                       |
+| registers again within its lease | yes  | stays                                       |
+| lease runs out, or it leaves     | no   | no, at once                                 |
+| registers after that             | yes  | when it has been live for `rebalance_after` |
+
+so a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
+node stays known (its forwarding stays, its index stays) until its address is wanted by another
+node or the bound is reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, NodeInfo, Register
+
+MAX_LIVE_NODES = 32
+"""The switch program's port bitmap is 32 bits wide."""
+MAX_KNOWN_NODES = 64
+"""Live and dead; beyond it the node that is dead for longest is forgotten."""
+MAX_PORT = 32
+
+_MAC = re.compile(r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}$")
+
+
+class RegistrationError(ValueError):
+    """A node cannot join; the text says why, to the node's operator."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a node is, as registered: `mac` as 02:6b:76:00:00:01, `switch_port` 1..32."""
+
+    ip: str
+    mac: str
+    switch_port: int
+    udp_port: int
+    bulk_host: str
+    bulk_port: int
+
+
+@dataclass
+class Node:
+    """One known node. Times are on the caller's clock, in seconds."""
+
+    node_id: str
+    index: int
+    incarnation: int
+    address: Address
+    arena_bytes: int
+    placed: bool
+    connection: int | None = None
+    lease_until: float = 0.0
+    live: bool = False
+    live_since: float = 0.0
+    newcomer: bool = False
+    """Never placed before: gets its first buckets without waiting to prove itself."""
+    arena_used_bytes: int = 0
+    blocks: int = 0
+    epoch: int = 0
+    """The epoch of the map that the node last said it uses."""
+
+    @property
+    def info(self) -> NodeInfo:
+        return NodeInfo(index=self.index, node_id=self.node_id, **dataclasses.asdict(self.address))
+
+
+@dataclass(frozen=True)
+class SavedNode:
+    """What outlives the controller of a node."""
+
+    node_id: str
+    index: int
+    incarnation: int
+    address: Address
+    arena_bytes: int
+    placed: bool
+
+
+def checked_address(message: Register) -> Address:
+    """The registered address in canonical form; RegistrationError if no host can have it."""
+    try:
+        ip = ipaddress.IPv4Address(message.ip)
+    except ValueError:
+        raise RegistrationError(f"ip {message.ip!r} is not an IPv4 address") from None
+    if ip.is_multicast or ip.is_unspecified or ip == ipaddress.IPv4Address("255.255.255.255"):
+        raise RegistrationError(f"ip {ip} is not a host's address")
+    mac = message.mac.lower()
+    if not _MAC.match(mac) or int(mac[:2], 16) & 1 or mac == "00:00:00:00:00:00":
+        raise RegistrationError(f"mac {message.mac!r} is not a host's address")
+    if not 1 <= message.switch_port <= MAX_PORT:
+        raise RegistrationError(f"switch port {message.switch_port} is outside 1..{MAX_PORT}")
+    if not message.udp_port:
+        raise RegistrationError("udp port 0")
+    return Address(
+        ip=str(ip),
+        mac=mac,
+        switch_port=message.switch_port,
+        udp_port=message.udp_port,
+        bulk_host=message.bulk_host,
+        bulk_port=message.bulk_port,
+    )
+
+
+class Membership:
+    """The nodes by id. Methods return whether the pool's map changed by them."""
+
+    def __init__(self, *, lease_s: float, rebalance_after_s: float) -> None:
+        self._lease_s = lease_s
+        self._rebalance_after_s = rebalance_after_s
+        self.nodes: dict[str, Node] = {}
+
+    @classmethod
+    def restore(
+        cls, saved: list[SavedNode], now: float, *, lease_s: float, rebalance_after_s: float
+    ) -> Membership:
+        """The membership as a former controller left it.
+
+        Placed nodes are given two leases to find the new controller, so that its start moves no
+        bucket.
+        """
+        membership = cls(lease_s=lease_s, rebalance_after_s=rebalance_after_s)
+        for node in saved:
+            membership.nodes[node.node_id] = Node(
+                node_id=node.node_id,
+                index=node.index,
+                incarnation=node.incarnation,
+                address=node.address,
+                arena_bytes=node.arena_bytes,
+                placed=node.placed,
+                live=node.placed,
+                live_since=now,
+                lease_until=now + 2 * lease_s,
+            )
+        return membership
+
+    def saved(self) -> list[SavedNode]:
+        """What `restore` needs, by index."""
+        return [
+            SavedNode(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes, n.placed)
+            for n in sorted(self.nodes.values(), key=lambda n: n.index)
+        ]
+
+    def register(self, message: Register, connection: int, now: float) -> tuple[Node, bool]:
+        """Take a node in; RegistrationError, and nothing changed, if it cannot join."""
+        if message.version != CONTROL_PROTOCOL_VERSION:
+            raise RegistrationError(
+                f"control protocol version {message.version}, expected {CONTROL_PROTOCOL_VERSION}"
+            )
+        address = checked_address(message)
+        node = self.nodes.get(message.node_id)
+        if (
+            node is not None
+            and node.live
+            and node.connection is not None
+            and node.connection != connection
+            and node.incarnation != message.incarnation
+        ):
+            raise RegistrationError(f"{message.node_id} is already connected")
+        rivals = [n for n in self.nodes.values() if n.node_id != message.node_id]
+        taken = [(n, what) for n in rivals if (what := _conflict(n.address, address))]
+        for rival, what in taken:
+            if rival.live:
+                raise RegistrationError(f"{what} is taken by {rival.node_id}")
+        if node is None and sum(n.live for n in rivals) >= MAX_LIVE_NODES:
+            raise RegistrationError(f"the pool is full ({MAX_LIVE_NODES} nodes)")
+        for rival, _ in taken:
+            del self.nodes[rival.node_id]
+        changed = False
+        if node is None:
+            node = self._new_node(message, address)
+            changed = True
+        else:
+            changed = not node.live or node.address != address
+            if not node.live:
+                node.live_since = now
+            node.incarnation = message.incarnation
+            node.address = address
+        if not node.live:
+            node.live, node.live_since = True, now
+        node.arena_bytes = message.arena_bytes
+        node.connection = connection
+        node.lease_until = now + self._lease_s
+        return node, changed
+
+    def _new_node(self, message: Register, address: Address) -> Node:
+        if len(self.nodes) >= MAX_KNOWN_NODES:
+            dead = [n for n in self.nodes.values() if not n.live]
+            del self.nodes[min(dead, key=lambda n: n.lease_until).node_id]
+        used = {n.index for n in self.nodes.values()}
+        index = next(i for i in range(1, MAX_KNOWN_NODES + 2) if i not in used)
+        node = Node(
+            node_id=message.node_id,
+            index=index,
+            incarnation=message.incarnation,
+            address=address,
+            arena_bytes=message.arena_bytes,
+            placed=False,
+            newcomer=True,
+        )
+        self.nodes[node.node_id] = node
+        return node
+
+    def renew(self, node: Node, now: float) -> None:
+        """The node has just spoken."""
+        node.lease_until = now + self._lease_s
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long: every running lease is longer by it."""
+        for node in self.nodes.values():
+            if node.live:
+                node.lease_until += seconds
+
+    def disconnected(self, node: Node, connection: int) -> None:
+        """The node's connection is gone; its lease runs on."""
+        if node.connection == connection:
+            node.connection = None
+
+    def leave(self, node: Node, now: float) -> bool:
+        """The node says that it stops: its buckets move now."""
+        node.lease_until = now
+        return self._die(node)
+
+    def advance(self, now: float) -> bool:
+        """Let leases run out, and place the nodes whose time has come."""
+        changed = False
+        for node in self.nodes.values():
+            if node.live and now >= node.lease_until:
+                changed |= self._die(node)
+            elif node.live and not node.placed and self._may_be_placed(node, now):
+                node.placed, node.newcomer = True, False
+                changed = True
+        return changed
+
+    def _may_be_placed(self, node: Node, now: float) -> bool:
+        return (
+            node.newcomer
+            or now >= node.live_since + self._rebalance_after_s  # as in `next_deadline`
+            or not any(n.placed for n in self.nodes.values())
+        )
+
+    def _die(self, node: Node) -> bool:
+        was_live = node.live
+        node.live = node.placed = False
+        node.newcomer = False
+        return was_live
+
+    def next_deadline(self) -> float | None:
+        """When `advance` will next have something to do; None if only after an event."""
+        times = [n.lease_until for n in self.nodes.values() if n.live]
+        times += [
+            n.live_since if n.newcomer else n.live_since + self._rebalance_after_s
+            for n in self.nodes.values()
+            if n.live and not n.placed
+        ]
+        return min(times, default=None)
+
+
+def _conflict(theirs: Address, ours: Address) -> str | None:
+    """What two nodes cannot both have, in words; None if they can live side by side."""
+    if theirs.ip == ours.ip:
+        return f"ip {ours.ip}"
+    if theirs.mac == ours.mac:
+        return f"mac {ours.mac}"
+    if theirs.switch_port == ours.switch_port:
+        return f"switch port {ours.switch_port}"
+    return None

@@ -1,0 +1,187 @@
+"""Names: namespaces and reader groups, found or made on request.
+
+Owns: the assignment of namespace numbers (1..65535) to (tenant, model, version, layout), of group
+numbers to sets of nodes in a namespace, which nodes a tenant's namespaces are for, and which
+namespaces have a secret. Must not know: connections, or what the switch does with names. Numbers
+persist: blocks and reads in flight carry them, and engines keep them.
+
+A namespace's number follows from what it stands for (`number_of`), not from the order in which
+namespaces are made: a controller that has lost its state, or a backup that never had it, gives the
+same number to the same namespace again, and not the one that readers still know for another.
+
+With secrets "auto", namespaces have none as long as there is one tenant, whose nodes have nothing
+to hide from each other. From the moment that there are two, every namespace has one: those that
+had none are given theirs then, and what was kept in them under plain keys is forgotten. Where
+tenants are configured (`tenants`), there are several from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+from kvcast.protocol.messages.control import (
+    GroupInfo,
+    NamespaceInfo,
+    NamespaceSecret,
+    hash_of_names,
+)
+
+MAX_NAMESPACES = 128
+"""Each costs the switch a namespace_guard entry a port."""
+MAX_GROUPS = 512
+"""Over all namespaces: each holds a multicast group of the switch, from 1024 up."""
+MAX_GROUPS_PER_NAMESPACE = 64
+MAX_GROUP_NODES = 31
+
+
+class NameRequestError(ValueError):
+    """The namespace or group cannot be had; the text says why."""
+
+
+def number_of(tenant: str, model: str, version: str, layout: str) -> int:
+    """The number (1..65535) that a namespace gets unless another has it: BLAKE2b of its parts."""
+    return 1 + hash_of_names(b"kvcast-namespace", (tenant, model, version, layout)) % 0xFFFF
+
+
+class SecretMode(Enum):
+    """Which namespaces get a secret when they are made; one that has a secret keeps it."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class TenantRules:
+    """`tenants`: who there is, and for which nodes (none = all); empty = whoever asks, for all
+    nodes."""
+
+    tenants: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    secrets: SecretMode = SecretMode.NEVER
+
+
+@dataclass(frozen=True)
+class Group:
+    """A reader group; `ordinal` is its place among all groups of all namespaces."""
+
+    namespace: int
+    group: int
+    nodes: tuple[str, ...]
+    ordinal: int
+
+    @property
+    def info(self) -> GroupInfo:
+        return GroupInfo(namespace=self.namespace, group=self.group, nodes=list(self.nodes))
+
+
+@dataclass
+class Names:
+    """All namespaces and groups; `namespaces` by number, `groups` by (namespace, group)."""
+
+    namespaces: dict[int, NamespaceInfo] = field(default_factory=dict)
+    groups: dict[tuple[int, int], Group] = field(default_factory=dict)
+    secrets: dict[int, bytes] = field(default_factory=dict, repr=False)
+    rules: TenantRules = field(default_factory=TenantRules)
+    new_secret: Callable[[], bytes] | None = None
+    """Makes a secret that nobody can guess; needed where the rules want secrets."""
+
+    newly_secret: set[int] = field(default_factory=set)
+    """Namespaces that were given a secret, until whoever cares for their blocks takes them."""
+
+    def apply_rules(self) -> bool:
+        """Bring namespaces made under other rules in line with these; whether any changed."""
+        before = dict(self.namespaces)
+        for number, info in self.namespaces.items():
+            nodes = self.rules.tenants.get(info.tenant)
+            if nodes is not None:
+                info = msgspec.structs.replace(info, nodes=sorted(nodes))
+            self.namespaces[number] = msgspec.structs.replace(
+                info, has_secret=number in self.secrets
+            )
+        self._give_secrets()
+        return before != self.namespaces
+
+    def _give_secrets(self) -> None:
+        tenants = {info.tenant for info in self.namespaces.values()}
+        mode = self.rules.secrets
+        several = len(tenants) > 1 or bool(self.rules.tenants)
+        if mode is SecretMode.NEVER or (mode is SecretMode.AUTO and not several):
+            return
+        assert self.new_secret is not None
+        for number, info in self.namespaces.items():
+            if number not in self.secrets:
+                self.secrets[number] = self.new_secret()
+                self.newly_secret.add(number)
+                self.namespaces[number] = msgspec.structs.replace(info, has_secret=True)
+
+    def secrets_for(self, node_id: str) -> list[NamespaceSecret]:
+        """The secrets that this node may have: those of the namespaces that it may use."""
+        return [
+            NamespaceSecret(number, self.secrets[number])
+            for number, info in sorted(self.namespaces.items())
+            if number in self.secrets and (not info.nodes or node_id in info.nodes)
+        ]
+
+    def namespace(
+        self, tenant: str, model: str, version: str, layout: str, node_id: str
+    ) -> tuple[NamespaceInfo, bool]:
+        """The namespace that stands for these, and whether it had to be made. NameRequestError if
+        it is not for the node that asks."""
+        nodes = self.rules.tenants.get(tenant)
+        if self.rules.tenants and nodes is None:
+            raise NameRequestError(f"there is no tenant {tenant[:80]!r}")
+        wanted = (tenant, model, version, layout)
+        for info in self.namespaces.values():
+            if (info.tenant, info.model, info.version, info.layout) == wanted:
+                if info.nodes and node_id not in info.nodes:
+                    raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
+                return info, False
+        if nodes and node_id not in nodes:
+            raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            raise NameRequestError(f"all {MAX_NAMESPACES} namespaces are taken")
+        number = number_of(*wanted)
+        while number in self.namespaces:
+            number = number % 0xFFFF + 1
+        self.namespaces[number] = NamespaceInfo(
+            number, tenant, model, version, layout, sorted(nodes or ())
+        )
+        self._give_secrets()
+        return self.namespaces[number], True
+
+    def group(
+        self, namespace: int, node_ids: list[str], known: frozenset[str]
+    ) -> tuple[Group, bool]:
+        """The reader group of exactly these nodes, and whether it had to be made."""
+        if namespace not in self.namespaces:
+            raise NameRequestError(f"namespace {namespace} does not exist")
+        nodes = tuple(sorted(set(node_ids)))
+        if not 1 <= len(nodes) <= MAX_GROUP_NODES:
+            raise NameRequestError(f"a group has 1 to {MAX_GROUP_NODES} nodes, not {len(nodes)}")
+        if unknown := [n for n in nodes if n not in known]:
+            raise NameRequestError(f"no such node: {', '.join(unknown)[:200]}")
+        users = self.namespaces[namespace].nodes
+        if users and (strangers := [n for n in nodes if n not in users]):
+            raise NameRequestError(f"namespace {namespace} is not for {', '.join(strangers)[:200]}")
+        mine = [g for g in self.groups.values() if g.namespace == namespace]
+        for group in mine:
+            if group.nodes == nodes:
+                return group, False
+        if len(mine) >= MAX_GROUPS_PER_NAMESPACE:
+            raise NameRequestError(
+                f"namespace {namespace} has all of its {MAX_GROUPS_PER_NAMESPACE} groups"
+            )
+        if len(self.groups) >= MAX_GROUPS:
+            raise NameRequestError(f"all {MAX_GROUPS} groups are taken")
+        used = {g.ordinal for g in self.groups.values()}
+        group = Group(
+            namespace=namespace,
+            group=max((g.group for g in mine), default=0) + 1,
+            nodes=nodes,
+            ordinal=next(i for i in range(MAX_GROUPS) if i not in used),
+        )
+        self.groups[namespace, group.group] = group
+        return group, True

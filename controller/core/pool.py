@@ -1,0 +1,573 @@
+"""The pool: one object that hears all events and says all that is to be done.
+
+Owns: the wiring of the cores (membership, placement, names, tiers, port sets), the epoch, and
+when agents may be told of a change: after the switch holds it. Must not know: sockets, gRPC,
+SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
+
+A change passes through three steps, which the driver (`daemon.py`) takes in this order:
+
+1. `plan()` freezes what should be: the switch's state, the map of a new epoch if it changed, and
+   the answers that wait for it. The driver saves `saved()`, then writes what the switch lacks.
+2. `published(plan)` gives the maps and answers to send: whoever reads them may rely on the switch.
+3. The driver deletes what the switch should no longer hold; `programmed(plan)` then frees slots.
+
+If the switch cannot be reached, the map is published all the same: agents go on by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.membership import Membership, Node, RegistrationError, SavedNode
+from kvcast.controller.core.multicast_groups import PortSets
+from kvcast.controller.core.namespaces import Group, NameRequestError, Names, TenantRules
+from kvcast.controller.core.placement import Placement, place
+from kvcast.controller.core.residency import Residency, SavedResident
+from kvcast.controller.core.tiers import AdmitMode, HeatSample, Outgoing, Tiers
+from kvcast.controller.switch import program
+from kvcast.controller.switch.reconcile import SwitchState
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    AgentMessage,
+    Described,
+    GroupReply,
+    GroupRequest,
+    Kept,
+    Leave,
+    NamespaceInfo,
+    NamespaceReply,
+    NamespaceRequest,
+    NamespaceSecrets,
+    PoolMap,
+    Refused,
+    Register,
+    Registered,
+    Renew,
+)
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of
+from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
+
+MAX_COUNTERS = 256
+MAX_HOT = 256
+MAX_WAITING_REPLIES = 1024
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """What the operator chose. Times in seconds.
+
+    `replicas`: nodes after the home that a bucket lists; `slots`: segment slots of the switch
+    target; `drain_s`: how long a deleted entry's slot rests; `refresh_s`: how often the homes of
+    residents are asked whether they still hold the same bytes.
+    """
+
+    settings: program.Settings
+    slots: int
+    read_padding_bytes: int
+    lease_s: float = 3.0
+    rebalance_after_s: float = 2.0
+    replicas: int = 2
+    admit: AdmitMode = AdmitMode.AUTO
+    value: ValueOptions = field(default_factory=ValueOptions)
+    drain_s: float = 0.2
+    refresh_s: float = 10.0
+    port_sets: int = 64
+    tenants: TenantRules = field(default_factory=TenantRules)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What outlives the controller."""
+
+    epoch: int = 0
+    nodes: tuple[SavedNode, ...] = ()
+    namespaces: tuple[NamespaceInfo, ...] = ()
+    groups: tuple[Group, ...] = ()
+    residents: tuple[SavedResident, ...] = ()
+    pins: tuple[BlockId, ...] = ()
+    secrets: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    """Namespace and secret."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Say this on that connection."""
+
+    connection: int
+    message: msgspec.Struct
+
+
+@dataclass(frozen=True)
+class Close:
+    """End that connection, after what was sent on it has gone out."""
+
+    connection: int
+    reason: str
+
+
+Action = Send | Close
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What should be, frozen; see the module's text. Plans of one state share `desired`."""
+
+    desired: SwitchState
+    map: PoolMap
+    map_to: frozenset[int]
+    replies: tuple[Send, ...]
+    nodes: frozenset[str]
+    namespaces: frozenset[int]
+    groups: frozenset[tuple[int, int]]
+    draining: frozenset[int]
+
+
+def _random_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+class Pool:
+    """See the module's text. One thread; no call blocks."""
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        saved: SavedState,
+        now: float,
+        *,
+        first_generation: int,
+        new_secret: Callable[[], bytes] = _random_secret,
+    ) -> None:
+        self.options = options
+        self.epoch = saved.epoch
+        self.counts: Counter[str] = Counter()
+        self.membership = Membership.restore(
+            list(saved.nodes),
+            now,
+            lease_s=options.lease_s,
+            rebalance_after_s=options.rebalance_after_s,
+        )
+        self.names = Names(
+            {info.namespace: info for info in saved.namespaces},
+            {(group.namespace, group.group): group for group in saved.groups},
+            dict(saved.secrets),
+            options.tenants,
+            new_secret,
+        )
+        residency = Residency(
+            options.slots, first_generation=first_generation, drain_s=options.drain_s
+        )
+        if options.settings.enabled:
+            self.counts["residents_not_restored"] = residency.restore(saved.residents, now)
+        self.tiers = Tiers(
+            options.admit, residency, options.value, self._homes, refresh_s=options.refresh_s
+        )
+        self.tiers.pins.update(saved.pins)
+        self._map_changed = self.names.apply_rules()
+        self._forget_has_secret(now)
+        self.port_sets = PortSets(options.port_sets)
+        self.agent_counters: dict[str, dict[str, float]] = {}
+        self._placement_of: frozenset[str] = frozenset()
+        self._placement: Placement = place((), 1)
+        self._desired = SwitchState()
+        self._desired_for: tuple[object, ...] | None = None
+        """What `_desired` was computed from; the plan of a quiet pool costs next to nothing."""
+        self._map: PoolMap | None = None
+        self._map_due: set[int] = set()
+        self._replies: list[Send] = []
+        self._nodes_of: dict[int, str] = {}
+        """Connection to the node that registered on it."""
+        self.programmed_nodes: frozenset[str] = frozenset()
+        self._published_namespaces: frozenset[int] = frozenset()
+        self._published_groups: frozenset[tuple[int, int]] = frozenset()
+
+    # --- agents -----------------------------------------------------------------------------
+
+    def received(self, connection: int, message: AgentMessage, now: float) -> list[Action]:
+        """An agent's message; the first on a connection must be Register."""
+        if isinstance(message, Register):
+            return self._register(connection, message, now)
+        node = self._node(connection)
+        if node is None:
+            return [Close(connection, "not registered")]
+        self.membership.renew(node, now)
+        match message:
+            case Renew():
+                return self._renew(node, message, connection, now)
+            case Described():
+                return self._to_nodes(self.tiers.described(message, node.node_id, now))
+            case Kept():
+                return self._to_nodes(self.tiers.kept(message, node.node_id, now))
+            case NamespaceRequest():
+                return self._namespace(connection, message, now)
+            case GroupRequest():
+                return self._group(connection, message)
+            case Leave():
+                self._map_changed |= self.membership.leave(node, now)
+                return [Close(connection, "left")]
+
+    def disconnected(self, connection: int) -> None:
+        """The connection is gone; its node's lease runs on."""
+        node = self._node(connection)
+        self._nodes_of.pop(connection, None)
+        self._map_due.discard(connection)
+        if node is not None:
+            self.membership.disconnected(node, connection)
+
+    def refuse_all(self, connection: int, reason: str) -> list[Action]:
+        """Answer to any registration while this controller must not take agents."""
+        self.counts["registrations_refused"] += 1
+        return [Send(connection, Refused(reason=reason[:256])), Close(connection, reason)]
+
+    def _node(self, connection: int) -> Node | None:
+        node = self.membership.nodes.get(self._nodes_of.get(connection, ""))
+        return node if node is not None and node.connection == connection else None
+
+    def _register(self, connection: int, message: Register, now: float) -> list[Action]:
+        bound = self._nodes_of.get(connection)
+        if bound is not None and bound != message.node_id:
+            return self.refuse_all(connection, f"this connection is {bound}'s")
+        former = self.membership.nodes.get(message.node_id)
+        former_connection = former.connection if former else None
+        try:
+            node, changed = self.membership.register(message, connection, now)
+        except RegistrationError as error:
+            return self.refuse_all(connection, str(error))
+        self._map_changed |= changed
+        self._nodes_of[connection] = node.node_id
+        self._map_due.add(connection)
+        actions: list[Action] = []
+        if former_connection is not None and former_connection != connection:
+            self._nodes_of.pop(former_connection, None)
+            actions.append(Close(former_connection, "registered again on another connection"))
+        answer = Registered(
+            version=CONTROL_PROTOCOL_VERSION,
+            index=node.index,
+            lease_s=self.options.lease_s,
+            read_padding_bytes=self.options.read_padding_bytes,
+        )
+        return [*actions, Send(connection, answer)]
+
+    def _renew(self, node: Node, message: Renew, connection: int, now: float) -> list[Action]:
+        if not node.live:
+            return [Close(connection, "lease ran out: register again")]
+        node.arena_used_bytes, node.blocks = message.arena_used_bytes, message.blocks
+        node.epoch = message.epoch
+        counters = {
+            name: value
+            for name, value in message.counters.items()
+            if len(name) <= 64 and math.isfinite(value)
+        }
+        if len(counters) != len(message.counters) or len(counters) > MAX_COUNTERS:
+            self.counts["agent_counters_ignored"] += 1
+            counters = dict(list(counters.items())[:MAX_COUNTERS])
+        self.agent_counters[node.node_id] = counters
+        self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
+        for report in message.hot[:MAX_HOT]:
+            block = BlockId(report.namespace, report.key)
+            home = node.node_id in self.placement[bucket_of(block.key)]
+            if home and block.namespace in self.names.namespaces and report.size_bytes:
+                self.tiers.heard_report(report, now)
+            else:
+                self.counts["reports_ignored"] += 1
+        return []
+
+    def _namespace(self, connection: int, message: NamespaceRequest, now: float) -> list[Action]:
+        try:
+            info, made = self.names.namespace(
+                message.tenant,
+                message.model,
+                message.version,
+                message.layout,
+                self._nodes_of[connection],
+            )
+        except NameRequestError as error:
+            return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
+        self._map_changed |= made
+        self._forget_has_secret(now)
+        reply = Send(connection, NamespaceReply(request=message.request, info=info))
+        return self._reply(reply, info.namespace in self._published_namespaces)
+
+    def _forget_has_secret(self, now: float) -> None:
+        """What was known of a namespace before it had a secret names nothing any more."""
+        self.tiers.forget(self.names.newly_secret, now)
+        self.names.newly_secret.clear()
+
+    def _group(self, connection: int, message: GroupRequest) -> list[Action]:
+        known = frozenset(self.membership.nodes)
+        try:
+            group, made = self.names.group(message.namespace, message.nodes, known)
+        except NameRequestError as error:
+            return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
+        self._map_changed |= made
+        reply = Send(connection, GroupReply(request=message.request, info=group.info))
+        return self._reply(reply, (group.namespace, group.group) in self._published_groups)
+
+    def _reply(self, reply: Send, at_once: bool) -> list[Action]:
+        """Answer now if the switch holds what the answer names, else with the next plan."""
+        if at_once:
+            return [reply]
+        if len(self._replies) >= MAX_WAITING_REPLIES:
+            self.counts["replies_at_bound"] += 1
+            return [Close(reply.connection, "too many requests wait for the switch")]
+        self._replies.append(reply)
+        return []
+
+    # --- the switch -------------------------------------------------------------------------
+
+    def found(self, actual: SwitchState) -> None:
+        """What a switch was read to hold: adopt its port sets, and rest slots it has in use."""
+        for (table, match), action in actual.entries.items():
+            if table == program.PORT_SET and action.name == "set_group":
+                (bits,) = match
+                place_ = action.params[0] - program.PORT_SET_BASE
+                if isinstance(bits, int):
+                    self.port_sets.adopt(bits, place_)
+        slots = [
+            action.params[0]
+            for (table, _), action in actual.entries.items()
+            if table == program.RESIDENT and action.params
+        ]
+        self.tiers.residency.foreign(slots)
+
+    def heat(self, samples: Iterable[HeatSample], now: float) -> None:
+        """Heat digests of the switch."""
+        for sample in samples:
+            if sample.block.namespace not in self.names.namespaces:
+                self.counts["heat_ignored"] += 1
+                continue
+            self.counts["heat_digests"] += 1
+            self.tiers.heard_heat(sample, now)
+            self.port_sets.seen(sample.port_bits)
+
+    def hits(self, hits: Mapping[int, int], now: float) -> list[Action]:
+        """Readings of `resident_hits`, by slot."""
+        return self._to_nodes(self.tiers.heard_hits(hits, now))
+
+    # --- time and plans ---------------------------------------------------------------------
+
+    def advance(self, now: float) -> list[Action]:
+        """All that is due by `now`. Call it after every event and at `next_deadline`."""
+        self._map_changed |= self.membership.advance(now)
+        for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
+            del self.agent_counters[node_id]
+        if not self.options.settings.enabled:
+            return []
+        return self._to_nodes(self.tiers.advance(now))
+
+    def next_deadline(self) -> float | None:
+        """When `advance` has something to do without an event."""
+        times = (self.membership.next_deadline(), self.tiers.next_deadline())
+        return min((t for t in times if t is not None), default=None)
+
+    @property
+    def placement(self) -> Placement:
+        """The bucket lists, by node id, over the placed nodes."""
+        placed = frozenset(n.node_id for n in self.membership.nodes.values() if n.placed)
+        if placed != self._placement_of:
+            self._placement_of = placed
+            self._placement = place(placed, self.options.replicas + 1)
+        return self._placement
+
+    def plan(self) -> Plan:
+        """What should be now; begins a new epoch if the map changed."""
+        if self._map is None or self._map_changed:
+            if self._map_changed:
+                self.epoch += 1
+            self._map_changed = False
+            self._map = self._build_map()
+            self._map_due.update(self._nodes_of)
+        members = self.membership.nodes.values()
+        hosts = [
+            program.Host(node.node_id, node.address)
+            for node in sorted(members, key=lambda node: node.index)
+        ]
+        residents = self.tiers.residency.residents.values()
+        inputs = (
+            tuple(hosts),
+            self.placement,
+            frozenset((n, tuple(info.nodes)) for n, info in self.names.namespaces.items()),
+            frozenset(self.names.groups),
+            tuple((resident.block, resident.generation) for resident in residents),
+            self.port_sets.places,
+        )
+        if inputs != self._desired_for:
+            self._desired_for = inputs
+            self._desired = program.desired_state(
+                self.options.settings,
+                hosts,
+                self.placement,
+                self.names.namespaces.values(),
+                self.names.groups.values(),
+                residents,
+                self.port_sets.places,
+            )
+        plan = Plan(
+            desired=self._desired,
+            map=self._map,
+            map_to=frozenset(self._map_due),
+            replies=tuple(self._replies),
+            nodes=frozenset(n.node_id for n in members if n.placed),
+            namespaces=frozenset(self.names.namespaces),
+            groups=frozenset(self.names.groups),
+            draining=self.tiers.residency.waiting_for_deletion(),
+        )
+        self._map_due.clear()
+        self._replies.clear()
+        return plan
+
+    def published(self, plan: Plan) -> list[Action]:
+        """The maps and answers that may go out now that the plan's insertions are written. Before
+        its map, each node is given the secrets that it may have."""
+        self._published_namespaces = plan.namespaces
+        self._published_groups = plan.groups
+        actions: list[Action] = []
+        for connection in sorted(plan.map_to):
+            secrets = self.names.secrets_for(self._nodes_of.get(connection, ""))
+            if secrets:
+                actions.append(Send(connection, NamespaceSecrets(secrets)))
+            actions.append(Send(connection, plan.map))
+        return [*actions, *plan.replies]
+
+    def derived(self, block: BlockId) -> BlockId:
+        """An engine's block as the pool knows it: secret, where the namespace is."""
+        secret = self.names.secrets.get(block.namespace)
+        return (
+            block
+            if secret is None
+            else BlockId(block.namespace, KeyDerivation(secret).key(block.key))
+        )
+
+    def programmed(self, plan: Plan, now: float) -> None:
+        """The switch holds exactly the plan's state."""
+        self.programmed_nodes = plan.nodes
+        self.tiers.residency.deleted(plan.draining, now)
+
+    def unprogrammed(self) -> None:
+        """The switch is lost, or holds nobody knows what."""
+        self.programmed_nodes = frozenset()
+
+    def saved(self) -> SavedState:
+        """What must outlive the controller."""
+        return SavedState(
+            epoch=self.epoch,
+            nodes=tuple(self.membership.saved()),
+            namespaces=tuple(self.names.namespaces[n] for n in sorted(self.names.namespaces)),
+            groups=tuple(self.names.groups[key] for key in sorted(self.names.groups)),
+            residents=tuple(self.tiers.residency.saved()),
+            pins=tuple(sorted(self.tiers.pins)),
+            secrets=tuple(sorted(self.names.secrets.items())),
+        )
+
+    def _build_map(self) -> PoolMap:
+        live = [n for n in self.membership.nodes.values() if n.live]
+        index = {n.node_id: n.index for n in live}
+        return PoolMap(
+            epoch=self.epoch,
+            nodes=[n.info for n in sorted(live, key=lambda n: n.index)],
+            buckets=[[index[node_id] for node_id in homes] for homes in self.placement],
+            namespaces=[self.names.namespaces[n] for n in sorted(self.names.namespaces)],
+            groups=[self.names.groups[key].info for key in sorted(self.names.groups)],
+        )
+
+    def _homes(self, block: BlockId) -> list[str]:
+        """Who owns the block and can be asked, home first."""
+        nodes = self.membership.nodes
+        return [
+            node_id
+            for node_id in self.placement[bucket_of(block.key)]
+            if nodes[node_id].connection is not None
+        ]
+
+    def _to_nodes(self, outgoing: Outgoing) -> list[Action]:
+        nodes = self.membership.nodes
+        return [
+            Send(connection, message)
+            for node_id, message in outgoing
+            if node_id in nodes and (connection := nodes[node_id].connection) is not None
+        ]
+
+    # --- what is shown ----------------------------------------------------------------------
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The pool as JSON-ready values; see docs of the HTTP API for the fields."""
+        homes = Counter(homes[0] for homes in self.placement if homes)
+        residency = self.tiers.residency
+        return {
+            "epoch": self.epoch,
+            "buckets": BUCKETS,
+            "plain": not self.options.settings.enabled,
+            "admit": self.options.admit.value,
+            "nodes": [
+                {
+                    **msgspec.to_builtins(node.info),
+                    "incarnation": node.incarnation,
+                    "alive": node.live,
+                    "connected": node.connection is not None,
+                    "placed": node.placed,
+                    "programmed": node.node_id in self.programmed_nodes,
+                    "buckets": homes.get(node.node_id, 0),
+                    "epoch": node.epoch,
+                    "lease_left_s": round(max(0.0, node.lease_until - now), 3),
+                    "arena_bytes": node.arena_bytes,
+                    "arena_used_bytes": node.arena_used_bytes,
+                    "blocks": node.blocks,
+                }
+                for node in sorted(self.membership.nodes.values(), key=lambda n: n.index)
+            ],
+            "namespaces": [
+                msgspec.to_builtins(self.names.namespaces[n]) for n in sorted(self.names.namespaces)
+            ],
+            "groups": [
+                msgspec.to_builtins(self.names.groups[k].info) for k in sorted(self.names.groups)
+            ],
+            "residents": [
+                {
+                    "namespace": r.block.namespace,
+                    "key": r.block.key.hex(),
+                    "digest": f"{r.digest:016x}",
+                    "size_bytes": r.size_bytes,
+                    "slots": list(r.slots),
+                    "generation": r.generation,
+                    "pinned": r.pinned,
+                    "leaving": r.leaving,
+                    "hits": r.hits,
+                    "value": round(self.tiers.heat.value(r.block, now), 1),
+                    "age_s": round(now - r.admitted_at, 3),
+                }
+                for r in residency.residents.values()
+            ],
+            "pins": [
+                {"namespace": b.namespace, "key": b.key.hex()} for b in sorted(self.tiers.pins)
+            ],
+            "slots": {
+                "total": residency.capacity,
+                "free": residency.free,
+                "coming_free": residency.coming_free,
+            },
+            "candidates": len(self.tiers.heat),
+            "port_sets": len(self.port_sets.places),
+            "counts": dict(sorted((self.counts + self.tiers.counts).items())),
+            "agents": self.agent_counters,
+        }
+
+    def decisions(self, now: float) -> list[dict[str, Any]]:
+        """The last decisions, newest first, with reasons; `age_s` in seconds."""
+        return [
+            {
+                "age_s": round(now - d.at, 3),
+                "decision": d.verb,
+                "namespace": d.block.namespace,
+                "key": d.block.key.hex(),
+                "value": round(d.value, 1),
+                "reason": d.reason,
+            }
+            for d in reversed(self.tiers.decisions)
+        ]

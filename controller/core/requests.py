@@ -1,0 +1,104 @@
+"""Requests: the questions that the controller has put to agents and that are still open.
+
+Owns: request numbers, deadlines, and the bound on how many may be open. Must not know: what the
+answers mean; the pool matches them to what it asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcast.protocol.messages.wire import BlockId
+
+MAX_OPEN = 128
+"""Beyond it a question is not asked now; the tick that wanted it will want it again."""
+
+
+@dataclass(frozen=True)
+class DescribeRequest:
+    """Which of `blocks` does the node hold?"""
+
+    request: int
+    node_id: str
+    blocks: tuple[BlockId, ...]
+    deadline: float
+
+
+@dataclass(frozen=True)
+class KeepRequest:
+    """Will the node keep this block? `attempt` counts from 0."""
+
+    request: int
+    node_id: str
+    block: BlockId
+    attempt: int
+    deadline: float
+
+
+Request = DescribeRequest | KeepRequest
+
+
+class OpenRequests:
+    """Open questions by number; numbers never repeat, 0 is none's."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Request] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def full(self) -> bool:
+        return len(self._open) >= MAX_OPEN
+
+    def describe(
+        self, node_id: str, blocks: Sequence[BlockId], deadline: float
+    ) -> DescribeRequest | None:
+        """A new question, or None at the bound."""
+        if self.full:
+            return None
+        self._last += 1
+        request = DescribeRequest(self._last, node_id, tuple(blocks), deadline)
+        self._open[request.request] = request
+        return request
+
+    def keep(
+        self, node_id: str, block: BlockId, attempt: int, deadline: float
+    ) -> KeepRequest | None:
+        """A new question, or None at the bound."""
+        if self.full:
+            return None
+        self._last += 1
+        request = KeepRequest(self._last, node_id, block, attempt, deadline)
+        self._open[request.request] = request
+        return request
+
+    def answered(self, number: int, node_id: str) -> Request | None:
+        """The question that this node answers; None if it was put to another, or is closed."""
+        request = self._open.get(number)
+        if request is None or request.node_id != node_id:
+            return None
+        return self._open.pop(number)
+
+    def expired(self, now: float) -> list[Request]:
+        """Close and return the questions that were not answered in time."""
+        late = [r for r in self._open.values() if now >= r.deadline]
+        for request in late:
+            del self._open[request.request]
+        return late
+
+    def asked_about(self) -> set[BlockId]:
+        """Blocks that a description or a promise is awaited for."""
+        blocks: set[BlockId] = set()
+        for request in self._open.values():
+            match request:
+                case DescribeRequest():
+                    blocks.update(request.blocks)
+                case KeepRequest():
+                    blocks.add(request.block)
+        return blocks
+
+    def next_deadline(self) -> float | None:
+        return min((r.deadline for r in self._open.values()), default=None)

@@ -1,0 +1,1 @@
+"""The agent's decisions, free of I/O and clocks."""

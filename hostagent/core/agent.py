@@ -1,0 +1,433 @@
+"""The agent's decisions, put together: one object that the adapters talk to.
+
+Owns: which core gets which event, the pool's membership as the controller states it, and the
+agent's report. Must not know: sockets, tasks, clocks; every method that needs the time is given
+it. After any call an adapter sends `frames_to_send` and makes the calls in `outbox.calls`, and
+it calls `handle_timer` when `get_timer` says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Final
+
+from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.pool import Pool, PoolMapError
+from kvcast.hostagent.core.queries import Asks
+from kvcast.hostagent.core.reads import ReadOptions, Reads
+from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.store import Copy, Store
+from kvcast.hostagent.core.writes import WriteOptions, Writes
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.bulk import meaning_of
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    AgentMessage,
+    ControllerMessage,
+    Credit,
+    Describe,
+    Described,
+    GroupInfo,
+    GroupReply,
+    GroupRequest,
+    HotBlock,
+    Keep,
+    Kept,
+    NamespaceInfo,
+    NamespaceReply,
+    NamespaceRequest,
+    NamespaceSecrets,
+    PoolMap,
+    Refused,
+    Registered,
+    Renew,
+)
+from kvcast.protocol.messages.wire import OP_READ, READ_PADDING_BYTES, BlockId, DataRun, Frame
+from kvcast.protocol.namespace_secrets import KeyDerivation
+from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.responder import Responder, ResponderConfig
+
+MAX_HOT_BLOCKS: Final = 256
+MAX_ASKED: Final = 1024
+"""Questions to the controller without an answer yet; one more is "busy"."""
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Everything tunable about the agent's decisions."""
+
+    node_id: str
+    requester: RequesterConfig = field(default_factory=RequesterConfig)
+    responder: ResponderConfig = field(default_factory=ResponderConfig)
+    reads: ReadOptions = field(default_factory=ReadOptions)
+    writes: WriteOptions = field(default_factory=WriteOptions)
+    client_share: float = 0.5
+    """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
+
+
+class MissingSecretError(Exception):
+    """The controller has not given this node the secret of a namespace that has one."""
+
+
+class _Held:
+    """A block held for the home while it is sent (the responder's `HeldBlock`)."""
+
+    __slots__ = ("_copy", "_store", "data", "digest")
+
+    def __init__(self, store: Store, copy: Copy, data: memoryview) -> None:
+        self._store = store
+        self._copy = copy
+        self.data = data
+        self.digest = copy.digest
+
+    def release(self) -> None:
+        self.data.release()
+        self._store.unpin(self._copy)
+
+
+Found = Callable[[NamespaceInfo | GroupInfo | None, str, str], None]
+"""(info, status, reason): the controller's answer to a question, or why there is none."""
+
+
+class AgentCore:
+    """See the module's description."""
+
+    def __init__(
+        self, options: AgentOptions, store: Store, memory: memoryview, rng: random.Random
+    ) -> None:
+        self.options = options
+        self.store = store
+        self.memory = memory
+        self.metrics = Metrics()
+        self.outbox = Outbox()
+        self.reads = Reads(options.reads, options.node_id, store, memory, self.outbox, self.metrics)
+        self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
+        self.asks = Asks(store, self.outbox)
+        self.serving = Serving(store, memory, self.outbox, self.metrics)
+        self.requester = Requester(
+            replace(options.requester, bulk_available=True),
+            allocate=self.reads.allocate,
+            discard=self.reads.discard,
+            rng=rng,
+        )
+        self.reads.use(self.requester)
+        self.responder = Responder(options.responder, lookup=self._lookup)
+        self.connected = False
+        self.lease_s = 3.0
+        self._secrets: dict[int, KeyDerivation] = {}
+        self._index = -1
+        self._tell: Callable[[AgentMessage], None] | None = None
+        self._missing: dict[int, NamespaceInfo] = {}
+        """Namespaces that the controller's maps no longer name: it has lost its state."""
+        self._asked_again: set[int] = set()
+        """Those of them for which it was asked on this connection."""
+        self._asked: dict[int, Found] = {}
+        self._next_question = 1
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool as the controller last stated it; None before the first time."""
+        return self.outbox.pool
+
+    # --- frames -------------------------------------------------------------------------------
+
+    def receive(self, now: float, source: int, frame: Frame) -> None:
+        """A frame that came from node `source` of the present map."""
+        if frame.op == OP_READ:
+            pool = self.outbox.pool
+            assert pool is not None  # there are no node indices without it
+            if pool.may_use(frame.namespace, pool.nodes[source].node_id):
+                self.responder.receive(now, source, frame)
+            else:
+                self.metrics.frames_forbidden_total += 1
+            return
+        self.metrics.frames_answers_total += 1
+        self.requester.receive(now, source, frame)
+
+    def receive_run(self, now: float, source: int, run: DataRun) -> None:
+        """DATA frames that came from node `source` of the present map."""
+        self.metrics.frames_answers_total += len(run.chunks)
+        self.requester.receive_run(now, source, run)
+
+    def after_receiving(self, now: float) -> None:
+        """Act on what the frames since the last call have brought about."""
+        self.reads.drain(now)
+
+    def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
+        """READs, and up to `budget` answers; encode them before anything else happens, since
+        their payloads are views of the arena."""
+        frames = self.requester.frames_to_send()
+        if budget > 0:
+            frames += self.responder.frames_to_send(now, budget)
+        return frames
+
+    def get_timer(self, now: float) -> float | None:
+        """When `handle_timer` and `frames_to_send` must be called next; None = no need."""
+        mine = self.reads.get_timer()
+        responders = self.responder.get_timer(now)
+        if mine is None or responders is None:
+            return responders if mine is None else mine
+        return min(mine, responders)
+
+    def handle_timer(self, now: float) -> None:
+        """Do what has become due by `now`."""
+        self.reads.handle_timer(now)
+
+    def _lookup(self, block: BlockId) -> _Held | None:
+        copy = self.store.get(block)
+        if copy is None:
+            return None
+        self.store.pin(copy)
+        return _Held(self.store, copy, self.memory[copy.offset : copy.offset + copy.size_bytes])
+
+    # --- the controller -----------------------------------------------------------------------
+
+    def control_connected(self, tell: Callable[[AgentMessage], None]) -> None:
+        """A connection to the controller stands, and took our registration; `tell` sends."""
+        self._tell = tell
+        self.connected = True
+        self._asked_again.clear()
+
+    def control_lost(self) -> None:
+        """The connection is gone: open questions end, the last map stays in force."""
+        self._tell = None
+        self.connected = False
+        asked, self._asked = self._asked, {}
+        for found in asked.values():
+            found(None, local.UNAVAILABLE, "the connection to the controller was lost")
+
+    def control_message(self, now: float, message: ControllerMessage) -> None:
+        """Anything that the controller says after it took the registration."""
+        if isinstance(message, PoolMap):
+            self._new_map(now, message)
+        elif isinstance(message, Credit):
+            for namespace, key, hits in message.hits:
+                self.metrics.credits_total += hits
+                self.store.get(BlockId(namespace, key))
+        elif isinstance(message, NamespaceSecrets):
+            self._new_secrets(message)
+        elif isinstance(message, Describe):
+            self._describe(message)
+        elif isinstance(message, Keep):
+            self._keep(now, message)
+        elif isinstance(message, Registered):
+            self.registered(message)
+        elif isinstance(message, Refused):
+            self._found(message.request, None, local.INVALID, message.reason)
+        elif isinstance(message, NamespaceReply):
+            if self.pool is not None:
+                self.pool.namespaces.setdefault(message.info.namespace, message.info)
+            self._found(message.request, message.info, local.OK, "")
+        else:
+            assert isinstance(message, GroupReply)
+            self._found(message.request, message.info, local.OK, "")
+
+    def registered(self, message: Registered) -> None:
+        """The controller took us: by which index, and with which profile of the network."""
+        if message.version != CONTROL_PROTOCOL_VERSION:
+            raise PoolMapError(f"controller speaks version {message.version}")
+        if not 0.1 <= message.lease_s <= 3600.0:
+            raise PoolMapError(f"a lease of {message.lease_s} s is outside 0.1..3600")
+        if message.read_padding_bytes not in (0, READ_PADDING_BYTES):
+            raise PoolMapError(f"READs cannot carry {message.read_padding_bytes} bytes of padding")
+        self._index = message.index
+        self.lease_s = message.lease_s
+        self.requester.config = replace(
+            self.requester.config, read_padding=message.read_padding_bytes > 0
+        )
+
+    def _new_map(self, now: float, message: PoolMap) -> None:
+        try:
+            pool = Pool(message, self._index, self.options.node_id)
+        except PoolMapError:
+            self.metrics.maps_refused_total += 1
+            raise
+        old = self.outbox.pool
+        self.outbox.pool = pool
+        if old is None:
+            return
+        # An index may come to stand for another node: a controller that has lost its state
+        # numbers them anew, and a node that is forgotten leaves its own to the next.
+        gone = {
+            index
+            for index, node in old.nodes.items()
+            if index not in pool.nodes or pool.nodes[index].node_id != node.node_id
+        }
+        if gone:
+            for index in sorted(gone):
+                self.responder.drop_reader(index)
+            self.requester.forget(now, gone)
+            self.reads.drain(now)
+        self._compare_namespaces(now, {**self._missing, **old.namespaces}, pool)
+
+    def _compare_namespaces(self, now: float, before: dict[int, NamespaceInfo], pool: Pool) -> None:
+        """A number that now means something else must not serve what it meant before. One that
+        means nothing any more belonged to a controller that has lost its state: whoever has it
+        now is asked for the namespace again, and until the answer its blocks are left alone."""
+        missing = {n: info for n, info in before.items() if n not in pool.namespaces}
+        changed = {
+            namespace
+            for namespace, info in before.items()
+            if namespace in pool.namespaces
+            and meaning_of(pool.namespaces[namespace]) != meaning_of(info)
+        }
+        self._missing = missing
+        if missing or changed:
+            self.reads.forget_namespaces(now, missing.keys() | changed)
+        for namespace in changed:
+            self.store.drop_namespace(namespace)
+        for namespace, info in missing.items():
+            mine = not info.nodes or self.options.node_id in info.nodes
+            if mine and namespace not in self._asked_again:
+                self._ask_again(info)
+
+    def _ask_again(self, info: NamespaceInfo) -> None:
+        namespace = info.namespace
+        self._asked_again.add(namespace)
+
+        def found(again: NamespaceInfo | GroupInfo | None, status: str, _reason: str) -> None:
+            if status in (local.UNAVAILABLE, local.BUSY):
+                self._asked_again.discard(namespace)
+                return
+            self._missing.pop(namespace, None)
+            same = (
+                isinstance(again, NamespaceInfo)
+                and again.namespace == namespace
+                and meaning_of(again) == meaning_of(info)
+            )
+            if not same:
+                self.store.drop_namespace(namespace)
+
+        parts = (info.tenant, info.model, info.version, info.layout)
+        self.ask_controller(lambda number: NamespaceRequest(number, *parts), found)
+
+    def _new_secrets(self, message: NamespaceSecrets) -> None:
+        for given in message.secrets:
+            old = self._secrets.get(given.namespace)
+            if old is not None and old.is_made_of(given.secret):
+                continue
+            self._secrets[given.namespace] = KeyDerivation(given.secret)
+            if old is not None:
+                # Nobody can name what was kept by the old one.
+                self.store.drop_namespace(given.namespace)
+
+    def pool_keys(self, namespace: int, keys: list[bytes]) -> list[bytes]:
+        """The pool's keys of an engine's; the same list where the namespace has no secret.
+        MissingSaltError where it has one that this node was not given."""
+        pool = self.outbox.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        if info is None or not info.has_secret:
+            return keys
+        secret = self._secrets.get(namespace)
+        if secret is None:
+            raise MissingSecretError(
+                f"the controller has not sent the secret of namespace {namespace}"
+            )
+        return secret.keys(keys)
+
+    def _say(self, message: AgentMessage) -> None:
+        if self._tell is not None:
+            self._tell(message)
+
+    def _describe(self, message: Describe) -> None:
+        held = []
+        for reference in message.blocks:
+            copy = self.store.peek(BlockId(reference.namespace, reference.key))
+            if copy is not None:
+                held.append((reference.namespace, reference.key, copy.size_bytes, copy.digest))
+        self._say(Described(message.request, held))
+
+    def _keep(self, now: float, message: Keep) -> None:
+        self.metrics.keeps_total += 1
+
+        def done(held: bool) -> None:
+            self.metrics.keeps_failed_total += not held
+            self._say(Kept(message.request, message.namespace, message.key, held))
+
+        block = BlockId(message.namespace, message.key)
+        self.reads.keep(now, block, message.size_bytes, message.digest, done)
+
+    def ask_controller(
+        self, make: Callable[[int], NamespaceRequest | GroupRequest], found: Found
+    ) -> None:
+        """Put a question to the controller; `found` is called once, perhaps at once."""
+        if self._tell is None:
+            found(None, local.UNAVAILABLE, "there is no connection to the controller")
+            return
+        if len(self._asked) >= MAX_ASKED:
+            found(None, local.BUSY, f"{MAX_ASKED} questions wait for the controller")
+            return
+        number = self._next_question
+        self._next_question += 1
+        self._asked[number] = found
+        self._tell(make(number))
+
+    def _found(
+        self, request: int, info: NamespaceInfo | GroupInfo | None, status: str, reason: str
+    ) -> None:
+        found = self._asked.pop(request, None)
+        if found is not None:
+            found(info, status, reason)
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """All numbers by name: totals since the start, and present values."""
+        values = self.metrics.snapshot()
+        values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
+        for prefix, counters in (
+            ("requester", self.requester.counters),
+            ("responder", self.responder.counters),
+            ("store", self.store.counters),
+        ):
+            for item in fields(counters):
+                value = getattr(counters, item.name)
+                if isinstance(value, int):
+                    values[f"{prefix}_{item.name}_total"] = float(value)
+        values["wrong_digest_total"] = float(
+            self.requester.counters.corrupt_blocks + self.metrics.bulk_wrong_digest_total
+        )
+        values["retries_total"] = float(
+            self.requester.counters.reads_retry + self.requester.counters.reads_partial
+        )
+        values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
+        values["arena_used_bytes"] = float(self.store.used_bytes)
+        values["arena_held_bytes"] = float(self.store.held_bytes)
+        values["blocks"] = float(len(self.store))
+        values["fetches_waiting"] = float(self.reads.waiting)
+        values["segments_in_flight"] = float(self.requester.segments_in_flight)
+        values["answers_waiting"] = float(self.responder.segments_waiting)
+        values["replications_waiting"] = float(self.writes.replications)
+        values["epoch"] = float(self.pool.epoch if self.pool is not None else 0)
+        values["connected"] = float(self.connected)
+        return values
+
+    def renewal(self) -> Renew:
+        """The report that keeps the lease; begins a new period of heat."""
+        hot = [
+            HotBlock(
+                heat.block.namespace,
+                heat.block.key,
+                heat.reads,
+                heat.readers,
+                0,
+                heat.size,
+                heat.digest,
+            )
+            for heat in self.responder.take_heat(MAX_HOT_BLOCKS)
+        ]
+        return Renew(
+            counters=self.counters(),
+            hot=hot,
+            arena_used_bytes=self.store.used_bytes,
+            blocks=len(self.store),
+            epoch=self.pool.epoch if self.pool is not None else 0,
+        )
+
+    def close(self) -> None:
+        """Let go of everything that is held for others."""
+        self.control_lost()
+        self.responder.close()

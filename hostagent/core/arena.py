@@ -1,0 +1,400 @@
+"""The DRAM arena: one shared-memory file, and the slab allocator that cuts it into extents.
+
+Owns: which bytes of the arena are taken, and the file's life (made 0600, locked while the agent
+lives, unlinked at a clean shutdown, replaced when its maker is dead). Must not know: blocks,
+keys, namespaces, pins or eviction; `kvcast.hostagent.core.store` decides those.
+
+The arena is cut into slabs (1 MiB by default). An extent of up to one slab comes from a slab of
+its size class; a larger one is a run of whole slabs. An empty slab goes back to the free runs
+at once, so no size class keeps memory that it does not use. Every operation is O(1).
+
+Fragmentation, stated: classes are a quarter of an octave apart below an eighth of a slab
+(at most 20 % of an extent is rounding), and 1/8, 1/7 … 1/1 of a slab above (at most 50 %, just
+over half a slab); a run wastes less than one slab. A run of n slabs is found at once if a free
+run of 2^ceil(log2 n) exists, else among the first 16 runs of the size below; so an allocation
+may fail with enough bytes free but scattered, and the store then evicts until it fits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SLAB_BYTES = 1 << 20
+"""Default slab, in bytes."""
+
+GRAIN_BYTES = 1024
+"""Extents start at multiples of this and are multiples of it: one wire chunk."""
+
+_RUNS_SCANNED = 16
+_TRIES = 8
+
+
+class ArenaError(Exception):
+    """The arena's file cannot be made or used; the message says which and why."""
+
+
+class ArenaInUseError(ArenaError):
+    """The arena's file belongs to an agent that is alive."""
+
+
+class _SlabRuns:
+    """Free runs of whole slabs: segregated by size, merged with their neighbours when freed."""
+
+    def __init__(self, count: int) -> None:
+        self._length: dict[int, int] = {}
+        self._start_by_end: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(count.bit_length())]
+        self._nonempty = 0
+        self.free_slabs = count
+        self._insert(0, count)
+
+    def _insert(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start_by_end[start + length] = start
+        index = length.bit_length() - 1
+        self._bins[index][start] = None
+        self._nonempty |= 1 << index
+
+    def _remove(self, start: int) -> int:
+        length = self._length.pop(start)
+        del self._start_by_end[start + length]
+        index = length.bit_length() - 1
+        del self._bins[index][start]
+        if not self._bins[index]:
+            self._nonempty &= ~(1 << index)
+        return length
+
+    def _find(self, count: int, thorough: bool) -> int | None:
+        fits_all = self._nonempty >> (count - 1).bit_length() << (count - 1).bit_length()
+        if fits_all:
+            return next(iter(self._bins[(fits_all & -fits_all).bit_length() - 1]))
+        index = count.bit_length() - 1
+        if index < len(self._bins):
+            for seen, start in enumerate(self._bins[index]):
+                if seen == _RUNS_SCANNED and not thorough:
+                    break
+                if self._length[start] >= count:
+                    return start
+        return None
+
+    def take(self, count: int, *, thorough: bool = False) -> int | None:
+        """The first slab of a run of `count`, or None."""
+        start = self._find(count, thorough)
+        if start is None:
+            return None
+        length = self._remove(start)
+        if length > count:
+            self._insert(start + count, length - count)
+        self.free_slabs -= count
+        return start
+
+    def give(self, start: int, count: int) -> None:
+        """Return a run, merging it with free neighbours."""
+        self.free_slabs += count
+        if start + count in self._length:
+            count += self._remove(start + count)
+        before = self._start_by_end.get(start)
+        if before is not None:
+            count += self._remove(before)
+            start = before
+        self._insert(start, count)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """All free runs as (start, length), in order; for checks."""
+        return sorted(self._length.items())
+
+
+@dataclass(slots=True)
+class _SizeClass:
+    """One extent size: its slabs that have a free slot, in the order in which they got one."""
+
+    extent_bytes: int
+    slots: int
+    partial: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Slab:
+    """A slab cut into slots of one class; slots from `fresh` on were never handed out."""
+
+    size_class: _SizeClass
+    fresh: int = 0
+    freed: list[int] = field(default_factory=list)
+    live: int = 0
+
+
+def size_classes(slab_bytes: int) -> list[int]:
+    """The extent sizes of up to one slab, ascending, in bytes; multiples of GRAIN_BYTES."""
+    sizes = {slab_bytes // k // GRAIN_BYTES * GRAIN_BYTES for k in range(1, 9)}
+    octave = GRAIN_BYTES
+    while octave < slab_bytes // 8:
+        sizes |= {octave * quarter // 4 // GRAIN_BYTES * GRAIN_BYTES for quarter in range(4, 8)}
+        octave *= 2
+    return sorted(size for size in sizes if GRAIN_BYTES <= size <= slab_bytes)
+
+
+class Allocator:
+    """Hands out extents of an arena of `capacity_bytes`; offsets are bytes from its start."""
+
+    def __init__(self, capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
+        if slab_bytes < 8 * GRAIN_BYTES or slab_bytes % GRAIN_BYTES:
+            raise ValueError(f"slab of {slab_bytes} bytes is not a multiple of {GRAIN_BYTES}")
+        if capacity_bytes < slab_bytes:
+            raise ValueError(f"arena of {capacity_bytes} bytes is smaller than a slab")
+        self.slab_bytes = slab_bytes
+        self.slab_count = capacity_bytes // slab_bytes
+        self.capacity_bytes = self.slab_count * slab_bytes
+        self.used_bytes = 0
+        self._free = _SlabRuns(self.slab_count)
+        self._classes = [_SizeClass(s, slab_bytes // s) for s in size_classes(slab_bytes)]
+        self._class_by_grains: list[_SizeClass] = []
+        position = 0
+        for grains in range(slab_bytes // GRAIN_BYTES + 1):
+            if grains * GRAIN_BYTES > self._classes[position].extent_bytes:
+                position += 1
+            self._class_by_grains.append(self._classes[position])
+        self._slabs: dict[int, _Slab] = {}
+        self._runs: dict[int, int] = {}
+        self._live: set[int] = set()
+
+    def extent_bytes(self, size_bytes: int) -> int:
+        """What an extent for `size_bytes` takes of the arena."""
+        if size_bytes <= self.slab_bytes:
+            return self._class_by_grains[-(-size_bytes // GRAIN_BYTES)].extent_bytes
+        return -(-size_bytes // self.slab_bytes) * self.slab_bytes
+
+    def allocate(self, size_bytes: int, *, thorough: bool = False) -> int | None:
+        """The offset of an extent that holds `size_bytes`, or None where nothing fits; `thorough`:
+        look at every free run, and not only at the first of those that may fit."""
+        if size_bytes <= 0:
+            raise ValueError(f"extent of {size_bytes} bytes")
+        if size_bytes > self.slab_bytes:
+            count = -(-size_bytes // self.slab_bytes)
+            if count > self.slab_count:
+                return None
+            start = self._free.take(count, thorough=thorough)
+            if start is None:
+                return None
+            self._runs[start] = count
+            offset = start * self.slab_bytes
+            self.used_bytes += count * self.slab_bytes
+            self._live.add(offset)
+            return offset
+        size_class = self._class_by_grains[-(-size_bytes // GRAIN_BYTES)]
+        if size_class.partial:
+            index = next(iter(size_class.partial))
+            slab = self._slabs[index]
+        else:
+            start = self._free.take(1)
+            if start is None:
+                return None
+            index = start
+            slab = self._slabs[index] = _Slab(size_class)
+            size_class.partial[index] = None
+        if slab.freed:
+            slot = slab.freed.pop()
+        else:
+            slot = slab.fresh
+            slab.fresh += 1
+        slab.live += 1
+        if slab.live == size_class.slots:
+            del size_class.partial[index]
+        offset = index * self.slab_bytes + slot * size_class.extent_bytes
+        self.used_bytes += size_class.extent_bytes
+        self._live.add(offset)
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give an extent back; freeing what is not allocated is an error of ours."""
+        self._live.remove(offset)
+        index = offset // self.slab_bytes
+        count = self._runs.pop(index, None)
+        if count is not None:
+            self.used_bytes -= count * self.slab_bytes
+            self._free.give(index, count)
+            return
+        slab = self._slabs[index]
+        size_class = slab.size_class
+        self.used_bytes -= size_class.extent_bytes
+        slab.live -= 1
+        if slab.live == 0:
+            del self._slabs[index]
+            size_class.partial.pop(index, None)
+            self._free.give(index, 1)
+            return
+        slab.freed.append((offset - index * self.slab_bytes) // size_class.extent_bytes)
+        size_class.partial[index] = None
+
+    def neighbours(self, offset: int) -> list[int]:
+        """The live extents in the same slab or run as `offset`, itself included."""
+        index = offset // self.slab_bytes
+        if index in self._runs:
+            return [offset]
+        slab = self._slabs[index]
+        first = index * self.slab_bytes
+        places = (first + i * slab.size_class.extent_bytes for i in range(slab.fresh))
+        return [place for place in places if place in self._live]
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that no extent touches."""
+        return self._free.free_slabs
+
+    def check(self) -> None:
+        """Assert every invariant of the allocator; for tests, O(arena)."""
+        responder: list[str | None] = [None] * self.slab_count
+
+        def claim(start: int, count: int, who: str) -> None:
+            for index in range(start, start + count):
+                assert responder[index] is None, (
+                    f"slab {index} is both {responder[index]} and {who}"
+                )
+                responder[index] = who
+
+        previous_end = -1
+        for start, length in self._free.runs():
+            assert start > previous_end, "free runs overlap or were not merged"
+            previous_end = start + length
+            claim(start, length, "free")
+        assert sum(length for _, length in self._free.runs()) == self.free_slabs
+        for start, count in self._runs.items():
+            claim(start, count, "run")
+        expected = {start * self.slab_bytes for start in self._runs}
+        used = sum(self._runs.values()) * self.slab_bytes
+        for index, slab in self._slabs.items():
+            claim(index, 1, "slab")
+            size_class = slab.size_class
+            assert 0 < slab.live <= size_class.slots
+            assert slab.live == slab.fresh - len(slab.freed)
+            assert len(set(slab.freed)) == len(slab.freed)
+            assert all(0 <= slot < slab.fresh for slot in slab.freed)
+            assert (index in size_class.partial) == (slab.live < size_class.slots)
+            used += slab.live * size_class.extent_bytes
+            taken = set(range(slab.fresh)) - set(slab.freed)
+            expected |= {index * self.slab_bytes + slot * size_class.extent_bytes for slot in taken}
+        assert None not in responder, "a slab is lost"
+        assert expected == self._live
+        assert used == self.used_bytes
+
+
+class ArenaFile:
+    """The arena's bytes: a locked shared-memory file, mapped read-write.
+
+    `path` None: a file named after the process in /dev/shm, or in the temporary directory where
+    /dev/shm is missing or too small. `reserve` allocates the pages now, so that a full tmpfs is
+    an error here and not a SIGBUS later.
+    """
+
+    def __init__(self, size_bytes: int, path: str | None = None, *, reserve: bool = True) -> None:
+        self.size_bytes = size_bytes
+        errors: list[str] = []
+        for candidate in [path] if path is not None else _default_paths():
+            try:
+                self._fd = _create(candidate, size_bytes, reserve)
+            except ArenaInUseError:
+                raise
+            except OSError as error:
+                errors.append(f"{candidate}: {error.strerror or error}")
+                continue
+            self.path = candidate
+            break
+        else:
+            raise ArenaError(f"no arena of {size_bytes} bytes: {'; '.join(errors)}")
+        self._map = mmap.mmap(self._fd, size_bytes)
+        self.memory = memoryview(self._map)
+
+    def open_for_client(self) -> int:
+        """A file descriptor of the arena to hand to a client; the caller closes it.
+
+        Opened anew, because a duplicate would share our lock and keep it after our death.
+        """
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unlink the file and let go of the mapping; harmless when repeated."""
+        if self._fd < 0:
+            return
+        if _is_at(self.path, self._fd):
+            os.unlink(self.path)
+        os.close(self._fd)
+        self._fd = -1
+        self.memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view of a block is still alive; the mapping goes with it
+
+
+def _default_paths() -> list[str]:
+    name = f"kvcast-{os.getuid()}-{os.getpid()}.arena"
+    return [str(Path(folder) / name) for folder in ("/dev/shm", tempfile.gettempdir())]
+
+
+def _create(path: str, size_bytes: int, reserve: bool) -> int:
+    """Make and lock the file at `path`, replacing one whose maker is dead."""
+    fd = _make_locked(path)
+    try:
+        os.ftruncate(fd, size_bytes)
+        if reserve:
+            os.posix_fallocate(fd, 0, size_bytes)
+    except BaseException:
+        if _is_at(path, fd):
+            os.unlink(path)
+        os.close(fd)
+        raise
+    return fd
+
+
+def _make_locked(path: str) -> int:
+    """A new, empty, locked file at `path`. Of several agents that try at once one gets there:
+    whoever finds another file at the path than the one that it has locked was overtaken."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(_TRIES):
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileExistsError:
+            _remove_stale(path)
+            continue
+        if _lock(fd) and _is_at(path, fd):
+            return fd
+        os.close(fd)
+    raise ArenaInUseError(f"{path} is being taken by other agents")
+
+
+def _remove_stale(path: str) -> None:
+    """Unlink what a dead agent has left; its bytes are never looked at."""
+    try:
+        old = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return  # another agent was quicker
+    try:
+        if not stat.S_ISREG(os.fstat(old).st_mode):
+            raise ArenaError(f"{path} exists and is no regular file")
+        if not _lock(old):
+            raise ArenaInUseError(f"{path} belongs to a running agent")
+        if _is_at(path, old):
+            os.unlink(path)
+    finally:
+        os.close(old)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: str, fd: int) -> bool:
+    """Whether the path still names the file that `fd` has open."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,91 @@
+"""The pool as this node knows it: the last bucket map, turned into answers.
+
+Owns: checking a `PoolMap` before anything relies on it, and the questions asked of it: a block's
+homes, a node's addresses, who may use a namespace. Must not know: how maps arrive.
+"""
+
+from __future__ import annotations
+
+from ipaddress import AddressValueError, IPv4Address
+from typing import Final
+
+from kvcast.protocol.messages.bulk import meaning_of
+from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
+from kvcast.protocol.messages.ethernet import parse_mac
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of
+
+NO_NODE: Final = -1
+
+
+class PoolMapError(ValueError):
+    """A map that contradicts itself; the agent keeps the one that it has."""
+
+
+class Pool:
+    """One epoch of the pool, seen from the node `index`."""
+
+    def __init__(self, pool_map: PoolMap, index: int, node_id: str) -> None:
+        if len(pool_map.buckets) != BUCKETS:
+            raise PoolMapError(f"{len(pool_map.buckets)} buckets, not {BUCKETS}")
+        self.epoch = pool_map.epoch
+        self.index = index
+        self.node_id = node_id
+        self.nodes: dict[int, NodeInfo] = {}
+        self.index_by_ip: dict[int, int] = {}
+        for node in pool_map.nodes:
+            if node.index in self.nodes:
+                raise PoolMapError(f"node index {node.index} twice")
+            try:
+                ip = int(IPv4Address(node.ip))
+                parse_mac(node.mac)
+            except (AddressValueError, ValueError) as error:
+                raise PoolMapError(f"node {node.node_id}: {error}") from error
+            if ip in self.index_by_ip:
+                raise PoolMapError(f"two nodes have the address {node.ip}")
+            self.nodes[node.index] = node
+            self.index_by_ip[ip] = node.index
+        self._buckets = [tuple(bucket) for bucket in pool_map.buckets]
+        for number, bucket in enumerate(self._buckets):
+            if not self.nodes.keys() >= set(bucket):
+                raise PoolMapError(f"bucket {number} names a node that is not in the map")
+        self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
+        self.groups: dict[tuple[int, int], GroupInfo] = {
+            (g.namespace, g.group): g for g in pool_map.groups
+        }
+        self.nodes_by_id = {node.node_id: node for node in self.nodes.values()}
+
+    def homes_of(self, block: BlockId) -> tuple[int, ...]:
+        """The block's home and replicas, in order; node indices."""
+        return self._buckets[bucket_of(block.key)]
+
+    def other_homes_of(self, block: BlockId) -> list[int]:
+        """The block's homes without this node."""
+        return [node for node in self.homes_of(block) if node != self.index]
+
+    def is_home(self, block: BlockId) -> bool:
+        """Whether this node is one of the block's homes."""
+        return self.index in self.homes_of(block)
+
+    def is_node(self, index: int, node_id: str) -> bool:
+        """Whether an index stands for this node."""
+        node = self.nodes.get(index)
+        return node is not None and node.node_id == node_id
+
+    def may_use(self, namespace: int, node_id: str) -> bool | None:
+        """Whether a node may use a namespace; None if there is no such namespace."""
+        info = self.namespaces.get(namespace)
+        if info is None:
+            return None
+        return not info.nodes or node_id in info.nodes
+
+    def meaning_of(self, namespace: int) -> int | None:
+        """What a namespace means (`bulk.meaning_of`); None if there is no such namespace."""
+        info = self.namespaces.get(namespace)
+        return None if info is None else meaning_of(info)
+
+    def another_node(self) -> int:
+        """A node other than this one, the same for a given map; NO_NODE if there is none."""
+        others = sorted(index for index in self.nodes if index != self.index)
+        if not others:
+            return NO_NODE
+        return next((index for index in others if index > self.index), others[0])

@@ -1,0 +1,137 @@
+"""Questions and orders about many blocks at once: `exists` and `drop`.
+
+Owns: which node is asked about which block, in which round. Must not know: sockets or clients.
+
+`exists` counts the longest prefix that the pool holds: what lies here is known; of the rest,
+every block's first home is asked, all homes at once, one request a node; then the next home of
+those not found, and so on. A home that does not answer counts as one without the block: a miss
+costs a recomputation, a wrong hit costs the engine its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcast.hostagent.core.bulk_requests import DropCall, ExistsCall, Outbox
+from kvcast.hostagent.core.store import Store
+from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.wire import BlockId
+
+
+class Asks:
+    """Makes `exists` and `drop` out of bulk calls."""
+
+    def __init__(self, store: Store, outbox: Outbox) -> None:
+        self._store = store
+        self._outbox = outbox
+
+    def exists(
+        self,
+        namespace: int,
+        keys: list[bytes],
+        deadline: float,
+        done: Callable[[int], None],
+    ) -> None:
+        """Call `done` once with the length of the prefix of `keys` that exists."""
+        _Exists(self._store, self._outbox, namespace, keys, deadline, done).start()
+
+    def drop(
+        self,
+        namespace: int,
+        keys: list[bytes],
+        deadline: float,
+        done: Callable[[int], None],
+    ) -> None:
+        """Forget blocks here and at their homes; `done` gets how many are now forgotten by
+        every one of their homes."""
+        pool = self._outbox.pool
+        by_node: dict[int, list[bytes]] = {}
+        for key in keys:
+            block = BlockId(namespace, key)
+            self._store.drop(block)
+            if pool is not None:
+                for node in pool.other_homes_of(block):
+                    by_node.setdefault(node, []).append(key)
+        kept: set[bytes] = set()
+        left = len(by_node)
+        if not left:
+            done(len(keys))
+            return
+
+        def one_done(asked: list[bytes]) -> Callable[[float, str], None]:
+            def on_done(_now: float, outcome: str) -> None:
+                nonlocal left
+                if outcome != bulk.DONE:
+                    kept.update(asked)
+                left -= 1
+                if left == 0:
+                    done(sum(key not in kept for key in keys))
+
+            return on_done
+
+        for node, asked in by_node.items():
+            self._outbox.calls.append(DropCall(node, namespace, asked, deadline, one_done(asked)))
+
+
+class _Exists:
+    """One question, from round to round."""
+
+    def __init__(
+        self,
+        store: Store,
+        outbox: Outbox,
+        namespace: int,
+        keys: list[bytes],
+        deadline: float,
+        done: Callable[[int], None],
+    ) -> None:
+        self._outbox = outbox
+        self._namespace = namespace
+        self._keys = keys
+        self._deadline = deadline
+        self._done = done
+        self._held = [store.peek(BlockId(namespace, key)) is not None for key in keys]
+        self._round = 0
+        self._left = 0
+
+    def start(self) -> None:
+        """Ask the next home of every block not found yet; answer where none is left to ask."""
+        pool = self._outbox.pool
+        while pool is not None:
+            by_node: dict[int, list[int]] = {}
+            any_home_left = False
+            # What lies behind a gap that can no longer be filled is not asked for.
+            for position, held in enumerate(self._held):
+                if held:
+                    continue
+                homes = pool.homes_of(BlockId(self._namespace, self._keys[position]))
+                if self._round >= len(homes):
+                    break
+                any_home_left = True
+                if homes[self._round] != pool.index:
+                    by_node.setdefault(homes[self._round], []).append(position)
+            self._round += 1
+            if by_node:
+                self._left = len(by_node)
+                for node, positions in by_node.items():
+                    self._ask(node, positions)
+                return
+            if not any_home_left:
+                break
+        prefix = next((i for i, held in enumerate(self._held) if not held), len(self._held))
+        self._done(prefix)
+
+    def _ask(self, node: int, positions: list[int]) -> None:
+        def answer(held: list[bool]) -> None:
+            for position, is_held in zip(positions, held, strict=True):
+                self._held[position] = self._held[position] or is_held
+
+        def done(_now: float, _outcome: str) -> None:
+            self._left -= 1
+            if self._left == 0:
+                self.start()
+
+        keys = [self._keys[position] for position in positions]
+        self._outbox.calls.append(
+            ExistsCall(node, self._namespace, keys, self._deadline, answer, done)
+        )

@@ -1,0 +1,437 @@
+"""Gets: from a client's keys to pinned copies in the arena.
+
+Owns: single flight (one fetch a block, however many wait for it), which homes are asked, the
+deadline of every get, and what a get ends with. Must not know: sockets, clients, or how a fetch
+goes about its READs (`kvcast.protocol.requester`).
+
+A get of a block that lies here ends at once. Else it joins the fetch of that block, or starts
+one at the block's other homes, in the map's order. A node that is itself the only home has
+nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
+addressed to: so such a block is asked for at any other node, for no longer than
+`recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
+it from that; so only the copy that this node has had, or that the controller names, is taken.
+
+Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
+for any more goes on to its own, and its block is then simply cached.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcast.hostagent.core.bulk_requests import GetCall, Outbox
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.pool import NO_NODE
+from kvcast.hostagent.core.store import Copy, QuotaError, StaleReservationError, Store, StoreError
+from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.requester import (
+    BulkCopy,
+    Fetched,
+    Missed,
+    MissReason,
+    OfferReceived,
+    Requester,
+    TryBulk,
+)
+from kvcast.protocol.timers import Timer, TimerQueue
+
+LOCAL_TIER: Final = "local"
+
+_STATUS_OF_MISS: Final = {
+    MissReason.QUEUE_FULL: local.BUSY,
+    MissReason.NO_MEMORY: local.NO_ROOM,
+}
+"""All others are local.MISS, with the reason's value."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How gets behave beyond the requester's own tunables."""
+
+    recall_probe_s: float = 0.05
+    """How long a block whose only home is this node is asked for at the switch."""
+    keep_timeout_s: float = 3.0
+    """How long the controller's `Keep` may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetItem:
+    """How one key of a batch ended; `copy` is pinned once for whoever takes the batch."""
+
+    status: str
+    reason: str = ""
+    tier: str = ""
+    copy: Copy | None = None
+
+
+class GetBatch(Timer):
+    """Several gets with one deadline; `done` is called once, when `items` is whole."""
+
+    __slots__ = ("deadline", "done", "items", "left", "started_at")
+
+    def __init__(
+        self, count: int, now: float, deadline: float, done: Callable[[GetBatch], None]
+    ) -> None:
+        super().__init__()
+        self.items: list[GetItem | None] = [None] * count
+        self.left = count
+        self.started_at = now
+        self.deadline = deadline
+        self.done = done
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A block on its way here, and who waits for it."""
+
+    block: BlockId
+    deadline: float
+    fetch_id: int = -1
+    waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
+    keeps: list[Callable[[bool], None]] = field(default_factory=list)
+    refusal: str = local.NO_ROOM
+    """The status if the arena refuses the block: no room, or the quota."""
+
+
+class Reads:
+    """Turns gets into fetches and fetches into answers."""
+
+    def __init__(
+        self,
+        options: ReadOptions,
+        node_id: str,
+        store: Store,
+        memory: memoryview,
+        outbox: Outbox,
+        metrics: Metrics,
+    ) -> None:
+        self._options = options
+        self._node_id = node_id
+        self._store = store
+        self._memory = memory
+        self._outbox = outbox
+        self._metrics = metrics
+        self._fetches: dict[BlockId, _Fetch] = {}
+        self._buffers: dict[int, Copy] = {}  # reserved copies by id() of the view handed out
+        self._timers = TimerQueue()
+        self._requester: Requester | None = None
+
+    def use(self, requester: Requester) -> None:
+        """Fetch by `requester`, which was made with this object's `allocate` and `discard`."""
+        self._requester = requester
+
+    @property
+    def requester(self) -> Requester:
+        """The requester given to `use`."""
+        assert self._requester is not None
+        return self._requester
+
+    @property
+    def waiting(self) -> int:
+        """Blocks on their way here."""
+        return len(self._fetches)
+
+    # --- memory for the requester -------------------------------------------------------------
+
+    def allocate(self, block: BlockId, size_bytes: int) -> memoryview | None:
+        """Reserve room for a block that begins to arrive (the requester's `Allocate`)."""
+        try:
+            copy = self._store.reserve(block, size_bytes)
+        except StoreError as error:
+            fetch = self._fetches.get(block)
+            if fetch is not None:
+                fetch.refusal = local.QUOTA if isinstance(error, QuotaError) else local.NO_ROOM
+            return None
+        view = self._memory[copy.offset : copy.offset + copy.size_bytes]
+        self._buffers[id(view)] = copy
+        return view
+
+    def discard(self, _block: BlockId, view: memoryview) -> None:
+        """Give such room back (the requester's `Discard`)."""
+        self._store.abort(self._buffers.pop(id(view)))
+        view.release()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def refusal(self, namespace: int) -> str | None:
+        """Why this node may not use a namespace: a status, or None if it may."""
+        pool = self._outbox.pool
+        if pool is None:
+            return local.UNAVAILABLE
+        allowed = pool.may_use(namespace, self._node_id)
+        if allowed is None:
+            return local.UNKNOWN_NAMESPACE
+        return None if allowed else local.FORBIDDEN
+
+    def get(
+        self,
+        now: float,
+        namespace: int,
+        keys: list[bytes],
+        deadline: float,
+        done: Callable[[GetBatch], None],
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> None:
+        """Get blocks of a namespace that `refusal` allows; `done` may be called before this
+        returns."""
+        batch = GetBatch(len(keys), now, deadline, done)
+        self._metrics.gets_total += len(keys)
+        if not keys:
+            done(batch)
+            return
+        for position, key in enumerate(keys):
+            block = BlockId(namespace, key)
+            copy = self._store.get(block)
+            if copy is not None:
+                self._metrics.hits_local_total += 1
+                self._finish(batch, position, self._hit(copy, LOCAL_TIER))
+                continue
+            fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
+            fetch.waiters.append((batch, position))
+        if batch.left:
+            self._timers.arm(batch, deadline)
+        self.drain(now)
+
+    def prefetch(
+        self,
+        now: float,
+        namespace: int,
+        keys: list[bytes],
+        deadline: float,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> int:
+        """Have blocks fetched into the arena; how many of them were not there yet."""
+        started = 0
+        for key in keys:
+            block = BlockId(namespace, key)
+            if self._store.get(block) is None:
+                self._metrics.prefetches_total += 1
+                self._join(now, block, deadline, gather_ms or None, group, expect)
+                started += 1
+        self.drain(now)
+        return started
+
+    def keep(
+        self,
+        now: float,
+        block: BlockId,
+        size_bytes: int,
+        digest: int,
+        done: Callable[[bool], None],
+    ) -> None:
+        """Make sure that a block lives here; `done` tells whether it does."""
+        copy = self._store.get(block)
+        if copy is not None:
+            done(True)
+            return
+        deadline = now + self._options.keep_timeout_s
+        fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
+        fetch.keeps.append(done)
+        self.drain(now)
+
+    def _join(
+        self,
+        now: float,
+        block: BlockId,
+        deadline: float,
+        gather_ms: int | None,
+        group: int,
+        expect: bool,
+        expect_size: int | None = None,
+        recall_digest: int = 0,
+    ) -> _Fetch:
+        fetch = self._fetches.get(block)
+        if fetch is not None:
+            self._metrics.gets_joined_total += 1
+            if deadline > fetch.deadline:
+                fetch.deadline = deadline
+                self.requester.extend(fetch.fetch_id, deadline)
+            return fetch
+        self._metrics.fetches_total += 1
+        pool = self._outbox.pool
+        homes = pool.other_homes_of(block) if pool is not None else []
+        digest = 0
+        if pool is not None and not homes:
+            digest = recall_digest or self._store.evicted_digest(block)
+            other = pool.another_node()
+            if other != NO_NODE and digest:
+                homes = [other]
+                deadline = min(deadline, now + self._options.recall_probe_s)
+        fetch = self._fetches[block] = _Fetch(block, deadline)
+        fetch.fetch_id = self.requester.fetch(
+            now,
+            block,
+            homes,
+            deadline=deadline,
+            expect_size=expect_size,
+            expect_digest=digest,
+            gather_ms=gather_ms,
+            group=group,
+            expect=expect,
+        )
+        return fetch
+
+    def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
+        """End the fetches of these namespaces: what their keys name is not known any more."""
+        for fetch in [f for f in self._fetches.values() if f.block.namespace in namespaces]:
+            self.requester.cancel(now, fetch.fetch_id)
+        self.drain(now)
+
+    # --- time and events ----------------------------------------------------------------------
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` must be called next; None = nothing is pending."""
+        mine = self._timers.next_at()
+        theirs = self.requester.get_timer()
+        if mine is None or theirs is None:
+            return theirs if mine is None else mine
+        return min(mine, theirs)
+
+    def handle_timer(self, now: float) -> None:
+        """Do what has become due by `now`."""
+        self.requester.handle_timer(now)
+        self.drain(now)
+        while (batch := self._timers.pop_due(now)) is not None:
+            assert isinstance(batch, GetBatch)
+            for position, item in enumerate(batch.items):
+                if item is None:
+                    self._missed(batch, position, local.MISS, MissReason.DEADLINE)
+
+    def drain(self, now: float) -> None:
+        """Act on the requester's events; to be called after anything that may cause one."""
+        while (event := self.requester.next_event()) is not None:
+            if isinstance(event, Fetched):
+                self._fetched(now, event)
+            elif isinstance(event, Missed):
+                self._on_missed(event)
+            elif isinstance(event, TryBulk):
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=0)
+            else:
+                assert isinstance(event, OfferReceived)
+                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=event.digest)
+
+    def _fetched(self, now: float, event: Fetched) -> None:
+        fetch = self._fetches.pop(event.block)
+        pool = self._outbox.pool
+        reserved = self._buffers.pop(id(event.buffer))
+        event.buffer.release()
+        home = pool is not None and pool.is_home(event.block)
+        try:
+            copy = self._store.commit(reserved, event.digest, home=home)
+        except StaleReservationError:
+            self._end_without(fetch, MissReason.CANCELLED)
+            return
+        tier = event.report.tier
+        if tier == "bulk":
+            self._metrics.payload_bytes_received_bulk_get_total += event.size
+        else:
+            self._metrics.payload_bytes_received_udp_total += event.report.payload_bytes
+        self._metrics.fetch_time.add(event.report.elapsed_s)
+        # Hold the copy while its waiters are told: one of them may put or drop.
+        self._store.pin(copy)
+        for batch, position in fetch.waiters:
+            if batch.items[position] is None:
+                self._metrics.count_hit(tier)
+                self._finish(batch, position, self._hit(copy, tier))
+        for done in fetch.keeps:
+            done(True)
+        self._store.unpin(copy)
+
+    def _on_missed(self, event: Missed) -> None:
+        self._end_without(self._fetches.pop(event.block), event.reason)
+
+    def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
+        status = _STATUS_OF_MISS.get(reason, local.MISS)
+        if status == local.NO_ROOM:
+            status = fetch.refusal
+        for batch, position in fetch.waiters:
+            if batch.items[position] is None:
+                self._missed(batch, position, status, reason)
+        for done in fetch.keeps:
+            done(False)
+
+    def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
+        """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
+        pool = self._outbox.pool
+        if pool is None:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
+        others = pool.other_homes_of(block)
+        homes = [first, *(home for home in others if home != first)]
+        named = deque((home, pool.nodes[home].node_id) for home in homes if home in pool.nodes)
+        self._bulk_get(now, fetch_id, block, named, digest)
+
+    def _bulk_get(
+        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]], digest: int
+    ) -> None:
+        pool = self._outbox.pool
+        assert pool is not None
+        # By now an index may stand for another node, which is no home of the block.
+        while homes and not pool.is_node(*homes[0]):
+            homes.popleft()
+        if not homes:
+            self.requester.bulk_done(now, fetch_id, None)
+            return
+        view: memoryview | None = None
+        promised = 0
+
+        def begin(size_bytes: int, with_digest: int) -> memoryview | None:
+            nonlocal view, promised
+            promised = with_digest
+            if block not in self._fetches or size_bytes > self.requester.config.max_block_bytes:
+                return None
+            view = self.allocate(block, size_bytes)
+            return view
+
+        def done(now: float, outcome: str) -> None:
+            copy = None
+            if view is not None and outcome == bulk.DONE:
+                if digest_of(view) == promised:
+                    copy = BulkCopy(view, promised)
+                else:
+                    self._metrics.bulk_wrong_digest_total += 1
+            fetch = self._fetches.get(block)
+            ours = fetch is not None and fetch.fetch_id == fetch_id
+            if copy is None and ours and homes:
+                if view is not None:
+                    self.discard(block, view)
+                self._bulk_get(now, fetch_id, block, homes, digest)
+                self.drain(now)
+                return
+            taken = self.requester.bulk_done(now, fetch_id, copy)
+            if view is not None and not taken:
+                self.discard(block, view)
+            self.drain(now)
+
+        deadline = self._fetches[block].deadline
+        index, _ = homes.popleft()
+        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, done))
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def _hit(self, copy: Copy, tier: str) -> GetItem:
+        self._store.pin(copy)
+        return GetItem(local.OK, "", tier, copy)
+
+    def _missed(self, batch: GetBatch, position: int, status: str, reason: MissReason) -> None:
+        self._metrics.count_miss(reason.value)
+        text = reason.value if status == local.MISS else ""
+        self._finish(batch, position, GetItem(status, text))
+
+    def _finish(self, batch: GetBatch, position: int, item: GetItem) -> None:
+        assert batch.items[position] is None
+        batch.items[position] = item
+        batch.left -= 1
+        if batch.left == 0:
+            self._timers.cancel(batch)
+            batch.done(batch)

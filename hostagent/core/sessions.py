@@ -1,0 +1,453 @@
+"""A client of the local API: what it may do, and what it holds.
+
+Owns: a client's handles, tickets and pins, their bounds, and their end when it disconnects; which
+namespaces it may use; and that its keys become the pool's where a namespace has a secret. Must not
+know: sockets or framing; replies go out through a function.
+
+The bounds, per client: `MAX_REQUESTS_IN_FLIGHT` requests without an answer, `MAX_HANDLES`
+handles, tickets and pins together, and `AgentOptions.client_share` of the arena in the bytes
+that they hold. What exceeds one of them ends as "busy", and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
+from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
+from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.store import Copy, QuotaError, StoreError
+from kvcast.hostagent.core.writes import PutBatch
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.control import (
+    GroupInfo,
+    GroupRequest,
+    NamespaceInfo,
+    NamespaceRequest,
+)
+from kvcast.protocol.messages.wire import BlockId
+
+_DROP_TIMEOUT_S = 5.0
+
+_KeyRequest = (
+    local.Get | local.Prefetch | local.Alloc | local.Exists | local.Drop | local.Pin | local.Unpin
+)
+
+
+class Session:
+    """One client. `send` takes replies, in any order, until `close`."""
+
+    def __init__(
+        self,
+        core: AgentCore,
+        send: Callable[[local.AgentReply], None],
+        tenants: Tenants = ALL_TENANTS,
+    ) -> None:
+        self._core = core
+        self._send = send
+        self._tenants = tenants
+        self._closed = False
+        self._in_flight = 0
+        self._told: dict[int, tuple[str, str, str, str]] = {}
+        """Namespaces that this client was given by what they stood for, and what that was."""
+        self._next_handle = 1
+        self._handles: dict[int, Copy] = {}
+        self._tickets: dict[int, Copy] = {}
+        self._pins: dict[BlockId, list[Copy]] = {}
+        self._pin_count = 0
+        self._held: dict[Copy, int] = {}  # how many handles, tickets and pins name a copy
+        self._held_bytes = 0
+        self._max_held_bytes = int(core.options.client_share * core.store.allocator.capacity_bytes)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests without an answer yet."""
+        return self._in_flight
+
+    def close(self) -> None:
+        """The client is gone: unpin and give back all that it held."""
+        self._closed = True
+        store = self._core.store
+        for copy in self._handles.values():
+            store.unpin(copy)
+        for copy in self._tickets.values():
+            store.abort(copy)
+        for pins in self._pins.values():
+            for copy in pins:
+                store.unpin(copy)
+        self._handles.clear()
+        self._tickets.clear()
+        self._pins.clear()
+        self._held.clear()
+        self._held_bytes = 0
+
+    def handle(self, now: float, request: local.Request) -> None:
+        """Do what the client asks; its reply may be sent before this returns."""
+        self._core.metrics.local_requests_total += 1
+        if isinstance(request, local.Release):
+            self._core.metrics.local_releases_total += 1
+            self._release(request)
+            return
+        if self._in_flight >= local.MAX_REQUESTS_IN_FLIGHT:
+            self._core.metrics.local_busy_total += 1
+            reason = f"{self._in_flight} requests wait for their answers"
+            self._send(local.Failed(request.request, local.BUSY, reason))
+            return
+        self._in_flight += 1
+        if isinstance(request, local.Commit):
+            self._commit(now, request)
+        elif isinstance(request, local.Abort):
+            self._abort(request)
+        elif isinstance(request, local.GetStats):
+            if self._tenants is not ALL_TENANTS:
+                # Hits and misses of all tenants: whose prompts were asked for can be told from it.
+                self._forbid(request.request, "counters are for clients that may use everything")
+                return
+            self._reply(local.Stats(request.request, self._core.counters()))
+        elif isinstance(request, local.FindNamespace):
+            self._find_namespace(request)
+        elif isinstance(request, local.FindGroup):
+            self._find_group(request)
+        elif isinstance(request, local.DescribePool):
+            self._describe(request)
+        else:
+            refusal = self._core.reads.refusal(request.namespace)
+            if refusal is not None:
+                self._refuse(request, refusal, f"namespace {request.namespace}")
+                return
+            if not self._may_use(request.namespace):
+                self._core.metrics.local_forbidden_total += 1
+                self._refuse(request, local.FORBIDDEN, f"namespace {request.namespace}")
+                return
+            if self._stands_for_another(request.namespace):
+                reason = f"namespace {request.namespace} stands for another one now: find it again"
+                self._refuse(request, local.UNKNOWN_NAMESPACE, reason)
+                return
+            try:
+                keys = self._core.pool_keys(request.namespace, request.keys)
+            except MissingSecretError as error:
+                self._refuse(request, local.UNAVAILABLE, str(error))
+                return
+            if keys is not request.keys:
+                request = msgspec.structs.replace(request, keys=keys)
+            self._handle_keys(now, request)
+
+    def _may_use(self, namespace: int) -> bool:
+        """Whether the rule that let this client in allows it the namespace."""
+        if self._tenants is ALL_TENANTS:
+            return True
+        pool = self._core.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        return info is not None and info.tenant in self._tenants
+
+    def _stands_for_another(self, namespace: int) -> bool:
+        """Whether a number is not any more what this client was told that it is."""
+        told = self._told.get(namespace)
+        pool = self._core.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        return told is not None and info is not None and told != _parts_of(info)
+
+    def _refuse(self, request: _KeyRequest, status: str, reason: str) -> None:
+        if isinstance(request, local.Get):
+            self._core.metrics.gets_refused_total += len(request.keys)
+        self._fail(request.request, status, reason)
+
+    def _forbid(self, request: int, reason: str) -> None:
+        self._core.metrics.local_forbidden_total += 1
+        self._fail(request, local.FORBIDDEN, reason)
+
+    def _handle_keys(self, now: float, request: _KeyRequest) -> None:
+        core = self._core
+        number = request.request
+        if isinstance(request, local.Get):
+            self._get(now, request)
+        elif isinstance(request, local.Prefetch):
+            count = core.reads.prefetch(
+                now,
+                request.namespace,
+                request.keys,
+                now + request.deadline_s,
+                gather_ms=request.gather_ms,
+                group=request.group,
+                expect=request.expect,
+            )
+            self._reply(local.Ack(number, count))
+        elif isinstance(request, local.Alloc):
+            self._alloc(request)
+        elif isinstance(request, local.Exists):
+            core.asks.exists(
+                request.namespace,
+                request.keys,
+                now + request.deadline_s,
+                lambda count: self._reply(local.Ack(number, count)),
+            )
+        elif isinstance(request, local.Drop):
+            core.asks.drop(
+                request.namespace,
+                request.keys,
+                now + _DROP_TIMEOUT_S,
+                lambda count: self._reply(local.Ack(number, count)),
+            )
+        elif isinstance(request, local.Pin):
+            self._pin(request)
+        else:
+            self._unpin(request)
+
+    # --- replies ------------------------------------------------------------------------------
+
+    def _reply(self, reply: local.AgentReply) -> None:
+        self._in_flight -= 1
+        if self._closed:
+            self._core.metrics.local_replies_dropped_total += 1
+        else:
+            self._send(reply)
+
+    def _fail(self, request: int, status: str, reason: str) -> None:
+        self._reply(local.Failed(request, status, reason[:256]))
+
+    # --- what a client holds ------------------------------------------------------------------
+
+    def _may_hold(self, copy: Copy | None, reserved_bytes: int) -> bool:
+        """Whether one more handle, ticket or pin is within bounds; a copy's bytes count once."""
+        count = len(self._handles) + len(self._tickets) + self._pin_count
+        more_bytes = 0 if copy in self._held else reserved_bytes
+        fits = count < local.MAX_HANDLES and self._held_bytes + more_bytes <= self._max_held_bytes
+        if not fits:
+            self._core.metrics.local_busy_total += 1
+        return fits
+
+    def _hold(self, copy: Copy) -> None:
+        times = self._held.get(copy, 0)
+        self._held[copy] = times + 1
+        if times == 0:
+            self._held_bytes += copy.reserved_bytes
+
+    def _let_go(self, copy: Copy) -> None:
+        times = self._held[copy]
+        if times > 1:
+            self._held[copy] = times - 1
+        else:
+            del self._held[copy]
+            self._held_bytes -= copy.reserved_bytes
+
+    def _number(self) -> int:
+        number = self._next_handle
+        self._next_handle += 1
+        return number
+
+    def _get(self, now: float, request: local.Get) -> None:
+        number = request.request
+
+        def done(batch: GetBatch) -> None:
+            self._reply(local.Got(number, self._take(batch)))
+
+        self._core.reads.get(
+            now,
+            request.namespace,
+            request.keys,
+            now + request.deadline_s,
+            done,
+            gather_ms=request.gather_ms,
+            group=request.group,
+            expect=request.expect,
+        )
+
+    def _take(self, batch: GetBatch) -> list[local.GotBlock]:
+        """Turn a finished batch's pins into handles of this client."""
+        blocks = []
+        for item in batch.items:
+            assert item is not None
+            copy = item.copy
+            if copy is None:
+                blocks.append(local.GotBlock(item.status, item.reason))
+                continue
+            if self._closed or not self._may_hold(copy, copy.reserved_bytes):
+                self._core.store.unpin(copy)
+                blocks.append(local.GotBlock(local.BUSY))
+                continue
+            handle = self._number()
+            self._handles[handle] = copy
+            self._hold(copy)
+            blocks.append(
+                local.GotBlock(
+                    local.OK, "", item.tier, handle, copy.offset, copy.size_bytes, copy.digest
+                )
+            )
+        return blocks
+
+    def _release(self, request: local.Release) -> None:
+        for handle in request.handles:
+            copy = self._handles.pop(handle, None)
+            if copy is None:
+                self._core.metrics.local_unknown_handles_total += 1
+                continue
+            self._let_go(copy)
+            self._core.store.unpin(copy)
+
+    def _alloc(self, request: local.Alloc) -> None:
+        if len(request.sizes) != len(request.keys):
+            reason = f"{len(request.keys)} keys and {len(request.sizes)} sizes"
+            self._fail(request.request, local.INVALID, reason)
+            return
+        extents = []
+        for key, size_bytes in zip(request.keys, request.sizes, strict=True):
+            extents.append(self._alloc_one(BlockId(request.namespace, key), size_bytes))
+        self._reply(local.Allocated(request.request, extents))
+
+    def _alloc_one(self, block: BlockId, size_bytes: int) -> local.Extent:
+        store = self._core.store
+        if size_bytes > min(
+            store.allocator.capacity_bytes, self._core.options.requester.max_block_bytes
+        ):
+            return local.Extent(local.NO_ROOM)
+        if not self._may_hold(None, store.allocator.extent_bytes(size_bytes)):
+            return local.Extent(local.BUSY)
+        try:
+            copy = store.reserve(block, size_bytes)
+        except QuotaError:
+            return local.Extent(local.QUOTA)
+        except StoreError:
+            return local.Extent(local.NO_ROOM)
+        ticket = self._number()
+        self._tickets[ticket] = copy
+        self._hold(copy)
+        return local.Extent(local.OK, ticket, copy.offset)
+
+    def _take_tickets(self, tickets: list[int]) -> list[Copy] | None:
+        """The reserved copies of these tickets, no longer the client's; None if one is unknown
+        or named twice, and then all stay as they are."""
+        if len(set(tickets)) != len(tickets) or any(t not in self._tickets for t in tickets):
+            return None
+        copies = [self._tickets.pop(ticket) for ticket in tickets]
+        for copy in copies:
+            self._let_go(copy)
+        return copies
+
+    def _commit(self, now: float, request: local.Commit) -> None:
+        copies = self._take_tickets(request.tickets)
+        if copies is None:
+            self._fail(request.request, local.INVALID, "unknown ticket")
+            return
+
+        def done(batch: PutBatch) -> None:
+            results = [result for result in batch.results if result is not None]
+            self._reply(local.Committed(request.request, results))
+
+        self._core.writes.commit(now, copies, done)
+
+    def _abort(self, request: local.Abort) -> None:
+        copies = self._take_tickets(request.tickets)
+        if copies is None:
+            self._fail(request.request, local.INVALID, "unknown ticket")
+            return
+        for copy in copies:
+            self._core.store.abort(copy)
+        self._reply(local.Ack(request.request, len(copies)))
+
+    def _pin(self, request: local.Pin) -> None:
+        count = 0
+        for key in request.keys:
+            block = BlockId(request.namespace, key)
+            copy = self._core.store.get(block)
+            if copy is None or not self._may_hold(copy, copy.reserved_bytes):
+                continue
+            self._core.store.pin(copy)
+            self._pins.setdefault(block, []).append(copy)
+            self._pin_count += 1
+            self._hold(copy)
+            count += 1
+        self._reply(local.Ack(request.request, count))
+
+    def _unpin(self, request: local.Unpin) -> None:
+        count = 0
+        for key in request.keys:
+            block = BlockId(request.namespace, key)
+            pins = self._pins.get(block)
+            if not pins:
+                continue
+            copy = pins.pop()
+            if not pins:
+                del self._pins[block]
+            self._pin_count -= 1
+            self._let_go(copy)
+            self._core.store.unpin(copy)
+            count += 1
+        self._reply(local.Ack(request.request, count))
+
+    # --- the pool -----------------------------------------------------------------------------
+
+    def _find_namespace(self, request: local.FindNamespace) -> None:
+        if self._tenants is not ALL_TENANTS and request.tenant not in self._tenants:
+            self._forbid(request.request, f"tenant {request.tenant}")
+            return
+
+        def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
+            if isinstance(info, NamespaceInfo):
+                self._told[info.namespace] = _parts_of(info)
+                self._reply(local.FoundNamespace(request.request, info))
+            else:
+                self._fail(request.request, status, reason)
+
+        def make(number: int) -> NamespaceRequest:
+            return NamespaceRequest(
+                number, request.tenant, request.model, request.version, request.layout
+            )
+
+        self._core.ask_controller(make, found)
+
+    def _find_group(self, request: local.FindGroup) -> None:
+        if not self._may_use(request.namespace):
+            self._forbid(request.request, f"namespace {request.namespace}")
+            return
+
+        def found(info: NamespaceInfo | GroupInfo | None, status: str, reason: str) -> None:
+            if isinstance(info, GroupInfo):
+                self._reply(local.FoundGroup(request.request, info))
+            else:
+                self._fail(request.request, status, reason)
+
+        def make(number: int) -> GroupRequest:
+            return GroupRequest(number, request.namespace, request.nodes)
+
+        self._core.ask_controller(make, found)
+
+    def _describe(self, request: local.DescribePool) -> None:
+        core = self._core
+        pool = core.pool
+        held = []
+        keys: list[bytes] = []
+        if request.keys:
+            if not self._may_use(request.namespace):
+                self._forbid(request.request, f"namespace {request.namespace}")
+                return
+            try:
+                keys = core.pool_keys(request.namespace, request.keys)
+            except MissingSecretError as error:
+                self._fail(request.request, local.UNAVAILABLE, str(error))
+                return
+        for key, pool_key in zip(request.keys, keys, strict=True):
+            copy = core.store.peek(BlockId(request.namespace, pool_key))
+            if copy is not None:
+                held.append(local.HeldBlock(key, copy.size_bytes, copy.digest, copy.home))
+        self._reply(
+            local.PoolDescription(
+                request.request,
+                core.options.node_id,
+                pool.index if pool is not None else -1,
+                pool.epoch if pool is not None else 0,
+                core.connected,
+                list(pool.nodes.values()) if pool is not None else [],
+                [n for n in pool.namespaces.values() if self._may_use(n.namespace)]
+                if pool is not None
+                else [],
+                [g for g in pool.groups.values() if self._may_use(g.namespace)]
+                if pool is not None
+                else [],
+                held,
+            )
+        )
+
+
+def _parts_of(info: NamespaceInfo) -> tuple[str, str, str, str]:
+    return info.tenant, info.model, info.version, info.layout

@@ -1,0 +1,183 @@
+"""Puts: from bytes written in the arena to copies at the block's homes.
+
+Owns: when a put is acknowledged and how many replications may be under way. Must not know:
+sockets, clients' tickets (`sessions`), or how bytes travel (`calls`).
+
+A put is committed here first; from then on this node serves it. If this node is one of the
+homes, it counts as one that acknowledged. The copy then goes to every other home; with
+`put_ack` "home" (the default) the put is acknowledged when the first home in order has it, or,
+where that one cannot be reached, when all others were tried and one has it; with "local" at
+once. A put of which no home has a copy ends as "unavailable": the bytes stay here as a cached
+copy, and the caller may try again.
+
+A copy is pinned while somebody waits for its acknowledgement, and while it is being sent. One
+that merely waits for its turn towards a further replica may be evicted, and is then left out: a
+put is never refused because replication is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcast.hostagent.core.bulk_requests import EVICTED, Outbox, PutCall
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.store import COMMITTED, Copy, StaleReservationError, Store
+from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages.wire import digest_of
+
+ACK_HOME: Final = "home"
+ACK_LOCAL: Final = "local"
+
+_LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How puts behave."""
+
+    put_ack: str = ACK_HOME
+    """"home" or "local": what must have happened before a put is acknowledged."""
+    replicate_timeout_s: float = 10.0
+    """How long one home may take to receive one copy."""
+    max_replications: int = 4096
+    """Copies on their way or waiting for it. Beyond this, a copy for a replica is left out (and
+    counted), and a put that needs the first home ends as "busy"."""
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    """One block of a batch, until it is acknowledged."""
+
+    position: int
+    copy: Copy
+    first_home: int
+    waiting: set[int] = field(default_factory=set)
+    copies: int = 0
+    acknowledged: bool = False
+    refused: str = local.UNAVAILABLE
+
+
+@dataclass(slots=True, eq=False)
+class PutBatch:
+    """A commit of several tickets; `done` is called once, when `results` is whole."""
+
+    results: list[local.PutBlock | None]
+    done: Callable[[PutBatch], None]
+    left: int
+
+
+class Writes:
+    """Commits puts and replicates them."""
+
+    def __init__(
+        self,
+        options: WriteOptions,
+        store: Store,
+        memory: memoryview,
+        outbox: Outbox,
+        metrics: Metrics,
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._memory = memory
+        self._outbox = outbox
+        self._metrics = metrics
+        self.replications = 0
+        """Copies on their way or waiting for it."""
+
+    def commit(self, now: float, copies: list[Copy], done: Callable[[PutBatch], None]) -> PutBatch:
+        """Make reserved copies blocks and send them home. `done` may be called before this
+        returns."""
+        batch = PutBatch([None] * len(copies), done, len(copies))
+        for position, copy in enumerate(copies):
+            self._commit_one(now, batch, position, copy)
+        if not copies:
+            done(batch)
+        return batch
+
+    def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy) -> None:
+        self._metrics.puts_total += 1
+        digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
+        pool = self._outbox.pool
+        homes = pool.homes_of(copy.block) if pool is not None else ()
+        here = pool is not None and pool.index in homes
+        put = _Put(position, copy, homes[0] if homes else -1, copies=int(here))
+        try:
+            put.copy = copy = self._store.commit(copy, digest, home=here)
+        except StaleReservationError:
+            self._answer(batch, put, local.UNKNOWN_NAMESPACE)
+            return
+        meaning = pool.meaning_of(copy.block.namespace) if pool is not None else None
+        if pool is None or meaning is None or not homes:
+            self._answer(batch, put, local.UNAVAILABLE)
+            return
+        if self._options.put_ack == ACK_LOCAL or homes[0] == pool.index:
+            self._answer(batch, put, local.OK)
+        for node in homes:
+            if node == pool.index:
+                continue
+            if self.replications >= self._options.max_replications:
+                self._metrics.replications_dropped_total += 1
+                put.refused = local.BUSY
+                continue
+            self._send(now, batch, put, node, pool.epoch, meaning)
+        self._settle(batch, put)
+
+    def _send(
+        self, now: float, batch: PutBatch, put: _Put, node: int, epoch: int, meaning: int
+    ) -> None:
+        self.replications += 1
+        self._metrics.replications_total += 1
+        put.waiting.add(node)
+        copy = put.copy
+        pinned = False
+
+        def begin() -> bool:
+            nonlocal pinned
+            if not pinned and copy.state == COMMITTED:
+                self._store.pin(copy)
+                pinned = True
+            return pinned
+
+        if not put.acknowledged:
+            begin()
+
+        def done(_now: float, outcome: str) -> None:
+            self.replications -= 1
+            if pinned:
+                self._store.unpin(copy)
+            put.waiting.discard(node)
+            if outcome in _LANDED:
+                put.copies += 1
+                if node == put.first_home:
+                    self._answer(batch, put, local.OK)
+            elif outcome == EVICTED:
+                self._metrics.replications_dropped_total += 1
+            else:
+                self._metrics.replications_failed_total += 1
+                if outcome == bulk.NO_ROOM:
+                    put.refused = local.NO_ROOM
+                elif outcome == bulk.FORBIDDEN:
+                    put.refused = local.FORBIDDEN
+            self._settle(batch, put)
+
+        deadline = now + self._options.replicate_timeout_s
+        self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, done))
+
+    def _settle(self, batch: PutBatch, put: _Put) -> None:
+        """All homes were tried: whoever has it acknowledges."""
+        if not put.waiting:
+            self._answer(batch, put, local.OK if put.copies else put.refused)
+
+    def _answer(self, batch: PutBatch, put: _Put, status: str) -> None:
+        if put.acknowledged:
+            return
+        put.acknowledged = True
+        if status != local.OK:
+            self._metrics.puts_failed_total += 1
+        batch.results[put.position] = local.PutBlock(status, put.copies, put.copy.digest)
+        batch.left -= 1
+        if batch.left == 0:
+            batch.done(batch)

@@ -1,0 +1,144 @@
+"""The bulk link: what agents say to each other over TCP.
+
+Owns: the messages' types, their bounds, and the order of a conversation. Must not know: who is
+asked when, sockets, the arena. It carries what datagrams do not: puts to homes, questions about
+many blocks, and blocks whose READs no answer reaches.
+
+The caller opens the connection, sends `BulkHello`, and then makes one request after another; the
+answer to each comes before the next is sent. Messages are framed by
+`kvcast.protocol.messages.framing`; a block's bytes follow their header unframed, exactly
+`size_bytes` of them:
+
+    BulkPut  -> BulkGo  -> bytes -> BulkDone     the callee has room and lacks the block
+    BulkPut  -> BulkDone                         it holds the block, or refuses
+    BulkGet  -> BulkBlock + bytes | BulkDone     held, or not
+    BulkDrop -> BulkDone;  BulkExists -> BulkHeld
+
+Who receives bytes compares their digest with the header's before anybody sees them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Final
+
+from kvcast.protocol.messages.control import U16, U64, Key, NamespaceInfo, NodeId, hash_of_names
+from msgspec import Meta, Struct
+
+BULK_PROTOCOL_VERSION: Final = 2
+MAX_BULK_KEYS: Final = 4096
+MAX_BULK_MESSAGE_BYTES: Final = 1 << 18
+"""Longest framed message; 4096 keys take 80 KiB. A block's bytes are not framed."""
+
+Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+Keys = Annotated[list[Key], Meta(max_length=MAX_BULK_KEYS)]
+
+# Statuses of a BulkDone.
+DONE: Final = "done"
+HELD: Final = "held"
+"""BulkPut: the callee holds a copy already; it stays as it is."""
+NOT_FOUND: Final = "not_found"
+NOT_HOME: Final = "not_home"
+"""BulkPut: by the callee's map the block is not its to hold."""
+STALE: Final = "stale"
+"""BulkPut: to the callee the namespace's number means something else, or its keys are made in
+another way: one of the two has not heard of a change yet."""
+NO_ROOM: Final = "no_room"
+FORBIDDEN: Final = "forbidden"
+"""The namespace is unknown to the callee, or not the caller's to use."""
+WRONG_DIGEST: Final = "wrong_digest"
+
+
+class BulkHello(Struct, frozen=True, tag="hello"):
+    """First message of a caller: who it is."""
+
+    version: U16
+    node_id: NodeId
+
+
+class BulkPut(Struct, frozen=True, tag="put"):
+    """Hold this block. `epoch`: of the caller's map, by which the callee is one of its homes;
+    `meaning`: what the namespace means to the caller (`meaning_of`)."""
+
+    namespace: U16
+    key: Key
+    size_bytes: Size
+    digest: U64
+    epoch: U64
+    meaning: U64
+
+
+class BulkGet(Struct, frozen=True, tag="get"):
+    """Send this block; `digest` 0 = any copy."""
+
+    namespace: U16
+    key: Key
+    digest: U64 = 0
+
+
+class BulkDrop(Struct, frozen=True, tag="drop"):
+    """Forget these blocks."""
+
+    namespace: U16
+    keys: Keys
+
+
+class BulkExists(Struct, frozen=True, tag="exists"):
+    """Which of these blocks do you hold?"""
+
+    namespace: U16
+    keys: Keys
+
+
+class BulkGo(Struct, frozen=True, tag="go"):
+    """Send the bytes of the put."""
+
+
+class BulkDone(Struct, frozen=True, tag="done"):
+    """The request ended; `count`: blocks dropped."""
+
+    status: str
+    count: U64 = 0
+
+
+class BulkBlock(Struct, frozen=True, tag="block"):
+    """The block asked for; `size_bytes` bytes follow."""
+
+    size_bytes: Size
+    digest: U64
+
+
+class BulkHeld(Struct, frozen=True, tag="held"):
+    """Answer to BulkExists: bit i of byte i // 8 (lowest first) stands for key i."""
+
+    bitmap: Annotated[bytes, Meta(max_length=MAX_BULK_KEYS // 8)]
+
+
+BulkRequest = BulkPut | BulkGet | BulkDrop | BulkExists
+CallerMessage = BulkHello | BulkRequest
+CalleeMessage = BulkGo | BulkDone | BulkBlock | BulkHeld
+
+
+def meaning_of(info: NamespaceInfo) -> int:
+    """What a namespace stands for and whether its keys have a secret, as 64 bits of BLAKE2b: by it
+    two nodes know that they name the same blocks."""
+    return _meaning(info.tenant, info.model, info.version, info.layout, info.has_secret)
+
+
+@lru_cache(maxsize=1024)
+def _meaning(tenant: str, model: str, version: str, layout: str, has_secret: bool) -> int:
+    return hash_of_names(b"kvcast-meaning", (tenant, model, version, layout), bytes([has_secret]))
+
+
+def pack_bitmap(bits: list[bool]) -> bytes:
+    """Booleans as bytes, lowest bit first."""
+    number = 0
+    for i, bit in enumerate(bits):
+        number |= bit << i
+    return number.to_bytes(-(-len(bits) // 8), "little")
+
+
+def unpack_bitmap(bitmap: bytes, count: int) -> list[bool]:
+    """The first `count` bits of a bitmap; bits beyond its end are False."""
+    number = int.from_bytes(bitmap, "little")
+    return [bool(number >> i & 1) for i in range(count)]

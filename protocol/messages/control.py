@@ -1,0 +1,285 @@
+"""The control link: what an agent and the controller say to each other.
+
+Owns: the messages' types. One TCP connection an agent, framed by
+`kvcast.protocol.messages.framing`; the agent connects, registers, and renews its lease; the
+controller pushes the bucket map and asks. Must not know: who sends when (the agent's and the
+controller's cores decide that).
+
+A connection that breaks is made anew by the agent, which registers again under the same node id
+with the same incarnation; the controller then repeats the map. Every message may be repeated
+without harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+CONTROL_PROTOCOL_VERSION = 1
+
+U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
+U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+U64 = Annotated[int, Meta(ge=0)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+NodeId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Text = Annotated[str, Meta(max_length=256)]
+
+
+class BlockRef(Struct, frozen=True, array_like=True):
+    """Names a block: namespace and 128-bit key."""
+
+    namespace: U16
+    key: Key
+
+
+class NodeInfo(Struct, frozen=True):
+    """Where a node can be reached.
+
+    `index` is the node's place in bucket lists (stable for its lifetime); `mac` as
+    "02:6b:76:00:00:01"; `ip` its address behind the switch; `switch_port` the switch's port
+    number that it is attached to; `udp_port` of its READ/DATA socket; `bulk_host`/`bulk_port`
+    of its TCP bulk listener.
+    """
+
+    index: U16
+    node_id: NodeId
+    ip: Text
+    mac: Text
+    switch_port: U16
+    udp_port: U16
+    bulk_host: Text
+    bulk_port: U16
+
+
+class NamespaceInfo(Struct, frozen=True):
+    """A namespace and what it stands for; `nodes` empty = every node may use it. `has_secret`:
+    keys on the wire are derived (`kvcast.protocol.namespace_secrets`), and only those nodes are
+    given the secret."""
+
+    namespace: U16
+    tenant: Text
+    model: Text
+    version: Text
+    layout: Text
+    nodes: list[NodeId] = []
+    has_secret: bool = False
+
+
+def hash_of_names(purpose: bytes, names: Sequence[str], before: bytes = b"") -> int:
+    """64 bits of BLAKE2b of some names, told apart by their lengths; `purpose` (at most 16 bytes)
+    keeps one use from another."""
+    digest = blake2b(before, digest_size=8, person=purpose)
+    for name in names:
+        encoded = name.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return int.from_bytes(digest.digest(), "big")
+
+
+class GroupInfo(Struct, frozen=True):
+    """A reader group: its members get every DATA that any member's grouped READ causes."""
+
+    namespace: U16
+    group: U16
+    nodes: list[NodeId]
+
+
+# --- agent to controller ------------------------------------------------------------------
+
+
+class Register(Struct, frozen=True, tag="register"):
+    """First message on a connection.
+
+    `incarnation` changes with every start of the agent (its arena is empty again), not with
+    every connection.
+    """
+
+    version: U16
+    node_id: NodeId
+    incarnation: U64
+    ip: Text
+    mac: Text
+    switch_port: U16
+    udp_port: U16
+    bulk_host: Text
+    bulk_port: U16
+    arena_bytes: U64
+
+
+class HotBlock(Struct, frozen=True, array_like=True):
+    """What a home saw of a block since its last report.
+
+    `reads`: READs answered; `readers`: distinct readers; `depth`: blocks before it in its
+    prefix (0 if unknown); `size_bytes` and `digest` of the copy held.
+    """
+
+    namespace: U16
+    key: Key
+    reads: U64
+    readers: U32
+    depth: U32
+    size_bytes: U64
+    digest: U64
+
+
+class Renew(Struct, frozen=True, tag="renew"):
+    """Keeps the lease and reports; sent every lease/3.
+
+    `counters` are totals since the incarnation began, by name (the agent's metric names);
+    `hot` the most-read blocks that this home answered for, at most 256, since the last report.
+    """
+
+    counters: dict[str, float]
+    hot: list[HotBlock]
+    arena_used_bytes: U64
+    blocks: U64
+    epoch: U64
+
+
+class Described(Struct, frozen=True, tag="described"):
+    """Answer to Describe: of the blocks asked for, those held: (namespace, key, size, digest)."""
+
+    request: U64
+    blocks: list[tuple[U16, Key, U64, U64]]
+
+
+class Kept(Struct, frozen=True, tag="kept"):
+    """Answer to Keep: `held` says whether the block is now in this node's DRAM tier."""
+
+    request: U64
+    namespace: U16
+    key: Key
+    held: bool
+
+
+class NamespaceRequest(Struct, frozen=True, tag="namespace_request"):
+    """Find or make the namespace of this (tenant, model, version, layout)."""
+
+    request: U64
+    tenant: Text
+    model: Text
+    version: Text
+    layout: Text
+
+
+class GroupRequest(Struct, frozen=True, tag="group_request"):
+    """Find or make the reader group of these nodes in this namespace; at most 31 nodes."""
+
+    request: U64
+    namespace: U16
+    nodes: list[NodeId]
+
+
+class Leave(Struct, frozen=True, tag="leave"):
+    """A clean shutdown: move this node's buckets now, do not wait for the lease."""
+
+
+# --- controller to agent ------------------------------------------------------------------
+
+
+class Registered(Struct, frozen=True, tag="registered"):
+    """Answer to Register.
+
+    `index`: the node's index in bucket lists; `lease_s`: a node that has not renewed for so long
+    is dead; `read_padding_bytes`: bytes of zero padding that every READ must carry (the switch
+    target's profile; 0 where none is needed).
+    """
+
+    version: U16
+    index: U16
+    lease_s: float
+    read_padding_bytes: U16
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The controller does not take this agent or request, and why; `request` 0 = the register."""
+
+    reason: Text
+    request: U64 = 0
+
+
+class PoolMap(Struct, frozen=True, tag="map"):
+    """The pool as of `epoch`; pushed whole at registration and whenever it changes.
+
+    `buckets[b]` lists node indices, home first, then replicas in the order in which they take
+    over; its length is `kvcast.protocol.messages.wire.BUCKETS`.
+    """
+
+    epoch: U64
+    nodes: list[NodeInfo]
+    buckets: list[list[U16]]
+    namespaces: list[NamespaceInfo]
+    groups: list[GroupInfo]
+
+
+class NamespaceSecret(Struct, frozen=True, array_like=True):
+    """The secret of a namespace: a secret, which no log shows."""
+
+    namespace: U16
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    def __repr__(self) -> str:
+        return f"NamespaceSecret({self.namespace}, …)"
+
+
+class NamespaceSecrets(Struct, frozen=True, tag="secrets"):
+    """The secrets of the namespaces that the node may use; before a map that names them."""
+
+    secrets: list[NamespaceSecret]
+
+
+class Describe(Struct, frozen=True, tag="describe"):
+    """Ask which of these blocks the node holds in DRAM, with size and digest."""
+
+    request: U64
+    blocks: list[BlockRef]
+
+
+class Credit(Struct, frozen=True, tag="credit"):
+    """Switch hits since the last credit: (namespace, key, hits). Touch them in the policy."""
+
+    hits: list[tuple[U16, Key, U64]]
+
+
+class Keep(Struct, frozen=True, tag="keep"):
+    """Make sure that this block lives in the node's DRAM: recall it from the switch or a
+    replica if it must be (READs for its own block, addressed to the home as usual)."""
+
+    request: U64
+    namespace: U16
+    key: Key
+    size_bytes: U64
+    digest: U64
+
+
+class NamespaceReply(Struct, frozen=True, tag="namespace_reply"):
+    request: U64
+    info: NamespaceInfo
+
+
+class GroupReply(Struct, frozen=True, tag="group_reply"):
+    request: U64
+    info: GroupInfo
+
+
+AgentMessage = Register | Renew | Described | Kept | NamespaceRequest | GroupRequest | Leave
+ControllerMessage = (
+    Registered
+    | Refused
+    | PoolMap
+    | NamespaceSecrets
+    | Describe
+    | Credit
+    | Keep
+    | NamespaceReply
+    | GroupReply
+)
+
+__all__ = [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, msgspec.Struct)
+] + ["AgentMessage", "ControllerMessage"]

@@ -1,0 +1,353 @@
+"""The local API: what an engine's process and the agent on its node say to each other.
+
+Owns: the messages' types and bounds. One Unix stream socket a client, framed by
+`kvcast.protocol.messages.framing`. Must not know: what the agent does with a request, or asyncio.
+
+The client sends `Hello`; the agent answers `Welcome`, and with its first byte passes a file
+descriptor of the arena (SCM_RIGHTS). From then on the client sends requests with numbers of its
+own choice, as many at once as `MAX_REQUESTS_IN_FLIGHT`, and the agent answers each exactly once,
+in any order, by a reply with the same number or by `Failed`. `Release` has no answer.
+
+A block that a get returns is pinned in the arena, and named by a handle, until the client
+releases the handle or disconnects. Bytes to put are written by the client itself into the
+extent that `Allocated` names, and become a block by `Commit`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from kvcast.protocol.messages.control import (
+    U16,
+    U64,
+    GroupInfo,
+    Key,
+    NamespaceInfo,
+    NodeId,
+    NodeInfo,
+    Text,
+)
+from msgspec import Meta, Struct
+
+LOCAL_PROTOCOL_VERSION: Final = 1
+
+MAX_KEYS: Final = 4096
+"""Keys in one request."""
+MAX_REQUESTS_IN_FLIGHT: Final = 256
+"""Unanswered requests of one client; more are answered by `Failed` "busy"."""
+MAX_HANDLES: Final = 65_536
+"""Handles (pinned blocks) and open allocations of one client; more end as "busy"."""
+MAX_LOCAL_MESSAGE_BYTES: Final = 1 << 20
+"""Longest message either way; 4096 results of a get take 400 KiB at most."""
+
+# Statuses of one key, or of a request that failed as a whole.
+OK: Final = "ok"
+MISS: Final = "miss"
+"""No copy could be had in time; the result's reason is a `requester.MissReason` value."""
+BUSY: Final = "busy"
+"""A bound was met (handles, requests, fetches waiting); try again later."""
+NO_ROOM: Final = "no_room"
+"""The arena is full of pinned blocks, or the block is larger than the arena."""
+QUOTA: Final = "quota"
+"""The namespace's quota is full of pinned blocks, or smaller than the block."""
+UNKNOWN_NAMESPACE: Final = "unknown_namespace"
+FORBIDDEN: Final = "forbidden"
+"""The namespace is not this node's to use."""
+UNAVAILABLE: Final = "unavailable"
+"""The agent has never reached a controller, or no home of the block took the put."""
+INVALID: Final = "invalid"
+"""The request names something that does not exist (an unknown ticket, group, …)."""
+
+Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
+Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+Millis = Annotated[int, Meta(ge=0, le=255)]
+Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+
+# --- client to agent ----------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """First message on a connection; `client` is a name for logs."""
+
+    version: U16
+    client: Text
+
+
+class Get(Struct, frozen=True, tag="get"):
+    """Fetch blocks into the arena and pin them.
+
+    `deadline_s` from now; `gather_ms`: how long a home may hold its answer for joiners; `group`:
+    reader group of the namespace, 0 = none; `expect`: another member of the group reads these
+    blocks, so wait for its answer before asking for what is missing.
+    """
+
+    request: U64
+    namespace: U16
+    keys: Keys
+    deadline_s: Seconds
+    gather_ms: Millis = 0
+    group: U16 = 0
+    expect: bool = False
+
+
+class Prefetch(Struct, frozen=True, tag="prefetch"):
+    """Fetch blocks into the arena without pinning them; answered by Ack at once."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+    deadline_s: Seconds
+    gather_ms: Millis = 0
+    group: U16 = 0
+    expect: bool = False
+
+
+class Alloc(Struct, frozen=True, tag="alloc"):
+    """Set bytes aside for blocks to put: keys and, beside them, sizes in bytes."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+    sizes: Annotated[list[Size], Meta(max_length=MAX_KEYS)]
+
+
+class Commit(Struct, frozen=True, tag="commit"):
+    """The bytes of these tickets are written: make them blocks and send them to their homes."""
+
+    request: U64
+    tickets: Handles
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """Give these tickets' bytes back."""
+
+    request: U64
+    tickets: Handles
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """Let go of handles that gets returned. Not answered; unknown handles are counted."""
+
+    handles: Handles
+
+
+class Exists(Struct, frozen=True, tag="exists"):
+    """How many of these blocks, counted from the first without a gap, the pool holds."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+    deadline_s: Seconds = 1.0
+
+
+class Drop(Struct, frozen=True, tag="drop"):
+    """Forget blocks here and at their homes."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+
+
+class Pin(Struct, frozen=True, tag="pin"):
+    """Keep blocks that this node holds in its DRAM until `Unpin` or the client disconnects."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+
+
+class Unpin(Struct, frozen=True, tag="unpin"):
+    """Undo one `Pin` of each block."""
+
+    request: U64
+    namespace: U16
+    keys: Keys
+
+
+class GetStats(Struct, frozen=True, tag="stats"):
+    """Ask for the agent's counters."""
+
+    request: U64
+
+
+class FindNamespace(Struct, frozen=True, tag="find_namespace"):
+    """Find or make a namespace; the agent asks the controller."""
+
+    request: U64
+    tenant: Text
+    model: Text
+    version: Text
+    layout: Text
+
+
+class FindGroup(Struct, frozen=True, tag="find_group"):
+    """Find or make a reader group of nodes; the agent asks the controller."""
+
+    request: U64
+    namespace: U16
+    nodes: Annotated[list[NodeId], Meta(max_length=32)]
+
+
+class DescribePool(Struct, frozen=True, tag="describe_pool"):
+    """Ask what the agent knows of the pool, and which of `keys` this node holds."""
+
+    request: U64
+    namespace: U16 = 0
+    keys: Keys = []
+
+
+# --- agent to client ----------------------------------------------------------------------
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long."""
+
+    version: U16
+    node_id: Text
+    arena_bytes: U64
+
+
+class Rejected(Struct, frozen=True, tag="rejected"):
+    """Instead of Welcome, before the agent closes the connection."""
+
+    reason: Text
+
+
+class GotBlock(Struct, frozen=True, array_like=True):
+    """One key of a Get. With status "ok": `handle` to release, and where the bytes lie in the
+    arena. `tier`: local, switch, shared, home or bulk. Else `reason` says why not."""
+
+    status: str
+    reason: str = ""
+    tier: str = ""
+    handle: U64 = 0
+    offset: U64 = 0
+    size_bytes: U64 = 0
+    digest: U64 = 0
+
+
+class Got(Struct, frozen=True, tag="got"):
+    """Answer to Get: one entry a key, in order."""
+
+    request: U64
+    blocks: list[GotBlock]
+
+
+class Extent(Struct, frozen=True, array_like=True):
+    """One key of an Alloc. With status "ok": the ticket, and where to write."""
+
+    status: str
+    ticket: U64 = 0
+    offset: U64 = 0
+
+
+class Allocated(Struct, frozen=True, tag="allocated"):
+    """Answer to Alloc: one entry a key, in order."""
+
+    request: U64
+    extents: list[Extent]
+
+
+class PutBlock(Struct, frozen=True, array_like=True):
+    """One ticket of a Commit. With status "ok": `copies` of homes that acknowledged (this node
+    included, where it is one), and the digest of the copy in force here."""
+
+    status: str
+    copies: int = 0
+    digest: U64 = 0
+
+
+class Committed(Struct, frozen=True, tag="committed"):
+    """Answer to Commit: one entry a ticket, in order."""
+
+    request: U64
+    blocks: list[PutBlock]
+
+
+class Ack(Struct, frozen=True, tag="ack"):
+    """Answer to Prefetch, Abort, Exists, Drop, Pin and Unpin: how many keys or tickets it did
+    (for Exists: the length of the prefix that exists)."""
+
+    request: U64
+    count: U64
+
+
+class Stats(Struct, frozen=True, tag="stats_reply"):
+    """Answer to GetStats: totals since the agent's start and present values, by name."""
+
+    request: U64
+    counters: dict[str, float]
+
+
+class FoundNamespace(Struct, frozen=True, tag="found_namespace"):
+    request: U64
+    info: NamespaceInfo
+
+
+class FoundGroup(Struct, frozen=True, tag="found_group"):
+    request: U64
+    info: GroupInfo
+
+
+class HeldBlock(Struct, frozen=True, array_like=True):
+    """A block in this node's DRAM; `home`: held as one of its homes, not merely cached."""
+
+    key: Key
+    size_bytes: U64
+    digest: U64
+    home: bool
+
+
+class PoolDescription(Struct, frozen=True, tag="pool"):
+    """Answer to DescribePool. `index` -1 and `epoch` 0: the agent has not reached a controller."""
+
+    request: U64
+    node_id: Text
+    index: int
+    epoch: U64
+    connected: bool
+    nodes: list[NodeInfo]
+    namespaces: list[NamespaceInfo]
+    groups: list[GroupInfo]
+    held: list[HeldBlock]
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The request failed as a whole, by one of the statuses above."""
+
+    request: U64
+    status: str
+    reason: Text
+
+
+Numbered = (
+    Get
+    | Prefetch
+    | Alloc
+    | Commit
+    | Abort
+    | Exists
+    | Drop
+    | Pin
+    | Unpin
+    | GetStats
+    | FindNamespace
+    | FindGroup
+    | DescribePool
+)
+"""Requests that are answered."""
+Request = Numbered | Release
+ClientMessage = Hello | Request
+AgentReply = (
+    Got
+    | Allocated
+    | Committed
+    | Ack
+    | Stats
+    | FoundNamespace
+    | FoundGroup
+    | PoolDescription
+    | Failed
+)
+ServerMessage = Welcome | Rejected | AgentReply

@@ -1,0 +1,15 @@
+"""The responder: answers READs for the blocks that a node holds."""
+
+from kvcast.protocol.responder.responder import (
+    READ_OUTCOMES,
+    HeldBlock,
+    Responder,
+    ResponderConfig,
+)
+
+__all__ = [
+    "READ_OUTCOMES",
+    "HeldBlock",
+    "Responder",
+    "ResponderConfig",
+]

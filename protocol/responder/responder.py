@@ -1,0 +1,608 @@
+"""The home: answers READs for the blocks that a node holds.
+
+Owns: which answer goes out next, and how fast. Must not know: sockets, clocks, where a block's
+bytes lie (a lookup is handed in), or whether a switch is on the way. Follows DESIGN section 4.
+
+A caller passes on READs (`receive`), and takes what is to be sent (`frames_to_send`) whenever
+`get_timer` says so. A READ becomes a *job*: the chunks of one segment, for one reader, with the
+block held until the last of them is out. Jobs of one reader go in order, repairs (PARTIAL) before
+all others; readers take turns; a token bucket sets the pace; and a job whose READ allows
+gathering waits for its joiners first.
+
+Readers that want the same blocks, a moment apart, cost a copy each: when the second asks, the
+answer has passed the switch, and they stay a moment apart until both are done. So answers to READs
+that a switch has marked wait for as long as such readers are apart (`catchup`), those to readers
+behind go first, and the second catches up.
+
+What is asked for twice is sent once as long as the first answer has not gone out: a READ adds to
+a job of the same reader and segment only those chunks that the job no longer has before it.
+So a reader that is impatient with a busy home does not make it busier. A READ of a full segment
+that a switch has marked SHARED comes from a reader to which that switch copies the answer; so READs
+thus marked are answered together, whoever sent them, until the answer is out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from kvcast.protocol.messages.wire import (
+    CHUNK_BYTES,
+    CHUNKS_PER_SEGMENT,
+    FLAG_LAST,
+    FLAG_PARTIAL,
+    FLAG_RETRY,
+    FLAG_SHARED,
+    MISS_DIGEST_GONE,
+    MISS_NOT_FOUND,
+    MISS_NOT_HOME,
+    MISS_OVERLOADED,
+    OP_DATA,
+    OP_MISS,
+    OP_OFFER,
+    OP_READ,
+    SEGMENT_BYTES,
+    BlockId,
+    Frame,
+    Offer,
+    encode_offer,
+    segment_bitmap,
+    segments_of,
+)
+from kvcast.protocol.pacing import TokenBucket
+from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig
+
+
+class HeldBlock(Protocol):
+    """A block that stays where it is until it is released."""
+
+    @property
+    def data(self) -> memoryview:
+        """All bytes of the block."""
+
+    @property
+    def digest(self) -> int:
+        """`wire.digest_of` of the bytes."""
+
+    def release(self) -> None:
+        """The home is done with it; called exactly once a lookup."""
+
+
+_MAX_FRAMES_PER_JOB: Final = CHUNKS_PER_SEGMENT + 1  # the chunks, and an OFFER
+
+Lookup: TypeAlias = Callable[[BlockId], HeldBlock | None]
+"""The block, held, or None if the node has not got it."""
+MakeOffer: TypeAlias = Callable[[BlockId, HeldBlock], Offer | None]
+"""Another way to fetch the block, or None."""
+
+
+@dataclass(frozen=True)
+class ResponderConfig:
+    """Tunables of the home."""
+
+    rate_frames_per_s: float = 0.0
+    """Frames a second to all readers together; 0 = no limit but the caller's budget."""
+    burst_frames: int = 128
+    """Frames that may go out at once after a pause; two segments."""
+    turn_frames: int = 8
+    """Frames to one reader before the next reader's turn."""
+    max_bypass: int = 8
+    """How many turns in a row may go to readers that are further behind in the same block."""
+    max_jobs: int = 4096
+    """Segments waiting to be sent; a READ beyond is answered by MISS OVERLOADED."""
+    max_jobs_per_reader: int = 256
+    """Of them for one reader; above a reader's credit, or its READs are refused."""
+    max_replies: int = 1024
+    """MISSes waiting to be sent; one more is dropped, and the reader's timer takes its place."""
+    max_gather_ms: int = 255
+    """Longest time for which an answer is held for joiners, whatever the READ allows."""
+    heat_blocks: int = 4096
+    """Blocks whose reads are counted; the one not read for longest gives way."""
+    catch_up: CatchUpConfig = field(default_factory=CatchUpConfig)
+    """When, and for how long, readers are held back for others to catch up."""
+
+
+@dataclass(slots=True)
+class ResponderCounters:
+    """Totals since the home was made."""
+
+    reads: int = 0
+    """READs received. Each is answered, merged, collapsed, or ends as one of `misses` or
+    `replies_dropped`."""
+    reads_retry: int = 0
+    reads_partial: int = 0
+    reads_answered: int = 0
+    """READs that got an answer of their own to be sent."""
+    reads_collapsed: int = 0
+    """READs that asked only for what was already waiting to be sent to the same reader."""
+    reads_merged: int = 0
+    """READs marked by a switch that were answered together with another reader's."""
+    reads_behind: int = 0
+    """READs of full segments that went out to another reader a moment ago."""
+    segments_held_back: int = 0
+    """Answers that waited for readers behind to catch up."""
+    data_frames: int = 0
+    payload_bytes: int = 0
+    """Block bytes sent, without headers and the last chunk's padding."""
+    segments_full: int = 0
+    """Answers to READs of a full segment that went out whole."""
+    offers: int = 0
+    misses: int = 0
+    """MISS frames queued, all reasons."""
+    misses_not_found: int = 0
+    misses_digest_gone: int = 0
+    misses_overloaded: int = 0
+    misses_not_home: int = 0
+    misses_beyond: int = 0
+    """For segments that a block which is here does not have."""
+    replies_dropped: int = 0
+    """MISSes not sent, for want of room."""
+    unexpected_op: int = 0
+    """Frames that are no READ."""
+
+
+READ_OUTCOMES: Final = (
+    "reads_answered",
+    "reads_merged",
+    "reads_collapsed",
+    "misses",
+    "replies_dropped",
+)
+"""The counters of which every READ received moves exactly one."""
+
+
+class BlockHeat(NamedTuple):
+    """How much a block was read since heat was last taken."""
+
+    block: BlockId
+    reads: int
+    """READs of full segments that were answered."""
+    readers: int
+    """Distinct readers among them."""
+    size: int
+    digest: int
+
+
+class _Job:
+    """One segment, or part of it, on its way to one reader."""
+
+    __slots__ = (
+        "behind",
+        "block",
+        "flags",
+        "group",
+        "held",
+        "key",
+        "offer",
+        "remaining",
+        "segment",
+        "tag",
+    )
+
+    def __init__(
+        self, key: _JobKey, block: BlockId, held: HeldBlock, frame: Frame, remaining: int
+    ) -> None:
+        self.key = key
+        self.block = block
+        self.held = held
+        self.segment = frame.segment
+        self.flags = frame.flags & FLAG_PARTIAL
+        self.group = frame.group
+        self.tag = frame.tag
+        self.remaining = remaining  # chunks to send, as a bitmap
+        self.offer: Frame | None = None  # sent before the first chunk
+        self.behind = False  # another reader was sent the segment a moment ago
+
+
+_JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, PARTIAL flag
+
+
+class _Reader:
+    __slots__ = ("jobs", "queue")
+
+    def __init__(self) -> None:
+        self.queue: deque[_Job] = deque()  # ready to be sent
+        self.jobs = 0  # ready or gathering
+
+
+class _Heat:
+    __slots__ = ("digest", "readers", "reads", "size")
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.readers = 0  # bit i = node i has read
+        self.size = 0
+        self.digest = 0
+
+
+class Responder:
+    """See the module's description. Times are seconds on one monotonic clock of the caller's;
+    readers are node indices as in the pool map."""
+
+    def __init__(
+        self,
+        config: ResponderConfig,
+        *,
+        lookup: Lookup,
+        is_home: Callable[[BlockId], bool] | None = None,
+        make_offer: MakeOffer | None = None,
+    ) -> None:
+        """`is_home`: whether this node is a home of a block by its own pool map; with it, a READ
+        that went astray is told from one for a block that is not there."""
+        self.config = config
+        self.counters = ResponderCounters()
+        self._lookup = lookup
+        self._is_home = is_home
+        self._make_offer = make_offer
+        self._bucket = TokenBucket(config.rate_frames_per_s, config.burst_frames)
+        self._replies: deque[tuple[int, Frame]] = deque()
+        self._jobs: dict[_JobKey, _Job] = {}
+        self._shared_jobs: dict[tuple[BlockId, int], _Job] = {}  # by block and segment
+        self._job_count = 0
+        self._readers: dict[int, _Reader] = {}
+        self._turns: deque[int] = deque()  # readers with something in their queue
+        self._ready = 0  # jobs in queues
+        self._gathering: list[tuple[float, int, int, _Job]] = []  # until, sequence, reader, job
+        self._sequence = 0
+        self._bypassed = 0  # how often in a row the first of the turns has waited
+        self._heat: OrderedDict[BlockId, _Heat] = OrderedDict()
+        self._catch_up = CatchUp(config.catch_up)
+
+    def receive(self, now: float, reader: int, frame: Frame) -> None:
+        """Take a READ, as `wire.decode` made it, that came from node `reader`."""
+        counters = self.counters
+        if frame.op != OP_READ:
+            counters.unexpected_op += 1
+            return
+        partial = frame.flags & FLAG_PARTIAL
+        counters.reads += 1
+        if partial:
+            counters.reads_partial += 1
+        elif frame.flags & FLAG_RETRY:
+            counters.reads_retry += 1
+        block = frame.block
+        held = self._lookup(block)
+        if held is None:
+            astray = self._is_home is not None and not self._is_home(block)
+            self._miss(reader, frame, MISS_NOT_HOME if astray else MISS_NOT_FOUND)
+            return
+        taken = False
+        try:
+            taken = self._answer(now, reader, frame, block, held)
+        finally:
+            if not taken:
+                held.release()
+
+    def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
+        """At most `budget` frames to send now, each with the node it goes to.
+
+        The payloads are views of the held blocks, which may be gone once the caller's thread
+        does something else: encode the frames first.
+        """
+        self._end_gathering(now)
+        waiting = len(self._replies) + _MAX_FRAMES_PER_JOB * self._ready
+        allowed = self._bucket.available(now, min(budget, waiting))
+        frames: list[tuple[int, Frame]] = []
+        while self._replies and len(frames) < allowed:
+            frames.append(self._replies.popleft())
+        turns = self._turns
+        while turns and len(frames) < allowed:
+            index = self._whose_turn()
+            reader = self._readers[index]
+            turn = min(self.config.turn_frames, allowed - len(frames))
+            self._take_turn(now, index, reader, turn, frames)
+            if reader.queue:
+                turns.append(index)
+        self._bucket.take(len(frames))
+        return frames
+
+    def get_timer(self, now: float) -> float | None:
+        """When `frames_to_send` will have something; None = when more READs have come."""
+        times = []
+        if self._replies or self._ready:
+            some = min(len(self._replies) + self._ready, self.config.turn_frames)
+            times.append(self._bucket.ready_at(now, some))
+        if self._gathering:
+            times.append(self._gathering[0][0])
+        return min(times, default=None)
+
+    def set_rate(self, now: float, rate_frames_per_s: float) -> None:
+        """Go on at another pace; 0 = no limit."""
+        self._bucket.set_rate(now, rate_frames_per_s)
+
+    def drop_reader(self, reader: int) -> None:
+        """Forget what waits to be sent to a node that has left."""
+        gone = [job for job in self._all_jobs() if job.key[0] == reader]
+        for job in gone:
+            self._finish(job)
+        if reader in self._readers:
+            self._ready -= len(self._readers.pop(reader).queue)
+        if reader in self._turns:
+            self._turns.remove(reader)
+        self._gathering = [entry for entry in self._gathering if entry[2] != reader]
+        heapq.heapify(self._gathering)
+        self._replies = deque(reply for reply in self._replies if reply[0] != reader)
+
+    def close(self) -> None:
+        """Forget everything that waits to be sent, and release the blocks held for it."""
+        for reader in list(self._readers):
+            self.drop_reader(reader)
+        self._replies.clear()
+
+    @property
+    def segments_waiting(self) -> int:
+        """Answers that have not gone out, gathering ones included."""
+        return self._job_count
+
+    def take_heat(self, limit: int) -> list[BlockHeat]:
+        """The `limit` most-read blocks since the last call, most-read first; counting starts
+        anew."""
+        hottest = heapq.nlargest(limit, self._heat.items(), key=lambda item: item[1].reads)
+        self._heat = OrderedDict()
+        return [
+            BlockHeat(block, heat.reads, heat.readers.bit_count(), heat.size, heat.digest)
+            for block, heat in hottest
+        ]
+
+    # --- taking READs -----------------------------------------------------------------------
+
+    def _answer(
+        self, now: float, reader: int, frame: Frame, block: BlockId, held: HeldBlock
+    ) -> bool:
+        """Queue the answer to a READ of a block that is here; True if a job keeps `held`."""
+        if frame.digest not in (0, held.digest):
+            self._miss(reader, frame, MISS_DIGEST_GONE)
+            return False
+        size = held.data.nbytes
+        wanted = frame.wanted & segment_bitmap(size, frame.segment)
+        if not wanted:  # beyond the block: the reader thought that it was larger
+            self._miss(reader, frame, MISS_NOT_FOUND, beyond=True)
+            return False
+        partial = frame.flags & FLAG_PARTIAL
+        if not partial:
+            self._note_heat(reader, block, size, held.digest)
+        if partial:
+            wanted = self._not_yet_coming(reader, frame, block, held, wanted)
+        shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None
+        if shared is not None:
+            job = self._shared_jobs.get(shared)
+            if job is not None and job.held.digest == held.digest:
+                self.counters.reads_merged += 1
+                return False
+        key = (reader, block, frame.segment, partial)
+        job = self._jobs.get(key)
+        if not wanted or (job is not None and job.held.digest == held.digest):
+            if job is not None and partial:
+                job.remaining |= wanted
+            self.counters.reads_collapsed += 1
+            return False
+        state = self._readers.get(reader)
+        jobs_of_reader = 0 if state is None else state.jobs
+        if (
+            self._job_count >= self.config.max_jobs
+            or jobs_of_reader >= self.config.max_jobs_per_reader
+        ):
+            self._miss(reader, frame, MISS_OVERLOADED)
+            return False
+        if state is None:
+            state = self._readers[reader] = _Reader()
+        job = _Job(key, block, held, frame, wanted)
+        if not partial and frame.segment == 0:
+            job.offer = self._offer(frame, block, held)
+        self._jobs[key] = job
+        if shared is not None:
+            self._shared_jobs[shared] = job
+        self._job_count += 1
+        self.counters.reads_answered += 1
+        state.jobs += 1
+        if partial:
+            self._make_ready(reader, state, job)
+            return True
+        hold_s = min(frame.gather, self.config.max_gather_ms) / 1000
+        if shared is not None and not frame.flags & FLAG_RETRY:
+            job.behind = self._catch_up.read(now, reader, block, frame.segment)
+            if job.behind:
+                self.counters.reads_behind += 1
+            else:
+                catch_up = self._catch_up
+                until_together_s = catch_up.hold_s if frame.gather else catch_up.hold_alone_s
+                if until_together_s > hold_s:
+                    self.counters.segments_held_back += 1
+                    hold_s = until_together_s
+        if hold_s:
+            self._sequence += 1
+            heapq.heappush(self._gathering, (now + hold_s, self._sequence, reader, job))
+        else:
+            self._make_ready(reader, state, job)
+        return True
+
+    def _not_yet_coming(
+        self, reader: int, frame: Frame, block: BlockId, held: HeldBlock, wanted: int
+    ) -> int:
+        """Of the chunks wanted, those that no full answer to the same reader still has to send."""
+        full = self._jobs.get((reader, block, frame.segment, 0))
+        if full is not None and full.held.digest == held.digest:
+            return wanted & ~full.remaining
+        return wanted
+
+    def _make_ready(self, reader: int, state: _Reader, job: _Job) -> None:
+        if not state.queue:
+            self._turns.append(reader)
+        if job.flags:  # a repair is short, and a whole segment waits for it
+            state.queue.appendleft(job)
+        else:
+            state.queue.append(job)
+        self._ready += 1
+
+    def _end_gathering(self, now: float) -> None:
+        gathering = self._gathering
+        while gathering and gathering[0][0] <= now:
+            _until, _sequence, reader, job = heapq.heappop(gathering)
+            self._make_ready(reader, self._readers[reader], job)
+
+    def _offer(self, frame: Frame, block: BlockId, held: HeldBlock) -> Frame | None:
+        """An OFFER for a block of which there is more than the segment asked for."""
+        size = held.data.nbytes
+        if self._make_offer is None or segments_of(size) == 1:
+            return None
+        offer = self._make_offer(block, held)
+        if offer is None:
+            return None
+        return Frame(
+            OP_OFFER,
+            block.namespace,
+            block.key,
+            frame.segment,
+            group=frame.group,
+            digest=held.digest,
+            size=size,
+            tag=frame.tag,
+            payload=encode_offer(offer),
+        )
+
+    def _miss(self, reader: int, frame: Frame, reason: int, *, beyond: bool = False) -> None:
+        counters = self.counters
+        if len(self._replies) >= self.config.max_replies:
+            counters.replies_dropped += 1
+            return
+        counters.misses += 1
+        if beyond:
+            counters.misses_beyond += 1
+        elif reason == MISS_NOT_FOUND:
+            counters.misses_not_found += 1
+        elif reason == MISS_DIGEST_GONE:
+            counters.misses_digest_gone += 1
+        elif reason == MISS_NOT_HOME:
+            counters.misses_not_home += 1
+        else:
+            counters.misses_overloaded += 1
+        miss = Frame(
+            OP_MISS,
+            frame.namespace,
+            frame.key,
+            frame.segment,
+            frame.flags & FLAG_PARTIAL,
+            frame.group,
+            frame.digest,
+            chunk=reason,
+            tag=frame.tag,
+        )
+        self._replies.append((reader, miss))
+
+    def _note_heat(self, reader: int, block: BlockId, size: int, digest: int) -> None:
+        heat = self._heat.get(block)
+        if heat is None:
+            if len(self._heat) >= self.config.heat_blocks:
+                self._heat.popitem(last=False)
+            heat = self._heat[block] = _Heat()
+        else:
+            self._heat.move_to_end(block)
+        heat.reads += 1
+        heat.readers |= 1 << reader
+        heat.size = size
+        heat.digest = digest
+
+    # --- sending ----------------------------------------------------------------------------
+
+    def _whose_turn(self) -> int:
+        """The reader that is served next, taken out of the turns.
+
+        Readers take turns, but of those that read the same block the one that is furthest behind
+        goes first. So readers that began at different times come to want the same segments at
+        the same time, and a switch on the way answers them together: in simulation, eight
+        readers that begin within 2 ms of each other cost the home 1.1 instead of 2.2 copies of
+        four 2 MiB blocks. Without a switch the total stays as it is. Whoever's turn it is waits
+        for at most `max_bypass` others.
+        """
+        turns = self._turns
+        index = turns[0]
+        if self._bypassed < self.config.max_bypass:
+            head = self._readers[index].queue[0]
+            for other in turns:
+                job = self._readers[other].queue[0]
+                if (job.segment < head.segment and job.block == head.block) or (
+                    job.behind and not head.behind
+                ):
+                    index, head = other, job
+        self._bypassed = self._bypassed + 1 if index != turns[0] else 0
+        turns.remove(index)
+        return index
+
+    def _take_turn(
+        self, now: float, index: int, reader: _Reader, turn: int, frames: list[tuple[int, Frame]]
+    ) -> None:
+        """Add up to `turn` frames of one reader's jobs to `frames`."""
+        counters = self.counters
+        while turn and reader.queue:
+            job = reader.queue[0]
+            if job.offer is not None:
+                frames.append((index, job.offer))
+                job.offer = None
+                counters.offers += 1
+                turn -= 1
+                continue
+            data = job.held.data
+            digest = job.held.digest
+            namespace, key = job.block
+            size = data.nbytes
+            start_of_segment = job.segment * SEGMENT_BYTES
+            remaining = job.remaining
+            while turn and remaining:
+                lowest = remaining & -remaining
+                remaining ^= lowest
+                chunk = lowest.bit_length() - 1
+                start = start_of_segment + chunk * CHUNK_BYTES
+                payload = data[start : start + CHUNK_BYTES]
+                flags = job.flags if remaining else job.flags | FLAG_LAST
+                frames.append(
+                    (
+                        index,
+                        Frame(
+                            OP_DATA,
+                            namespace,
+                            key,
+                            job.segment,
+                            flags,
+                            job.group,
+                            digest,
+                            size,
+                            chunk,
+                            0,
+                            0,
+                            job.tag,
+                            payload,
+                        ),
+                    )
+                )
+                counters.data_frames += 1
+                counters.payload_bytes += len(payload)
+                turn -= 1
+            job.remaining = remaining
+            if not remaining:
+                reader.queue.popleft()
+                self._ready -= 1
+                if not job.flags:
+                    counters.segments_full += 1
+                    self._catch_up.sent(now)
+                self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        """A job has left its queue: let go of its block."""
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
+        if self._shared_jobs.get((job.block, job.segment)) is job:
+            del self._shared_jobs[job.block, job.segment]
+        self._job_count -= 1
+        reader = job.key[0]
+        state = self._readers[reader]
+        state.jobs -= 1
+        if not state.jobs and not state.queue:
+            del self._readers[reader]
+        job.held.release()
+
+    def _all_jobs(self) -> list[_Job]:
+        ready = [job for reader in self._readers.values() for job in reader.queue]
+        return ready + [entry[3] for entry in self._gathering]

@@ -1,0 +1,1 @@
+"""What every kvcast daemon and command shares: options, TLS, listeners, logging, readiness."""

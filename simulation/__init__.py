@@ -1,0 +1,1 @@
+"""Deterministic simulation: whole pools in virtual time, from a seed, under faults."""

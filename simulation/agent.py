@@ -1,0 +1,402 @@
+"""The simulated host: a machine with a network card, an arena and a clock, and the agent on it.
+
+Owns: what the agent's adapters own in the product: when the core's timer is called, what its
+frames look like on the wire, the control link, and the life of a process. Must not know: what the
+core decides, or what is checked.
+
+A host's memory outlives its processes, as shared memory does; what a new process makes of it is
+the product's business (`agent_core`). A process may die between any two events, or stand still
+for a while (a stop signal, a page fault storm) and then find its work waiting.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.arena import Allocator
+from kvcast.hostagent.core.pool import Pool, PoolMapError
+from kvcast.hostagent.core.store import Store
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    ControllerMessage,
+    Refused,
+    Register,
+    Registered,
+)
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
+from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.protocol.messages.wire import OP_DATA, UDP_PORT, WireError, decode, encode, single
+from kvcast.simulation.bulk import BulkSide
+from kvcast.simulation.network import Link, Stream
+from kvcast.simulation.world import World
+
+SEND_ROUND: Final = 64
+STALLED_FRAMES: Final = 256
+"""What a socket keeps for a process that stands still."""
+CONTROL_RETRY_S: Final = (0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """One machine. `number` is also its port of the switch; `clock_rate`: its seconds in a real
+    one; `arena_bytes` a multiple of `slab_bytes`."""
+
+    number: int
+    arena_bytes: int
+    slab_bytes: int
+    clock_offset_s: float
+    clock_rate: float
+    agent: AgentOptions
+    default_quota_bytes: int = 0
+
+    @property
+    def node_id(self) -> str:
+        return f"node-{self.number}"
+
+    @property
+    def ip(self) -> str:
+        return f"10.77.0.{self.number}"
+
+    @property
+    def mac(self) -> str:
+        return f"02:6b:76:00:00:{self.number:02x}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(parse_mac(self.mac), parse_ip(self.ip), UDP_PORT)
+
+
+class Network(Protocol):
+    """The streams that a process can open."""
+
+    def open_control(self, host: SimHost) -> Stream | None: ...
+
+    def open_bulk(self, host: SimHost, to: str) -> Stream | None: ...
+
+
+class HostObserver(Protocol):
+    """Whoever watches the hosts."""
+
+    def sent(self, host: int, frame: bytes) -> None: ...
+
+    def frame_missed(self, host: int, frame: bytes) -> None: ...
+
+    def acknowledged(self, host: int, namespace: int, key: bytes) -> None: ...
+
+
+CoreFactory = Callable[["SimHost", random.Random], AgentCore]
+
+
+def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
+    """The core of a new process, as `kvcast.hostagent.agent` makes it: over the host's memory,
+    whatever is in it, with an empty index. A tier that outlives the process joins here."""
+    options = host.options
+    store = Store(
+        Allocator(options.arena_bytes, options.slab_bytes),
+        default_quota_bytes=options.default_quota_bytes,
+    )
+    return AgentCore(options.agent, store, memoryview(host.memory), rng)
+
+
+class SimHost:
+    """One machine; `start` begins an agent's process, `crash` ends it."""
+
+    def __init__(
+        self,
+        world: World,
+        options: HostOptions,
+        network: Network,
+        observer: HostObserver,
+        make_core: CoreFactory,
+    ) -> None:
+        self.world = world
+        self.options = options
+        self.number = options.number
+        self.memory = bytearray(world.stream(f"memory/{options.number}").randbytes(1024)) * (
+            options.arena_bytes // 1024
+        )
+        self.network = network
+        self.observer = observer
+        self.process: SimAgent | None = None
+        self.lives = 0
+        self.stalled_until = 0.0
+        self.uplink: Link | None = None
+        self.tamper: Callable[[bytes], bytes | None] | None = None
+        """A hostile host changes what its agent sends; None = the frame is not sent."""
+        self.overhear: Callable[[bytes], None] | None = None
+        """A hostile host also looks at what arrives."""
+        self._make_core = make_core
+
+    # --- time -------------------------------------------------------------------------------
+
+    def local(self) -> float:
+        """The present time by this host's clock."""
+        return self.options.clock_offset_s + self.world.now * self.options.clock_rate
+
+    def world_time(self, local: float) -> float:
+        """When this host's clock will show `local`."""
+        return (local - self.options.clock_offset_s) / self.options.clock_rate
+
+    # --- life -------------------------------------------------------------------------------
+
+    def start(self) -> SimAgent:
+        """Begin a process over whatever the memory holds."""
+        assert self.process is None
+        self.lives += 1
+        rng = self.world.stream(f"agent/{self.number}/{self.lives}")
+        process = self.process = SimAgent(self, self._make_core(self, rng), rng)
+        process.start()
+        return process
+
+    def crash(self) -> None:
+        assert self.process is not None
+        process, self.process = self.process, None
+        self.stalled_until = 0.0
+        process.die()
+
+    def stall(self, seconds: float) -> None:
+        """The process stands still for so long."""
+        self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+
+    def when_running(self, process: SimAgent, action: Callable[[], None]) -> None:
+        """Do it in this life of the process, now or when it runs again."""
+        if process.dead:
+            return
+        if self.world.now < self.stalled_until:
+            self.world.at(self.stalled_until, lambda: self.when_running(process, action))
+        else:
+            action()
+
+    # --- network card -----------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        """The agent sends an Ethernet frame."""
+        if self.tamper is None:
+            self.observer.sent(self.number, frame)
+        else:
+            changed = self.tamper(frame)
+            if changed is None:
+                return
+            frame = changed
+        self.send_raw(frame)
+
+    def send_raw(self, frame: bytes) -> None:
+        """Anybody on this host sends a frame."""
+        assert self.uplink is not None
+        self.world.note(64 + self.number, frame)
+        self.uplink.send(frame)
+
+    def receive(self, frame: bytes) -> None:
+        """A frame has come over the wire."""
+        if self.overhear is not None:
+            self.overhear(frame)
+        process = self.process
+        if process is None:
+            self.observer.frame_missed(self.number, frame)
+        elif self.world.now < self.stalled_until:
+            if process.waiting >= STALLED_FRAMES:
+                self.world.counts["fault.socket_overflow"] += 1
+                self.observer.frame_missed(self.number, frame)
+                return
+            process.waiting += 1
+            self.when_running(process, lambda: process.take_waiting(frame))
+        else:
+            process.take(frame)
+
+
+class SimAgent:
+    """One life of an agent: the core, and what surrounds it."""
+
+    def __init__(self, host: SimHost, core: AgentCore, rng: random.Random) -> None:
+        self.host = host
+        self.core = core
+        self.rng = rng
+        self.dead = False
+        self.waiting = 0
+        """Frames in the socket while the process stands still."""
+        self.on_death: list[Callable[[], None]] = []
+        self.bulk = BulkSide(self)
+        self._pool: Pool | None = None
+        self._wrap: dict[int, Encapsulation] = {}
+        self._wake_at: float | None = None
+        self._control: Stream | None = None
+        self._control_pause_s = CONTROL_RETRY_S[0]
+
+    def start(self) -> None:
+        self._connect()
+
+    def die(self) -> None:
+        """SIGKILL."""
+        self.dead = True
+        for action in self.on_death:
+            action()
+        self.bulk.die()
+        if self._control is not None:
+            self._control.ends[0].close()
+
+    @property
+    def now(self) -> float:
+        return self.host.local()
+
+    # --- datagrams --------------------------------------------------------------------------
+
+    def take_waiting(self, frame: bytes) -> None:
+        self.waiting -= 1
+        self.take(frame)
+
+    def take(self, frame: bytes) -> None:
+        """As `TunnelTransport` takes a frame."""
+        core, metrics = self.core, self.core.metrics
+        self._follow_pool()
+        metrics.frames_received_total += 1
+        try:
+            outer = unwrap(frame)
+            if outer.dst != self.host.options.endpoint:
+                metrics.frames_misaddressed_total += 1
+                return
+            inner = decode(outer.payload)
+        except WireError:
+            metrics.frames_malformed_total += 1
+            return
+        pool = core.pool
+        source = pool.index_by_ip.get(outer.src.ip) if pool is not None else None
+        if source is None:
+            metrics.frames_unknown_source_total += 1
+            return
+        if inner.op == OP_DATA:
+            core.receive_run(self.now, source, single(inner))
+        else:
+            core.receive(self.now, source, inner)
+        core.after_receiving(self.now)
+        self.pump()
+
+    def _follow_pool(self) -> None:
+        pool = self.core.pool
+        if pool is not self._pool and pool is not None:
+            self._pool = pool
+            local = self.host.options.endpoint
+            self._wrap = {
+                index: Encapsulation(
+                    local, Endpoint(parse_mac(node.mac), parse_ip(node.ip), node.udp_port)
+                )
+                for index, node in pool.nodes.items()
+            }
+
+    def pump(self) -> None:
+        """Send and call what the core wants sent and called; to be done after any event."""
+        core = self.core
+        if core.outbox.calls:
+            self.bulk.dispatch()
+        self._follow_pool()
+        for node, frame in core.frames_to_send(self.now, SEND_ROUND):
+            wrap = self._wrap.get(node)
+            if wrap is None:
+                core.metrics.frames_addressee_left_total += 1
+            else:
+                core.metrics.frames_sent_total += 1
+                self.host.send(wrap.wrap(encode(frame)))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        when = self.core.get_timer(self.now)
+        if when is None:
+            return
+        world = self.host.world
+        at = max(self.host.world_time(when), world.now) + 1e-7
+        if self._wake_at is not None and world.now <= self._wake_at <= at:
+            return
+        self._wake_at = at
+        world.at(at, lambda: self.host.when_running(self, lambda: self._wake(at)))
+
+    def _wake(self, at: float) -> None:
+        if self._wake_at == at:
+            self._wake_at = None
+            self.core.handle_timer(self.now)
+            self.pump()
+
+    # --- the control link -------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self.dead:
+            return
+        stream = self.host.network.open_control(self.host)
+        if stream is None:
+            self._lost(registered=False)
+            return
+        self._control = stream
+        end = stream.ends[0]
+        codec: MessageCodec[ControllerMessage] = MessageCodec(ControllerMessage)
+        options = self.host.options
+        registered = False
+
+        def tell(message: Any) -> None:
+            end.send(codec.encode(message))
+
+        def received(data: bytes) -> None:
+            nonlocal registered
+            if self._control is not stream:
+                return
+            try:
+                for message in codec.feed(data):
+                    if registered:
+                        self.core.control_message(self.now, message)
+                    elif isinstance(message, Registered):
+                        registered = True
+                        self.core.registered(message)
+                        self.core.control_connected(tell)
+                        self._renew(stream, tell)
+                    elif isinstance(message, Refused):
+                        self._control_pause_s = CONTROL_RETRY_S[1]
+                        raise FramingError("refused")
+                    else:
+                        raise FramingError(f"{type(message).__name__} before Registered")
+            except (FramingError, PoolMapError):
+                self.host.world.counts["control_errors"] += 1
+                end.close()
+                closed()
+                return
+            self.pump()
+
+        def closed() -> None:
+            if self._control is stream:
+                self._control = None
+                self._lost(registered=registered)
+
+        end.received = lambda data: self.host.when_running(self, lambda: received(data))
+        end.closed = lambda: self.host.when_running(self, closed)
+        tell(
+            Register(
+                version=CONTROL_PROTOCOL_VERSION,
+                node_id=options.node_id,
+                incarnation=self.host.lives,
+                ip=options.ip,
+                mac=options.mac,
+                switch_port=options.number,
+                udp_port=UDP_PORT,
+                bulk_host=options.node_id,
+                bulk_port=7000,
+                arena_bytes=options.arena_bytes,
+            )
+        )
+
+    def _renew(self, stream: Stream, tell: Callable[[Any], None]) -> None:
+        if self.dead or self._control is not stream:
+            return
+        tell(self.core.renewal())
+        pause_s = self.core.lease_s / 3 / self.host.options.clock_rate
+        self.host.world.after(
+            pause_s, lambda: self.host.when_running(self, lambda: self._renew(stream, tell))
+        )
+
+    def _lost(self, *, registered: bool) -> None:
+        self.core.metrics.control_errors_total += 1
+        self.core.control_lost()
+        self.pump()
+        least, most = CONTROL_RETRY_S
+        self._control_pause_s = least if registered else min(2 * self._control_pause_s, most)
+        pause_s = self._control_pause_s * self.rng.uniform(0.5, 1.5)
+        self.host.world.after(pause_s, lambda: self.host.when_running(self, self._connect))

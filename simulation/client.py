@@ -1,0 +1,254 @@
+"""The simulated client: an engine that puts, reads and lets go, through the agent's local API.
+
+Owns: what a client does with the answers, and telling the model of all of it. Must not know: what
+is right (`simulation_model`). It talks to the real `Session`, and reads and writes the arena in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.writes import ACK_LOCAL
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.simulation.model import Model, Name, ViolationError
+
+if TYPE_CHECKING:
+    from kvcast.simulation.agent import SimAgent
+
+PUT_BOUND_S: Final = 8.0
+"""By when a put ends: the homes' time-outs one after the other, and more."""
+
+PATIENT_S: Final = 3.0
+"""A get that waits less may miss a block because of a few time-outs."""
+
+Owed = Callable[[int, Name], frozenset[tuple[int, int]]]
+"""(reader, name): the copies, by host and identity, of which one must be readable now; none if
+nothing is owed."""
+
+
+class Client:
+    """One client of one life of an agent."""
+
+    def __init__(self, agent: SimAgent, model: Model, owed: Owed) -> None:
+        self.agent = agent
+        self.busy_answers = 0
+        self._host = agent.host
+        self._model = model
+        self._owed = owed
+        self._session = Session(agent.core, self._replied)
+        self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
+        self._next = 1
+        self.closed = False
+        agent.on_death.append(self._died)
+
+    def _died(self) -> None:
+        self._model.voided(self._host.number)
+
+    def _replied(self, reply: local.AgentReply) -> None:
+        if not self.agent.dead:
+            assert not isinstance(reply, local.Welcome | local.Rejected)
+            self._waiting.pop(reply.request)(reply)
+
+    def _ask(
+        self, request: local.Request, number: int, then: Callable[[local.AgentReply], None]
+    ) -> None:
+        self._waiting[number] = then
+        self._session.handle(self.agent.now, request)
+        self.agent.pump()
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    # --- gets -------------------------------------------------------------------------------
+
+    def get(
+        self,
+        names: list[Name],
+        deadline_s: float,
+        *,
+        hold_s: float,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+        then: Callable[[Name, bool], None] | None = None,
+    ) -> None:
+        """Get blocks of one namespace, look at their bytes, hold them for a while, look again."""
+        host, model = self._host, self._model
+        namespace = names[0][0]
+        due = host.world.now + deadline_s / host.options.clock_rate
+        patient = deadline_s >= PATIENT_S
+        tokens = [
+            model.begins(
+                host.number,
+                name,
+                "get",
+                due,
+                self._owed(host.number, name) if patient else frozenset(),
+                alone=len(names) == 1,
+            )
+            for name in names
+        ]
+        number = self._number()
+
+        def answered(reply: local.AgentReply) -> None:
+            blocks: list[local.GotBlock]
+            if isinstance(reply, local.Got):
+                blocks = reply.blocks
+            else:
+                assert isinstance(reply, local.Failed), reply
+                blocks = [local.GotBlock(reply.status, reply.reason)] * len(names)
+            for name, token, block in zip(names, tokens, blocks, strict=True):
+                self._take(name, token, block, hold_s)
+                if then is not None:
+                    then(name, block.status == local.OK)
+
+        keys = [key for _, key in names]
+        self._ask(
+            local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect),
+            number,
+            answered,
+        )
+
+    def _take(self, name: Name, token: int, block: local.GotBlock, hold_s: float) -> None:
+        host, model, world = self._host, self._model, self._host.world
+        request = model.ends(token)
+        world.counts[f"get.{block.status}"] += 1
+        world.note(128 + host.number, f"{name[0]} {name[1].hex()} {block.status}".encode())
+        if block.status != local.OK:
+            if block.reason:
+                world.counts[f"miss.{block.reason}"] += 1
+            still = self._owed(host.number, name) & request.held
+            if block.status == local.MISS and still:
+                raise ViolationError(
+                    3,
+                    f"host {host.number} was told that {name[0]}/{name[1].hex()} is not to be had "
+                    f"({block.reason}), which host {min(still)[0]} acknowledged and holds",
+                )
+            return
+        content = self._bytes(block)
+        model.got(host.number, name, content, block.tier)
+
+        def look_again() -> None:
+            if self.closed:
+                return
+            if self._bytes(block) != content:
+                raise ViolationError(
+                    1, f"bytes that host {host.number} holds of {name[1].hex()} have changed"
+                )
+            self._session.handle(self.agent.now, local.Release([block.handle]))
+            self.agent.pump()
+
+        world.after(hold_s, lambda: host.when_running(self.agent, look_again))
+
+    def _bytes(self, block: local.GotBlock) -> bytes:
+        return bytes(self._host.memory[block.offset : block.offset + block.size_bytes])
+
+    # --- puts -------------------------------------------------------------------------------
+
+    def put(
+        self,
+        name: Name,
+        content: bytes,
+        *,
+        give_up: bool = False,
+        then: Callable[[str], None] | None = None,
+    ) -> None:
+        """Put a block; `give_up`: write half of it, and never commit."""
+        number = self._number()
+        namespace, key = name
+
+        def allocated(reply: local.AgentReply) -> None:
+            if isinstance(reply, local.Failed):
+                self._host.world.counts[f"put.{reply.status}"] += 1
+                self.busy_answers += 1
+                return
+            assert isinstance(reply, local.Allocated)
+            (extent,) = reply.extents
+            if extent.status != local.OK:
+                self._host.world.counts[f"put.{extent.status}"] += 1
+                return
+            length = len(content) // 2 if give_up else len(content)
+            self._host.memory[extent.offset : extent.offset + length] = content[:length]
+            if not give_up:
+                self._commit(name, content, extent.ticket, then)
+
+        self._ask(local.Alloc(number, namespace, [key], [len(content)]), number, allocated)
+
+    def _commit(
+        self, name: Name, content: bytes, ticket: int, then: Callable[[str], None] | None
+    ) -> None:
+        host, model, world = self._host, self._model, self._host.world
+        model.put_begins(host.number, name, content)
+        token = model.begins(host.number, name, "put", world.now + PUT_BOUND_S, frozenset())
+        number = self._number()
+        core = self.agent.core
+        if core.pool is not None and core.pool.is_home(BlockId(*name)):
+            # What follows makes this host one of those that have the block.
+            model.acknowledged(host.number, host.lives, name)
+
+        def committed(reply: local.AgentReply) -> None:
+            model.ends(token)
+            if isinstance(reply, local.Failed):
+                world.counts[f"put.{reply.status}"] += 1
+                return
+            assert isinstance(reply, local.Committed)
+            (result,) = reply.blocks
+            world.counts[f"put.{result.status}"] += 1
+            sure = core.options.writes.put_ack != ACK_LOCAL
+            model.put_ended(host.number, name, result.status == local.OK and sure)
+            if then is not None:
+                then(result.status)
+
+        self._ask(local.Commit(number, [ticket]), number, committed)
+
+    # --- the rest ---------------------------------------------------------------------------
+
+    def prefetch(self, names: list[Name], deadline_s: float) -> None:
+        """Have blocks fetched that nobody waits for."""
+        number = self._number()
+        keys = [key for _, key in names]
+        self._ask(local.Prefetch(number, names[0][0], keys, deadline_s), number, _ignore)
+
+    def exists(self, names: list[Name]) -> None:
+        """Ask how long a prefix the pool holds."""
+        host, model = self._host, self._model
+        number = self._number()
+        token = model.begins(host.number, names[0], "exists", host.world.now + 10.0, frozenset())
+
+        def answered(reply: local.AgentReply) -> None:
+            model.ends(token)
+            if isinstance(reply, local.Ack):
+                model.exist(host.number, names[: reply.count])
+
+        keys = [key for _, key in names]
+        self._ask(local.Exists(number, names[0][0], keys, 1.0), number, answered)
+
+    def drop(self, name: Name) -> None:
+        """Have the pool forget a block."""
+        number = self._number()
+        self._model.dropped(name)
+        self._ask(local.Drop(number, name[0], [name[1]]), number, _ignore)
+
+    def find_group(self, namespace: int, hosts: list[str], then: Callable[[int], None]) -> None:
+        """Make a reader group of these hosts."""
+        number = self._number()
+
+        def found(reply: local.AgentReply) -> None:
+            if isinstance(reply, local.FoundGroup):
+                then(reply.info.group)
+
+        self._ask(local.FindGroup(number, namespace, hosts), number, found)
+
+    def close(self) -> None:
+        """Disconnect, and leave whatever is held to the agent."""
+        self.closed = True
+        self._session.close()
+
+
+def _ignore(_reply: local.AgentReply) -> None:
+    pass

@@ -1,0 +1,581 @@
+"""A simulated pool: hosts, a switch, controllers, the cables between them, and one run of a plan.
+
+Owns: putting the parts together, and the phases of a run: form, calm, chaos, heal, and a last look
+at everything. Must not know: how a fault is made (`simulation_faults`), or what is right
+(`simulation_model`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.namespaces import SecretMode, TenantRules
+from kvcast.controller.core.pool import PoolOptions, SavedState
+from kvcast.controller.core.tiers import AdmitMode
+from kvcast.controller.switch.program import L2_FORWARD, Settings
+from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.core.reads import ReadOptions
+from kvcast.hostagent.core.writes import WriteOptions
+from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.requester import RequesterConfig
+from kvcast.protocol.responder import ResponderConfig
+from kvcast.simulation import faults
+from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
+from kvcast.simulation.client import Client
+from kvcast.simulation.controller import SimController
+from kvcast.simulation.hostile import Hostile
+from kvcast.simulation.model import Model, Name, Rules, ViolationError
+from kvcast.simulation.network import Link, Stream
+from kvcast.simulation.plan import (
+    CALM_S,
+    CHAOS_S,
+    FINAL_S,
+    NAMESPACES,
+    OPEN,
+    TENANTS,
+    Fault,
+    Op,
+    Plan,
+)
+from kvcast.simulation.switch import Engine, SimSwitch
+from kvcast.simulation.world import World
+from kvcast.switchsim.ir import Program
+
+LEASE_S: Final = 1.0
+REBALANCE_S: Final = 0.5
+TICK_S: Final = 0.25
+SLAB_BYTES: Final = 64 * 1024
+FORM_S: Final = 4.0
+"""By when a pool without faults must have formed."""
+HEAL_S: Final = 8.0
+"""After the last fault: time-outs, leases, reconnections and restarts all fit into it."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is being tested, where a test plants a bug in it: the switch's program, the agents'
+    cores, and what is done to a controller's options."""
+
+    engine: Engine
+    program: Program
+    make_core: CoreFactory = agent_core
+
+
+class Cluster:
+    """One run; see the module's text."""
+
+    def __init__(self, plan: Plan, product: Product) -> None:
+        self.plan = plan
+        self.world = World(plan.seed)
+        self.spoilers: list[Callable[[Any], Any]] = []
+        self.hosts: dict[int, SimHost] = {}
+        self.links: dict[int, tuple[Link, Link]] = {}
+        """By host: to the switch, from the switch."""
+        self.hostiles: list[Hostile] = []
+        self._cuts: list[tuple[str, frozenset[int]]] = []
+        self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
+        self._clients: dict[int, Client] = {}
+        self._idle: list[tuple[int, Client]] = []
+        self._last_map: PoolMap | None = None
+        self._faults_on = 0
+        self._severe_on = 0
+        self._last_severe_at = -1e9
+        count = len(plan.hosts)
+        self.model = Model(
+            self.world,
+            Rules(
+                rights=plan.rights,
+                ip_of_port={n: 0x0A4D0000 + n for n in range(1, 33)},
+                lease_s=plan.coalesce_lease_s,
+            ),
+        )
+        self.switch = SimSwitch(self.world, product.engine, product.program, plan.switch_clock_s)
+        self.switch.observer = self.model
+        self.model.enabled = lambda: self.switch.up and self.switch.enabled
+        self.model.known_mac = lambda mac: (
+            (L2_FORWARD, (int.from_bytes(mac, "big"),)) in self.switch.holds.entries
+        )
+        for number, host_plan in enumerate(plan.hosts, 1):
+            options = HostOptions(
+                number=number,
+                arena_bytes=host_plan.arena_slabs * SLAB_BYTES,
+                slab_bytes=SLAB_BYTES,
+                clock_offset_s=host_plan.clock_offset_s,
+                clock_rate=host_plan.clock_rate,
+                agent=_agent_options(plan, f"node-{number}"),
+            )
+            host = SimHost(self.world, options, self, self, product.make_core)
+            up = Link(
+                self.world,
+                f"{number} to switch",
+                functools.partial(self.switch.receive, number),
+                self._lost,
+            )
+            down = Link(self.world, f"switch to {number}", host.receive, self._lost)
+            host.uplink = up
+            self.switch.ports[number] = down
+            self.links[number] = (up, down)
+            self.hosts[number] = host
+            if host_plan.clock_rate != 1.0:
+                self.world.counts["fault.clock_skew"] += 1
+        self.controllers = [
+            SimController(
+                self.world,
+                f"controller-{n}",
+                self.switch,
+                _pool_options(plan),
+                election_id=10 - n,
+                tick_s=TICK_S,
+                decided=self._decided,
+            )
+            for n in range(plan.controllers)
+        ]
+        for controller in self.controllers:
+            controller.store.load()
+            controller.store.save(_first_state(plan))
+        self._latecomers = {n for n in range(1, count + 1) if n > count - plan.latecomers}
+
+    # --- what parts ask for -----------------------------------------------------------------
+
+    def _lost(self, _link: Link, frame: bytes, _kind: str) -> None:
+        self.model.lost(frame)
+
+    def sent(self, host: int, frame: bytes) -> None:
+        self.model.sent(host, frame)
+
+    def frame_missed(self, host: int, frame: bytes) -> None:
+        self.model.lost(frame)
+
+    def acknowledged(self, host: int, namespace: int, key: bytes) -> None:
+        self.model.acknowledged(host, self.hosts[host].lives, (namespace, key))
+
+    def _decided(self, pool_map: PoolMap) -> None:
+        if pool_map is self._last_map:
+            return
+        self._last_map = pool_map
+        number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
+        self.model.homes_are([[number[i] for i in bucket] for bucket in pool_map.buckets])
+
+    def open_control(self, host: SimHost) -> Stream | None:
+        """An agent's connection to a controller: the primary's, or whoever listens."""
+        if self._is_cut("control", {host.number}):
+            return None
+        controller = self.primary_controller()
+        if controller is None or controller.process is None:
+            return None
+        stream = self._stream("control", frozenset({host.number}))
+        controller.process.accept(stream)
+        return stream
+
+    def open_bulk(self, host: SimHost, to: str) -> Stream | None:
+        """A connection to another agent's bulk port."""
+        other = self.hosts.get(int(to.removeprefix("node-")))
+        if other is None or other.process is None:
+            return None
+        between = frozenset({host.number, other.number})
+        if self._is_cut("bulk", between):
+            return None
+        stream = self._stream("bulk", between)
+        other.process.bulk.accept(stream)
+        return stream
+
+    def _stream(self, kind: str, between: frozenset[int]) -> Stream:
+        stream = Stream(self.world)
+        if kind == "bulk":
+            stream.spoil = self._spoil
+        for old in [s for s in self._streams if not s.open]:
+            del self._streams[old]
+        self._streams[stream] = (kind, between)
+        return stream
+
+    def _spoil(self, message: Any) -> Any:
+        for spoiler in self.spoilers:
+            message = spoiler(message)
+        return message
+
+    # --- what faults ask for ----------------------------------------------------------------
+
+    def _is_cut(self, kind: str, between: set[int] | frozenset[int]) -> bool:
+        return (kind, frozenset(between)) in self._cuts
+
+    def cut(self, kind: str, between: frozenset[int]) -> Callable[[], None]:
+        """Nothing passes between these on streams of this kind, until what is returned is
+        called."""
+        cut = (kind, between)
+        self._cuts.append(cut)
+        for stream, what in list(self._streams.items()):
+            if what == cut and stream.open:
+                stream.block()
+
+        def heal() -> None:
+            self._cuts.remove(cut)
+            if cut not in self._cuts:
+                for stream, what in list(self._streams.items()):
+                    if what == cut and stream.open:
+                        stream.unblock()
+
+        return heal
+
+    def primary_controller(self) -> SimController | None:
+        """The live controller that may write to the switch, else any that lives."""
+        alive = [c for c in self.controllers if c.process is not None]
+        primary = [c for c in alive if c.process is not None and c.process.switch.primary]
+        return next(iter(primary or alive), None)
+
+    def running(self) -> list[SimHost]:
+        """Hosts with an agent."""
+        return [host for host in self.hosts.values() if host.process is not None]
+
+    def crash_host(self, number: int) -> None:
+        """The agent's process is killed, and its clients' connections with it."""
+        client = self._clients.pop(number, None)
+        if client is not None:
+            client.closed = True  # nobody is left to tidy up after it
+        self.hosts[number].crash()
+
+    def start_host(self, number: int) -> None:
+        """Start the agent, and a client beside it."""
+        host = self.hosts[number]
+        if host.process is None:
+            self._clients[number] = Client(host.start(), self.model, self._owed)
+
+    def foreign_block(self, number: int) -> BlockId:
+        """A block of nobody's, for whoever only wants its room."""
+        return BlockId(OPEN, b"room" + number.to_bytes(12, "big"))
+
+    # --- what is owed -----------------------------------------------------------------------
+
+    def _calm(self) -> bool:
+        """Whether nothing is wrong that could keep a patient get from its block."""
+        return self._severe_on == 0 and self.world.now - self._last_severe_at > HEAL_S - 1.0
+
+    def _owed(self, reader: int, name: Name) -> frozenset[tuple[int, int]]:
+        """See `simulation_client.Owed`: the copies at homes that acknowledged the block, hold it
+        and are homes of it still; nothing in times when anything may be wrong."""
+        if not self._calm() or not self.model.may_use(reader, name[0]):
+            return frozenset()
+        holders = self.model.holders(name)
+        copies = set()
+        for number in self.model.homes_of(name):
+            host = self.hosts[number]
+            if host.process is None or holders.get(number) != host.lives:
+                continue
+            copy = host.process.core.store.peek(BlockId(*name))
+            if copy is not None:
+                # A copy's place in its store's order of commits would do; its place in the arena
+                # and length tell two copies of one block apart just as well.
+                copies.add((number, copy.offset << 32 | copy.digest & 0xFFFFFFFF))
+        return frozenset(copies)
+
+    # --- a run ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All phases; ViolationError at the first thing that must not be."""
+        self._form()
+        began = self.world.now
+        self._schedule(0, began)
+        self._step_to(began + CALM_S)
+        chaos = began + CALM_S
+        self._schedule(1, chaos)
+        for number in sorted(self._latecomers):
+            when = chaos + self.world.stream(f"latecomer/{number}").uniform(0.1, CHAOS_S)
+            self.world.at(when, functools.partial(self._comes_late, number))
+        for fault in self.plan.faults:
+            self.world.at(chaos + fault.at, functools.partial(self._fault_begins, fault))
+        self._step_to(chaos + CHAOS_S)
+        while self._faults_on:
+            self._step_to(self.world.now + 0.1)
+        eventful = self.plan.faults or self._latecomers
+        self._step_to(self.world.now + (HEAL_S if eventful else 1.0))
+        final = self.world.now
+        self._schedule(2, final)
+        self._step_to(final + FINAL_S)
+        self._look_at_all()
+        self._check_at_rest()
+
+    def _step_to(self, until: float) -> None:
+        """Run, and look at the clock's invariants often."""
+        while self.world.now < until:
+            self.world.run(min(until, self.world.now + 0.05))
+            self.model.check_clock()
+
+    def _form(self) -> None:
+        for controller in self.controllers:
+            controller.start()
+        for number in self.hosts:
+            if number not in self._latecomers:
+                self.start_host(number)
+        while not self._formed():
+            self._step_to(self.world.now + 0.05)
+            if self.world.now > FORM_S:
+                raise ViolationError(2, f"the pool has not formed within {FORM_S} s")
+        self._step_to(self.world.now + 0.1)
+        self.model.all_is_well()
+
+    def _formed(self) -> bool:
+        running = self.running()
+        for host in running:
+            pool = host.process.core.pool if host.process is not None else None
+            if pool is None or len(pool.nodes) < len(running):
+                return False
+            if any(not homes for homes in pool._buckets):
+                return False
+        return bool(self.switch.holds.entries) and (self.plan.plain or self.switch.enabled)
+
+    def _comes_late(self, number: int) -> None:
+        """A host joins, and takes buckets from others whose blocks it has not got."""
+        self._last_severe_at = self.world.now
+        self.model.disturbed()
+        self.start_host(number)
+
+    # --- faults -----------------------------------------------------------------------------
+
+    def _fault_begins(self, fault: Fault) -> None:
+        kind = faults.FAULTS[fault.kind]
+        end = kind.begin(self, fault)
+        if end is None and fault.kind != "host_gone":
+            return  # nobody there to be hit
+        if not fault.kind.startswith("hostile") and kind.disturbs:
+            self.world.counts[f"fault.{fault.kind}"] += fault.kind != "bulk_corruption"
+        self.world.note(255, f"{fault.number} {fault.kind}".encode())
+        if kind.disturbs:
+            self.model.disturbed()
+        self._faults_on += 1
+        self._severe_on += not faults.is_mild(fault)
+        self.world.after(fault.for_s, lambda: self._fault_ends(fault, end))
+
+    def _fault_ends(self, fault: Fault, end: Callable[[], None] | None) -> None:
+        if end is not None:
+            end()
+        if faults.FAULTS[fault.kind].disturbs:
+            self.model.disturbed()
+        self._faults_on -= 1
+        if not faults.is_mild(fault):
+            self._severe_on -= 1
+            self._last_severe_at = self.world.now
+
+    # --- what clients do --------------------------------------------------------------------
+
+    def _schedule(self, phase: int, start: float) -> None:
+        for op in self.plan.ops:
+            if op.phase == phase:
+                self.world.at(start + op.at, functools.partial(self._do, op))
+
+    def _do(self, op: Op) -> None:
+        rng = self.world.stream(f"op/{op.number}")
+        if op.kind == "group_get":
+            self._group_get(op)
+            return
+        for host in op.hosts:
+            delay = rng.uniform(0.0, op.spread_s) if op.spread_s else 0.0
+            self.world.after(delay, functools.partial(self._do_at, op, host))
+
+    def _do_at(self, op: Op, number: int, group: int = 0, expect: bool = False) -> None:
+        client = self._clients.get(number)
+        if client is None:
+            return
+        host = self.hosts[number]
+        blocks = [self.plan.blocks[n] for n in op.blocks]
+        names = [block.name for block in blocks]
+
+        def act() -> None:
+            if client.closed:
+                return
+            match op.kind:
+                case "get" | "group_get":
+                    for hostile in self.hostiles:
+                        hostile.strike(number, names)
+                    client.get(
+                        names,
+                        op.deadline_s,
+                        hold_s=op.hold_s,
+                        gather_ms=op.gather_ms,
+                        group=group,
+                        expect=expect,
+                        then=functools.partial(self._shed, number) if op.sheds else None,
+                    )
+                case "put":
+                    client.put(names[0], blocks[0].copies[op.copy])
+                case "half_put":
+                    client.put(names[0], blocks[0].copies[op.copy], give_up=True)
+                case "exists":
+                    client.exists([b.name for b in self.plan.blocks if b.name[0] == names[0][0]])
+                case "prefetch":
+                    client.prefetch(names, op.deadline_s)
+                case "drop":
+                    client.drop(names[0])
+                case _:
+                    # A client goes without a word; its agent finds what it held.
+                    assert op.kind == "leave_open", op.kind
+                    client.close()
+                    self.model.voided(number)
+                    self._clients[number] = Client(client.agent, self.model, self._owed)
+
+        host.when_running(client.agent, act)
+
+    def _group_get(self, op: Op) -> None:
+        """One of a reader group asks; the others are told to expect the blocks."""
+        first = op.hosts[0]
+        client = self._clients.get(first)
+        if client is None:
+            return
+
+        def found(group: int) -> None:
+            for host in op.hosts:
+                self._do_at(op, host, group, expect=host != first)
+
+        namespace = self.plan.blocks[op.blocks[0]].name[0]
+        names = [f"node-{n}" for n in sorted(op.hosts)]
+        self.hosts[first].when_running(
+            client.agent, lambda: client.find_group(namespace, names, found)
+        )
+
+    def _shed(self, number: int, name: Name, _got: bool) -> None:
+        """A host that is no home forgets the block, as if its arena had been wanted for others."""
+        process = self.hosts[number].process
+        block = BlockId(*name)
+        pool = process.core.pool if process is not None else None
+        if process is not None and pool is not None and not pool.is_home(block):
+            process.core.store.drop(block)
+
+    # --- the last look ----------------------------------------------------------------------
+
+    def _look_at_all(self) -> None:
+        """Every block that somebody must have is read by two hosts; every host can put."""
+        rng = self.world.stream("last look")
+        while self._busy():
+            self._step_to(self.world.now + 0.1)
+        for block in self.plan.blocks:
+            self._count_strays(block.name)
+            users = [h for h in self._clients if self.model.may_use(h, block.name[0])]
+            for number in rng.sample(users, min(2, len(users))):
+                self._clients[number].get([block.name], 6.0, hold_s=0.0)
+        refused: list[str] = []
+        for number, client in self._clients.items():
+            name = (OPEN, rng.randbytes(16))
+            client.put(
+                name,
+                rng.randbytes(100),
+                then=functools.partial(_note_refusal, refused, number),
+            )
+        self._step_to(self.world.now + 0.5)
+        while self._busy():
+            self._step_to(self.world.now + 0.1)
+        if refused and self._calm():
+            raise ViolationError(2, f"nothing is wrong, and a put was refused: {refused[0]}")
+        self._step_to(self.world.now + 0.5)
+
+    def _count_strays(self, name: Name) -> None:
+        """Count a block that somebody who acknowledged it still holds, but no home of today."""
+        holders = self.model.holders(name)
+        keep = [
+            host.number
+            for host in self.running()
+            if holders.get(host.number) == host.lives
+            and host.process is not None
+            and host.process.core.store.peek(BlockId(*name)) is not None
+        ]
+        if keep and not set(keep) & set(self.model.homes_of(name)):
+            self.world.counts["strays"] += 1
+
+    def _busy(self) -> bool:
+        return self.model.under_way > 0
+
+    def _check_at_rest(self) -> None:
+        """Nothing is held that nobody holds."""
+        for client in self._clients.values():
+            client.close()
+        self._step_to(self.world.now + 4.0)
+        for host in self.running():
+            assert host.process is not None
+            core = host.process.core
+            core.store.check()
+            where = f"agent {host.number} at rest:"
+            pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
+            for what, there in (
+                ("copies pinned or reserved", pinned),
+                ("fetches", core.requester.fetches_under_way),
+                ("segments in flight", core.requester.segments_in_flight),
+                ("answers waiting", core.responder.segments_waiting),
+                ("gets waiting", core.reads.waiting),
+                ("replications waiting", core.writes.replications),
+            ):
+                if there:
+                    raise ViolationError(0, f"{where} {what}: {there}")
+        for controller in self.controllers:
+            if controller.process is not None:
+                controller.process.pool.tiers.residency.check()
+
+
+def _note_refusal(refused: list[str], number: int, status: str) -> None:
+    if status not in ("ok", "no_room", "busy"):  # an arena may be full of what is being read
+        refused.append(f"{status} at host {number}")
+
+
+def _agent_options(plan: Plan, node_id: str) -> AgentOptions:
+    return AgentOptions(
+        node_id,
+        requester=RequesterConfig(max_block_bytes=192 * 1024),
+        responder=ResponderConfig(rate_frames_per_s=5000.0 if plan.paced else 0.0, burst_frames=16),
+        reads=ReadOptions(keep_timeout_s=1.0),
+        writes=WriteOptions(
+            put_ack="local" if plan.put_ack_local else "home", replicate_timeout_s=1.5
+        ),
+    )
+
+
+def _pool_options(plan: Plan) -> PoolOptions:
+    return PoolOptions(
+        settings=Settings(
+            enabled=not plan.plain,
+            lease_ticks=round(plan.coalesce_lease_s * 1e6 / 64),
+            heat_threshold=plan.heat_threshold,
+            recirculate_rid=255,
+        ),
+        slots=plan.slots,
+        read_padding_bytes=0,
+        lease_s=LEASE_S,
+        rebalance_after_s=REBALANCE_S,
+        replicas=plan.replicas,
+        admit=AdmitMode.AUTO if plan.admit else AdmitMode.OFF,
+        value=ValueOptions(
+            half_life_s=1.0, horizon_s=2.0, min_reads=0.5, displace_reads=1.0, min_stay_s=0.3
+        ),
+        drain_s=0.05,
+        refresh_s=1.0,
+        port_sets=4,
+        tenants=_tenant_rules(plan),
+    )
+
+
+def _tenant_rules(plan: Plan) -> TenantRules:
+    """What an operator has configured: who there is, and which nodes are for whom."""
+    users = {
+        TENANTS[NAMESPACES.index(namespace)]: frozenset(
+            () if namespace == OPEN else (f"node-{n}" for n in hosts)
+        )
+        for namespace, hosts in plan.rights.items()
+    }
+    return TenantRules(users, SecretMode.NEVER)
+
+
+def _first_state(plan: Plan) -> SavedState:
+    """What an operator has set up: the namespaces, and who may use them."""
+    return SavedState(
+        namespaces=tuple(
+            NamespaceInfo(
+                namespace,
+                TENANTS[NAMESPACES.index(namespace)],
+                "model",
+                "1",
+                "layout",
+                [] if namespace == OPEN else [f"node-{n}" for n in sorted(hosts)],
+            )
+            for namespace, hosts in sorted(plan.rights.items())
+        )
+    )

@@ -1,0 +1,234 @@
+"""The simulated controller: the real pool and control loop in a process that may die at any step.
+
+Owns: when rounds run, and connections of agents by number. Must not know: what a round does.
+
+The disk is an SQLite database in memory, written and read by the real `Store`: it outlives the
+process, unless a fault says that it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvcast.controller.control_loop import ControlLoop
+from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
+from kvcast.controller.store import Store
+from kvcast.protocol.messages.control import AgentMessage, PoolMap
+from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.simulation.network import Stream, StreamEnd
+from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
+from kvcast.simulation.world import World
+
+GATHER_EVENTS_S: Final = 0.01
+RETRY_ROUND_S: Final = 1.0
+
+
+class RoundFailedError(Exception):
+    """A round of the control loop ended in an exception: a mistake of the product."""
+
+
+class SimController:
+    """One controller on one machine; `start` begins a process, `crash` ends it."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        switch: SimSwitch,
+        options: PoolOptions,
+        *,
+        election_id: int,
+        tick_s: float,
+        decided: Callable[[PoolMap], None],
+    ) -> None:
+        self.name = name
+        self.alive = False
+        self.options = options
+        self.store = Store(":memory:")
+        self.blocked = False
+        """Agents cannot reach it."""
+        self._world = world
+        self._switch = switch
+        self._election_id = election_id
+        self._tick_s = tick_s
+        self._decided = decided
+        self._lives = 0
+        self._process: _Process | None = None
+
+    def start(self) -> None:
+        """Begin a process with what the disk holds."""
+        assert not self.alive
+        self.alive = True
+        self._lives += 1
+        self._process = _Process(self._world, self, self._lives)
+
+    def crash(self, *, disk_lost: bool) -> None:
+        """End the process where it stands."""
+        assert self._process is not None
+        self.alive = False
+        self._process.die()
+        self._process = None
+        if disk_lost:
+            self.store.close()
+            self.store = Store(":memory:")
+            self.store.load()
+
+    @property
+    def process(self) -> _Process | None:
+        return self._process
+
+    def connect(self, stream: Stream) -> bool:
+        """Take an agent's connection; False if nobody listens."""
+        if self._process is None:
+            return False
+        self._process.accept(stream)
+        return True
+
+
+class _WatchedPool(Pool):
+    """A pool of which every map is known as soon as it is decided on: from then on the switch may
+    let a new home's answers through."""
+
+    def __init__(
+        self,
+        decided: Callable[[PoolMap], None],
+        options: PoolOptions,
+        saved: SavedState,
+        now: float,
+        *,
+        first_generation: int,
+    ) -> None:
+        self._decided = decided
+        super().__init__(options, saved, now, first_generation=first_generation)
+
+    def plan(self) -> Plan:
+        plan = super().plan()
+        self._decided(plan.map)
+        return plan
+
+
+class _Process:
+    """One life of a controller."""
+
+    def __init__(self, world: World, machine: SimController, life: int) -> None:
+        self._world = world
+        self._machine = machine
+        self._dead = False
+        self._links: dict[int, StreamEnd] = {}
+        self._codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
+        self._next_link = 1
+        self._round_due = False
+        self._running = False
+        self._wanted = False
+        self._next_check = 0.0
+        self._abandon: Callable[[], None] = _nothing
+        self.pool = _WatchedPool(
+            machine._decided,
+            machine.options,
+            machine.store.load(),
+            world.now,
+            first_generation=1000 * life + 1_000_000 * machine._election_id,
+        )
+        self.loop = ControlLoop(
+            self.pool,
+            machine.store,
+            tick_s=machine._tick_s,
+            clock=lambda: world.now,
+            wake=self._wake,
+            on_settled=_nothing,
+        )
+        self.switch = SwitchConnection(
+            machine._switch,
+            machine._election_id,
+            slots=machine.options.slots,
+            on_ready=lambda: None if self._dead else self.loop.switch_changed(),
+            on_heat=lambda samples: None if self._dead else self.loop.heat(samples),
+        )
+        self.loop.use(self.switch, self)
+        self._sleep()
+
+    def die(self) -> None:
+        self._dead = True
+        self._abandon()
+        self.switch.close()
+        for end in self._links.values():
+            end.close()
+
+    # --- rounds -----------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._wanted:
+            self._wanted = True
+            if not self._running:
+                self._world.after(GATHER_EVENTS_S, self._round)
+
+    def _sleep(self) -> None:
+        when = self.loop.next_round_at()
+        self._next_check = when
+        self._world.at(when, lambda: self._round() if self._next_check == when else None)
+
+    def _round(self) -> None:
+        if self._running or self._dead:
+            return
+        self._running = True
+        self._wanted = False
+        self._next_check = -1.0
+        self._abandon = run_coroutine(self._world, self.loop.round(), self._finished)
+
+    def _finished(self, error: BaseException | None) -> None:
+        self._running = False
+        if error is not None:
+            raise RoundFailedError(f"{self._machine.name}: {error!r}") from error
+        if self._wanted:
+            self._world.after(GATHER_EVENTS_S, self._round)
+        else:
+            self._sleep()
+
+    # --- agents -----------------------------------------------------------------------------
+
+    def accept(self, stream: Stream) -> None:
+        number = self._next_link
+        self._next_link += 1
+        end = stream.ends[1]
+        codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
+        self._links[number] = end
+
+        def received(data: bytes) -> None:
+            try:
+                for message in codec.feed(data):
+                    if not self._dead and number in self._links:
+                        self.loop.received(number, message)
+            except FramingError as error:
+                self.close(number, str(error))
+
+        def closed() -> None:
+            if not self._dead and self._links.pop(number, None) is not None:
+                self.loop.disconnected(number)
+
+        end.received = received
+        end.closed = closed
+
+    def send(self, connection: int, message: Any) -> None:
+        """The control loop's way to an agent."""
+        end = self._links.get(connection)
+        if end is None or self._dead:
+            return
+        end.send(self._codec.encode(message))
+
+    def close(self, connection: int, reason: str) -> None:
+        """The control loop ends a connection."""
+        if self._dead:
+            return
+        self._world.counts["control_links_closed"] += 1
+        end = self._links.pop(connection, None)
+        if end is not None:
+            end.close()
+            # The server's task for the connection ends, and says so, a little later.
+            self._world.after(
+                0.0, lambda: None if self._dead else self.loop.disconnected(connection)
+            )
+
+
+def _nothing() -> None:
+    pass

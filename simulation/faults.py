@@ -1,0 +1,289 @@
+"""What can go wrong: every kind of fault, how it is chosen, begun and ended.
+
+Owns: the table `FAULTS`. Must not know: when (`simulation_plan`), or what must hold all the same
+(`simulation_model`).
+
+**The seam.** What is added to kvcast later joins the simulation at one of three places, and all
+else follows: the plan draws it, reports count it, failures shrink by it.
+
+- a kind of fault: an entry in `FAULTS` here;
+- a transport (RDMA): `simulation_bulk`, which makes the calls that a core asks for;
+- a tier (a disk): `simulation_agent.agent_core`, which makes the core of a new process over what
+  its
+  machine still holds, and `SimHost`, which is what outlives a process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcast.simulation.hostile import Hostile, HostileKind
+from kvcast.simulation.network import LinkFault
+from kvcast.simulation.plan import Fault, PlanFault
+
+if TYPE_CHECKING:
+    from kvcast.simulation.cluster import Cluster
+
+Begin = Callable[["Cluster", Fault], Callable[[], None] | None]
+"""Does the damage; gives what undoes it, to be called when the fault's time is over."""
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """`plan`: which hosts, how much, and for how long; `begin`: see `Begin`. `disturbs`: whether
+    it may cost more frames and copies than can be counted one by one."""
+
+    plan: PlanFault
+    begin: Begin
+    disturbs: bool = True
+
+
+MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
+"""Faults of links that, in their smallest amount, no patient get may fail for."""
+LEAST: Final = 0.1
+
+
+def is_mild(fault: Fault) -> bool:
+    """Whether a patient get of a block that is there succeeds all the same."""
+    return fault.kind in MILD and fault.amount == LEAST
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+def _on_link(kind: str, chance: float, extra_s: float = 0.0, rate: float = 0.0) -> FaultKind:
+    """A fault of one direction of one host's cable, or of both."""
+
+    def plan(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, float]:
+        host = rng.randint(1, hosts)
+        directions = rng.choice(((0,), (1,), (0, 1)))
+        if kind == "partition":
+            directions = (0, 1)
+        elif kind == "one_way_partition":
+            directions = (rng.randrange(2),)
+        how_much = rng.choice((LEAST, 0.3, 1.0))
+        return (host, *directions), how_much, rng.uniform(0.2, 3.0)
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        number, *directions = fault.hosts
+        if number not in cluster.hosts:
+            return None
+        links = [cluster.links[number][direction] for direction in directions]
+        on = [
+            LinkFault(
+                kind,
+                cluster.world.stream(f"fault/{fault.number}/{direction}"),
+                chance=chance if kind.endswith("partition") else chance * fault.amount,
+                extra_s=extra_s * fault.amount,
+                rate_bits_per_s=rate / fault.amount,
+            )
+            for direction in directions
+        ]
+        if kind == "slow_link":
+            on = [LinkFault(kind, f.rng, 1.0, 0.0, f.rate_bits_per_s) for f in on]
+        elif kind == "delay":
+            on = [LinkFault(kind, f.rng, 1.0, f.extra_s) for f in on]
+        for link, one in zip(links, on, strict=True):
+            link.faults.append(one)
+
+        def end() -> None:
+            for link, one in zip(links, on, strict=True):
+                link.faults.remove(one)
+
+        return end
+
+    return FaultKind(plan, begin, disturbs=False)
+
+
+# --- processes and machines -------------------------------------------------------------------
+
+
+def _one_host(least_s: float, most_s: float) -> PlanFault:
+    def plan(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, float]:
+        return (rng.randint(1, hosts),), rng.random(), rng.uniform(least_s, most_s)
+
+    return plan
+
+
+def _nobody(least_s: float, most_s: float) -> PlanFault:
+    def plan(rng: random.Random, _hosts: int) -> tuple[tuple[int, ...], float, float]:
+        return (), rng.random(), rng.uniform(least_s, most_s)
+
+    return plan
+
+
+def _two_hosts(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, float]:
+    return tuple(rng.sample(range(1, hosts + 1), 2)), rng.random(), rng.uniform(0.2, 3.0)
+
+
+def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        host = cluster.hosts.get(fault.hosts[0])
+        if host is None or host.process is None:
+            return None
+        if not comes_back and len(cluster.running()) <= 2:
+            return None  # a pool of one host has nobody to read from
+        cluster.crash_host(host.number)
+        if memory_lost:
+            rng = cluster.world.stream(f"fault/{fault.number}")
+            host.memory[:] = rng.randbytes(1024) * (len(host.memory) // 1024)
+        return (lambda: cluster.start_host(host.number)) if comes_back else None
+
+    return begin
+
+
+def _stall_agent(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    host = cluster.hosts.get(fault.hosts[0])
+    if host is None or host.process is None:
+        return None
+    host.stall(fault.for_s)
+    cluster.model.postponed(host.number, fault.for_s)
+    return _nothing
+
+
+def _fill_arena(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Somebody on the host reserves most of its arena, and writes nothing."""
+    host = cluster.hosts.get(fault.hosts[0])
+    if host is None or host.process is None:
+        return None
+    process = host.process
+    store = process.core.store
+    taken = []
+    slab = store.allocator.slab_bytes
+    block = cluster.foreign_block(fault.number)
+    for _ in range(int(store.allocator.slab_count * (0.5 + 0.5 * fault.amount))):
+        try:
+            taken.append(store.reserve(block, slab))
+        except Exception:
+            break
+
+    def end() -> None:
+        if not process.dead:
+            for copy in taken:
+                store.abort(copy)
+
+    return end
+
+
+# --- the controller and the switch ------------------------------------------------------------
+
+
+def _crash_controller(disk_lost: bool) -> Begin:
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        controller = cluster.primary_controller()
+        if controller is None:
+            return None
+        controller.crash(disk_lost=disk_lost)
+        return lambda: None if controller.alive else controller.start()
+
+    return begin
+
+
+def _fail_over(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """The primary dies while another stands by; it comes back as one that finds the other."""
+    controller = cluster.primary_controller()
+    if controller is None or len([c for c in cluster.controllers if c.alive]) < 2:
+        return None
+    controller.crash(disk_lost=False)
+    return lambda: None if controller.alive else controller.start()
+
+
+def _cut_control(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent and the controllers do not hear each other."""
+    return cluster.cut("control", frozenset({fault.hosts[0]}))
+
+
+def _cut_bulk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Two agents do not hear each other over TCP."""
+    return cluster.cut("bulk", frozenset(fault.hosts))
+
+
+def _cut_switch(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """A controller and the switch do not hear each other."""
+    controller = cluster.primary_controller()
+    if controller is None or controller.process is None:
+        return None
+    connection = controller.process.switch
+    connection.block()
+    return connection.unblock
+
+
+def _reboot_switch(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    cluster.switch.crash()
+    return cluster.switch.boot
+
+
+def _reprogram_switch(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    if not cluster.switch.up:
+        return None
+    cluster.switch.reprogram()
+    return _nothing
+
+
+def _spoil_bulk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Bytes flip between two agents where TCP's checksum does not see it."""
+    rng = cluster.world.stream(f"fault/{fault.number}")
+
+    def spoil(message: Any) -> Any:
+        if not isinstance(message, bytes) or rng.random() > 0.5:
+            return message
+        cluster.world.counts["fault.bulk_corruption"] += 1
+        damaged = bytearray(message)
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        return bytes(damaged)
+
+    cluster.spoilers.append(spoil)
+    return lambda: cluster.spoilers.remove(spoil)
+
+
+# --- hostile hosts ----------------------------------------------------------------------------
+
+
+def _hostile(kind: HostileKind) -> Begin:
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        if fault.hosts[0] not in cluster.hosts:
+            return None
+        hostile = Hostile(cluster, cluster.hosts[fault.hosts[0]], kind, fault.number)
+        hostile.begin()
+        return hostile.end
+
+    return begin
+
+
+def _nothing() -> None:
+    pass
+
+
+FAULTS: Final[dict[str, FaultKind]] = {
+    "loss": _on_link("loss", 0.5),
+    "duplication": _on_link("duplication", 0.5),
+    "reordering": _on_link("reordering", 0.5, extra_s=0.01),
+    "corruption": _on_link("corruption", 0.3),
+    "delay": _on_link("delay", 1.0, extra_s=0.1),
+    "slow_link": _on_link("slow_link", 1.0, rate=5e6),
+    "partition": _on_link("partition", 1.0),
+    "one_way_partition": _on_link("one_way_partition", 1.0),
+    "agent_crash": FaultKind(_one_host(0.0, 3.0), _crash_agent(memory_lost=False)),
+    "host_crash": FaultKind(_one_host(0.5, 4.0), _crash_agent(memory_lost=True)),
+    "host_gone": FaultKind(_one_host(0.1, 0.2), _crash_agent(memory_lost=True, comes_back=False)),
+    "agent_stall": FaultKind(_one_host(0.05, 2.5), _stall_agent),
+    "arena_full": FaultKind(_one_host(0.2, 3.0), _fill_arena),
+    "controller_crash": FaultKind(_nobody(0.0, 3.0), _crash_controller(disk_lost=False)),
+    "controller_wiped": FaultKind(_nobody(0.0, 3.0), _crash_controller(disk_lost=True)),
+    "controller_failover": FaultKind(_nobody(0.5, 3.0), _fail_over),
+    "control_cut": FaultKind(_one_host(0.2, 3.5), _cut_control),
+    "bulk_cut": FaultKind(_two_hosts, _cut_bulk),
+    "bulk_corruption": FaultKind(_nobody(0.5, 3.0), _spoil_bulk),
+    "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
+    "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),
+    "switch_reprogram": FaultKind(_nobody(0.1, 0.2), _reprogram_switch),
+    "hostile_liar": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.LIAR)),
+    "hostile_forger": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.FORGER), disturbs=False),
+    "hostile_spoofer": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.SPOOFER)),
+    "hostile_tenant": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.TENANT), disturbs=False),
+}
+"""Every kind of fault by its name. Beside them, `simulation_plan` gives hosts skewed clocks,
+arenas that are too small, and different bytes of one block."""

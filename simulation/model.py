@@ -1,0 +1,626 @@
+"""The model: what must be true of a pool, whatever happens to it (DESIGN section 9).
+
+Owns: the invariants, and everything that they are judged by: which bytes were put under which key
+and by whom, who acknowledged what, who has rights to which namespace, and what was seen to be
+delivered to clients, sent by hosts, and let through by the switch. Must not know: any of the
+product's code. It reads frames by their offsets and keeps its own tables, so that a mistake in a
+core or in the codec cannot hide itself here.
+
+1. A reader gets one whole copy of the block that it named, bit for bit: judged by a get's answer,
+   and again when the client lets go of it. An honest home sends only true chunks of the copy that
+   it names (its cable). The switch changes no chunk, and serves only what passed it under that
+   name and digest (its ports).
+2. Every get and put ends by its deadline (the clock). A READ is held back only while its answer
+   is under way, and all of the answer that follows goes to its reader too (the switch's ports).
+3. An acknowledged put is held by somebody. It is readable while a home of it that acknowledged it
+   lives and keeps it and nothing is wrong (gets in calm times).
+4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
+   home's cable).
+5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports that
+   own the bucket, and frames only from the address that belongs to the port (the switch's ports,
+   and clients).
+
+Invariants 2 (held back), 4 and 5 are the switch program's only while it is enabled; the others hold
+always, which is invariant 6.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import xxhash
+from kvcast.simulation.world import World
+
+Name = tuple[int, bytes]
+"""Namespace and key."""
+Segment = tuple[int, bytes, int]
+
+_HEADER_AT: Final = 42
+_HEADER: Final = struct.Struct("!BBHHH16sQIHBBQI")
+_PAYLOAD_AT: Final = _HEADER_AT + _HEADER.size
+_READ, _DATA, _MISS, _OFFER = 1, 2, 3, 4
+_PARTIAL, _LAST, _RESIDENT = 0x2, 0x4, 0x20
+_CHUNK: Final = 1024
+_SEGMENT: Final = 64 * _CHUNK
+_WHOLE: Final = (1 << 64) - 1
+
+LOSSES_COUNT_S: Final = 6.0
+"""For so long a lost frame excuses the home's sending a segment again: longer than all time-outs
+of a requester together."""
+REPEAT_S: Final = 0.04
+"""A reader that asks again after so long does it because nothing came: less than its shortest
+time-out, more than the longest pause in which it repeats a READ for safety."""
+GRACE_S: Final = 0.05
+"""How late a get may end: less than any pause that its reader makes on purpose."""
+
+
+class ViolationError(Exception):
+    """An invariant does not hold. `number` is that of DESIGN section 9; 0 = the product failed in
+    a way of its own (an exception, a leak)."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"invariant {number}: {text}")
+        self.number = number
+        self.text = text
+
+
+class Seen(NamedTuple):
+    """A kvcast frame as it looks from outside."""
+
+    op: int
+    flags: int
+    namespace: int
+    group: int
+    key: bytes
+    digest: int
+    size: int
+    segment: int
+    chunk: int
+    wanted: int
+    source_ip: int
+
+    @property
+    def where(self) -> Segment:
+        return self.namespace, self.key, self.segment
+
+    @property
+    def full(self) -> bool:
+        """Whether it is part of the way of a whole segment: what the switch may coalesce."""
+        return not self.flags & _PARTIAL
+
+
+def look(frame: bytes) -> Seen | None:
+    """What a frame says; None if it is no kvcast frame that anybody would take."""
+    if len(frame) < _PAYLOAD_AT or frame[12:14] != b"\x08\x00" or frame[14] != 0x45:
+        return None
+    if frame[23] != 17 or frame[36:38] != b"\x4b\x56" or frame[20] & 0x3F or frame[21]:
+        return None  # not UDP, another port, or a fragment
+    if int.from_bytes(frame[14:34], "big") % 0xFFFF:
+        return None  # a damaged IPv4 header
+    fields = _HEADER.unpack_from(frame, _HEADER_AT)
+    version, op, flags, namespace, group, key, digest, size, segment, chunk = fields[:10]
+    wanted = fields[11]
+    if version != 1 or not _READ <= op <= _OFFER:
+        return None
+    if op == _DATA and len(frame) != _PAYLOAD_AT + _CHUNK:
+        return None
+    source_ip = int.from_bytes(frame[26:30], "big")
+    return Seen(
+        op, flags, namespace, group, key, digest, size, segment, chunk, wanted, source_ip
+    )  # fmt: skip
+
+
+@dataclass
+class _Window:
+    """A segment's answer is under way: from the READ that went to the home to the answer's end."""
+
+    opened_at: float
+    used_at: float
+    """When the switch last sent on a READ or an answer of it."""
+    ports: set[int] = field(default_factory=set)
+    read_at: dict[int, tuple[float, bytes]] = field(default_factory=dict)
+    """When each port last asked, and whom."""
+    held: set[int] = field(default_factory=set)
+    """Ports of which a READ was held back for this answer."""
+    sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    """How often each host has sent each chunk."""
+
+
+@dataclass
+class Request:
+    """A client's get or put of one block."""
+
+    number: int
+    host: int
+    name: Name
+    what: str
+    due: float
+    started_at: float
+    alone: bool
+    held: frozenset[tuple[int, int]] = frozenset()
+
+
+class Rules(NamedTuple):
+    """What the model may not find out for itself: set by whoever builds the pool."""
+
+    rights: dict[int, frozenset[int]]
+    """Hosts that may use a namespace; one that is not here is nobody's."""
+    ip_of_port: dict[int, int]
+    lease_s: float
+    """How long the switch lets a READ wait."""
+
+
+class Model:
+    """See the module's text. Hosts are numbered as the switch's ports."""
+
+    def __init__(self, world: World, rules: Rules) -> None:
+        self._world = world
+        self._rules = rules
+        self.enabled: Callable[[], bool] = lambda: False
+        """Whether the switch program acts at present."""
+        self.known_mac: Callable[[bytes], bool] = lambda _mac: False
+        """Whether the control plane has told the switch where a host is."""
+        self.dishonest: set[int] = set()
+        self.delivered = 0
+        self.delivered_by_tier: dict[str, int] = defaultdict(int)
+        # what was put
+        self._versions: dict[Name, dict[bytes, None]] = defaultdict(dict)
+        self._by_digest: dict[tuple[int, bytes, int], bytes] = {}
+        self._forged: dict[tuple[int, bytes, int], int] = {}
+        self._invented: set[tuple[int, bytes, int]] = set()  # forgeries that count as copies now
+        self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
+        self._acknowledged: set[Name] = set()
+        self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
+        self._now_home: dict[int, list[int]] = {}
+        # what is under way
+        self._requests: dict[int, Request] = {}
+        self._due: list[tuple[float, int]] = []
+        self._next = 1
+        # the switch
+        self._windows: dict[Segment, _Window] = {}
+        self._losses: dict[Segment, list[tuple[float, int]]] = defaultdict(list)
+        self._used: dict[int, dict[Segment, float]] = defaultdict(dict)
+        self._passed: dict[tuple[int, bytes, int, int, int], set[bytes]] = defaultdict(set)
+        self._disturbed_at = -1e9
+        self._disturbances = 0
+
+    # --- what is told -----------------------------------------------------------------------
+
+    def put_begins(self, host: int, name: Name, content: bytes) -> None:
+        """From now on these bytes are one copy of the block."""
+        self._versions[name][content] = None
+        digest = int(xxhash.xxh3_64_intdigest(content)) or 1
+        self._by_digest[(*name, digest)] = content
+
+    def forged(self, host: int, name: Name, content: bytes) -> None:
+        """A hostile host is about to send these bytes, of which nobody must get a copy: under a
+        name whose bucket is not its own, or in a namespace that is not."""
+        self._forged[(*name, int(xxhash.xxh3_64_intdigest(content)) or 1)] = host
+
+    def acknowledged(self, host: int, life: int, name: Name) -> None:
+        """A home has said that it holds the block."""
+        self._holders[name][host] = life
+        self._acknowledged.add(name)
+
+    def put_ended(self, host: int, name: Name, ok: bool) -> None:
+        """The pool has answered a put."""
+        if ok and name not in self._acknowledged:
+            raise ViolationError(
+                3, f"a put of {_show(name)} at host {host} was acknowledged, and no home has it"
+            )
+
+    def exist(self, host: int, names: list[Name]) -> None:
+        """A client was told that the pool holds these."""
+        for name in names:
+            if not self._versions[name]:
+                raise ViolationError(1, f"host {host} was told of {_show(name)}, which nobody put")
+
+    def dropped(self, name: Name) -> None:
+        """A client has asked the pool to forget the block."""
+        self._holders.pop(name, None)
+
+    def homes_are(self, buckets: list[list[int]]) -> None:
+        """The controller has published a map: for every bucket the hosts that are its homes."""
+        for bucket, hosts in enumerate(buckets):
+            self._ever_home[bucket].update(hosts)
+            self._now_home[bucket] = hosts
+
+    def homes_of(self, name: Name) -> list[int]:
+        return self._now_home.get(_bucket(name[1]), [])
+
+    def was_home(self, host: int, key: bytes) -> bool:
+        return host in self._ever_home[_bucket(key)]
+
+    def may_use(self, host: int, namespace: int) -> bool:
+        return host in self._rules.rights.get(namespace, frozenset())
+
+    def disturbed(self) -> None:
+        """Something happened that may cost frames, copies or rounds that nobody can count."""
+        self._disturbed_at = self._world.now
+        self._disturbances += 1
+        self._windows.clear()
+
+    @property
+    def disturbances(self) -> int:
+        return self._disturbances
+
+    # --- clients ----------------------------------------------------------------------------
+
+    def begins(
+        self,
+        host: int,
+        name: Name,
+        what: str,
+        due: float,
+        held: frozenset[tuple[int, int]],
+        *,
+        alone: bool = False,
+    ) -> int:
+        """A client asks; the answer must come by `due`. `held`: which homes hold the block now,
+        as (host, copy); `alone`: it does not wait for other blocks too."""
+        number = self._next
+        self._next += 1
+        request = Request(number, host, name, what, due + GRACE_S, self._world.now, alone, held)
+        self._requests[number] = request
+        heapq.heappush(self._due, (request.due, number))
+        return number
+
+    def voided(self, host: int) -> None:
+        """A host's agent died, and its clients' requests with it."""
+        for number in [n for n, r in self._requests.items() if r.host == host]:
+            del self._requests[number]
+
+    def postponed(self, host: int, seconds: float) -> None:
+        """A host's agent stood still for so long."""
+        for request in self._requests.values():
+            if request.host == host:
+                request.due += seconds
+                heapq.heappush(self._due, (request.due, request.number))
+
+    def ends(self, number: int) -> Request:
+        """A request has been answered."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            raise ViolationError(2, "a request was answered twice")
+        return request
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def check_clock(self) -> None:
+        """No request is overdue."""
+        due, now = self._due, self._world.now
+        while due and due[0][0] < now:
+            _, number = heapq.heappop(due)
+            request = self._requests.get(number)
+            if request is not None and request.due < now:
+                raise ViolationError(
+                    2,
+                    f"a {request.what} of {_show(request.name)} by host {request.host}, begun at "
+                    f"{request.started_at:.3f} s, should have ended by {request.due:.3f} s",
+                )
+
+    def got(self, host: int, name: Name, content: bytes, tier: str) -> None:
+        """A client was given these bytes."""
+        if not self.may_use(host, name[0]):
+            raise ViolationError(5, f"host {host} got {_show(name)}, to which it has no right")
+        self.is_copy(host, name, content, "got")
+        self.delivered += 1
+        self.delivered_by_tier[tier] += 1
+
+    def is_copy(self, host: int, name: Name, content: bytes, verb: str) -> None:
+        """The bytes are those of one put of the block."""
+        if content in self._versions[name]:
+            return
+        digest = int(xxhash.xxh3_64_intdigest(content)) or 1
+        forger = self._forged.get((*name, digest))
+        if forger is not None:
+            raise ViolationError(
+                5, f"host {host} {verb} of {_show(name)} what host {forger} has forged"
+            )
+        raise ViolationError(1, f"host {host} {verb} bytes of {_show(name)} that nobody has put")
+
+    def excused(self, name: Name, digest: int, content: bytes) -> None:
+        """A forgery has passed a plain network under another's address: nothing tells it from a
+        true copy any more (see LIMITATIONS)."""
+        if self._forged.pop((*name, digest), None) is not None:
+            self._versions[name][content] = None
+            self._by_digest[(*name, digest)] = content
+            self._invented.add((*name, digest))
+
+    def holders(self, name: Name) -> dict[int, int]:
+        """The hosts that have acknowledged the block, and in which life."""
+        return self._holders[name]
+
+    # --- the hosts' cables ------------------------------------------------------------------
+
+    def sent(self, host: int, frame: bytes) -> None:
+        """A host's agent puts a frame on its cable."""
+        seen = look(frame)
+        if seen is None or seen.op != _DATA or host in self.dishonest:
+            return
+        content = self._by_digest.get((seen.namespace, seen.key, seen.digest))
+        if content is None:
+            forger = self._forged.get((seen.namespace, seen.key, seen.digest))
+            number, what = (1, "that nobody has put") if forger is None else (5, "that was forged")
+            raise ViolationError(number, f"host {host} sends a copy of {_show(seen)} {what}")
+        at = seen.segment * _SEGMENT + seen.chunk * _CHUNK
+        chunk = content[at : at + _CHUNK]
+        if frame[_PAYLOAD_AT : _PAYLOAD_AT + len(chunk)] != chunk or seen.size != len(content):
+            raise ViolationError(
+                1, f"host {host} sends wrong bytes as chunk {seen.chunk} of {_show(seen)}"
+            )
+        if seen.full:
+            last = (
+                seen.chunk == (min(_SEGMENT, len(content) - seen.segment * _SEGMENT) - 1) // _CHUNK
+            )
+            if last != bool(seen.flags & _LAST):
+                raise ViolationError(
+                    2,
+                    f"host {host} sends chunk {seen.chunk} of {_show(seen)} "
+                    + ("without saying" if last else "saying wrongly")
+                    + " that its answer ends",
+                )
+            self._count_sent(host, seen)
+
+    def _count_sent(self, host: int, seen: Seen) -> None:
+        window = self._windows.get(seen.where)
+        if window is None or not self.enabled() or not self.was_home(host, seen.key):
+            return  # a home's recall may be answered by one that is none, whose answer goes nowhere
+        window.sent[host, seen.chunk] += 1
+        times = window.sent[host, seen.chunk]
+        if times > 1 and self._countable(seen) and times > 1 + self._lost(seen.where):
+            raise ViolationError(
+                4,
+                f"host {host} sent chunk {seen.chunk} of {_show(seen)} {times} times in one "
+                f"window, open since {window.opened_at:.6f} s, and {self._lost(seen.where)} "
+                "frames of it were lost",
+            )
+
+    def _countable(self, seen: Seen) -> bool:
+        """Whether the home's sendings can be held against it: not where its readers may have asked
+        again for reasons that no single frame shows."""
+        return (
+            self._world.now - self._disturbed_at > LOSSES_COUNT_S
+            and len(self._versions[seen.namespace, seen.key]) == 1
+            and not self.dishonest
+            and not self._collided(seen.where)
+        )
+
+    def _lost(self, where: Segment) -> int:
+        since = self._world.now - LOSSES_COUNT_S
+        return sum(weight for at, weight in self._losses[where] if at >= since)
+
+    def lost(self, frame: bytes) -> None:
+        """A frame will not arrive once, whole, in order and in time."""
+        seen = look(frame)
+        if seen is not None:
+            window = self._windows.get(seen.where)
+            weight = max(1, len(window.ports)) if window is not None else 1
+            self._losses[seen.where].append((self._world.now, weight))
+
+    # --- the switch -------------------------------------------------------------------------
+
+    def switch_reset(self) -> None:
+        """The switch has forgotten everything."""
+        self._passed.clear()
+        self._used.clear()
+        self.disturbed()
+
+    def all_is_well(self) -> None:
+        """Nothing that happened so far can show from now on."""
+        self._disturbed_at = -1e9
+
+    def crossed(self, port: int, frame: bytes, sent: list[tuple[int, bytes]]) -> None:
+        """A frame came into the switch by `port`, and these went out."""
+        seen = look(frame)
+        if seen is None:
+            return
+        enabled = self.enabled()
+        if enabled:
+            self._guarded(port, frame, seen, sent)
+        if seen.op == _DATA and enabled and self._true_home(port, seen):
+            # What it may keep, under the name that it saw.
+            name = (seen.namespace, seen.key, seen.digest, seen.segment, seen.chunk)
+            self._passed[name].add(frame[_PAYLOAD_AT:])
+        ports = set()
+        for to, out in sent:
+            if to in ports and not (seen.op == _READ):
+                raise ViolationError(4, f"port {to} got two copies of one frame of {_show(seen)}")
+            ports.add(to)
+            self._left(frame, seen, to, out)
+        if enabled:
+            self._follow(port, frame, seen, sent)
+        elif seen.op == _DATA and sent and self._forged:
+            spoofed = seen.source_ip != self._rules.ip_of_port[port]
+            if spoofed and seen.size <= _CHUNK:
+                content = frame[_PAYLOAD_AT : _PAYLOAD_AT + seen.size]
+                self.excused((seen.namespace, seen.key), seen.digest, content)
+
+    def _true_home(self, port: int, seen: Seen) -> bool:
+        mine = seen.source_ip == self._rules.ip_of_port[port]
+        return mine and self.was_home(port, seen.key)
+
+    def _guarded(self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+        if not sent:
+            return
+        if seen.source_ip != self._rules.ip_of_port[port]:
+            raise ViolationError(5, f"a frame from port {port} passed under another's address")
+        if seen.op == _READ:
+            if not self.may_use(port, seen.namespace) and not self.was_home(port, seen.key):
+                raise ViolationError(
+                    5, f"a READ of {_show(seen)} by host {port} passed, which has no right to it"
+                )
+        elif not self.was_home(port, seen.key):
+            raise ViolationError(
+                5, f"an answer about {_show(seen)} passed from host {port}, not a home of it"
+            )
+
+    def _left(self, frame: bytes, seen: Seen, to: int, out: bytes) -> None:
+        after = look(out)
+        if after is None or after.op != _DATA:
+            return
+        copy = (after.namespace, after.key, after.digest)
+        if (
+            not self.may_use(to, after.namespace)
+            and not self.was_home(to, after.key)
+            and copy in self._by_digest
+            and copy not in self._invented
+        ):
+            raise ViolationError(5, f"DATA of {_show(after)} went to host {to}, without a right")
+        if seen.op == _READ:
+            name = (after.namespace, after.key, after.digest, after.segment, after.chunk)
+            if out[_PAYLOAD_AT:] not in self._passed.get(name, ()):
+                raise ViolationError(
+                    1,
+                    f"the switch served as chunk {after.chunk} of {_show(after)} what never "
+                    "passed it under that name and digest",
+                )
+        elif out[_PAYLOAD_AT:] != frame[_PAYLOAD_AT:] or after.where != seen.where:
+            raise ViolationError(1, f"the switch changed a chunk of {_show(seen)}")
+
+    def _follow(self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+        """Keep account of windows."""
+        if not seen.full or seen.op == _OFFER:
+            return
+        where = seen.where
+        if seen.op == _READ:
+            self._follow_read(port, frame, seen, sent)
+        elif sent:
+            self._note_use(where)
+            self._check_shared(port, seen, sent)
+            if seen.op == _MISS or seen.flags & _LAST:
+                self._windows.pop(where, None)
+            elif where in self._windows:
+                self._windows[where].used_at = self._world.now
+
+    def _check_shared(self, port: int, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
+        """Whoever was held back for an answer gets it, under its own address."""
+        window = self._windows.get(seen.where)
+        if window is None or not self._true_home(port, seen) or self._collided(seen.where):
+            return
+        ip_of_port = self._rules.ip_of_port
+        to = {n for n, out in sent if int.from_bytes(out[30:34], "big") == ip_of_port[n]}
+        forgotten = window.held - to - {port}
+        if forgotten and self._world.now - self._disturbed_at > LOSSES_COUNT_S:
+            raise ViolationError(
+                2,
+                f"an answer about {_show(seen)} did not go to host {min(forgotten)}, whose READ "
+                "was held back for it",
+            )
+
+    def _follow_read(
+        self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
+    ) -> None:
+        where = seen.where
+        served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)
+        if served:
+            return
+        now = self._world.now
+        window = self._windows.get(where)
+        if window is not None and now - window.used_at > self._rules.lease_s + 0.01:
+            window = None  # whoever waits now may ask again for all
+        if sent:
+            if window is None:
+                window = self._windows[where] = _Window(now, now)
+            window.used_at = now
+            self._note_use(where)
+        elif self._may_read_here(port, frame, seen):
+            if window is None:
+                raise ViolationError(
+                    2, f"a READ of {_show(seen)} by host {port} was held back; no answer comes"
+                )
+            # Who asks another home had an answer, and found it wrong; that is no repetition.
+            asked_at, asked = window.read_at.get(port, (now, frame[30:34]))
+            if (
+                asked == frame[30:34]
+                and now - max(asked_at, window.used_at) > REPEAT_S
+                and self._waits_since(port, (seen.namespace, seen.key), asked_at)
+            ):
+                raise ViolationError(
+                    2,
+                    f"host {port} repeats a READ of {_show(seen)} since nothing has come, and the "
+                    "switch holds it back",
+                )
+            window.held.add(port)
+        if window is not None:
+            window.ports.add(port)
+            window.read_at[port] = now, frame[30:34]
+
+    def _waits_since(self, host: int, name: Name, since: float) -> bool:
+        """Whether a client of the host has waited for the block all the time since then, so that
+        it is one and the same reader that asks again."""
+        return any(
+            r.host == host and r.name == name and r.alone and r.started_at <= since
+            for r in self._requests.values()
+        )
+
+    def _may_read_here(self, port: int, frame: bytes, seen: Seen) -> bool:
+        """Whether there is no other reason than another READ for holding this one back."""
+        return (
+            self._world.now - self._disturbed_at > LOSSES_COUNT_S
+            and seen.wanted == _WHOLE
+            and _well_formed_read(frame)
+            and self.may_use(port, seen.namespace)
+            and seen.source_ip == self._rules.ip_of_port[port]
+            and self.known_mac(frame[0:6])
+            and not self._collided(seen.where)
+        )
+
+    def _note_use(self, where: Segment) -> None:
+        self._used[_entry_of(where)][where] = self._world.now
+
+    def _collided(self, where: Segment) -> bool:
+        """Whether another segment may hold the same entry of the switch's table."""
+        since = self._world.now - self._rules.lease_s - 0.1
+        users = self._used.get(_entry_of(where), {})
+        return any(other != where and at > since for other, at in users.items())
+
+
+def _well_formed_read(frame: bytes) -> bool:
+    """Whether the switch would take it for a READ and not for a broken frame."""
+    length = len(frame) - 14
+    return (
+        int.from_bytes(frame[16:18], "big") == length
+        and int.from_bytes(frame[38:40], "big") == length - 20
+        and length == 20 + 8 + _HEADER.size
+        and int.from_bytes(frame[14:34], "big") % 0xFFFF == 0
+        and not frame[20] & 0x20
+        and not int.from_bytes(frame[44:46], "big") & ~0x9
+        and frame[80] == 0
+    )
+
+
+def _entry_of(where: Segment) -> int:
+    namespace, key, segment = where
+    return zlib.crc32(namespace.to_bytes(2, "big") + key + segment.to_bytes(2, "big")) & 0xFFFF
+
+
+def entry_of(namespace: int, key: bytes, segment: int) -> int:
+    """The entry of the switch's pending table that a segment uses."""
+    return _entry_of((namespace, key, segment))
+
+
+def _bucket(key: bytes) -> int:
+    return int.from_bytes(key, "big") % 1024
+
+
+def bucket_of_key(key: bytes) -> int:
+    """The bucket of a key."""
+    return _bucket(key)
+
+
+def _show(what: Seen | Iterable[object]) -> str:
+    if isinstance(what, Seen):
+        return f"{what.namespace}/{what.key.hex()[:8]}…{what.key.hex()[-4:]}#{what.segment}"
+    namespace, key = what
+    assert isinstance(key, bytes)
+    return f"{namespace}/{key.hex()[:8]}…{key.hex()[-4:]}"

@@ -1,0 +1,368 @@
+"""The plan of a run: the pool's shape, what its clients do, and what goes wrong, from a seed.
+
+Owns: every choice that is made before a run. Must not know: how anything is carried out.
+
+Clients' actions and faults are numbered, and each is complete in itself; a run may leave any of
+them out (`Mask`) and all others stay as they are. That is what makes a failure smaller.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from kvcast.controller.core.namespaces import number_of
+from kvcast.simulation.model import Name, entry_of
+
+CALM_S: Final = 1.2
+CHAOS_S: Final = 4.0
+FINAL_S: Final = 1.6
+"""Lengths of the phases in which clients act; between the last two the pool is left to heal."""
+
+TENANTS: Final = ("tenant-1", "tenant-2", "tenant-3")
+"""Each has one namespace; that of the first is every host's, the others belong to some."""
+
+NAMESPACES: Final = tuple(number_of(tenant, "model", "1", "layout") for tenant in TENANTS)
+"""Their numbers, which a controller that has lost its state gives them again."""
+
+OPEN: Final = NAMESPACES[0]
+"""The namespace that every host may use."""
+
+
+class Block(NamedTuple):
+    """A block and the copies of it that hosts may compute; all copies of one length."""
+
+    name: Name
+    size: int
+    copies: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """What clients do at `at` seconds of phase `phase` (0 calm, 1 chaos, 2 final)."""
+
+    number: int
+    phase: int
+    at: float
+    kind: str
+    hosts: tuple[int, ...]
+    blocks: tuple[int, ...] = ()
+    copy: int = 0
+    spread_s: float = 0.0
+    """The hosts begin within so much time."""
+    deadline_s: float = 1.0
+    hold_s: float = 0.01
+    gather_ms: int = 0
+    sheds: bool = True
+    """Afterwards hosts that are no home forget the block, so that the next read is a real one."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong from `at` seconds of the chaos phase on, for `for_s`; what `hosts` and
+    `amount` mean is up to the kind (`simulation_faults`)."""
+
+    number: int
+    kind: str
+    at: float
+    for_s: float
+    hosts: tuple[int, ...] = ()
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    arena_slabs: int
+    clock_offset_s: float
+    clock_rate: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one run."""
+
+    seed: int
+    hosts: tuple[HostPlan, ...]
+    rights: dict[int, frozenset[int]]
+    blocks: tuple[Block, ...]
+    ops: tuple[Op, ...]
+    faults: tuple[Fault, ...]
+    replicas: int
+    slots: int
+    coalesce_lease_s: float
+    heat_threshold: int
+    plain: bool
+    admit: bool
+    controllers: int
+    switch_clock_s: float
+    put_ack_local: bool
+    paced: bool
+    """Homes send so slowly that answers wait for their turn."""
+    latecomers: int
+    """Hosts, the last ones, that start only in the chaos phase."""
+    pins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a run leaves out. `hosts`: how many there are at most; None = as planned."""
+
+    ops: frozenset[int] = frozenset()
+    faults: frozenset[int] = frozenset()
+    hosts: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"hosts={self.hosts}"] if self.hosts is not None else []
+        parts += [f"o{span}" for span in _spans(self.ops)]
+        parts += [f"f{span}" for span in _spans(self.faults)]
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Mask:
+        """The mask that `str` wrote; ValueError if it is none."""
+        ops: set[int] = set()
+        faults: set[int] = set()
+        hosts: int | None = None
+        for part in filter(None, text.split(",")):
+            found = re.fullmatch(r"(hosts=|o|f)(\d+)(?:-(\d+))?", part)
+            if found is None:
+                raise ValueError(f"{part!r} is none of hosts=N, oN, oN-M, fN, fN-M")
+            first, last = int(found[2]), int(found[3] or found[2])
+            if found[1] == "hosts=":
+                hosts = first
+            else:
+                (ops if found[1] == "o" else faults).update(range(first, last + 1))
+        return cls(frozenset(ops), frozenset(faults), hosts)
+
+
+def _spans(numbers: frozenset[int]) -> list[str]:
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+
+
+PlanFault = Callable[[random.Random, int], tuple[tuple[int, ...], float, float]]
+"""(rng, number of hosts) -> (hosts, amount, for_s)."""
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan while it is made."""
+
+    seed: int
+    rng: random.Random
+    count: int
+    rights: dict[int, frozenset[int]]
+    blocks: list[Block]
+    ops: list[Op] = field(default_factory=list)
+
+
+def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
+    """The plan of a seed. `fault_kinds`: how faults of each kind are chosen."""
+    rng = random.Random(f"{seed}/plan")
+    planned = rng.choice((3, 3, 4, 4, 5, 6))
+    count = planned if mask.hosts is None else min(planned, mask.hosts)
+    rights = {OPEN: frozenset(range(1, planned + 1))}
+    if rng.random() < 0.6:
+        for namespace in NAMESPACES[1 : rng.choice((2, 3))]:
+            some = rng.sample(range(1, planned + 1), rng.randrange(2, planned))
+            rights[namespace] = frozenset(some)
+    hosts = tuple(
+        HostPlan(
+            # Some arenas overflow; a slab is of 64 KiB, and holds copies of one size class.
+            arena_slabs=rng.choice((4, 12, 32, 64)),
+            clock_offset_s=rng.uniform(0, 1e5),
+            clock_rate=rng.choice((1.0, 1.0, 1.0, 1.002, 0.998, 1.05, 0.95)),
+        )
+        for _ in range(planned)
+    )[:count]
+    draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, _blocks(seed, rights))
+    _draft_ops(draft)
+    plain = rng.random() < 0.1
+    faults = _faults(seed, planned, fault_kinds, hostile=plain)
+    # Nothing but the agents themselves stands against a hostile host on a plain network; what
+    # they guard against there takes a meeting of things that chance alone seldom brings about.
+    scene = random.Random(f"{seed}/scene")
+    alone = renumbered = False
+    if plain:
+        alone, renumbered = scene.choice(((False, False), (True, False), (False, True)))
+    if alone:
+        hosts = tuple(replace(host, arena_slabs=scene.choice((2, 3, 4))) for host in hosts)
+        faults += _forger(scene, planned, len(faults))
+    if renumbered:
+        faults += _renumbering(scene, planned, len(faults))
+    ticks_wrap_s = (1 << 32) * 64e-6
+    return Plan(
+        seed=seed,
+        hosts=hosts,
+        rights=rights,
+        blocks=tuple(draft.blocks),
+        ops=tuple(op for op in draft.ops if op.number not in mask.ops),
+        faults=tuple(f for f in faults if f.number not in mask.faults),
+        # Mostly so few that some hosts are no homes, and must read from others.
+        replicas=min(
+            rng.choice((0, 1, 1, 2)), 2 if rng.random() < 0.15 else planned - 2, 0 if alone else 2
+        ),
+        slots=rng.choice((2, 4, 8)),
+        coalesce_lease_s=rng.choice((0.25, 1.0, 4.0)),
+        heat_threshold=rng.choice((1, 2, 3)),
+        plain=plain,
+        admit=rng.random() < 0.75,
+        controllers=2 if rng.random() < 0.3 else 1,
+        switch_clock_s=rng.choice((10.0, rng.uniform(0, 1e5), ticks_wrap_s - rng.uniform(1, 6))),
+        put_ack_local=rng.random() < 0.1,
+        paced=rng.random() < 0.25,
+        latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
+        pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
+    )
+
+
+def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
+    rng = random.Random(f"{seed}/blocks")
+    keys = [rng.randbytes(16) for _ in range(rng.randrange(6, 13))]
+    if rng.random() < 0.15:
+        keys[1] = _colliding(rng, keys[0])
+    blocks = []
+    for number, key in enumerate(keys):
+        namespace = OPEN if number < 4 else rng.choice(list(rights))
+        if number == 4 and len(rights) > 1:
+            # Two tenants' engines have the same key for blocks of their own.
+            namespace, key = NAMESPACES[1], keys[0]
+        size = rng.choice(
+            (rng.randrange(1, 1025), rng.randrange(1, 1025), 1024, rng.randrange(1025, 3072),
+             rng.randrange(1025, 3072), rng.randrange(3072, 12_000))
+        )  # fmt: skip
+        if rng.random() < 0.06:
+            size = rng.choice((65_536, 65_537, 64 * 1024 + 5000, rng.randrange(20_000, 140_000)))
+        first = rng.randbytes(size)
+        copies = [first]
+        for _ in range(2 if rng.random() < 0.3 else 0):
+            # Another host computes the same block: a few last bits differ, here and there.
+            other = bytearray(first)
+            for _ in range(rng.randrange(1, 5)):
+                other[rng.randrange(size)] ^= 1 << rng.randrange(3)
+            if bytes(other) not in copies:
+                copies.append(bytes(other))
+        blocks.append(Block((namespace, key), size, tuple(copies)))
+    return blocks
+
+
+def _colliding(rng: random.Random, key: bytes) -> bytes:
+    """Another key of which the first segment uses the same entry of the switch's table."""
+    wanted = entry_of(OPEN, key, 0)
+    while True:
+        other = rng.randbytes(16)
+        if entry_of(OPEN, other, 0) == wanted:
+            return other
+
+
+def _draft_ops(draft: _Draft) -> None:
+    rng = draft.rng
+    for number, block in enumerate(draft.blocks):
+        users = sorted(draft.rights[block.name[0]])
+        for copy in range(min(len(block.copies), rng.choice((1, 2, 3)))):
+            _add(draft, 0, rng.uniform(0, 0.1), "put", (rng.choice(users),), (number,), copy=copy)
+    for phase, length_s, storms in ((0, CALM_S, 8), (1, CHAOS_S, 24), (2, FINAL_S, 8)):
+        for _ in range(storms):
+            _draft_storm(draft, phase, rng.uniform(0.3 if phase == 0 else 0.0, length_s))
+    for _ in range(rng.randrange(2, 16)):
+        _draft_other(draft, rng.choice((0, 1, 1, 1, 2)))
+
+
+def _draft_storm(draft: _Draft, phase: int, at: float) -> None:
+    """Several hosts read the same blocks at nearly the same time."""
+    rng = draft.rng
+    # Few keys are read by many.
+    first = min(rng.randrange(len(draft.blocks)), rng.randrange(len(draft.blocks)))
+    namespace = draft.blocks[first].name[0]
+    others = [n for n, b in enumerate(draft.blocks) if b.name[0] == namespace and n != first]
+    blocks = (first, *rng.sample(others, min(len(others), rng.choice((0, 0, 1, 2)))))
+    users = sorted(draft.rights[namespace])
+    readers = rng.sample(users, rng.choice((len(users), len(users), rng.randint(1, len(users)))))
+    _add(
+        draft,
+        phase,
+        at,
+        "group_get" if rng.random() < 0.1 else "get",
+        tuple(readers),
+        blocks,
+        spread_s=rng.choice((0.0, 0.0002, 0.002, 0.02)),
+        deadline_s=rng.choice((0.1, 1.0, 3.0)) if phase == 1 else 3.0,
+        hold_s=rng.choice((0.0, 0.01, 0.3)),
+        gather_ms=rng.choice((0, 0, 0, 2, 12)),
+        sheds=rng.random() < 0.9,
+    )
+
+
+def _draft_other(draft: _Draft, phase: int) -> None:
+    rng = draft.rng
+    number = rng.randrange(len(draft.blocks))
+    block = draft.blocks[number]
+    host = rng.choice(sorted(draft.rights[block.name[0]]))
+    at = rng.uniform(0.2, (CALM_S, CHAOS_S, FINAL_S)[phase])
+    others = ("half_put", "exists", "prefetch", "drop", "leave_open")
+    kind = "put" if rng.random() < 0.6 else rng.choice(others)
+    _add(draft, phase, at, kind, (host,), (number,), copy=rng.randrange(len(block.copies)))
+
+
+def _add(
+    draft: _Draft,
+    phase: int,
+    at: float,
+    kind: str,
+    hosts: tuple[int, ...],
+    blocks: tuple[int, ...],
+    *,
+    copy: int = 0,
+    spread_s: float = 0.0,
+    deadline_s: float = 1.0,
+    hold_s: float = 0.01,
+    gather_ms: int = 0,
+    sheds: bool = True,
+) -> None:
+    draft.ops.append(
+        Op(
+            len(draft.ops), phase, at, kind, hosts, blocks, copy, spread_s, deadline_s, hold_s,
+            gather_ms, sheds,
+        )
+    )  # fmt: skip
+
+
+def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool) -> list[Fault]:
+    """Some faults of some kinds; few kinds at a time, so that each has runs of its own. With
+    `hostile` at least one of them is a hostile host."""
+    rng = random.Random(f"{seed}/faults")
+    chosen = rng.sample(sorted(kinds), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
+    if hostile:
+        chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
+    faults: list[Fault] = []
+    for kind in chosen:
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            targets, amount, for_s = kinds[kind](rng, hosts)
+            at = rng.uniform(0.0, CHAOS_S - 0.5)
+            faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
+    return faults
+
+
+def _forger(rng: random.Random, hosts: int, number: int) -> list[Fault]:
+    """A host that answers for others nearly all the time."""
+    return [Fault(number, "hostile_forger", 0.0, CHAOS_S, (rng.randint(1, hosts),))]
+
+
+def _renumbering(rng: random.Random, hosts: int, number: int) -> list[Fault]:
+    """The controller forgets which node has which number, while one node is not heard, for which
+    others wait, and a third answers for everybody."""
+    unheard, forger = rng.sample(range(1, hosts + 1), 2)
+    at = rng.uniform(0.5, CHAOS_S - 2.0)
+    return [
+        Fault(number, "partition", at - 0.5, 2.5, (unheard, 0, 1), 1.0),
+        Fault(number + 1, "hostile_forger", at - 0.5, 2.5, (forger,)),
+        Fault(number + 2, "controller_wiped", at, rng.uniform(0.0, 0.2)),
+    ]

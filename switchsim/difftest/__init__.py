@@ -1,0 +1,1 @@
+"""The engines against each other, on random programs, frames and table writes."""

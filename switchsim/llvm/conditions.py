@@ -1,0 +1,196 @@
+"""Boolean expressions to IR: comparisons, validity, equality of headers and unions.
+
+The counterpart of the second half of `expressions`. Nothing here has an effect, so both sides of
+`and` and `or` are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcast.switchsim import ir
+from kvcast.switchsim.llvm.scope import Number, bits_of, round_bits
+from kvcast.switchsim.llvm.writer import FALSE, TRUE, Block, Value, integer
+
+if TYPE_CHECKING:
+    from kvcast.switchsim.llvm.expressions import Expressions
+
+
+_Numbered = tuple[int | Value, Sequence[int]]
+"""The number of a header or union, as `Expressions` gives it, and what it may be."""
+
+
+class Conditions:
+    """Compiles booleans in the scope of `expressions`."""
+
+    def __init__(self, expressions: Expressions) -> None:
+        self.expressions = expressions
+        self.scope = expressions.scope
+        self.f = expressions.f
+        self.layout = expressions.layout
+        self.program = expressions.program
+
+    def boolean(self, e: ir.BoolExpr) -> Value:
+        f = self.f
+        match e:
+            case ir.BoolConst(value):
+                return TRUE if value else FALSE
+            case ir.Compare(op, left, right):
+                return self.compare(op, self.expressions.exact(left), self.expressions.exact(right))
+            case ir.Logic(op, left_b, right_b):
+                x, y = self.boolean(left_b), self.boolean(right_b)
+                if op == "and":
+                    return f.and_(x, y)
+                if op == "or":
+                    return f.or_(x, y)
+                return f.compare("eq" if op == "==" else "ne", x, y)
+            case ir.Not(operand):
+                return f.not_(self.boolean(operand))
+            case ir.DataToBool(operand_d):
+                number = self.expressions.exact(operand_d)
+                return f.compare("ne", number.value, integer(number.value.bits, 0))
+            case ir.HeaderValid(header):
+                return self._header_valid(header)
+            case ir.UnionValid(union):
+                return self._union_valid(union)
+            case ir.HeadersEqual(left_h, right_h):
+                return self._headers_equal(left_h, right_h)
+            case ir.UnionsEqual(left_u, right_u):
+                return self._unions_equal(left_u, right_u)
+            case ir.ChooseBool(condition, if_true, if_false):
+                return f.select(
+                    self.boolean(condition), self.boolean(if_true), self.boolean(if_false)
+                )
+
+    def compare(self, op: str, x: Number, y: Number) -> Value:
+        low, high = min(x.low, y.low), max(x.high, y.high)
+        bits = round_bits(bits_of(low, high))
+        name = _SIGNED[op] if low < 0 else _UNSIGNED[op]
+        return self.f.compare(
+            name, self.expressions.extend(x, bits), self.expressions.extend(y, bits)
+        )
+
+    def _header_valid(self, header: ir.HeaderExpr) -> Value:
+        number = self.expressions.header(header)
+        if isinstance(number, int):
+            return self.scope.is_valid(number) if number >= 0 else FALSE
+        valid = self.expressions.one_of(
+            number, [(h, h) for h in self.expressions.candidates(header)], ir.VALID
+        )
+        return self.f.compare("ne", valid.value, integer(valid.value.bits, 0))
+
+    def _any_valid(self, union: int) -> Value:
+        result = FALSE
+        for header in self.program.unions[union].headers:
+            result = self.f.or_(self.scope.is_valid(header), result)
+        return result
+
+    def _union_valid(self, union: ir.UnionExpr) -> Value:
+        number = self.expressions.union(union)
+        if isinstance(number, int):
+            return self._any_valid(number) if number >= 0 else FALSE
+        cases = [(u, partial(self._any_valid, u)) for u in self.expressions.union_candidates(union)]
+        return self._dispatch(number, cases)
+
+    def _dispatch(self, value: Value, cases: Sequence[tuple[int, Callable[[], Value]]]) -> Value:
+        """The boolean of the case that the value names; false if none."""
+        f = self.f
+        after, none = f.new_block("decided"), f.new_block("none")
+        blocks = [(n, f.new_block("case")) for n, _ in cases]
+        f.switch(value, none, blocks)
+        arms: list[tuple[Value, Block]] = []
+        for (_, block), (_, make) in zip(blocks, cases, strict=True):
+            f.start(block)
+            arms.append((make(), f.block))
+            f.branch(after)
+        f.start(none)
+        arms.append((FALSE, none))
+        f.branch(after)
+        f.start(after)
+        return f.phi(FALSE, arms)
+
+    def _equal(self, h: int, g: int) -> Value:
+        """Two known headers: both valid, of one type, all fields equal."""
+        f, scope = self.f, self.scope
+        headers = self.program.headers
+        if headers[h].type_name != headers[g].type_name:
+            return FALSE
+        both = f.and_(scope.is_valid(h), scope.is_valid(g))
+        result, after = f.block, f.new_block("compared")
+        compare = f.new_block("compare")
+        f.branch_if(both, compare, after)
+        if both.const is not None and not both.const:
+            f.start(after)
+            return FALSE
+        f.start(compare)
+        equal = TRUE
+        length_h, length_g = self.layout.varbit_length[h], self.layout.varbit_length[g]
+        if length_h is not None and length_g is not None:
+            equal = f.compare(
+                "eq", f.load(32, scope.slot(length_h)), f.load(32, scope.slot(length_g))
+            )
+        for a, b in zip(self.layout.places[h], self.layout.places[g], strict=True):
+            if a.varbit:
+                assert length_h is not None
+                bytes_ = f.lshr(f.zext(f.load(32, scope.slot(length_h)), 64), 3)
+                f.module.declare("memcmp", "i32 {}(ptr, ptr, i64)")
+                order = f.call(
+                    "memcmp", [scope.slot(a.offset), scope.slot(b.offset), bytes_], "i32"
+                )
+                # The lengths may differ, but never exceed the space.
+                equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
+                continue
+            equal = f.and_(equal, self.compare("==", scope.load_field(a), scope.load_field(b)))
+        last = f.block
+        f.branch(after)
+        f.start(after)
+        if both.const is not None:
+            return equal
+        return f.phi(FALSE, [(FALSE, result), (equal, last)])
+
+    def _headers_equal(self, left: ir.HeaderExpr, right: ir.HeaderExpr) -> Value:
+        e = self.expressions
+        return self._numbers_equal(
+            self._equal,
+            (e.header(left), e.candidates(left)),
+            (e.header(right), e.candidates(right)),
+        )
+
+    def _union_equal(self, u: int, v: int) -> Value:
+        result = FALSE
+        unions = self.program.unions
+        for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
+            result = self.f.or_(result, self._equal(h, g))
+        return result
+
+    def _unions_equal(self, left: ir.UnionExpr, right: ir.UnionExpr) -> Value:
+        e = self.expressions
+        return self._numbers_equal(
+            self._union_equal,
+            (e.union(left), e.union_candidates(left)),
+            (e.union(right), e.union_candidates(right)),
+        )
+
+    def _numbers_equal(
+        self, equal: Callable[[int, int], Value], left: _Numbered, right: _Numbered
+    ) -> Value:
+        """`equal` of two whose numbers may be known only when the code runs; one that is not
+        there (-1) equals none."""
+        if isinstance(left[0], int) and isinstance(right[0], Value):
+            left, right = right, left
+        (number, candidates), (other, others) = left, right
+
+        def against(n: int) -> Value:
+            if isinstance(other, int):
+                return equal(n, other) if other >= 0 else FALSE
+            return self._dispatch(other, [(m, partial(equal, n, m)) for m in others])
+
+        if isinstance(number, int):
+            return against(number) if number >= 0 else FALSE
+        return self._dispatch(number, [(n, partial(against, n)) for n in candidates])
+
+
+_UNSIGNED = {"==": "eq", "!=": "ne", "<": "ult", ">": "ugt", "<=": "ule", ">=": "uge"}
+_SIGNED = {"==": "eq", "!=": "ne", "<": "slt", ">": "sgt", "<=": "sle", ">=": "sge"}

@@ -1,0 +1,549 @@
+"""Expressions to IR.
+
+P4's arithmetic in a BMv2 file is exact and cut when it is stored. Two ways to compute the same
+thing meet here: `low` gives only the low bits that will be stored (addition, multiplication, logic
+need no more of their operands), and `exact` gives the number itself with the range that it can
+have, in an integer as wide as that range needs. What BMv2 leaves undefined is what the reference
+engine says (`expressions`): division by zero is 0, an element outside of a stack reads as 0.
+
+Nothing here has an effect, so both sides of a choice may be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcast.switchsim import ir
+from kvcast.switchsim.ir import UnsupportedConstruct
+from kvcast.switchsim.llvm.conditions import Conditions
+from kvcast.switchsim.llvm.layout import (
+    NATIVE_BITS,
+    Place,
+    container_bits,
+    pack_value,
+    stored_bytes,
+)
+from kvcast.switchsim.llvm.scope import Bytes, ConstantArguments, Number, Scope, bits_of, round_bits
+from kvcast.switchsim.llvm.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.switchsim.reference.expressions import MAX_SHIFT
+
+
+class Expressions:
+    """Compiles expressions in a scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.f = scope.f
+        self.layout = scope.layout
+        self.program = scope.program
+        self._conditions = Conditions(self)
+
+    def boolean(self, e: ir.BoolExpr) -> Value:
+        """An i1."""
+        return self._conditions.boolean(e)
+
+    # --- data -------------------------------------------------------------------------------
+
+    def exact(self, e: ir.DataExpr) -> Number:
+        f = self.f
+        match e:
+            case ir.Const(value):
+                return self.constant(value)
+            case ir.FieldRef():
+                return self._field(e)
+            case ir.Local(index):
+                return self._local(index)
+            case ir.LastField(stack, field):
+                headers = self.program.stacks[stack].headers
+                return self._last(self.layout.stack_next[stack], headers, field)
+            case ir.LastUnionField(union_stack, member, field):
+                unions = self.program.union_stacks[union_stack].unions
+                headers = tuple(self.program.unions[u].headers[member] for u in unions)
+                return self._last(self.layout.union_stack_next[union_stack], headers, field)
+            case ir.ElementField(header, field):
+                return self._element(header, field)
+            case ir.RegisterLoad(array, index_expr):
+                return self._register_load(array, index_expr)
+            case ir.Binary():
+                return self._binary(e)
+            case ir.Invert(operand):
+                x = self.exact(operand)
+                return self._fit(f.not_(self._as(x, -x.high - 1, -x.low - 1)), -x.high - 1, ~x.low)
+            case ir.BoolToData(condition):
+                return Number(f.zext(self.boolean(condition), 8), 0, 1)
+            case ir.LastIndex(stack_expr):
+                last = f.sub(self.next_index(stack_expr), integer(32, 1))
+                return Number(last, -1, self.stack_size(stack_expr) - 1)
+            case ir.StackSize(stack_expr):
+                return Number(self.next_index(stack_expr), 0, self.stack_size(stack_expr))
+            case ir.ChooseData(condition, if_true, if_false):
+                return self._choose(
+                    self.boolean(condition), self.exact(if_true), self.exact(if_false)
+                )
+
+    def low(self, e: ir.DataExpr, width: int) -> Value:
+        """The low `width` bits, in an integer of round_bits(width) bits; what is above is noise."""
+        f, bits = self.f, round_bits(width)
+        match e:
+            case ir.Binary("+" | "-" | "*" | "|" | "^" as op, left, right):
+                x, y = self.low(left, width), self.low(right, width)
+                return _RING[op](f, x, y)
+            case ir.Binary("&", left, right):
+                for side, other in ((left, right), (right, left)):
+                    if isinstance(other, ir.Const) and 0 <= other.value < 1 << (width - 1):
+                        small = max(1, other.value.bit_length())
+                        part = self.low(side, small)
+                        return f.zext(f.and_(part, integer(part.bits, other.value)), bits)
+                return f.and_(self.low(left, width), self.low(right, width))
+            case ir.Invert(operand):
+                return f.not_(self.low(operand, width))
+            case ir.Binary("<<", left, ir.Const(amount)):
+                if not 0 <= amount < width:
+                    return integer(bits, 0)
+                return f.shl(f.resize(self.low(left, width - amount), bits), amount)
+            case ir.Binary("<<", left, right):
+                value, by = self.low(left, width), self.exact(right)
+                good = self._within(by, 0, width - 1)
+                amount_value = f.select(good, self.extend(by, bits), integer(bits, 0))
+                return f.select(good, f.shl(value, amount_value), integer(bits, 0))
+            case ir.Binary("two_comp_mod", left, ir.Const(size)) if size >= width:
+                return self.low(left, width)
+            case ir.ChooseData(condition, if_true, if_false):
+                return f.select(
+                    self.boolean(condition), self.low(if_true, width), self.low(if_false, width)
+                )
+            case _:
+                return self.extend(self.exact(e), bits)
+
+    def constant(self, value: int) -> Number:
+        return Number(integer(round_bits(bits_of(value, value)), value), value, value)
+
+    def extend(self, number: Number, bits: int) -> Value:
+        """The number in `bits` bits, cut if it is longer."""
+        if bits > number.value.bits and number.low < 0:
+            return self.f.sext(number.value, bits)
+        return self.f.resize(number.value, bits)
+
+    def modulo(self, e: ir.DataExpr, bits: int) -> Value:
+        """The number modulo 2**bits, in exactly so many bits (8, 16, 32, 64 ...)."""
+        return self.f.resize(self.low(e, bits), bits)
+
+    def _as(self, number: Number, *also: int) -> Value:
+        """The number in an integer that can hold it and all of `also`, signed if one is."""
+        low, high = min(number.low, *also), max(number.high, *also)
+        return self.extend(number, max(round_bits(bits_of(low, high)), number.value.bits))
+
+    def _fit(self, value: Value, low: int, high: int) -> Number:
+        """A result of this range, in no more bits than it needs."""
+        bits = round_bits(bits_of(low, high))
+        return Number(self.f.trunc(value, bits) if bits < value.bits else value, low, high)
+
+    def _field(self, ref: ir.FieldRef) -> Number:
+        if ref.field == ir.VALID:
+            return Number(self.f.zext(self.scope.is_valid(ref.header), 8), 0, 1)
+        place = self.layout.place(ref)
+        if place.varbit:
+            return self._varbit(place, self.layout.varbit_length[ref.header])
+        return self.scope.load_field(place)
+
+    def _varbit(self, place: Place, length: int | None) -> Number:
+        """A variable-length field as the number that its present bits are."""
+        f, width = self.f, place.width
+        if width == 0:
+            return self.constant(0)
+        assert length is not None
+        bits = round_bits(width + 1)
+        loaded = f.load_network(self.scope.slot(place.offset), width // 8)
+        present = f.load(32, self.scope.slot(length), 4)
+        unused = f.sub(integer(32, width), present)
+        value = f.lshr(f.zext(loaded, bits), f.resize(unused, bits))
+        return Number(value, 0, (1 << width) - 1)
+
+    def _local(self, index: int) -> Number:
+        arguments = self.scope.arguments
+        assert arguments is not None
+        width = arguments.widths[index]
+        if isinstance(arguments, ConstantArguments):
+            value = arguments.values[index]
+            return Number(integer(round_bits(max(1, width)), value), value, value)
+        pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+        if width <= NATIVE_BITS:
+            return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
+        loaded = self.f.load_network(pointer, stored_bytes(width))
+        return Number(self.f.resize(loaded, round_bits(width)), 0, (1 << width) - 1)
+
+    def _binary(self, e: ir.Binary) -> Number:
+        f, op = self.f, e.op
+        if op == "&":
+            return self._and(e.left, e.right)
+        if op in ("two_comp_mod", "sat_cast", "usat_cast"):
+            return self._cast(op, e.left, e.right)
+        x, y = self.exact(e.left), self.exact(e.right)
+        match op:
+            case "+":
+                low, high = x.low + y.low, x.high + y.high
+            case "-":
+                low, high = x.low - y.high, x.high - y.low
+            case "*":
+                corners = [a * b for a in (x.low, x.high) for b in (y.low, y.high)]
+                low, high = min(corners), max(corners)
+            case "|" | "^":
+                bits = max(x.high.bit_length(), y.high.bit_length())
+                low, high = 0, (1 << bits) - 1
+                if x.low < 0 or y.low < 0:
+                    bits = max(bits_of(x.low, x.high), bits_of(y.low, y.high))
+                    low, high = -(1 << bits), (1 << bits) - 1
+            case "<<":
+                return self._shift_left(x, y)
+            case ">>":
+                return self._shift_right(x, y)
+            case _:
+                return self._divide(op, x, y)
+        bits = round_bits(max(bits_of(low, high), bits_of(x.low, x.high), bits_of(y.low, y.high)))
+        result = _RING[op](f, self.extend(x, bits), self.extend(y, bits))
+        return self._fit(result, low, high)
+
+    def _and(self, left: ir.DataExpr, right: ir.DataExpr) -> Number:
+        f = self.f
+        for side, other in ((left, right), (right, left)):
+            if isinstance(other, ir.Const) and other.value >= 0:
+                bits = max(1, other.value.bit_length())
+                part = self.low(side, bits)
+                return Number(f.and_(part, integer(part.bits, other.value)), 0, other.value)
+        x, y = self.exact(left), self.exact(right)
+        bits = round_bits(max(bits_of(x.low, x.high), bits_of(y.low, y.high)))
+        result = f.and_(self.extend(x, bits), self.extend(y, bits))
+        if x.low >= 0 or y.low >= 0:
+            tops = [n.high for n in (x, y) if n.low >= 0]
+            return self._fit(result, 0, (1 << min(t.bit_length() for t in tops)) - 1)
+        return Number(result, -(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+    def _cast(self, op: str, left: ir.DataExpr, right: ir.DataExpr) -> Number:
+        f = self.f
+        if not isinstance(right, ir.Const):
+            raise UnsupportedConstruct(f"{op} to a width found at run time", "an expression")
+        width = right.value
+        if width <= 0:
+            return self.constant(0)
+        if op == "two_comp_mod":
+            value = self.low(left, width)
+            unused = value.bits - width
+            half = 1 << (width - 1)
+            return Number(f.ashr(f.shl(value, unused), unused), -half, half - 1)
+        low, high = (0, (1 << width) - 1)
+        if op == "sat_cast":
+            low, high = -(1 << (width - 1)), (1 << (width - 1)) - 1
+        x = self.exact(left)
+        value = self._as(x, low, high)
+        signed = min(x.low, low) < 0
+        least, greatest = integer(value.bits, low), integer(value.bits, high)
+        if x.low < low:
+            below = f.compare("slt" if signed else "ult", value, least)
+            value = f.select(below, least, value)
+        if x.high > high:
+            above = f.compare("sgt" if signed else "ugt", value, greatest)
+            value = f.select(above, greatest, value)
+        return self._fit(value, max(low, min(x.low, high)), min(high, max(x.high, low)))
+
+    def _shift_left(self, x: Number, by: Number) -> Number:
+        f = self.f
+        if by.low == by.high:
+            amount = by.low
+            if not 0 <= amount <= MAX_SHIFT:
+                return self.constant(0)
+            low, high = x.low << amount, x.high << amount
+            bits = round_bits(bits_of(low, high))
+            return Number(f.shl(self.extend(x, bits), amount), low, high)
+        longest = min(by.high, MAX_SHIFT)
+        if longest < 0:
+            return self.constant(0)
+        low, high = min(0, x.low << longest), max(0, x.high << longest)
+        bits = max(round_bits(bits_of(low, high)), round_bits(longest + 1))
+        good = self._within(by, 0, longest)
+        amount_value = f.select(good, self.extend(by, bits), integer(bits, 0))
+        shifted = f.shl(self.extend(x, bits), amount_value)
+        return Number(f.select(good, shifted, integer(bits, 0)), low, high)
+
+    def _shift_right(self, x: Number, by: Number) -> Number:
+        f = self.f
+        value, bits = x.value, x.value.bits
+        if x.low < 0:
+            shift, last = f.ashr, bits - 1  # beyond all bits only the sign is left
+        else:
+            shift, last = f.lshr, bits
+        if by.low == by.high:
+            if by.low < 0 or (x.low >= 0 and by.low >= bits):
+                return self.constant(0)
+            shifted = shift(value, min(by.low, bits - 1))
+            return self._fit(shifted, x.low >> by.low, x.high >> by.low)
+        low, high = min(0, x.low), max(0, x.high)
+        wide = max(by.value.bits, bits, 8)
+        amount = self.extend(by, wide)
+        far = f.compare("sgt" if by.low < 0 else "ugt", amount, integer(wide, bits - 1))
+        near = f.select(far, integer(wide, bits - 1), amount)
+        if by.low < 0:
+            backwards = f.compare("slt", amount, integer(wide, 0))
+            near = f.select(backwards, integer(wide, 0), near)
+        result = shift(value, f.resize(near, bits))
+        if last == bits:
+            result = f.select(far, integer(bits, 0), result)
+        if by.low < 0:
+            result = f.select(backwards, integer(bits, 0), result)
+        return Number(result, low, high)
+
+    def _divide(self, op: str, x: Number, y: Number) -> Number:
+        """Rounded towards minus infinity; 0 if the divisor is not positive."""
+        f = self.f
+        bits = round_bits(max(bits_of(x.low, x.high), bits_of(0, max(0, y.high))) + (x.low < 0))
+        zero, one = integer(bits, 0), integer(bits, 1)
+        divisor = self.extend(y, bits) if y.high > 0 else zero
+        if y.low < 0:
+            # Cut or not, it is only used where it is positive.
+            positive = f.compare("sgt", y.value, integer(y.value.bits, 0))
+        else:
+            positive = f.compare("ne", y.value, integer(y.value.bits, 0))
+        divisor = f.select(positive, divisor, one)
+        value = self.extend(x, bits)
+        negative = FALSE
+        if x.low < 0:
+            negative = f.compare("slt", value, zero)
+            # floor(x / y) == ~(~x / y) and x mod y == y - 1 - (~x mod y) for x < 0
+            value = f.select(negative, f.not_(value), value)
+        if bits <= 64:
+            quotient, remainder = f.udiv(value, divisor), f.urem(value, divisor)
+        else:
+            quotient, remainder = self._long_division(value, divisor)
+        if op == "/":
+            result = quotient
+            if x.low < 0:
+                result = f.select(negative, f.not_(quotient), quotient)
+            low, high = min(0, x.low), max(0, x.high)
+        else:
+            result = remainder
+            if x.low < 0:
+                other = f.sub(f.sub(divisor, one), remainder)
+                result = f.select(negative, other, remainder)
+            low, high = 0, max(0, y.high - 1)
+        return self._fit(f.select(positive, result, zero), low, high)
+
+    def _long_division(self, value: Value, divisor: Value) -> tuple[Value, Value]:
+        """Bit by bit, for integers that the machine cannot divide. One more bit than the divisor
+        needs is never carried: the remainder stays below it, and it below 2**(bits - 1) or the
+        comparison is made before the shift loses a bit."""
+        f, bits = self.f, value.bits
+        before, body, after = f.block, f.new_block("divide"), f.new_block("divided")
+        one = integer(bits, 1)
+        f.branch(body)
+        f.start(body)
+        count, count_arms = f.phi_later(f"i{bits}")
+        remainder, remainder_arms = f.phi_later(f"i{bits}")
+        quotient, quotient_arms = f.phi_later(f"i{bits}")
+        bit = f.and_(f.lshr(value, count), one)
+        carried = f.compare("slt", remainder, integer(bits, 0))
+        shifted = f.or_(f.shl(remainder, 1), bit)
+        fits = f.or_(carried, f.compare("uge", shifted, divisor))
+        next_remainder = f.select(fits, f.sub(shifted, divisor), shifted)
+        next_quotient = f.or_(f.shl(quotient, 1), f.zext(fits, bits))
+        next_count = f.sub(count, one)
+        f.branch_if(f.compare("eq", count, integer(bits, 0)), after, body)
+        count_arms += [(integer(bits, bits - 1), before), (next_count, body)]
+        remainder_arms += [(integer(bits, 0), before), (next_remainder, body)]
+        quotient_arms += [(integer(bits, 0), before), (next_quotient, body)]
+        for phi in (count, remainder, quotient):
+            f.finish_phi(phi)
+        f.start(after)
+        return next_quotient, next_remainder
+
+    def _choose(self, condition: Value, x: Number, y: Number) -> Number:
+        low, high = min(x.low, y.low), max(x.high, y.high)
+        bits = round_bits(bits_of(low, high))
+        value = self.f.select(condition, self.extend(x, bits), self.extend(y, bits))
+        return Number(value, low, high)
+
+    def _within(self, number: Number, low: int, high: int) -> Value:
+        """Is it in low .. high (low >= 0)?"""
+        f, bits = self.f, number.value.bits
+        result = TRUE
+        if number.low < low:
+            op = "sge" if number.low < 0 else "uge"
+            result = f.compare(op, number.value, integer(bits, low))
+        if number.high > high:
+            op = "sle" if number.low < 0 else "ule"
+            result = f.and_(result, f.compare(op, number.value, integer(bits, high)))
+        return result
+
+    # --- fields found at run time -------------------------------------------------------------
+
+    def next_index(self, stack: ir.StackExpr) -> Value:
+        """uint32"""
+        return self.f.load(32, self.scope.slot(self.next_offset(stack)), 4)
+
+    def next_offset(self, stack: ir.StackExpr) -> int:
+        if isinstance(stack, ir.StackOf):
+            return self.layout.stack_next[stack.stack]
+        return self.layout.union_stack_next[stack.union_stack]
+
+    def stack_size(self, stack: ir.StackExpr) -> int:
+        if isinstance(stack, ir.StackOf):
+            return len(self.program.stacks[stack.stack].headers)
+        return len(self.program.union_stacks[stack.union_stack].unions)
+
+    def _last(self, offset: int, headers: Sequence[int], field: int) -> Number:
+        n = self.f.load(32, self.scope.slot(offset), 4)
+        cases = [(number + 1, header) for number, header in enumerate(headers)]
+        return self.one_of(n, cases, field)
+
+    def _element(self, header: ir.HeaderExpr, field: int) -> Number:
+        number = self.header(header)
+        if isinstance(number, int):
+            return self._field(ir.FieldRef(number, field)) if number >= 0 else self.constant(0)
+        return self.one_of(number, [(h, h) for h in self.candidates(header)], field)
+
+    def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number:
+        """The field of the header that belongs to the value; 0 if there is none."""
+        f = self.f
+        after, none = f.new_block("found"), f.new_block("none")
+        blocks = [(n, f.new_block("case")) for n, _ in cases]
+        f.switch(value, none, blocks)
+        arms: list[tuple[Number, Block]] = []
+        for (_, block), (_, header) in zip(blocks, cases, strict=True):
+            f.start(block)
+            number = self._field(ir.FieldRef(header, field))
+            arms.append((number, f.block))
+            f.branch(after)
+        f.start(none)
+        arms.append((self.constant(0), none))
+        low, high = min(n.low for n, _ in arms), max(n.high for n, _ in arms)
+        bits = round_bits(bits_of(low, high))
+        if any(n.value.bits != bits and n.value.const is None for n, _ in arms):
+            raise UnsupportedConstruct("elements of different types in a stack", "an expression")
+        f.branch(after)
+        f.start(after)
+        values = [
+            (n.value if n.value.const is None else integer(bits, n.value.const), b) for n, b in arms
+        ]
+        return Number(f.phi(integer(bits, 0), values), low, high)
+
+    # --- registers ----------------------------------------------------------------------------
+
+    def cell(self, array: int, index: Value) -> Value:
+        """Address of a register's cell; the index (64 bits) is in range."""
+        f = self.f
+        base = f.load_pointer(self.scope.word(f"register.{array}"))
+        size = stored_bytes(self.program.registers[array].width)
+        return f.at(base, f.mul(index, integer(64, size)))
+
+    def load_cell(self, array: int, index: Value) -> Number:
+        width, pointer = self.program.registers[array].width, self.cell(array, index)
+        if width <= NATIVE_BITS:
+            return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
+        loaded = self.f.load_network(pointer, stored_bytes(width))
+        return Number(self.f.resize(loaded, round_bits(width)), 0, (1 << width) - 1)
+
+    def _register_load(self, array: int, index_expr: ir.DataExpr) -> Number:
+        f, spec = self.f, self.program.registers[array]
+        if spec.size == 0:
+            return self.constant(0)
+        index = self.exact(index_expr)
+        good = self._within(index, 0, spec.size - 1)
+        safe = f.select(good, self.extend(index, 64), integer(64, 0))
+        loaded = self.load_cell(array, safe)
+        value = f.select(good, loaded.value, integer(loaded.value.bits, 0))
+        return Number(value, 0, loaded.high)
+
+    # --- bytes ------------------------------------------------------------------------------
+
+    def bytes(self, e: ir.DataExpr) -> Bytes | None:
+        """Where the number lies in network order, if it does."""
+        match e:
+            case ir.FieldRef() if e.field != ir.VALID:
+                place = self.layout.place(e)
+                metadata = self.program.headers[e.header].metadata
+                whole = place.whole_bytes or metadata
+                if place.signed or place.native or place.varbit or not whole:
+                    return None
+                size = (place.bit + place.width) // 8
+                return Bytes(self.scope.slot(place.offset), size, place.width)
+            case ir.Const(value) if value >= 0:
+                size = (value.bit_length() + 7) // 8
+                data = value.to_bytes(size)
+                return Bytes(self.f.module.constant(data), size, value.bit_length())
+            case ir.Local(index):
+                arguments = self.scope.arguments
+                assert arguments is not None
+                width = arguments.widths[index]
+                if width <= NATIVE_BITS:
+                    return None
+                if isinstance(arguments, ConstantArguments):
+                    pointer = self.f.module.constant(pack_value(arguments.values[index], width))
+                else:
+                    pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+                return Bytes(pointer, stored_bytes(width), width)
+            case _:
+                return None
+
+    # --- headers ----------------------------------------------------------------------------
+
+    def header(self, e: ir.HeaderExpr) -> int | Value:
+        """Number of the header if it is known now (-1: none), else an i32 (-1: none)."""
+        match e:
+            case ir.HeaderOf(number):
+                return number
+            case ir.StackElement(stack, index):
+                return self._indexed(self.program.stacks[stack].headers, index)
+            case ir.UnionMember(union, member):
+                at = self.union(union)
+                members = [
+                    u.headers[member] if member < len(u.headers) else -1
+                    for u in self.program.unions
+                ]
+                if isinstance(at, int):
+                    return members[at] if at >= 0 else -1
+                return self._lookup(members, self.f.compare("sge", at, integer(32, 0)), at)
+
+    def union(self, e: ir.UnionExpr) -> int | Value:
+        match e:
+            case ir.UnionOf(number):
+                return number
+            case ir.UnionStackElement(stack, index):
+                return self._indexed(self.program.union_stacks[stack].unions, index)
+
+    def _indexed(self, elements: Sequence[int], index: ir.DataExpr) -> int | Value:
+        number = self.exact(index)
+        if number.low == number.high:
+            return elements[number.low] if 0 <= number.low < len(elements) else -1
+        good = self._within(number, 0, len(elements) - 1)
+        return self._lookup(elements, good, self.extend(number, 32))
+
+    def _lookup(self, values: Sequence[int], good: Value, index: Value) -> Value:
+        f = self.f
+        table = f.module.words([v & 0xFFFFFFFF for v in values], 32)
+        safe = f.zext(f.select(good, index, integer(32, 0)), 64)
+        found = f.load(32, f.at(table, f.shl(safe, 2)), 4)
+        return f.select(good, found, integer(32, -1))
+
+    def candidates(self, e: ir.HeaderExpr) -> tuple[int, ...]:
+        match e:
+            case ir.HeaderOf(number):
+                return (number,)
+            case ir.StackElement(stack, _):
+                return self.program.stacks[stack].headers
+            case ir.UnionMember(union, member):
+                unions = [self.program.unions[u] for u in self.union_candidates(union)]
+                return tuple(u.headers[member] for u in unions if member < len(u.headers))
+
+    def union_candidates(self, e: ir.UnionExpr) -> tuple[int, ...]:
+        match e:
+            case ir.UnionOf(number):
+                return (number,)
+            case ir.UnionStackElement(stack, _):
+                return self.program.union_stacks[stack].unions
+
+
+_RING: dict[str, Callable[[Function, Value, Value], Value]] = {
+    "+": Function.add,
+    "-": Function.sub,
+    "*": Function.mul,
+    "|": Function.or_,
+    "^": Function.xor,
+}

@@ -1,0 +1,160 @@
+"""Helpers in IR that programs call: the arena, meters, random numbers.
+
+The arithmetic is that of `externs`, and the random numbers are those of Python's generator
+(MT19937 as `random.Random` uses it), so that both engines draw the same.
+"""
+
+from __future__ import annotations
+
+from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
+from kvcast.switchsim.llvm.scope import Scope
+from kvcast.switchsim.llvm.writer import NULL, Function, Module, Value, integer
+
+RANDOM_WORDS = 624
+
+
+def _i64(value: int) -> Value:
+    return integer(64, value)
+
+
+class Runtime:
+    """Helpers of one module, each made when first asked for."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._made: dict[str, Function] = {}
+
+    # --- the arena --------------------------------------------------------------------------
+
+    def allocate(self, scope: Scope, size: Value) -> Value:
+        """Memory until the frame is done; null if there is no more."""
+        f = scope.f
+        at = f.load(64, scope.word("arena_at"), 8)
+        end = f.load(64, scope.word("arena_end"), 8)
+        after = f.add(at, f.and_(f.add(size, _i64(63)), _i64(-64)))
+        good = f.compare("ule", after, end)
+        f.store(f.select(good, after, at), scope.word("arena_at"), 8)
+        pointer = f.at(f.load_pointer(scope.word("arena")), at)
+        return f.select(good, pointer, NULL)
+
+    # --- meters -----------------------------------------------------------------------------
+
+    def meter(self, scope: Scope, meter: Value, amount: Value) -> Value:
+        """Execute a meter (null: one without rates); gives the colour as i8."""
+        if "meter" not in self._made:
+            self._made["meter"] = self._meter()
+        now = scope.f.load(64, scope.slot(REG_NOW), 8)
+        return scope.f.call(self._made["meter"], [meter, amount, now])
+
+    def _meter(self) -> Function:
+        f = self._module.function("meter", "i8", [("ptr", "m"), ("i64", "amount"), ("i64", "now")])
+        meter, amount, now = f.arguments
+        some, none = f.new_block("rates"), f.new_block("green")
+        f.branch_if(f.compare("eq", meter, NULL), none, some)
+        f.start(none)
+        f.ret(integer(8, 0))
+        f.start(some)
+        rates = f.load(64, meter, 8)
+        time = f.raw("double", f"uitofp {now} to double")
+        with f.times(rates) as n:
+            bucket = f.at(f.at(meter, METER_HEAD_BYTES), f.mul(n, _i64(METER_RATE_BYTES)))
+            speed = f.raw("double", f"load double, {bucket}, align 8")
+            product = f.raw("double", f"fmul {time}, {speed.text}")
+            since = f.intrinsic("llvm.fptosi.sat.i64.f64", "i64", [product])
+            burst = f.load(64, f.at(bucket, 8), 8)
+            tokens = f.load(64, f.at(bucket, 16), 8)
+            seen = f.load(64, f.at(bucket, 24), 8)
+            passed = f.and_(f.compare("sge", seen, _i64(0)), f.compare("sgt", since, seen))
+            grown, room = f.sub(since, seen), f.sub(burst, tokens)
+            full = f.compare("uge", grown, room)
+            refilled = f.select(full, burst, f.add(tokens, grown))
+            tokens = f.select(passed, refilled, tokens)
+            later = f.select(f.compare("sgt", since, seen), since, seen)
+            f.store(later, f.at(bucket, 24), 8)
+            short, enough = f.new_block("short"), f.new_block("enough")
+            f.branch_if(f.compare("slt", tokens, amount), short, enough)
+            f.start(short)
+            f.store(tokens, f.at(bucket, 16), 8)
+            f.ret(f.trunc(f.sub(rates, n), 8))
+            f.start(enough)
+            f.store(f.sub(tokens, amount), f.at(bucket, 16), 8)
+        f.ret(integer(8, 0))
+        return f
+
+    # --- random numbers ---------------------------------------------------------------------
+
+    def random(self, scope: Scope, low: Value, high: Value) -> Value:
+        """A number in low .. high (64 bits, low <= high)."""
+        if "random" not in self._made:
+            self._made["random"] = self._random(self._random_word())
+        state = scope.f.load_pointer(scope.word("random"))
+        arguments = [state, scope.word("random_at"), low, high]
+        return scope.f.call(self._made["random"], arguments)
+
+    def _random_word(self) -> Function:
+        """genrand_uint32 of Matsumoto and Nishimura."""
+        f = self._module.function("random.word", "i32", [("ptr", "state"), ("ptr", "at")])
+        state, position = f.arguments
+        mag = 0x9908B0DF
+
+        def word(index: Value) -> Value:
+            return f.at(state, f.shl(index, 2))
+
+        with f.when(f.compare("uge", f.load(64, position, 8), _i64(RANDOM_WORDS))):
+            with f.times(_i64(RANDOM_WORDS)) as n:
+                following = f.add(n, _i64(1))
+                last = f.compare("eq", following, _i64(RANDOM_WORDS))
+                following = f.select(last, _i64(0), following)
+                far = f.add(n, _i64(397))
+                beyond = f.compare("uge", far, _i64(RANDOM_WORDS))
+                far = f.select(beyond, f.sub(far, _i64(RANDOM_WORDS)), far)
+                upper = f.and_(f.load(32, word(n), 4), integer(32, 0x80000000))
+                lower = f.and_(f.load(32, word(following), 4), integer(32, 0x7FFFFFFF))
+                y = f.or_(upper, lower)
+                odd = f.compare("ne", f.and_(y, integer(32, 1)), integer(32, 0))
+                twist = f.select(odd, integer(32, mag), integer(32, 0))
+                value = f.xor(f.xor(f.load(32, word(far), 4), f.lshr(y, 1)), twist)
+                f.store(value, word(n), 4)
+            f.store(_i64(0), position, 8)
+        at = f.load(64, position, 8)
+        y = f.load(32, word(at), 4)
+        f.store(f.add(at, _i64(1)), position, 8)
+        y = f.xor(y, f.lshr(y, 11))
+        y = f.xor(y, f.and_(f.shl(y, 7), integer(32, 0x9D2C5680)))
+        y = f.xor(y, f.and_(f.shl(y, 15), integer(32, 0xEFC60000)))
+        f.ret(f.xor(y, f.lshr(y, 18)))
+        return f
+
+    def _random(self, word: Function) -> Function:
+        """random.Random.randint: draw as many bits as the width has until they are below it."""
+        f = self._module.function(
+            "random", "i64", [("ptr", "state"), ("ptr", "at"), ("i64", "low"), ("i64", "high")]
+        )
+        state, at, low, high = f.arguments
+        one = integer(128, 1)
+        width = f.add(f.zext(f.sub(high, low), 128), one)
+        zeros = f.raw("i128", f"call i128 @llvm.ctlz.i128({width}, i1 false)")
+        self._module.declare("llvm.ctlz.i128", "i128 {}(i128, i1)")
+        bits = f.trunc(f.sub(integer(128, 128), zeros), 64)
+        result = f.variable(128)
+        left = f.variable(64)
+        again, done = f.new_block("again"), f.new_block("drawn")
+        f.branch(again)
+        f.start(again)
+        f.store(integer(128, 0), result, 16)
+        f.store(bits, left, 8)
+        words = f.lshr(f.add(bits, _i64(31)), 5)
+        with f.times(words) as n:
+            drawn = f.call(word, [state, at])
+            k = f.load(64, left, 8)
+            unused = f.select(f.compare("ult", k, _i64(32)), f.sub(_i64(32), k), _i64(0))
+            drawn = f.lshr(drawn, f.trunc(unused, 32))
+            shift = f.zext(f.shl(n, 5), 128)
+            whole = f.or_(f.load(128, result, 16), f.shl(f.zext(drawn, 128), shift))
+            f.store(whole, result, 16)
+            f.store(f.sub(k, _i64(32)), left, 8)
+        value = f.load(128, result, 16)
+        f.branch_if(f.compare("uge", value, width), again, done)
+        f.start(done)
+        f.ret(f.add(low, f.trunc(value, 64)))
+        return f

@@ -1,0 +1,185 @@
+"""IR text to running machine code, with compiled code kept on disk.
+
+Owns LLVM's set-up, the passes, and the cache: one file of object code for each key, in
+$XDG_CACHE_HOME/kvcast/switchsim (or ~/.cache/...), written whole (rename) and readable by its
+owner only. A file is `MAGIC, SHA-256 of the rest, object code`; one that does not agree, or belongs
+to somebody else, is compiled anew. Must not know P4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+log = logging.getLogger("kvcast.switchsim.llvm.jit")
+
+MAGIC = b"kvcast object 1\n"
+MAX_CACHED = 64
+"""Files in the cache; the oldest go."""
+
+_lock = threading.Lock()
+"""LLVM's context and linker are shared by all that is compiled and loaded in the process."""
+
+
+@cache
+def _set_up() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _target_machine() -> Any:
+    _set_up()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=2,
+        reloc="pic",
+        codemodel="default",
+        jit=True,
+    )
+
+
+def machine() -> str:
+    """What compiled code depends on, the program apart."""
+    _set_up()
+    return "\n".join(
+        (
+            llvmlite.__version__,
+            ".".join(str(n) for n in llvm.llvm_version_info),
+            llvm.get_process_triple(),
+            llvm.get_host_cpu_name(),
+            llvm.get_host_cpu_features().flatten(),
+        )
+    )
+
+
+def _compile(text: Callable[[str, str], str]) -> bytes:
+    with _lock:
+        return _compile_alone(text)
+
+
+def _compile_alone(text: Callable[[str, str], str]) -> bytes:
+    target = _target_machine()
+    ir = text(target.triple, str(target.target_data))
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = False
+    options.slp_vectorization = False
+    options.loop_unrolling = False
+    options.inlining_threshold = 75
+    builder = llvm.create_pass_builder(target, options)
+    builder.getModulePassManager().run(module, builder)
+    return bytes(target.emit_object(module))
+
+
+class Library:
+    """Loaded code. Addresses are good while the object lives."""
+
+    def __init__(self, object_code: bytes, exports: Sequence[str]) -> None:
+        with _lock:
+            engine = _engine()
+            builder = llvm.JITLibraryBuilder().add_object_img(object_code).add_current_process()
+            for name in exports:
+                builder.export_symbol(name)
+            _loaded[0] += 1
+            self._tracker = builder.link(engine, f"switchsim.{_loaded[0]}")
+        self.addresses: Mapping[str, int] = {name: self._tracker[name] for name in exports}
+
+
+_loaded = [0]
+
+
+@cache
+def _engine() -> Any:
+    # Unlike LLVM's older linker, JITLink puts all of an object side by side, so that code reaches
+    # its constants however far apart the free parts of the address space lie.
+    return llvm.create_lljit_compiler(_target_machine(), use_jit_link=True)
+
+
+def load(
+    key: str,
+    text: Callable[[str, str], str],
+    exports: Sequence[str],
+    cache_folder: Path | None,
+) -> Library:
+    """The library of this key: out of the cache, or compiled from `text(triple, data layout)`.
+
+    Without a folder nothing is kept.
+    """
+    if cache_folder is None:
+        return Library(_compile(text), exports)
+    name = hashlib.sha256(f"{machine()}\n{key}".encode()).hexdigest()
+    path = cache_folder / f"{name}.o"
+    code = _read(path)
+    if code is not None:
+        try:
+            return Library(code, exports)
+        except RuntimeError as error:
+            log.warning("compiled code in the cache does not load: %s", error)
+    code = _compile(text)
+    _write(path, code)
+    return Library(code, exports)
+
+
+def default_cache() -> Path | None:
+    """The folder of the cache; None if this user cannot have one."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():
+        return Path(base) / "kvcast" / "switchsim"
+    try:
+        return Path.home() / ".cache" / "kvcast" / "switchsim"
+    except RuntimeError:
+        return None
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                log.warning("%s is somebody else's to write, and not used", path)
+                return None
+            data = file.read()
+    except OSError:
+        return None
+    start = len(MAGIC) + 32
+    code = data[start:]
+    if data[: len(MAGIC)] != MAGIC or data[len(MAGIC) : start] != hashlib.sha256(code).digest():
+        log.warning("%s is damaged, and made anew", path)
+        return None
+    return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Keep the code; a cache that cannot be written is only slow."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(MAGIC + hashlib.sha256(code).digest() + code)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+        _evict(path.parent)
+    except OSError as error:
+        log.warning("compiled code is not kept: %s", error)
+
+
+def _evict(folder: Path) -> None:
+    files = sorted(folder.glob("*.o"), key=lambda p: p.stat().st_mtime)
+    for old in files[:-MAX_CACHED]:
+        old.unlink(missing_ok=True)

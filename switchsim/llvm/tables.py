@@ -1,0 +1,474 @@
+"""Table lookup in IR, and the native functions that change what lookups see.
+
+A lookup packs the key into 64-bit words and finds a record (`llvm.layout.RecordLayout`). What a
+packet reads is published with one atomic store, so it sees an entry whole or not at all:
+
+- a *hash block* is a power of two, less one, as uint64, then so many slots and one: uint32 numbers
+  of records, 0 for a slot that was never used, DELETED for one that is free again; linear probing;
+- an exact table's version is a hash block;
+- an lpm or ternary table's version is a uint64 count and so many groups, one for each mask: key
+  words of the mask, the best (priority, handle) in it, the address of its hash block. The groups
+  stand in the order in which they are tried: the longest prefix, or the best rank, first;
+- a range table's version is a uint64 count and so many uint32 records, the best rank first.
+
+A table with few const entries has no version: its entries are compared with constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvcast.switchsim import ir
+from kvcast.switchsim.llvm.layout import (
+    NATIVE_BITS,
+    RecordLayout,
+    container_bits,
+    stored_bytes,
+)
+from kvcast.switchsim.llvm.scope import Scope
+from kvcast.switchsim.llvm.writer import TRUE, Block, Function, Module, Value, integer
+
+DELETED = 0xFFFFFFFF
+INLINE_ENTRIES = 256
+"""Const tables of up to this many entries are compared with constants."""
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+def group_bytes(layout: RecordLayout) -> int:
+    return 8 * layout.words + 24
+
+
+def is_inline(table: ir.Table) -> bool:
+    return table.const_entries and bool(table.key) and len(table.entries) <= INLINE_ENTRIES
+
+
+def _i64(value: int) -> Value:
+    return integer(64, value)
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def key_words(scope: Scope, table: ir.Table, words: int) -> list[Value]:
+    """The key fields side by side, lowest word first. A field of an invalid header counts as 0."""
+    f = scope.f
+    result: list[Value] = [_i64(0) for _ in range(words)]
+    shift = sum(k.width for k in table.key)
+    for k in table.key:
+        shift -= k.width
+        if k.width == 0:
+            continue
+        if k.field.field == ir.VALID:
+            value = f.zext(scope.is_valid(k.field.header), 8)
+        else:
+            number = scope.load_field(scope.layout.place(k.field))
+            value = number.value
+            if number.low < 0:
+                value = f.and_(value, integer(value.bits, (1 << k.width) - 1))
+            if not scope.program.headers[k.field.header].metadata:
+                zero = integer(value.bits, 0)
+                value = f.select(scope.is_valid(k.field.header), value, zero)
+        if k.mask is not None:
+            value = f.and_(value, integer(value.bits, k.mask & ((1 << k.width) - 1)))
+        if value.bits < 64:
+            value = f.zext(value, 64)
+        first, last = shift // 64, (shift + k.width - 1) // 64
+        for word in range(first, last + 1):
+            offset = shift - 64 * word
+            if offset >= 0:
+                part = f.shl(f.resize(value, 64), offset)
+            else:
+                part = f.resize(f.lshr(value, -offset), 64)
+            result[word] = f.or_(part, result[word])
+    return result
+
+
+def split_words(value: int, words: int) -> list[int]:
+    return [value >> (64 * n) & 0xFFFFFFFFFFFFFFFF for n in range(words)]
+
+
+def _mix(f: Function, h: Value, word: Value) -> Value:
+    h = f.mul(f.xor(h, word), _i64(_MIX))
+    return f.xor(h, f.lshr(h, 29))
+
+
+def _finish(f: Function, h: Value) -> Value:
+    h = f.mul(h, _i64(_MIX))
+    return f.xor(h, f.lshr(h, 32))
+
+
+def _hash(f: Function, words: Sequence[Value]) -> Value:
+    h = _i64(_MIX)
+    for word in words:
+        h = _mix(f, h, word)
+    return _finish(f, h)
+
+
+def _same(f: Function, words: Sequence[Value], record: Value) -> Value:
+    difference: Value = _i64(0)
+    for n, word in enumerate(words):
+        difference = f.or_(f.xor(f.load(64, f.at(record, 8 * n), 8), word), difference)
+    return f.compare("eq", difference, _i64(0))
+
+
+# --- lookup -------------------------------------------------------------------------------------
+
+
+class Lookup:
+    """Compiles the lookup of one table. The block that is current goes on at a hit."""
+
+    def __init__(self, scope: Scope, number: int, table: ir.Table, layout: RecordLayout) -> None:
+        self.scope = scope
+        self.f = scope.f
+        self.number = number
+        self.table = table
+        self.layout = layout
+        self._missed = scope.f.block
+        """The block from which the last probe goes to its miss."""
+
+    def record(self, index: Value) -> Value:
+        """Address of record `index` (32 bits)."""
+        f = self.f
+        base = f.load_pointer(self.scope.word(f"table.{self.number}.records"))
+        return f.at(base, f.mul(f.zext(index, 64), _i64(self.layout.bytes)))
+
+    def find(self, miss: Block) -> Value:
+        """The record that matches."""
+        words = key_words(self.scope, self.table, self.layout.words)
+        version = self.f.acquire_pointer(self.scope.word(f"table.{self.number}.version"))
+        match self.table.match:
+            case "exact":
+                return self._probe(version, words, miss)
+            case "lpm":
+                return self._groups(version, words, miss, ranked=False)
+            case "ternary":
+                return self._groups(version, words, miss, ranked=True)
+            case _:
+                return self._ranges(version, words, miss)
+
+    def _probe(self, block: Value, words: Sequence[Value], miss: Block) -> Value:
+        f = self.f
+        mask = f.load(64, block, 8)
+        slots = f.at(block, 8)
+        start = f.and_(_hash(f, words), mask)
+        before, probe = f.block, f.new_block("probe")
+        used, next_, found = f.new_block("used"), f.new_block("next"), f.new_block("hit")
+        f.branch(probe)
+        f.start(probe)
+        self._missed = probe
+        at, arms = f.phi_later("i64")
+        index = f.acquire(32, f.at(slots, f.shl(at, 2)))
+        f.branch_if(f.compare("eq", index, integer(32, 0)), miss, used)
+        f.start(used)
+        deleted = f.compare("eq", index, integer(32, DELETED))
+        # A deleted slot is compared with record 0, which no key equals that is asked for here.
+        safe = f.select(deleted, integer(32, 0), index)
+        record = self.record(safe)
+        same = f.and_(_same(f, words, record), f.not_(deleted))
+        f.branch_if(same, found, next_)
+        f.start(next_)
+        following = f.and_(f.add(at, _i64(1)), mask)
+        # Slots never run out: a quarter of them has never been used.
+        f.branch(probe)
+        arms += [(start, before), (following, next_)]
+        f.finish_phi(at)
+        f.start(found)
+        return record
+
+    def _groups(
+        self, version: Value, words: Sequence[Value], miss: Block, *, ranked: bool
+    ) -> Value:
+        f, layout = self.f, self.layout
+        size = group_bytes(layout)
+        count = f.load(64, version, 8)
+        end = f.at(f.at(version, 8), f.mul(count, _i64(size)))
+        before = f.block
+        head, body, next_ = f.new_block("group"), f.new_block("mask"), f.new_block("next")
+        done, found = f.new_block("done"), f.new_block("found")
+        first = f.at(version, 8)
+        f.branch(head)
+        f.start(head)
+        group, group_arms = f.phi_later("ptr")
+        best, best_arms = f.phi_later("ptr")
+        f.branch_if(f.compare("eq", group, end), done, body)
+        f.start(body)
+        if ranked:
+            # The best of this group and all behind it is not better than what was found.
+            some, probe = f.new_block("ranked"), f.new_block("try")
+            f.branch_if(f.compare("eq", best, _NULL), probe, some)
+            f.start(some)
+            rank = f.at(group, 8 * layout.words)
+            f.branch_if(self._better(best, layout.priority, rank, 0), done, probe)
+            f.start(probe)
+        masked = [f.and_(w, f.load(64, f.at(group, 8 * n), 8)) for n, w in enumerate(words)]
+        block = f.acquire_pointer(f.at(group, 8 * layout.words + 16))
+        record = self._probe(block, masked, next_)
+        if not ranked:
+            f.branch(found)
+            f.start(next_)
+            group_arms += [(first, before), (f.at(group, size), next_)]
+            best_arms += [(_NULL, before), (_NULL, next_)]
+            f.branch(head)
+            f.finish_phi(group)
+            f.finish_phi(best)
+            f.start(done)
+            f.branch(miss)
+            f.start(found)
+            return record
+        take, keep, compare = f.new_block("take"), f.new_block("keep"), f.new_block("compare")
+        f.branch_if(f.compare("eq", best, _NULL), take, compare)
+        f.start(compare)
+        better = self._better(record, layout.priority, best, layout.priority)
+        f.branch_if(better, take, keep)
+        f.start(take)
+        f.branch(keep)
+        f.start(keep)
+        chosen = f.phi(_NULL, [(record, take), (best, compare)])
+        f.branch(next_)
+        following = f.new_block("following")
+        f.start(next_)
+        # From a probe that found nothing, or from `keep`.
+        new_best, new_arms = f.phi_later("ptr")
+        f.branch(following)
+        f.start(following)
+        group_arms += [(first, before), (f.at(group, size), following)]
+        best_arms += [(_NULL, before), (new_best, following)]
+        f.branch(head)
+        f.finish_phi(group)
+        f.finish_phi(best)
+        new_arms += [(chosen, keep), (best, self._missed)]
+        f.finish_phi(new_best)
+        f.start(done)
+        f.branch_if(f.compare("eq", best, _NULL), miss, found)
+        f.start(found)
+        return best
+
+    def _better(self, a: Value, at: int, b: Value, bt: int) -> Value:
+        """Is the rank (priority, handle) at a + at lower than that at b + bt?"""
+        f = self.f
+        pa, pb = f.load(64, f.at(a, at), 8), f.load(64, f.at(b, bt), 8)
+        ha, hb = f.load(64, f.at(a, at + 8), 8), f.load(64, f.at(b, bt + 8), 8)
+        less = f.compare("slt", pa, pb)
+        tie = f.and_(f.compare("eq", pa, pb), f.compare("ult", ha, hb))
+        return f.or_(less, tie)
+
+    def _ranges(self, version: Value, words: Sequence[Value], miss: Block) -> Value:
+        f, layout = self.f, self.layout
+        count = f.load(64, version, 8)
+        before, head, body = f.block, f.new_block("range"), f.new_block("try")
+        next_, found = f.new_block("next"), f.new_block("hit")
+        fields = [self.key_field(words, number) for number, _, _, _ in layout.ranges]
+        before = f.block
+        f.branch(head)
+        f.start(head)
+        at, arms = f.phi_later("i64")
+        f.branch_if(f.compare("eq", at, count), miss, body)
+        f.start(body)
+        record = self.record(f.load(32, f.at(f.at(version, 8), f.shl(at, 2)), 4))
+        difference: Value = _i64(0)
+        for n, word in enumerate(words):
+            kept = f.and_(word, f.load(64, f.at(record, layout.mask + 8 * n), 8))
+            difference = f.or_(f.xor(kept, f.load(64, f.at(record, 8 * n), 8)), difference)
+        good = f.compare("eq", difference, _i64(0))
+        for value, (_, width, low, high) in zip(fields, layout.ranges, strict=True):
+            ends = [self._end(record, offset, width) for offset in (low, high)]
+            bits = max(value.bits, ends[0].bits)
+            value = f.resize(value, bits)
+            above = f.compare("uge", value, f.resize(ends[0], bits))
+            below = f.compare("ule", value, f.resize(ends[1], bits))
+            good = f.and_(good, f.and_(above, below))
+        f.branch_if(good, found, next_)
+        f.start(next_)
+        arms += [(_i64(0), before), (f.add(at, _i64(1)), next_)]
+        f.branch(head)
+        f.finish_phi(at)
+        f.start(found)
+        return record
+
+    def key_field(self, words: Sequence[Value], number: int) -> Value:
+        """A key field out of the key."""
+        f, key = self.f, self.table.key
+        shift = sum(k.width for k in key[number + 1 :])
+        width = key[number].width
+        bits = 64 * len(words)
+        whole: Value = integer(bits, 0)
+        for n, word in enumerate(words):
+            whole = f.or_(f.shl(f.zext(word, bits), 64 * n), whole)
+        value = f.and_(f.lshr(whole, shift), integer(bits, (1 << width) - 1))
+        return f.resize(value, max(64, -(-width // 64) * 64))
+
+    def _end(self, record: Value, offset: int, width: int) -> Value:
+        if width <= NATIVE_BITS:
+            return self.f.load(container_bits(width), self.f.at(record, offset))
+        return self.f.load_network(self.f.at(record, offset), stored_bytes(width))
+
+
+_NULL = Value("ptr", "null")
+
+
+class InlineEntries:
+    """Compiles a const table: one comparison after the other, or a switch."""
+
+    def __init__(self, scope: Scope, table: ir.Table, layout: RecordLayout) -> None:
+        self.scope = scope
+        self.f = scope.f
+        self.table = table
+        self.layout = layout
+
+    def dispatch(self, targets: Sequence[Block], miss: Block) -> None:
+        """Branch to targets[n] if entry n (as the program numbers them) matches best."""
+        table = self.table
+        words = key_words(self.scope, table, self.layout.words)
+        if table.match == "exact" and self.layout.key_bits <= 64:
+            cases: dict[int, Block] = {}
+            for n, target in enumerate(targets):
+                # The table itself refuses two entries with one key.
+                cases.setdefault(self._value_and_mask(n)[0], target)
+            self.f.switch(words[0], miss, list(cases.items()))
+            return
+        for n in self._order():
+            next_ = self.f.new_block("next")
+            self.f.branch_if(self._matches(n, words), targets[n], next_)
+            self.f.start(next_)
+        self.f.branch(miss)
+
+    def _order(self) -> list[int]:
+        entries = self.table.entries
+        if self.table.match == "lpm":
+            lengths = [
+                next((v.prefix_len for v in e.key if isinstance(v, ir.Lpm)), 0) for e in entries
+            ]
+            return sorted(range(len(entries)), key=lambda n: (-lengths[n], n))
+        if self.table.match in ("ternary", "range"):
+            return sorted(range(len(entries)), key=lambda n: (entries[n].priority, n))
+        return list(range(len(entries)))
+
+    def _value_and_mask(self, number: int) -> tuple[int, int]:
+        value = mask = 0
+        for v, k in zip(self.table.entries[number].key, self.table.key, strict=True):
+            full = (1 << k.width) - 1
+            match v:
+                case ir.Exact(field):
+                    part, ones = field, full
+                case ir.Lpm(field, length):
+                    ones = full & ~((1 << (k.width - length)) - 1)
+                    part = field & ones
+                case ir.Ternary(field, ones):
+                    part = field & ones
+                case ir.Range():
+                    part = ones = 0
+            value, mask = value << k.width | part, mask << k.width | ones
+        return value, mask
+
+    def _matches(self, number: int, words: Sequence[Value]) -> Value:
+        f = self.f
+        value, mask = self._value_and_mask(number)
+        difference: Value = _i64(0)
+        for word, v, m in zip(
+            words,
+            split_words(value, len(words)),
+            split_words(mask, len(words)),
+            strict=True,
+        ):
+            if m:
+                difference = f.or_(f.xor(f.and_(word, _i64(m)), _i64(v)), difference)
+        good = TRUE if difference.const == 0 else f.compare("eq", difference, _i64(0))
+        lookup = Lookup(self.scope, 0, self.table, self.layout)
+        for n, end in enumerate(self.table.entries[number].key):
+            if isinstance(end, ir.Range):
+                field = lookup.key_field(words, n)
+                above = f.compare("uge", field, integer(field.bits, end.low))
+                below = f.compare("ule", field, integer(field.bits, end.high))
+                good = f.and_(f.and_(above, below), good)
+        return good
+
+
+# --- what the control plane calls -----------------------------------------------------------------
+
+
+def write_table_functions(module: Module) -> None:
+    """table_insert, table_replace, table_rehash and fence, for all tables."""
+    _write_replace(module)
+    insert = _write_insert(module)
+    _write_rehash(module, insert)
+    f = module.function("native_fence", "void", [], exported=True)
+    f.effect("fence seq_cst")
+    f.ret()
+
+
+def _record_hash(f: Function, record: Value, words: Value) -> Value:
+    h = f.variable(64)
+    f.store(_i64(_MIX), h, 8)
+    with f.times(words) as n:
+        f.store(_mix(f, f.load(64, h, 8), f.load(64, f.at(record, f.shl(n, 3)), 8)), h, 8)
+    return _finish(f, f.load(64, h, 8))
+
+
+_COMMON = [("ptr", "block"), ("ptr", "records"), ("i64", "stride"), ("i64", "words")]
+
+
+def _find_slot(f: Function, number: Value, wanted: Callable[[Value], Value]) -> tuple[Value, Value]:
+    """Probe for the key of a record, in a function whose arguments begin with `_COMMON`: the first
+    slot with a wanted number, of which there must be one, and that number."""
+    block, records, stride, words = f.arguments[:4]
+    mask = f.load(64, block, 8)
+    record = f.at(records, f.mul(f.zext(number, 64), stride))
+    start = f.and_(_record_hash(f, record, words), mask)
+    before, probe = f.block, f.new_block("probe")
+    next_, found = f.new_block("next"), f.new_block("found")
+    f.branch(probe)
+    f.start(probe)
+    at, arms = f.phi_later("i64")
+    slot = f.at(f.at(block, 8), f.shl(at, 2))
+    content = f.load(32, slot, 4)
+    f.branch_if(wanted(content), found, next_)
+    f.start(next_)
+    arms += [(start, before), (f.and_(f.add(at, _i64(1)), mask), next_)]
+    f.branch(probe)
+    f.finish_phi(at)
+    f.start(found)
+    return slot, content
+
+
+def _is_free(f: Function, number: Value) -> Value:
+    unused = f.compare("eq", number, integer(32, 0))
+    return f.or_(unused, f.compare("eq", number, integer(32, DELETED)))
+
+
+def _write_insert(module: Module) -> Function:
+    """Put a record's number into a slot for its key; 1 if the slot was never used before, else 0.
+
+    The caller sees to it that the key is not there and that a slot is free."""
+    f = module.function("table_insert", "i32", [*_COMMON, ("i32", "index")], exported=True)
+    index = f.arguments[4]
+    slot, before = _find_slot(f, index, partial(_is_free, f))
+    f.release(index, slot)
+    f.effect("fence seq_cst")
+    f.ret(f.zext(f.compare("eq", before, integer(32, 0)), 32))
+    return f
+
+
+def _write_replace(module: Module) -> None:
+    """Put `new` (a record of the same key, or DELETED) into the slot of record `old`."""
+    f = module.function(
+        "table_replace", "void", [*_COMMON, ("i32", "old"), ("i32", "new")], exported=True
+    )
+    old, new = f.arguments[4:]
+    slot, _ = _find_slot(f, old, lambda number: f.compare("eq", number, old))
+    f.release(new, slot)
+    f.effect("fence seq_cst")
+    f.ret()
+
+
+def _write_rehash(module: Module, insert: Function) -> None:
+    """Fill an empty block with the records of another."""
+    f = module.function("table_rehash", "void", [*_COMMON, ("ptr", "to")], exported=True)
+    block, records, stride, words, to = f.arguments
+    slots = f.add(f.load(64, block, 8), _i64(1))
+    with f.times(slots) as n:
+        index = f.load(32, f.at(f.at(block, 8), f.shl(n, 2)), 4)
+        with f.when(f.not_(_is_free(f, index))):
+            f.call(insert, [to, records, stride, words, index])
+    f.ret()

@@ -1,0 +1,164 @@
+"""The compiled packet loop beside asyncio: what the daemon runs in place of `loop.interpreted`.
+
+Owns: the life of the loop's thread as a task, and what becomes of punted frames and digests on the
+event loop. Must not know: how frames are moved; P4Runtime.
+
+Interface: that of `packetloop.PacketLoop`, as far as the daemon uses it, and `use` for programs.
+Frames for the CPU port are handed to `packet_in` here, on the event loop; what it refuses counts
+among that port's tx_queue_drops, as does what the ring between the threads had no room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from kvcast.switchsim.llvm.abi import NativeEntry
+from kvcast.switchsim.loop.interpreted import LoopCounters
+from kvcast.switchsim.loop.runner import NativeLoop
+from kvcast.switchsim.ports.ports import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port, UdpTunnelPort
+
+log = logging.getLogger("kvcast.switchsim.loop.interpreted")
+
+# Frames handed to the controller between two looks at everything else.
+_PUNTS_A_TURN = 64
+
+
+class NativePacketLoop:
+    """Serves `ports` in compiled code until cancelled."""
+
+    def __init__(
+        self,
+        ports: Sequence[Port],
+        *,
+        cpu_port: int | None,
+        packet_in: Callable[[bytes], bool],
+        after_frames: Callable[[], None],
+        clock_base_ns: int,
+        queue_depth: int,
+    ) -> None:
+        """`packet_in` takes a frame that left by the CPU port, and says whether it did;
+        `after_frames` is called when the program may have left something to be collected."""
+        self._cpu_port = cpu_port
+        self._packet_in = packet_in
+        self._after_frames = after_frames
+        self._cpu_runts = 0
+        self._cpu_oversize = 0
+        self._refused = 0
+        self._refused_bytes = 0
+        self._peers: dict[int, tuple[str, int] | None] = {}
+        self._learning = [
+            port.number for port in ports if isinstance(port, UdpTunnelPort) and not port.fixed_peer
+        ]
+        self._native = NativeLoop(
+            ports,
+            clock_base_ns=clock_base_ns,
+            inject_frames=queue_depth,
+            punt_frames=queue_depth,
+        )
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    def use(self, entry: NativeEntry | None) -> None:
+        """Run this program from now on; the one before is not in use any more on return."""
+        self._native.use(entry)
+
+    def packet_out(self, port: Port, frame: bytes) -> bool:
+        """A frame comes in at the CPU port; False where it cannot be taken."""
+        assert port.number == self._cpu_port
+        if len(frame) < MIN_FRAME_BYTES:
+            self._cpu_runts += 1
+            return False
+        if len(frame) > MAX_FRAME_BYTES:
+            self._cpu_oversize += 1
+            return False
+        taken = self._native.inject(port.number, frame)
+        self._native.wake()
+        return taken
+
+    async def run(self) -> None:
+        """Move frames for ever; cancel the task to stop. Closes no port."""
+        loop = self._event_loop = asyncio.get_running_loop()
+        loop.add_reader(self._native.notify_descriptor, self._collect)
+        self._native.start()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # The loop answers between two batches: this does not block for long.
+            self._native.stop()
+            loop.remove_reader(self._native.notify_descriptor)
+            self._collect()
+            self._event_loop = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is entered, frames wait in the kernel's buffers."""
+        if self._event_loop is None:
+            yield
+            return
+        self._native.stop()
+        try:
+            yield
+        finally:
+            self._native.start()
+
+    def close(self) -> None:
+        """Free everything; frames that wait for their port's rate are lost."""
+        self._native.close()
+
+    def _collect(self) -> None:
+        self._native.heed()
+        self._after_frames()
+        for number in self._learning:
+            peer = self._native.peer(number)
+            if peer != self._peers.get(number):
+                self._peers[number] = peer
+                text = "" if peer is None else f"{peer[0]}:{peer[1]}"
+                log.info("port peer learned", extra={"port": number, "peer": text})
+        emitted = self._native.take(_PUNTS_A_TURN)
+        for one in emitted:
+            if one.port != self._cpu_port or not self._packet_in(one.frame):
+                self._refused += 1
+                self._refused_bytes += len(one.frame)
+        if len(emitted) == _PUNTS_A_TURN and self._event_loop is not None:
+            self._event_loop.call_soon(self._collect)
+
+    @property
+    def counters(self) -> LoopCounters:
+        counts = self._native.counters
+        return LoopCounters(
+            processed=counts["processed"],
+            emitted=counts["emitted"],
+            no_such_port=counts["no_such_port"],
+            slices=counts["slices"],
+            busy_us=counts["busy_us"],
+        )
+
+    @property
+    def no_program(self) -> int:
+        """Frames that came while there was no program."""
+        return self._native.counters["no_program"]
+
+    def backlog(self) -> int:
+        """Packet-outs that wait for the loop."""
+        return self._native.injected
+
+    def read_counters(self, port: Port) -> dict[str, int]:
+        """All counters of a port, by name."""
+        counts = self._native.read_counters(port.number)
+        if port.number == self._cpu_port:
+            counts["rx_runts"] += self._cpu_runts
+            counts["rx_oversize"] += self._cpu_oversize
+            counts["tx_frames"] -= self._refused
+            counts["tx_bytes"] -= self._refused_bytes
+            counts["tx_queue_drops"] += self._refused
+        return counts
+
+    def ingress_backlog(self, port: Port) -> int:
+        """Frames of a port that wait for the program: only the CPU port has a queue there."""
+        return self._native.injected if port.number == self._cpu_port else 0
+
+    def egress_backlog(self, port: Port) -> int:
+        """Frames that wait for a port's rate."""
+        return self._native.egress_backlog(port.number)

@@ -1,0 +1,574 @@
+"""Everything that Write and Read can name, dispatched to the stores that keep it.
+
+Owns: the dispatch, and the entities without structure of their own: indirect counters and meters,
+registers, multicast groups, clone sessions, digest configurations. Must not know: streams,
+batches, gRPC. Table entries and action profiles have modules of their own.
+
+A write returns the step that undoes it, so a batch can be rolled back. In strict mode, what
+BMv2's P4Runtime server (p4lang/PI) does not implement is refused with UNIMPLEMENTED:
+
+| refused in strict mode only | refused always |
+|---|---|
+| registers; batches other than CONTINUE_ON_ERROR | value sets, extern entries, roles |
+| writes to all cells of a counter or meter at once | class of service on clone sessions |
+| direct counters or meters of all tables in one read | counters of meter colours |
+| reads filtered by action, metadata or priority alone | watch ports, backup replicas |
+| digest configurations read by wildcard | direct resources of default entries |
+| metadata of multicast groups; empty one-shots | selection modes of one-shots |
+| clone sessions that truncate | |
+
+Specification: P4Runtime 1.4, "P4 Entity Messages".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from finsy.proto import p4r
+from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
+from kvcast.switchsim.p4runtime.errors import (
+    already_exists,
+    invalid_argument,
+    not_found,
+    out_of_range,
+    unimplemented,
+)
+from kvcast.switchsim.p4runtime.profiles import ProfileStore
+from kvcast.switchsim.p4runtime.schema import CounterSchema, MeterSchema, RegisterSchema, Schema
+from kvcast.switchsim.p4runtime.state import (
+    Undo,
+    check_counter_data,
+    check_index,
+    copy_meter,
+    counter_data,
+    engine_errors,
+    rates_of,
+)
+from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
+from kvcast.switchsim.p4runtime.values import decode_bytes, decode_port, encode_bytes
+from kvcast.switchsim.reference.switch import Switch
+
+__all__ = ["EntityStore", "Undo"]
+
+MAX_GROUP_ID = 32767  # PI reserves the ids above for its clone sessions
+MAX_PORT = 511  # bit<9>
+MAX_INSTANCE = 0xFFFF
+MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
+
+
+class EntityStore:
+    """The control-plane state of one pipeline."""
+
+    def __init__(
+        self, schema: Schema, switch: Switch, *, strict: bool, now_us: Callable[[], int]
+    ) -> None:
+        self._schema = schema
+        self._switch = switch
+        self._strict = strict
+        self._now_us = now_us
+        self.profiles = ProfileStore(schema, switch, strict=strict)
+        self.tables = make_table_stores(schema, switch, self.profiles, now_us)
+        self.digests: dict[int, DigestBuffer] = {}
+        """By digest id, those that a controller has enabled."""
+        self.digest_ids = {digest.name: digest.id for digest in schema.digests.values()}
+        self._meters: dict[tuple[int, int], p4r.MeterConfig] = {}
+        self._groups: dict[int, p4r.MulticastGroupEntry] = {}
+        self._sessions: dict[int, p4r.CloneSessionEntry] = {}
+        self._writers: Mapping[str, Callable[[int, Any], Undo]] = {
+            "table_entry": self._write_table,
+            "action_profile_member": self.profiles.write_member,
+            "action_profile_group": self.profiles.write_group,
+            "counter_entry": self._write_counter,
+            "direct_counter_entry": self._write_direct_counter,
+            "meter_entry": self._write_meter,
+            "direct_meter_entry": self._write_direct_meter,
+            "packet_replication_engine_entry": self._write_replication,
+            "register_entry": self._write_register,
+            "digest_entry": self._write_digest,
+        }
+        self._readers: Mapping[str, Callable[[Any], Iterator[p4r.Entity]]] = {
+            "table_entry": self._read_tables,
+            "action_profile_member": self._read_members,
+            "action_profile_group": self._read_groups,
+            "counter_entry": self._read_counters,
+            "direct_counter_entry": self._read_direct_counters,
+            "meter_entry": self._read_meters,
+            "direct_meter_entry": self._read_direct_meters,
+            "packet_replication_engine_entry": self._read_replication,
+            "register_entry": self._read_registers,
+            "digest_entry": self._read_digests,
+        }
+
+    # --- the two entrances --------------------------------------------------------------------
+
+    def write(self, update: p4r.Update) -> Undo:
+        """Apply one update, or raise P4RuntimeError and change nothing."""
+        which = update.entity.WhichOneof("entity")
+        if which is None:
+            raise invalid_argument("the update has no entity")
+        writer = self._writers.get(which)
+        if writer is None:
+            raise unimplemented(f"writing {which}")
+        if update.type not in (p4r.Update.INSERT, p4r.Update.MODIFY, p4r.Update.DELETE):
+            raise invalid_argument(f"update type {update.type}")
+        return writer(update.type, getattr(update.entity, which))
+
+    def read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
+        """What a ReadRequest selects, one entity after the other."""
+        for entity in entities:
+            which = entity.WhichOneof("entity")
+            if which is None:
+                raise invalid_argument("an entity of the request is empty")
+            reader = self._readers.get(which)
+            if reader is None:
+                raise unimplemented(f"reading {which}")
+            yield from reader(getattr(entity, which))
+
+    # --- tables -------------------------------------------------------------------------------
+
+    def _table(self, table_id: int) -> TableStore:
+        table = self.tables.get(table_id)
+        if table is None:
+            raise invalid_argument(f"no table {table_id}")
+        return table
+
+    def _write_table(self, kind: int, message: p4r.TableEntry) -> Undo:
+        return self._table(message.table_id).write(kind, message)
+
+    def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.Entity]:
+        if self._strict and (
+            wanted.HasField("action")
+            or wanted.metadata
+            or wanted.controller_metadata
+            or (wanted.priority and not wanted.match)
+        ):
+            raise unimplemented("filters other than match are not implemented (strict)")
+        if wanted.table_id == 0 and wanted.match:
+            raise invalid_argument("a match needs a table id")
+        for table in self._selected_tables(wanted.table_id):
+            for entry in table.read(wanted):
+                yield p4r.Entity(table_entry=entry)
+
+    def _selected_tables(self, table_id: int) -> list[TableStore]:
+        return [self._table(table_id)] if table_id else list(self.tables.values())
+
+    def _direct_table(self, message: p4r.DirectCounterEntry | p4r.DirectMeterEntry) -> int:
+        if not message.HasField("table_entry"):
+            raise invalid_argument("table_entry is missing")
+        return message.table_entry.table_id
+
+    def _write_direct_counter(self, kind: int, message: p4r.DirectCounterEntry) -> Undo:
+        return self._table(self._direct_table(message)).write_counter(kind, message)
+
+    def _write_direct_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
+        return self._table(self._direct_table(message)).write_meter(kind, message)
+
+    def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[p4r.Entity]:
+        table_id = self._direct_table(wanted)
+        if table_id == 0 and self._strict:
+            raise unimplemented("direct counters of all tables are not implemented (strict)")
+        for table in self._selected_tables(table_id):
+            if table_id or table.schema.counter is not None:
+                for entry in table.read_counters(wanted.table_entry):
+                    yield p4r.Entity(direct_counter_entry=entry)
+
+    def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[p4r.Entity]:
+        table_id = self._direct_table(wanted)
+        if table_id == 0 and self._strict:
+            raise unimplemented("direct meters of all tables are not implemented (strict)")
+        for table in self._selected_tables(table_id):
+            if table_id or table.schema.has_meter:
+                for entry in table.read_meters(wanted.table_entry):
+                    yield p4r.Entity(direct_meter_entry=entry)
+
+    # --- action profiles ----------------------------------------------------------------------
+
+    def _read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.Entity]:
+        for member in self.profiles.read_members(wanted):
+            yield p4r.Entity(action_profile_member=member)
+
+    def _read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.Entity]:
+        for group in self.profiles.read_groups(wanted):
+            yield p4r.Entity(action_profile_group=group)
+
+    # --- indirect counters --------------------------------------------------------------------
+
+    def _counter(self, counter_id: int) -> CounterSchema:
+        counter = self._schema.counters.get(counter_id)
+        if counter is None:
+            if counter_id in self._schema.direct_counters:
+                raise invalid_argument(f"{counter_id} is a direct counter")
+            raise invalid_argument(f"no counter {counter_id}")
+        return counter
+
+    def _write_counter(self, kind: int, message: p4r.CounterEntry) -> Undo:
+        counter = self._counter(message.counter_id)
+        if kind != p4r.Update.MODIFY:
+            raise invalid_argument("counters can only be modified")
+        indices = self._indices(counter.name, message, counter.size)
+        array = self._switch.counters[counter.name]
+        before = [(index, *array.read(index)) for index in indices]
+        if message.HasField("data"):
+            packets, bytes_ = check_counter_data(message.data)
+            for index in indices:
+                array.write(index, packets, bytes_)
+
+        def undo() -> None:
+            for index, packets, bytes_ in before:
+                array.write(index, packets, bytes_)
+
+        return undo
+
+    def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.Entity]:
+        counters = (
+            [self._counter(wanted.counter_id)]
+            if wanted.counter_id
+            else list(self._schema.counters.values())
+        )
+        for counter in counters:
+            array = self._switch.counters[counter.name]
+            for index in self._read_indices(counter.name, wanted, counter.size):
+                entry = p4r.CounterEntry(
+                    counter_id=counter.id,
+                    index=p4r.Index(index=index),
+                    data=counter_data(counter.units, *array.read(index)),
+                )
+                yield p4r.Entity(counter_entry=entry)
+
+    def _indices(self, name: str, message: p4r.CounterEntry | p4r.MeterEntry, size: int) -> range:
+        """The cells that a write means."""
+        if self._strict and not message.HasField("index"):
+            raise unimplemented(f"{name}: writing all cells is not implemented (strict)")
+        return self._read_indices(name, message, size)
+
+    @staticmethod
+    def _read_indices(
+        name: str, message: p4r.CounterEntry | p4r.MeterEntry | p4r.RegisterEntry, size: int
+    ) -> range:
+        if not message.HasField("index"):
+            return range(size)
+        index = check_index(name, message.index.index, size)
+        return range(index, index + 1)
+
+    # --- indirect meters ----------------------------------------------------------------------
+
+    def _meter(self, meter_id: int) -> MeterSchema:
+        meter = self._schema.meters.get(meter_id)
+        if meter is None:
+            if meter_id in self._schema.direct_meters:
+                raise invalid_argument(f"{meter_id} is a direct meter")
+            raise invalid_argument(f"no meter {meter_id}")
+        return meter
+
+    def _write_meter(self, kind: int, message: p4r.MeterEntry) -> Undo:
+        meter = self._meter(message.meter_id)
+        if kind != p4r.Update.MODIFY:
+            raise invalid_argument("meters can only be modified")
+        if message.HasField("counter_data"):
+            raise unimplemented("meter counter_data")
+        indices = self._indices(meter.name, message, meter.size)
+        config = copy_meter(message.config) if message.HasField("config") else None
+        if config is not None:
+            rates_of(config)
+        before = [(index, self._meters.get((meter.id, index))) for index in indices]
+        for index in indices:
+            self._set_meter(meter, index, config)
+
+        def undo() -> None:
+            for index, config in before:
+                self._set_meter(meter, index, config)
+
+        return undo
+
+    def _set_meter(self, meter: MeterSchema, index: int, config: p4r.MeterConfig | None) -> None:
+        array = self._switch.meters[meter.name]
+        with engine_errors():
+            if config is None:
+                array.clear(index)
+                self._meters.pop((meter.id, index), None)
+            else:
+                array.configure(index, rates_of(config))
+                self._meters[meter.id, index] = config
+
+    def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.Entity]:
+        meters = (
+            [self._meter(wanted.meter_id)]
+            if wanted.meter_id
+            else list(self._schema.meters.values())
+        )
+        for meter in meters:
+            for index in self._read_indices(meter.name, wanted, meter.size):
+                entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
+                config = self._meters.get((meter.id, index))
+                if config is not None:
+                    entry.config.CopyFrom(config)
+                yield p4r.Entity(meter_entry=entry)
+
+    # --- registers ----------------------------------------------------------------------------
+
+    def _register(self, register_id: int) -> RegisterSchema:
+        register = self._schema.registers.get(register_id)
+        if register is None:
+            raise invalid_argument(f"no register {register_id}")
+        return register
+
+    def _refuse_registers(self) -> None:
+        if self._strict:
+            raise unimplemented("registers are not implemented (strict)")
+
+    def _write_register(self, kind: int, message: p4r.RegisterEntry) -> Undo:
+        self._refuse_registers()
+        register = self._register(message.register_id)
+        if kind != p4r.Update.MODIFY:
+            raise invalid_argument("registers can only be modified")
+        which = message.data.WhichOneof("data")
+        if which != "bitstring":
+            raise invalid_argument(f"{register.name} holds bitstrings, not {which or 'nothing'}")
+        value = decode_bytes(message.data.bitstring, register.width, register.name)
+        indices = self._read_indices(register.name, message, register.size)
+        array = self._switch.registers[register.name]
+        before = [(index, array.read(index)) for index in indices]
+        for index in indices:
+            array.write(index, value)
+
+        def undo() -> None:
+            for index, old in before:
+                array.write(index, old)
+
+        return undo
+
+    def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.Entity]:
+        self._refuse_registers()
+        registers = (
+            [self._register(wanted.register_id)]
+            if wanted.register_id
+            else list(self._schema.registers.values())
+        )
+        for register in registers:
+            array = self._switch.registers[register.name]
+            for index in self._read_indices(register.name, wanted, register.size):
+                entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
+                entry.data.bitstring = encode_bytes(array.read(index))
+                yield p4r.Entity(register_entry=entry)
+
+    # --- packet replication -------------------------------------------------------------------
+
+    def _write_replication(self, kind: int, message: p4r.PacketReplicationEngineEntry) -> Undo:
+        which = message.WhichOneof("type")
+        if which == "multicast_group_entry":
+            return self._write_group(kind, message.multicast_group_entry)
+        if which == "clone_session_entry":
+            return self._write_session(kind, message.clone_session_entry)
+        raise invalid_argument("packet_replication_engine_entry has no type")
+
+    def _write_group(self, kind: int, message: p4r.MulticastGroupEntry) -> Undo:
+        number = message.multicast_group_id
+        if number == 0:
+            raise invalid_argument("0 is not a multicast group")
+        if number > MAX_GROUP_ID:
+            raise out_of_range(f"multicast group {number} is above {MAX_GROUP_ID}")
+        known = self._groups.get(number)
+        if kind == p4r.Update.INSERT and known is not None:
+            raise already_exists(f"multicast group {number} exists")
+        if kind != p4r.Update.INSERT and known is None:
+            raise not_found(f"no multicast group {number}")
+        if kind == p4r.Update.DELETE:
+            self._set_group(number, None)
+        else:
+            if message.metadata and self._strict:
+                raise unimplemented("metadata of multicast groups is not implemented (strict)")
+            kept = p4r.MulticastGroupEntry()
+            kept.CopyFrom(message)
+            self._set_group(number, kept)
+        return lambda: self._set_group(number, known)
+
+    def _set_group(self, number: int, message: p4r.MulticastGroupEntry | None) -> None:
+        with engine_errors():
+            if message is None:
+                self._switch.delete_multicast_group(number)
+                del self._groups[number]
+            else:
+                self._switch.set_multicast_group(number, _replicas(message.replicas))
+                self._groups[number] = message
+
+    def _write_session(self, kind: int, message: p4r.CloneSessionEntry) -> Undo:
+        number = message.session_id
+        if not 1 <= number <= MAX_GROUP_ID:
+            raise invalid_argument(f"clone sessions are 1 to {MAX_GROUP_ID}, not {number}")
+        known = self._sessions.get(number)
+        if kind == p4r.Update.INSERT and known is not None:
+            raise already_exists(f"clone session {number} exists")
+        if kind != p4r.Update.INSERT and known is None:
+            raise not_found(f"no clone session {number}")
+        if kind == p4r.Update.DELETE:
+            self._set_session(number, None)
+        else:
+            if message.class_of_service:
+                raise unimplemented("class of service on clone sessions")
+            if message.packet_length_bytes and self._strict:
+                raise unimplemented("truncated clones are not implemented (strict)")
+            if not 0 <= message.packet_length_bytes <= MAX_CLONE_BYTES:
+                raise invalid_argument(
+                    f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, "
+                    f"not {message.packet_length_bytes}"
+                )
+            kept = p4r.CloneSessionEntry()
+            kept.CopyFrom(message)
+            self._set_session(number, kept)
+        return lambda: self._set_session(number, known)
+
+    def _set_session(self, number: int, message: p4r.CloneSessionEntry | None) -> None:
+        with engine_errors():
+            if message is None:
+                self._switch.delete_clone_session(number)
+                del self._sessions[number]
+            else:
+                self._switch.set_clone_session(
+                    number, _replicas(message.replicas), message.packet_length_bytes
+                )
+                self._sessions[number] = message
+
+    def _read_replication(self, wanted: p4r.PacketReplicationEngineEntry) -> Iterator[p4r.Entity]:
+        which = wanted.WhichOneof("type")
+        if which == "multicast_group_entry":
+            number = wanted.multicast_group_entry.multicast_group_id
+            for group in _wanted(self._groups, number, "multicast group"):
+                entry = p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
+                yield p4r.Entity(packet_replication_engine_entry=entry)
+        elif which == "clone_session_entry":
+            number = wanted.clone_session_entry.session_id
+            for session in _wanted(self._sessions, number, "clone session"):
+                entry = p4r.PacketReplicationEngineEntry(clone_session_entry=session)
+                yield p4r.Entity(packet_replication_engine_entry=entry)
+        else:
+            raise invalid_argument("packet_replication_engine_entry has no type")
+
+    # --- digests ------------------------------------------------------------------------------
+
+    def _write_digest(self, kind: int, message: p4r.DigestEntry) -> Undo:
+        number = message.digest_id
+        if number not in self._schema.digests:
+            raise not_found(f"no digest {number}")
+        known = self.digests.get(number)
+        config = message.config
+        if config.max_timeout_ns < 0 or config.max_list_size < 0 or config.ack_timeout_ns < 0:
+            raise invalid_argument("a digest's timeouts and sizes cannot be negative")
+        new = DigestConfig(config.max_timeout_ns, config.max_list_size, config.ack_timeout_ns)
+        if kind == p4r.Update.INSERT:
+            if known is not None:
+                raise already_exists(f"digest {number} is configured")
+            self.digests[number] = DigestBuffer(new)
+            return lambda: self._restore_digest(number, None)
+        if known is None:
+            raise not_found(f"digest {number} is not configured")
+        before = known.config
+        if kind == p4r.Update.MODIFY:
+            known.config = new
+            return lambda: setattr(known, "config", before)
+        del self.digests[number]
+        return lambda: self._restore_digest(number, known)
+
+    def _restore_digest(self, number: int, buffer: DigestBuffer | None) -> None:
+        if buffer is None:
+            del self.digests[number]
+        else:
+            self.digests[number] = buffer
+
+    def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.Entity]:
+        if wanted.digest_id == 0 and self._strict:
+            raise unimplemented("reading all digests is not implemented (strict)")
+        if wanted.digest_id and wanted.digest_id not in self._schema.digests:
+            raise not_found(f"no digest {wanted.digest_id}")
+        for number, buffer in _wanted(
+            {number: (number, buffer) for number, buffer in self.digests.items()},
+            wanted.digest_id,
+            "configuration of digest",
+        ):
+            entry = p4r.DigestEntry(digest_id=number)
+            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
+            entry.config.max_list_size = buffer.config.max_list_size
+            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
+            yield p4r.Entity(digest_entry=entry)
+
+    # --- ageing -------------------------------------------------------------------------------
+
+    def expired_entries(self, now_us: int) -> list[p4r.TableEntry]:
+        """Entries to report as idle now."""
+        return [entry for table in self.tables.values() for entry in table.expired(now_us)]
+
+    def next_expiry_us(self) -> int | None:
+        """When there may be entries to report, if nothing is hit until then."""
+        times = (table.next_expiry_us() for table in self.tables.values())
+        return min((time for time in times if time is not None), default=None)
+
+    # --- carrying state over to another pipeline ----------------------------------------------
+
+    def replay(self) -> Iterator[p4r.Update]:
+        """Updates that make an empty pipeline hold what this one holds (registers excepted)."""
+        yield from self.profiles.replay()
+        for table in self.tables.values():
+            yield from table.replay()
+        for entity in self._read_counters(p4r.CounterEntry()):
+            data = entity.counter_entry.data
+            if data.packet_count or data.byte_count:
+                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
+        for entity in self._read_meters(p4r.MeterEntry()):
+            if entity.meter_entry.HasField("config"):
+                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
+        for wanted in ("multicast_group_entry", "clone_session_entry"):
+            request = p4r.PacketReplicationEngineEntry()
+            getattr(request, wanted).SetInParent()
+            for entity in self._read_replication(request):
+                yield p4r.Update(type=p4r.Update.INSERT, entity=entity)
+        for number, buffer in self.digests.items():
+            entry = p4r.DigestEntry(digest_id=number)
+            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
+            entry.config.max_list_size = buffer.config.max_list_size
+            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
+            yield p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(digest_entry=entry))
+
+    def adopt_registers(self, old: EntityStore) -> None:
+        """Copy the cells of every register of `old`, or say which one does not fit."""
+        for name, source in old._switch.registers.items():
+            if not any(source.read(index) for index in range(len(source))):
+                continue
+            target = self._switch.registers.get(name)
+            if target is None or len(target) != len(source) or target.width != source.width:
+                raise invalid_argument(f"state cannot be preserved: register {name}")
+            for index in range(len(source)):
+                target.write(index, source.read(index))
+
+
+def _wanted(known: Mapping[int, Any], number: int, what: str) -> list[Any]:
+    """All of them for 0, else the one with this number."""
+    if number == 0:
+        return list(known.values())
+    if number not in known:
+        raise not_found(f"no {what} {number}")
+    return [known[number]]
+
+
+def _replicas(messages: Iterable[p4r.Replica]) -> list[tuple[int, int]]:
+    """(port, instance) of each replica, checked."""
+    replicas: list[tuple[int, int]] = []
+    seen: set[tuple[int, int]] = set()
+    for message in messages:
+        which = message.WhichOneof("port_kind")
+        if which == "port":
+            port = decode_port(message.port, "replica", max_port=MAX_PORT)
+        elif which == "egress_port":
+            port = message.egress_port
+            if port > MAX_PORT:
+                raise invalid_argument(f"replica: port {port} is above {MAX_PORT}")
+        else:
+            raise invalid_argument("replica without a port")
+        if message.instance > MAX_INSTANCE:
+            raise invalid_argument(f"replica: instance {message.instance} is above {MAX_INSTANCE}")
+        if message.backup_replicas:
+            raise unimplemented("backup replicas")
+        if (port, message.instance) in seen:
+            raise invalid_argument(f"replica (port {port}, instance {message.instance}) twice")
+        seen.add((port, message.instance))
+        replicas.append((port, message.instance))
+    return replicas

@@ -1,0 +1,1 @@
+"""The ports of the software switch: in process, UDP tunnel, AF_PACKET, AF_XDP."""

@@ -1,0 +1,1 @@
+"""The reference engine: a plain interpreter that reads like the specification."""

@@ -1,0 +1,705 @@
+"""The reference engine: a v1model switch that does what simple_switch does.
+
+This module owns the way of a packet through the switch, from a frame on a port to frames on
+ports: ingress, the decision after ingress (clone, digest, resubmit, multicast, drop, unicast, in
+this order), replication, egress, and the ways back. It follows behavioral-model
+targets/simple_switch/simple_switch.cpp; where that leaves things to threads, the order here is
+fixed: all that a pass of ingress produced goes through egress, in order, before the next pass.
+
+It opens nothing and reads no clock: `process` takes the present time. Nothing here is locked; a
+switch belongs to one thread (or one event loop), data plane and control plane alike.
+
+What a newcomer to simple_switch may find odd, and programs rely on:
+
+- an unset egress_spec is port 0, the drop port (511) is only a number, and mark_to_drop also
+  clears mcast_grp;
+- neither a parser error nor a wrong checksum drops a packet;
+- an ingress clone parses the original bytes anew, an egress clone keeps the parsed packet;
+  both lose all metadata that their field list does not name, `ingress_port` included;
+- resubmitted and recirculated packets lose metadata in the same way;
+- egress starts with egress_spec = drop port + 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvcast.switchsim import ir
+from kvcast.switchsim.ir import Program, ProgramError
+from kvcast.switchsim.reference.actions import Actions, Faults, PacketAbandoned
+from kvcast.switchsim.reference.expressions import Expressions
+from kvcast.switchsim.reference.externs import CounterArray, MeterArray, RegisterArray
+from kvcast.switchsim.reference.parser import Deparser, Parser
+from kvcast.switchsim.reference.phv import (
+    CHECKSUM_ERROR,
+    CLONE_FIELD_LIST,
+    CLONE_SESSION,
+    EXIT,
+    INGRESS_LENGTH,
+    LEARN_LIST,
+    NOW_US,
+    PACKET_LENGTH,
+    PARSER_ERROR,
+    RECIRCULATE_LIST,
+    RESUBMIT_LIST,
+    SESSION_MASK,
+    TRUNCATE_TO,
+    UNLIMITED,
+    Layout,
+    Phv,
+)
+from kvcast.switchsim.reference.tables import ActionTable, Node, Profile, Table
+
+MAX_PASSES = 4096
+"""Passes of ingress, and egress clones, that one frame may cause; the rest are dropped."""
+
+MAX_GROUP = 32767
+"""Highest multicast group and clone session, as in BMv2."""
+
+MAX_REPLICAS = 4096
+"""Replicas of one group or session."""
+
+# PktInstanceType of simple_switch.
+NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
+RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6
+
+
+class ReplicationError(ValueError):
+    """A multicast group or clone session that the switch refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """One message of the data plane to the control plane.
+
+    `name` is the learn list's in the JSON file; `fields` and `widths` (bits) are parallel.
+    """
+
+    name: str
+    fields: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+@dataclass
+class SwitchStats:
+    """Counts since the switch was made. `dropped_*` are frames that went no further."""
+
+    frames_in: int = 0
+    bytes_in: int = 0
+    frames_out: int = 0
+    bytes_out: int = 0
+    dropped_no_program: int = 0
+    dropped_ingress: int = 0
+    dropped_egress: int = 0
+    dropped_recirculation_bound: int = 0
+    dropped_unknown_group: int = 0
+    dropped_priority: int = 0
+    dropped_abandoned: int = 0
+    dropped_unknown_port: int = 0
+    """For the ports' adapter to count: the program chose a port that does not exist."""
+    parser_errors: int = 0
+    checksum_errors: int = 0
+    unknown_clone_session: int = 0
+    index_out_of_range: int = 0
+    ingress_passes: int = 0
+    egress_passes: int = 0
+    resubmitted: int = 0
+    recirculated: int = 0
+    cloned: int = 0
+    digests: int = 0
+    digests_overflowed: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class CloneSession:
+    replicas: tuple[tuple[int, int], ...]
+    packet_length_bytes: int
+    """0: the whole packet."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """Slots of the metadata that simple_switch itself reads and writes; -1 where absent."""
+
+    ingress_port: int
+    egress_spec: int
+    egress_port: int
+    instance_type: int
+    packet_length: int
+    parser_error: int
+    checksum_error: int
+    ingress_timestamp: int
+    egress_timestamp: int
+    mcast_grp: int
+    egress_rid: int
+    priority: int
+    enq_timestamp: int
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A packet on its way to egress: its PHV, and the frame whose payload starts at `at`."""
+
+    port: int
+    phv: Phv
+    frame: bytes
+    at: int
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """Everything that belongs to one loaded program."""
+
+    layout: Layout
+    target: _Target
+    parser: Parser
+    deparser: Deparser
+    ingress: Node | None
+    egress: Node | None
+    field_lists: dict[int, tuple[int, ...]]
+    learn_lists: dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]
+    drop: int
+    timestamp_mask: int = field(default=(1 << 48) - 1)
+
+
+class Switch:
+    """A switch without ports or clock: frames in, frames out."""
+
+    def __init__(
+        self,
+        *,
+        cpu_port: int | None = None,
+        drop_port: int = 511,
+        seed: int = 0,
+        digest_queue_size: int = 65536,
+    ) -> None:
+        self.cpu_port = cpu_port
+        """For the adapters; to the data plane it is a port like any other."""
+        self.drop_port = drop_port
+        self.program: Program | None = None
+        self.stats = SwitchStats()
+        self.tables: dict[str, Table] = {}
+        self.counters: dict[str, CounterArray] = {}
+        """Indirect counters; direct ones are in the entries of their tables."""
+        self.meters: dict[str, MeterArray] = {}
+        self.registers: dict[str, RegisterArray] = {}
+        self.action_profiles: dict[str, Profile] = {}
+        self.multicast_groups: dict[int, list[tuple[int, int]]] = {}
+        """(port, replication id) of each group; change it with the methods below."""
+        self.clone_sessions: dict[int, CloneSession] = {}
+        self._digests: deque[Digest] = deque()
+        self._digest_queue_size = digest_queue_size
+        self._rng = random.Random(seed)
+        self._faults = Faults()
+        self._pipeline: _Pipeline | None = None
+
+    # --- the control plane ------------------------------------------------------------------
+
+    def load(self, program: Program) -> None:
+        """Run this program from now on; all state of the one before is gone.
+
+        If the program cannot be run, an error says so and the present one stays.
+        """
+        layout = Layout(program)
+        registers = [RegisterArray(r) for r in program.registers]
+        counters = [None if c.direct else CounterArray(c) for c in program.counters]
+        meters = [None if m.direct else MeterArray(m) for m in program.meters]
+        actions = Actions(
+            Expressions(layout, registers),
+            registers,
+            counters,
+            meters,
+            self.drop_port,
+            self._rng,
+            self._faults,
+        )
+        runs = [actions.action(a) for a in program.actions]
+        profiles = [
+            Profile(a, actions, _profile_actions(program, number, runs))
+            for number, a in enumerate(program.action_profiles)
+        ]
+        nodes = _control_nodes(program, actions, runs, profiles)
+        field_lists = {
+            f.id: tuple(layout.slot(ref) for ref in f.fields) for f in program.field_lists
+        }
+        pipeline = _Pipeline(
+            layout=layout,
+            target=_target(program, layout),
+            parser=Parser(actions),
+            deparser=Deparser(actions),
+            ingress=None if program.ingress.start is None else nodes[program.ingress.start],
+            egress=None if program.egress.start is None else nodes[program.egress.start],
+            field_lists=field_lists,
+            learn_lists={
+                item.id: (
+                    item.name,
+                    tuple(layout.slot(ref) for ref in item.fields),
+                    tuple(layout.width(ref) for ref in item.fields),
+                )
+                for item in program.learn_lists
+            },
+            drop=self.drop_port,
+        )
+        # Nothing above touched the switch; from here on nothing can fail.
+        self.program = program
+        self._pipeline = pipeline
+        self.tables = {n.name: n for n in nodes if isinstance(n, Table)}
+        self.counters = {c.name: c for c in counters if c is not None}
+        self.meters = {m.name: m for m in meters if m is not None}
+        self.registers = {r.name: r for r in registers}
+        self.action_profiles = {a.name: a for a in profiles}
+        self.multicast_groups = {}
+        self.clone_sessions = {}
+        self._digests.clear()
+
+    def set_multicast_group(self, group: int, replicas: Sequence[tuple[int, int]]) -> None:
+        """Create or replace a group. Copies leave in the order given: (port, rid)."""
+        if not 1 <= group <= MAX_GROUP:
+            raise ReplicationError(f"multicast group {group} is not in 1..{MAX_GROUP}")
+        self.multicast_groups[group] = _replicas(replicas)
+
+    def delete_multicast_group(self, group: int) -> None:
+        if group not in self.multicast_groups:
+            raise ReplicationError(f"there is no multicast group {group}")
+        del self.multicast_groups[group]
+
+    def set_clone_session(
+        self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
+    ) -> None:
+        """Create or replace a session: where clones go, and how much of them (0: all)."""
+        if not 0 <= session <= MAX_GROUP:
+            raise ReplicationError(f"clone session {session} is not in 0..{MAX_GROUP}")
+        if packet_length_bytes < 0:
+            raise ReplicationError(f"a clone cannot have {packet_length_bytes} bytes")
+        self.clone_sessions[session] = CloneSession(tuple(_replicas(replicas)), packet_length_bytes)
+
+    def delete_clone_session(self, session: int) -> None:
+        if session not in self.clone_sessions:
+            raise ReplicationError(f"there is no clone session {session}")
+        del self.clone_sessions[session]
+
+    def take_digests(self) -> list[Digest]:
+        """All digests since the last call, oldest first."""
+        taken = list(self._digests)
+        self._digests.clear()
+        return taken
+
+    def describe(self) -> Mapping[str, Any]:
+        """What is loaded, for status displays."""
+        program = self.program
+        if program is None:
+            return {"program": None}
+        return {
+            "program": program.name,
+            "version": ".".join(str(v) for v in program.version),
+            "tables": {
+                t.name: {"match": t.spec.match, "size": t.size, "entries": len(t)}
+                for t in self.tables.values()
+                if t.spec.key
+            },
+            "registers": {r.name: [len(r), r.width] for r in self.registers.values()},
+            "counters": {c.name: len(c) for c in self.counters.values()},
+            "meters": {m.name: len(m) for m in self.meters.values()},
+            "action_profiles": {
+                a.name: {"size": a.size, "members": len(a.members), "groups": len(a.groups)}
+                for a in self.action_profiles.values()
+            },
+            "multicast_groups": len(self.multicast_groups),
+            "clone_sessions": len(self.clone_sessions),
+        }
+
+    # --- the data plane ---------------------------------------------------------------------
+
+    def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
+        """Run one frame to completion, with all clones, copies and further passes.
+
+        Gives (port, frame) for what leaves, in order. Never raises for what is in a frame.
+        """
+        stats = self.stats
+        stats.frames_in += 1
+        stats.bytes_in += len(frame)
+        pipeline = self._pipeline
+        if pipeline is None:
+            stats.dropped_no_program += 1
+            return []
+        run = _Run(self, pipeline, port & 0x1FF, now_us)
+        run.frame(frame)
+        stats.frames_out += len(run.sent)
+        for _, sent in run.sent:
+            stats.bytes_out += len(sent)
+        faults = self._faults
+        if faults.index_out_of_range:
+            stats.index_out_of_range += faults.index_out_of_range
+            faults.index_out_of_range = 0
+        return run.sent
+
+    def push_digest(self, digest: Digest) -> None:
+        if len(self._digests) >= self._digest_queue_size:
+            self.stats.digests_overflowed += 1
+        else:
+            self.stats.digests += 1
+            self._digests.append(digest)
+
+
+class _Run:
+    """The life of one frame and of everything that comes from it."""
+
+    __slots__ = (
+        "clones",
+        "egress_queue",
+        "ingress_queue",
+        "now_us",
+        "passes",
+        "pipeline",
+        "port",
+        "sent",
+        "stats",
+        "switch",
+    )
+
+    def __init__(self, switch: Switch, pipeline: _Pipeline, port: int, now_us: int) -> None:
+        self.switch = switch
+        self.port = port
+        self.pipeline = pipeline
+        self.stats = switch.stats
+        self.now_us = now_us
+        self.sent: list[tuple[int, bytes]] = []
+        self.ingress_queue: deque[tuple[Phv, bytes]] = deque()
+        self.egress_queue: deque[_Copy] = deque()
+        self.passes = 0
+        self.clones = 0
+
+    def frame(self, frame: bytes) -> None:
+        target, now = self.pipeline.target, self.now_us
+        phv = self.new_packet(len(frame))
+        phv[target.ingress_port] = self.port
+        if target.ingress_timestamp >= 0:
+            phv[target.ingress_timestamp] = now & self.pipeline.timestamp_mask
+        self.ingress_queue.append((phv, frame))
+        while self.ingress_queue:
+            next_phv, next_frame = self.ingress_queue.popleft()
+            try:
+                self.ingress(next_phv, next_frame)
+            except PacketAbandoned:
+                self.stats.dropped_abandoned += 1
+            while self.egress_queue:
+                copy = self.egress_queue.popleft()
+                try:
+                    self.egress(copy)
+                except PacketAbandoned:
+                    self.stats.dropped_abandoned += 1
+
+    def new_packet(self, length: int) -> Phv:
+        phv = self.pipeline.layout.empty[:]
+        phv[NOW_US] = self.now_us
+        phv[PACKET_LENGTH] = phv[INGRESS_LENGTH] = length
+        phv[self.pipeline.target.packet_length] = length
+        return phv
+
+    # --- ingress ----------------------------------------------------------------------------
+
+    def ingress(self, phv: Phv, frame: bytes) -> None:
+        pipeline, stats = self.pipeline, self.stats
+        target = pipeline.target
+        stats.ingress_passes += 1
+        # The program may change the length register; clones and resubmits start from here again.
+        length = phv[PACKET_LENGTH]
+        at = self.parse(phv, frame)
+        node = pipeline.ingress
+        while node is not None:
+            node = node.apply(phv)
+            if phv[EXIT]:
+                phv[EXIT] = 0
+                break
+
+        if phv[CLONE_SESSION]:
+            self.clone_ingress(phv, frame, length)
+        if phv[LEARN_LIST]:
+            self.digest(phv)
+        if phv[RESUBMIT_LIST]:
+            self.resubmit(phv, frame, length)
+            return
+        if target.mcast_grp >= 0 and phv[target.mcast_grp]:
+            phv[target.instance_type] = REPLICATION
+            self.multicast(phv, frame, at, phv[target.mcast_grp])
+            return
+        egress_port = phv[target.egress_spec]
+        if egress_port == pipeline.drop:
+            stats.dropped_ingress += 1
+            return
+        phv[target.instance_type] = NORMAL
+        self.enqueue(_Copy(egress_port, phv, frame, at))
+
+    def parse(self, phv: Phv, frame: bytes) -> int:
+        """Parse, and report errors the way simple_switch does."""
+        target, parser = self.pipeline.target, self.pipeline.parser
+        at = parser.parse(phv, frame)
+        error = phv[PARSER_ERROR]
+        if error != parser.errors.no_error:
+            self.stats.parser_errors += 1
+        if target.parser_error >= 0:
+            phv[target.parser_error] = error
+        if phv[CHECKSUM_ERROR]:
+            self.stats.checksum_errors += 1
+        if target.checksum_error >= 0:
+            phv[target.checksum_error] = phv[CHECKSUM_ERROR]
+        return at
+
+    def clone_ingress(self, phv: Phv, frame: bytes, length: int) -> None:
+        session = self.take_clone_session(phv)
+        field_list = phv[CLONE_FIELD_LIST]
+        phv[CLONE_FIELD_LIST] = 0
+        if session is None:
+            return
+        pipeline = self.pipeline
+        copy = self.new_packet(length)
+        copy[pipeline.target.ingress_port] = self.port  # parsers may branch on it
+        at = pipeline.parser.parse(copy, frame)
+        self.keep(copy, phv, field_list, INGRESS_CLONE)
+        self.send_clone(session, copy, frame, at)
+
+    def take_clone_session(self, phv: Phv) -> CloneSession | None:
+        number = phv[CLONE_SESSION] & SESSION_MASK
+        phv[CLONE_SESSION] = 0
+        session = self.switch.clone_sessions.get(number)
+        if session is None:
+            self.stats.unknown_clone_session += 1
+        else:
+            self.stats.cloned += 1
+        return session
+
+    def send_clone(self, session: CloneSession, copy: Phv, frame: bytes, at: int) -> None:
+        if session.packet_length_bytes:
+            copy[TRUNCATE_TO] = session.packet_length_bytes
+        self.replicate(copy, frame, at, session.replicas)
+
+    def keep(self, copy: Phv, phv: Phv, field_list: int, instance_type: int) -> None:
+        """Reset the metadata of a copy, but for the fields of the list."""
+        pipeline = self.pipeline
+        pipeline.layout.reset_metadata(copy)
+        for slot in pipeline.field_lists.get(field_list, ()):
+            copy[slot] = phv[slot]
+        copy[pipeline.target.instance_type] = instance_type
+
+    def digest(self, phv: Phv) -> None:
+        found = self.pipeline.learn_lists.get(phv[LEARN_LIST])
+        phv[LEARN_LIST] = 0
+        if found is not None:
+            name, slots, widths = found
+            values = tuple(phv[s] & ((1 << w) - 1) for s, w in zip(slots, widths, strict=True))
+            self.switch.push_digest(Digest(name, values, widths))
+
+    def resubmit(self, phv: Phv, frame: bytes, length: int) -> None:
+        copy = self.new_packet(length)
+        self.keep(copy, phv, phv[RESUBMIT_LIST], RESUBMITTED)
+        copy[self.pipeline.target.packet_length] = length
+        self.stats.resubmitted += 1
+        self.next_pass(copy, frame)
+
+    def next_pass(self, phv: Phv, frame: bytes) -> None:
+        self.passes += 1
+        if self.passes >= MAX_PASSES:
+            self.stats.dropped_recirculation_bound += 1
+        else:
+            self.ingress_queue.append((phv, frame))
+
+    # --- replication ------------------------------------------------------------------------
+
+    def multicast(self, phv: Phv, frame: bytes, at: int, group: int) -> None:
+        replicas = self.switch.multicast_groups.get(group)
+        if replicas is None:
+            self.stats.dropped_unknown_group += 1
+            return
+        # Copies of a multicast lose what was requested for the packet, truncation included.
+        phv[TRUNCATE_TO] = UNLIMITED
+        self.replicate(phv, frame, at, replicas)
+
+    def replicate(
+        self, phv: Phv, frame: bytes, at: int, replicas: Sequence[tuple[int, int]]
+    ) -> None:
+        rid_slot = self.pipeline.target.egress_rid
+        phv[RECIRCULATE_LIST] = 0
+        for port, rid in replicas:
+            copy = phv[:]
+            if rid_slot >= 0:
+                copy[rid_slot] = rid
+            self.enqueue(_Copy(port, copy, frame, at))
+
+    def enqueue(self, copy: _Copy) -> None:
+        target = self.pipeline.target
+        if target.priority >= 0 and copy.phv[target.priority]:
+            # simple_switch has one queue a port unless it is told otherwise.
+            self.stats.dropped_priority += 1
+            return
+        self.egress_queue.append(copy)
+
+    # --- egress -----------------------------------------------------------------------------
+
+    def egress(self, copy: _Copy) -> None:
+        pipeline, stats, phv = self.pipeline, self.stats, copy.phv
+        target = pipeline.target
+        stats.egress_passes += 1
+        now = self.now_us & pipeline.timestamp_mask
+        if target.egress_timestamp >= 0:
+            phv[target.egress_timestamp] = now
+        if target.enq_timestamp >= 0:
+            phv[target.enq_timestamp] = now & 0xFFFFFFFF
+        phv[target.egress_port] = copy.port
+        # Something else than the drop port, which would drop the packet.
+        phv[target.egress_spec] = (pipeline.drop + 1) & 0x1FF
+        phv[target.packet_length] = phv[PACKET_LENGTH]
+        node = pipeline.egress
+        while node is not None:
+            node = node.apply(phv)
+            if phv[EXIT]:
+                phv[EXIT] = 0
+                break
+
+        if phv[CLONE_SESSION]:
+            self.clone_egress(copy)
+        if phv[target.egress_spec] == pipeline.drop:
+            stats.dropped_egress += 1
+            return
+        out = pipeline.deparser.deparse(phv, copy.frame, copy.at)
+        if phv[RECIRCULATE_LIST]:
+            again = self.new_packet(len(out))
+            self.keep(again, phv, phv[RECIRCULATE_LIST], RECIRCULATED)
+            again[target.packet_length] = len(out)
+            stats.recirculated += 1
+            self.next_pass(again, out)
+            return
+        if phv[TRUNCATE_TO] < len(out):
+            out = out[: phv[TRUNCATE_TO]]
+        self.sent.append((copy.port, out))
+
+    def clone_egress(self, original: _Copy) -> None:
+        phv = original.phv
+        session = self.take_clone_session(phv)
+        field_list = phv[CLONE_FIELD_LIST]
+        phv[CLONE_FIELD_LIST] = 0
+        if session is None:
+            return
+        self.clones += 1
+        if self.clones >= MAX_PASSES:
+            self.stats.dropped_recirculation_bound += 1
+            return
+        copy = phv[:]
+        self.keep(copy, phv, field_list, EGRESS_CLONE)
+        copy[TRUNCATE_TO] = UNLIMITED
+        self.send_clone(session, copy, original.frame, original.at)
+
+
+# --- construction -----------------------------------------------------------------------------
+
+
+def _replicas(replicas: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    if len(replicas) > MAX_REPLICAS:
+        raise ReplicationError(f"{len(replicas)} replicas; at most {MAX_REPLICAS} are possible")
+    for port, rid in replicas:
+        if not 0 <= port <= 0x1FF or not 0 <= rid <= 0xFFFF:
+            raise ReplicationError(f"a replica cannot be (port {port}, rid {rid})")
+    return [(port, rid) for port, rid in replicas]
+
+
+def _target(program: Program, layout: Layout) -> _Target:
+    def slot(name: str) -> int:
+        ref = program.intrinsic_field(name)
+        return -1 if ref is None else layout.slot(ref)
+
+    for name in ("ingress_port", "egress_spec", "egress_port"):
+        ref = program.intrinsic_field(f"standard_metadata.{name}")
+        if ref is None or layout.width(ref) != 9:
+            raise ProgramError(f"standard_metadata.{name} is not 9 bits wide")
+    return _Target(
+        ingress_port=slot("standard_metadata.ingress_port"),
+        egress_spec=slot("standard_metadata.egress_spec"),
+        egress_port=slot("standard_metadata.egress_port"),
+        instance_type=slot("standard_metadata.instance_type"),
+        packet_length=slot("standard_metadata.packet_length"),
+        parser_error=slot("standard_metadata.parser_error"),
+        checksum_error=slot("standard_metadata.checksum_error"),
+        ingress_timestamp=slot("intrinsic_metadata.ingress_global_timestamp"),
+        egress_timestamp=slot("intrinsic_metadata.egress_global_timestamp"),
+        mcast_grp=slot("intrinsic_metadata.mcast_grp"),
+        egress_rid=slot("intrinsic_metadata.egress_rid"),
+        priority=slot("intrinsic_metadata.priority"),
+        enq_timestamp=slot("queueing_metadata.enq_timestamp"),
+    )
+
+
+def _profile_actions(
+    program: Program, profile: int, runs: Sequence[Callable[[Phv, Sequence[int]], None]]
+) -> ActionTable:
+    """The actions of all tables that share the profile."""
+    numbers = sorted(
+        {n for t in program.tables() if t.action_profile == profile for n in t.actions}
+    )
+    return ActionTable(
+        [program.actions[n] for n in numbers],
+        [runs[n] for n in numbers],
+        program.action_profiles[profile].name,
+    )
+
+
+class _ActionCallNode:
+    def __init__(self, run: Callable[[Phv, Sequence[int]], None]) -> None:
+        self._run = run
+        self.next: Node | None = None
+
+    def apply(self, phv: Phv) -> Node | None:
+        self._run(phv, ())
+        return self.next
+
+
+class _ConditionalNode:
+    def __init__(self, condition: Callable[[Phv, Sequence[int]], bool]) -> None:
+        self._condition = condition
+        self.if_true: Node | None = None
+        self.if_false: Node | None = None
+
+    def apply(self, phv: Phv) -> Node | None:
+        return self.if_true if self._condition(phv, ()) else self.if_false
+
+
+def _control_nodes(
+    program: Program,
+    actions: Actions,
+    runs: Sequence[Callable[[Phv, Sequence[int]], None]],
+    profiles: Sequence[Profile],
+) -> list[Node]:
+    """Make all nodes, then link them: they refer to each other freely."""
+    nodes: list[Node] = []
+    for spec in program.nodes:
+        if isinstance(spec, ir.Table):
+            profile = None if spec.action_profile is None else profiles[spec.action_profile]
+            nodes.append(Table(spec, actions.layout, program.actions, runs, profile))
+        elif isinstance(spec, ir.Conditional):
+            nodes.append(_ConditionalNode(actions.condition(spec.condition)))
+        else:
+            nodes.append(_ActionCallNode(runs[spec.action]))
+
+    def at(number: int | None) -> Node | None:
+        return None if number is None else nodes[number]
+
+    for spec, node in zip(program.nodes, nodes, strict=True):
+        if isinstance(spec, ir.Table) and isinstance(node, Table):
+            meter = None if spec.meter is None else program.meters[spec.meter]
+            node.link(
+                [at(n) for n in spec.next_by_action],
+                at(spec.next_hit),
+                at(spec.next_miss),
+                None if meter is None or meter.target is None else actions.setter(meter.target),
+                "" if meter is None else meter.unit,
+            )
+        elif isinstance(spec, ir.Conditional) and isinstance(node, _ConditionalNode):
+            node.if_true, node.if_false = at(spec.if_true), at(spec.if_false)
+        elif isinstance(spec, ir.ActionCall) and isinstance(node, _ActionCallNode):
+            node.next = at(spec.next)
+    return nodes

@@ -1,0 +1,1422 @@
+"""Defences of docs/security.md, each taken out by a small named change.
+
+A mutation replaces a function by one that does not defend, or edits the compiled P4 program, for
+as long as a `with` lasts, and says which tests of which row must then fail. Rows are named by the
+words with which they begin in the page's table. The product is imported where a mutation needs it,
+and not before: this module is also read by every process that a mutated test starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import p4_edits
+from p4_edits import Json
+
+TakeOut = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defence taken out."""
+
+    name: str
+    breaks: Mapping[str, Sequence[str]]
+    """By row, the tests that must fail; one with a case in brackets: that case."""
+    take_out: TakeOut
+    also: Sequence[str] = ()
+    """Tests that the table does not name and that must fail, too."""
+    line: str = ""
+    """What stands in the line at which they fail."""
+    errors: frozenset[str] = frozenset({"AssertionError", "Failed"})
+    """How they fail; `Failed` is pytest's, where an expected error does not come."""
+    in_daemons: bool = False
+    """Whether it is also taken out in processes that the tests start."""
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        named = [test for tests in self.breaks.values() for test in tests]
+        return tuple(dict.fromkeys([*named, *self.also]))
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(
+    name: str,
+    breaks: Mapping[str, Sequence[str]],
+    *,
+    also: Sequence[str] = (),
+    line: str = "",
+    errors: Sequence[str] = (),
+    in_daemons: bool = False,
+) -> Callable[[TakeOut], TakeOut]:
+    """Register a function that makes the change, as a context manager."""
+
+    def register(take_out: TakeOut) -> TakeOut:
+        assert name not in MUTATIONS, name
+        kinds = frozenset({"AssertionError", "Failed", *errors})
+        MUTATIONS[name] = Mutation(name, breaks, take_out, also, line, kinds, in_daemons)
+        return take_out
+
+    return register
+
+
+def p4_mutation(
+    name: str, breaks: Mapping[str, Sequence[str]], *, also: Sequence[str] = (), line: str = ""
+) -> Callable[[Callable[[Json], None]], Callable[[Json], None]]:
+    """Register an edit of the compiled programs of the software targets."""
+
+    def register(edit: Callable[[Json], None]) -> Callable[[Json], None]:
+        mutation(name, breaks, also=also, line=line)(lambda: edited_program(edit))
+        return edit
+
+    return register
+
+
+@contextmanager
+def edited_program(edit: Callable[[Json], None]) -> Iterator[None]:
+    """Have `kvcast.p4.artefact` find programs that were edited."""
+    import kvcast.p4
+
+    package = Path(str(kvcast.p4.files("kvcast.p4")))
+    with tempfile.TemporaryDirectory(prefix="kvs-p4-", dir="/tmp") as name:
+        for folder in (package / "generated").iterdir():
+            copy = Path(name) / "generated" / folder.name
+            if not (folder / "kvcast.json").exists():
+                copy.parent.mkdir(exist_ok=True)
+                copy.symlink_to(folder)
+                continue
+            copy.mkdir(parents=True)
+            for file in folder.iterdir():
+                (copy / file.name).symlink_to(file)
+            program = json.loads((folder / "kvcast.json").read_bytes())
+            before = json.dumps(program)
+            edit(program)
+            assert json.dumps(program) != before, f"{folder.name}: there was nothing to edit"
+            (copy / "kvcast.json").unlink()
+            (copy / "kvcast.json").write_text(json.dumps(program))
+        with mock.patch.object(kvcast.p4, "files", return_value=name):
+            yield
+
+
+# --- how functions are replaced -------------------------------------------------------------------
+
+
+def replaced(target: str, new: Any) -> AbstractContextManager[object]:
+    """`mock.patch` with a plain object; AttributeError where there is no such name."""
+    return mock.patch(target, new)
+
+
+def around(target: str, make: Callable[[Any], Any]) -> AbstractContextManager[object]:
+    """Replace a function or method by what `make` makes of it."""
+    home, _, name = target.rpartition(".")
+    return mock.patch(target, make(getattr(_found(home), name)))
+
+
+def _found(path: str) -> Any:
+    names = path.split(".")
+    for at in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:at]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[at:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+@contextmanager
+def all_of(*changes: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+async def says_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+# === tenant against tenant ========================================================================
+
+GUESSES = "reads another's block by guessing"
+HAS_SECRET = "has the secret although"
+BEFORE_SECRET = "reads what was cached before"
+FOREIGN_NODE = "reads a namespace from a node"
+SOCKET_TENANT = "uses another's namespace through"
+POISONS = "poisons another's block"
+DROPS = "evicts another's blocks, by dropping"
+FILLS = "evicts another's blocks, by filling"
+TIMES = "learns from timing"
+SHARES_ENTRY = "shares the switch's pending"
+NAMES = "uses up the names"
+SOCKET_FLOOD = "floods the local socket"
+
+PROBER = "test_without_the_secret_a_prober_can_address_nothing"
+ONE_TENANT = "test_a_client_of_one_tenant_does_nothing_in_anothers_namespace"
+
+
+@mutation("agents use the engine's key as it is", {GUESSES: [PROBER], POISONS: [PROBER]})
+def _keys_not_derived() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.hostagent.core.agent.AgentCore.pool_keys", lambda _self, _ns, keys: keys
+    )
+
+
+@mutation(
+    "a derived key does not depend on the secret",
+    {GUESSES: ["test_one_prompt_has_unrelated_keys_in_two_namespaces"]},
+)
+def _secret_not_used() -> AbstractContextManager[object]:
+    return around(
+        "kvcast.protocol.namespace_secrets.KeyDerivation.__init__",
+        lambda init: lambda self, _secret: init(self, bytes(32)),
+    )
+
+
+@mutation(
+    "a home answers READs by the engine's key, too",
+    {GUESSES: [PROBER]},
+    line="OP_MISS",
+)
+def _home_derives() -> AbstractContextManager[object]:
+    def derives(lookup: Any) -> Any:
+        def derived(self: Any, block: Any) -> Any:
+            (key,) = self.pool_keys(block.namespace, [block.key])
+            return lookup(self, block) or lookup(self, type(block)(block.namespace, key))
+
+        return derived
+
+    return around("kvcast.hostagent.core.agent.AgentCore._lookup", derives)
+
+
+def _entry_point_derives(name: str) -> AbstractContextManager[object]:
+    """A request at the bulk entry point is served by the engine's keys."""
+    import msgspec
+    from kvcast.hostagent.core.agent import AgentCore
+
+    cores: dict[int, AgentCore] = {}
+    init = AgentCore.__init__
+
+    def remembers(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        cores[id(self.serving)] = self
+
+    def derives(serve: Any) -> Any:
+        def served(self: Any, caller: str, asked: Any) -> Any:
+            keys = asked.keys if hasattr(asked, "keys") else [asked.key]
+            derived = cores[id(self)].pool_keys(asked.namespace, keys)
+            new = {"keys": derived} if hasattr(asked, "keys") else {"key": derived[0]}
+            return serve(self, caller, msgspec.structs.replace(asked, **new))
+
+        return served
+
+    return all_of(
+        mock.patch.object(AgentCore, "__init__", remembers),
+        around(f"kvcast.hostagent.core.serving.Serving.{name}", derives),
+    )
+
+
+@mutation(
+    "the bulk entry point serves blocks by the engine's key", {GUESSES: [PROBER]}, line="NOT_FOUND"
+)
+def _get_derives() -> AbstractContextManager[object]:
+    return _entry_point_derives("get")
+
+
+@mutation(
+    "the bulk entry point drops blocks by the engine's key", {DROPS: [PROBER]}, line="BulkDrop"
+)
+def _drop_derives() -> AbstractContextManager[object]:
+    return _entry_point_derives("drop")
+
+
+@mutation(
+    "the bulk entry point says by the engine's key what is there",
+    {TIMES: [PROBER]},
+    line="unpack_bitmap",
+)
+def _exists_derives() -> AbstractContextManager[object]:
+    return _entry_point_derives("exists")
+
+
+@mutation(
+    "a node without the secret puts under the engine's key", {POISONS: [PROBER]}, line="raises"
+)
+def _put_without_secret() -> AbstractContextManager[object]:
+    def lenient(pool_keys: Any) -> Any:
+        def keys_of(self: Any, namespace: int, keys: list[bytes]) -> Any:
+            return pool_keys(self, namespace, keys) if namespace in self._secrets else keys
+
+        return keys_of
+
+    return around("kvcast.hostagent.core.agent.AgentCore.pool_keys", lenient)
+
+
+@mutation(
+    "every node is given every secret",
+    {HAS_SECRET: ["test_a_secret_goes_to_no_node_but_its_tenants"]},
+)
+def _secrets_for_all() -> AbstractContextManager[object]:
+    def for_all(self: Any, _node_id: str) -> Any:
+        from kvcast.protocol.messages.control import NamespaceSecret
+
+        return [NamespaceSecret(number, secret) for number, secret in sorted(self.secrets.items())]
+
+    return replaced("kvcast.controller.core.namespaces.Names.secrets_for", for_all)
+
+
+@mutation(
+    "agents keep what they held before the secret",
+    {BEFORE_SECRET: ["test_what_was_kept_before_the_secret_is_forgotten"]},
+)
+def _kept_before_secret() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns: 0)
+
+
+@mutation(
+    "the switch keeps what was resident before the secret",
+    {BEFORE_SECRET: ["test_residents_under_without_secret_keys_leave_the_switch"]},
+)
+def _resident_before_secret() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.core.tiers.Tiers.forget", nothing)
+
+
+@p4_mutation(
+    "namespace_guard lets every port read every namespace",
+    {FOREIGN_NODE: ["test_a_namespace_must_be_allowed_on_the_port"]},
+)
+def _namespace_guard_open(data: Json) -> None:
+    p4_edits.default(data, "namespace_guard", "allow")
+
+
+@mutation(
+    "agents answer READs whatever their namespace",
+    {FOREIGN_NODE: ["test_a_read_of_a_namespace_its_sender_may_not_use_is_dropped"]},
+)
+def _reads_of_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.pool.Pool.may_use", yes)
+
+
+@mutation(
+    "the bulk entry point serves every node every namespace",
+    {FOREIGN_NODE: ["test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused"]},
+    also=["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"],
+)
+def _bulk_of_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.serving.Serving._may_use", yes)
+
+
+@mutation(
+    "the local socket does not look at a client's tenants",
+    {SOCKET_TENANT: [ONE_TENANT]},
+)
+def _sessions_of_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.sessions.Session._may_use", yes)
+
+
+@mutation(
+    "every user of the machine gets in for all tenants",
+    {SOCKET_TENANT: ["test_another_user_gets_what_its_rule_says"]},
+)
+def _rules_ignored() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.network.local_server.tenants_of", nothing)
+
+
+@mutation(
+    "a put that is not its digest's bytes is kept",
+    {POISONS: ["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"]},
+    line="wrong_digest",
+)
+def _put_not_verified() -> AbstractContextManager[object]:
+    def believes(end_put: Any) -> Any:
+        def end(self: Any, put: Any, copy: Any) -> Any:
+            with mock.patch("kvcast.hostagent.core.serving.digest_of", return_value=put.digest):
+                return end_put(self, put, copy)
+
+        return end
+
+    return around("kvcast.hostagent.core.serving.Serving.end_put", believes)
+
+
+@mutation(
+    "who is no home of a block takes it",
+    {POISONS: ["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"]},
+    line="not_home",
+)
+def _taken_by_strangers() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.pool.Pool.is_home", yes)
+
+
+@mutation(
+    "a later put takes the place of the block that is held",
+    {POISONS: ["test_the_first_copy_of_a_key_stays"]},
+    line="block.data",
+)
+def _last_put_wins() -> AbstractContextManager[object]:
+    def forgets(begin_put: Any) -> Any:
+        def begin(self: Any, caller: str, put: Any) -> Any:
+            from kvcast.protocol.messages.wire import BlockId
+
+            self._store.drop(BlockId(put.namespace, put.key))
+            return begin_put(self, caller, put)
+
+        return begin
+
+    return around("kvcast.hostagent.core.serving.Serving.begin_put", forgets)
+
+
+@mutation("clients of one tenant drop another's blocks", {DROPS: [ONE_TENANT]}, line="Failed")
+def _drops_of_all() -> AbstractContextManager[object]:
+    return _session_forgets_tenants_for("Drop")
+
+
+def _session_forgets_tenants_for(*kinds: str) -> AbstractContextManager[object]:
+    def forgets(handle: Any) -> Any:
+        def handles(self: Any, now: float, request: Any) -> None:
+            with ExitStack() as stack:
+                if type(request).__name__ in kinds:
+                    stack.enter_context(mock.patch.object(self, "_tenants", None))
+                handle(self, now, request)
+
+        return handles
+
+    return around("kvcast.hostagent.core.sessions.Session.handle", forgets)
+
+
+@mutation("restricted clients see the counters", {TIMES: [ONE_TENANT]}, line="Failed")
+def _counters_for_all() -> AbstractContextManager[object]:
+    return _session_forgets_tenants_for("GetStats")
+
+
+@mutation("restricted clients see all tenants' names", {TIMES: [ONE_TENANT]}, line="described")
+def _names_for_all() -> AbstractContextManager[object]:
+    def forgets(describe: Any) -> Any:
+        def describes(self: Any, request: Any) -> None:
+            if request.keys:
+                return describe(self, request)
+            with mock.patch.object(self, "_tenants", None):
+                return describe(self, request)
+
+        return describes
+
+    return around("kvcast.hostagent.core.sessions.Session._describe", forgets)
+
+
+@mutation(
+    "quotas evict whatever is oldest",
+    {FILLS: ["test_a_namespace_evicts_only_its_own_blocks_for_its_quota"]},
+    line="peek",
+)
+def _quota_of_all() -> AbstractContextManager[object]:
+    def evicts_oldest(self: Any, namespace: int, state: Any, more_bytes: int) -> None:
+        quota = self._quotas.get(namespace, self._default_quota)
+        if quota and state.used_bytes + more_bytes > quota:
+            self._evict(next(iter(self._evictable.values())))
+
+    return replaced("kvcast.hostagent.core.store.Store._respect_quota", evicts_oldest)
+
+
+@mutation(
+    "quotas are not kept", {FILLS: ["test_a_namespace_evicts_only_its_own_blocks_for_its_quota"]}
+)
+def _no_quota() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.store.Store._respect_quota", nothing)
+
+
+@p4_mutation(
+    "a pending entry's fingerprint leaves out the namespace",
+    {SHARES_ENTRY: ["test_tenants_never_share_an_entry"]},
+)
+def _fingerprint_without_namespace(data: Json) -> None:
+    for action in data["actions"]:
+        for primitive in action["primitives"]:
+            # The compiler puts the fingerprint's making into the comparison with it, too.
+            target = str(primitive["parameters"][0].get("value"))
+            if "state_t._fingerprint" in target or "state_t._mine" in target:
+                _without_field(primitive["parameters"][1], ["kvcast", "namespace"])
+
+
+def _without_field(part: Any, field: list[str]) -> None:
+    """Put 0 in a field's place, wherever it stands in an expression."""
+    if isinstance(part, dict):
+        if part.get("type") == "field" and part.get("value") == field:
+            part["type"], part["value"] = "hexstr", "0x0"
+            return
+        part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            _without_field(each, field)
+
+
+@p4_mutation(
+    "a READ joins whatever waits in its entry",
+    {SHARES_ENTRY: ["test_tenants_never_share_an_entry"]},
+)
+def _entry_not_matched(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
+
+
+@mutation(
+    "whoever asks is a tenant",
+    {NAMES: ["test_a_secret_goes_to_no_node_but_its_tenants"]},
+    line="isinstance(refused, Refused)",
+)
+def _any_tenant() -> AbstractContextManager[object]:
+    def lenient(namespace: Any) -> Any:
+        def find(self: Any, tenant: str, *rest: str) -> Any:
+            if tenant in self.rules.tenants:
+                return namespace(self, tenant, *rest)
+            from kvcast.controller.core.namespaces import TenantRules
+
+            with mock.patch.object(self, "rules", TenantRules(secrets=self.rules.secrets)):
+                return namespace(self, tenant, *rest)
+
+        return find
+
+    return around("kvcast.controller.core.namespaces.Names.namespace", lenient)
+
+
+@mutation("namespaces are not counted", {NAMES: ["test_names_are_bounded"]}, line="raises")
+def _endless_namespaces() -> AbstractContextManager[object]:
+    class Uncounted(dict[Any, Any]):
+        def __len__(self) -> int:
+            return 0
+
+    return around(
+        "kvcast.controller.core.namespaces.Names.__init__",
+        lambda init: lambda self, *a, **k: init(self, *a, **{"namespaces": Uncounted()} | k),
+    )
+
+
+@mutation(
+    "a namespace has as many groups as it likes",
+    {NAMES: ["test_names_are_bounded"]},
+    line="raises",
+)
+def _endless_groups() -> AbstractContextManager[object]:
+    def uncounted(items: Any) -> int:
+        return 0 if isinstance(items, list) else len(items)
+
+    return mock.patch("kvcast.controller.core.namespaces.len", uncounted, create=True)
+
+
+@mutation(
+    "a client has as many requests under way as it likes",
+    {SOCKET_FLOOD: ["test_more_requests_than_the_bound_are_busy"]},
+)
+def _endless_requests() -> AbstractContextManager[object]:
+    def uncounted(handle: Any) -> Any:
+        def handles(self: Any, now: float, request: Any) -> None:
+            self._in_flight = 0
+            handle(self, now, request)
+
+        return handles
+
+    return around("kvcast.hostagent.core.sessions.Session.handle", uncounted)
+
+
+# === host against pool ============================================================================
+
+AS_NODE = "registers as another node"
+AS_NODE_IN_BULK = "calls itself another node"
+AS_CONTROLLER = "poses as the controller"
+AS_NODE_AT_ADDRESS = "poses as a node at its address"
+PROGRAMS = "programs the switch"
+SPOOFS = "sends from another host's address"
+ANSWERS = "answers for buckets"
+LIES = "as a home, sends bytes"
+CONNECTIONS = "floods an entry point with connections"
+NONSENSE = "floods an entry point with nonsense"
+REQUESTS = "floods the HTTP API"
+STALE = "serves a stale copy"
+READS = "floods a home with READs"
+ENTRIES = "fills the switch's pending entries"
+GROUPS = "has the switch send blocks"
+
+POOL_OVER_TLS = "test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know"
+
+
+class AnyName(str):
+    """A node id that equals any other."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+    def __ne__(self, _other: object) -> bool:
+        return False
+
+
+def _anybody(_writer: Any, role: str, _name: str | None = None) -> Any:
+    class Anybody:
+        name = AnyName("anybody")
+
+    return Anybody()
+
+
+@mutation(
+    "a node may register under any name", {AS_NODE: ["test_a_node_cannot_register_as_another"]}
+)
+def _any_registration() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.agent_links.expect_peer", _anybody)
+
+
+@mutation(
+    "a caller is the node that it says it is",
+    {AS_NODE_IN_BULK: ["test_agents_put_and_get_over_tls"]},
+    line="it was answered",
+)
+def _any_caller() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.network.bulk_link.expect_peer", _anybody)
+
+
+@mutation(
+    "agents register with whoever listens",
+    {AS_CONTROLLER: ["test_an_agent_does_not_register_with_a_node"]},
+)
+def _any_controller() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.network.control_link.expect_peer", _anybody)
+
+
+@mutation(
+    "callers do not ask who answers",
+    {AS_NODE_AT_ADDRESS: ["test_a_put_goes_to_nobody_but_the_node_that_it_is_for"]},
+)
+def _any_callee() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.network.bulk_link.expect_peer", _anybody)
+
+
+@mutation(
+    "every part of the cluster programs the switch",
+    {PROGRAMS: [POOL_OVER_TLS]},
+    line='answer("node-1")',
+    in_daemons=True,
+)
+def _anybody_programs() -> AbstractContextManager[object]:
+    return replaced("kvcast.switchsim.p4runtime.service.admit", nothing)
+
+
+@p4_mutation(
+    "gate does not look at what port_guard says",
+    {SPOOFS: ["test_a_source_address_belongs_to_its_port"]},
+    also=["tests/stf/test_p4_stf.py::test_scenario_passes[port_guard-v1model-reference]"],
+)
+def _any_source_address(data: Json) -> None:
+    p4_edits.ignore_key(data, "gate", "admitted")
+
+
+@p4_mutation(
+    "the parser takes a disguised datagram for ordinary",
+    {SPOOFS: ["test_no_disguise_carries_a_datagram_past_the_guard"]},
+)
+def _disguises_pass(data: Json) -> None:
+    for parser in data["parsers"]:
+        for state in parser["parse_states"]:
+            if state["name"].endswith(("tagged_frame", "options_before_udp")):
+                assert [operation["op"] for operation in state["parser_ops"]] == ["verify"]
+                state["parser_ops"] = []
+
+
+@p4_mutation(
+    "bucket_owner lets every port answer",
+    {ANSWERS: ["test_only_an_home_of_the_bucket_answers"]},
+)
+def _any_home(data: Json) -> None:
+    p4_edits.default(data, "bucket_owner", "owner")
+
+
+@mutation(
+    "readers take DATA from any node",
+    {ANSWERS: ["test_data_from_a_node_that_is_no_home_is_dropped"]},
+)
+def _any_home() -> AbstractContextManager[object]:
+    class Everybody(frozenset[int]):
+        def __contains__(self, _node: object) -> bool:
+            return True
+
+    def listens(init: Any) -> Any:
+        def listening(self: Any, *arguments: Any) -> None:
+            init(self, *arguments)
+            self.sources = Everybody()
+
+        return listening
+
+    return around("kvcast.protocol.requester._Fetch.__init__", listens)
+
+
+@mutation(
+    "readers do not check the assembled block",
+    {
+        LIES: [
+            "test_wrong_bytes_are_never_delivered_and_the_replica_answers",
+            "test_a_lie_does_not_get_into_the_switch_for_good",
+            "test_data_of_a_liar_never_becomes_a_block",
+        ]
+    },
+    in_daemons=True,
+)
+def _digest_not_checked() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.requester.assembly.Assembly.verified", yes)
+
+
+@mutation(
+    "at a listener there is room for all",
+    {CONNECTIONS: ["test_connections_beyond_the_bound_are_closed_and_counted"]},
+)
+def _endless_connections() -> AbstractContextManager[object]:
+    return replaced("kvcast.service.listener.Listener._bound_met", nothing)
+
+
+@mutation(
+    "one address may have all places", {CONNECTIONS: ["test_one_address_cannot_take_all_places"]}
+)
+def _endless_connections_of_one() -> AbstractContextManager[object]:
+    def bound_met(self: Any, _address: str) -> str | None:
+        return "connections_at_bound" if self.connections >= self._bounds.connections else None
+
+    return replaced("kvcast.service.listener.Listener._bound_met", bound_met)
+
+
+DAWDLES = "test_who_dawdles_over_the_handshake_takes_a_place_and_loses_it"
+
+
+@mutation("who shakes hands takes no place", {CONNECTIONS: [DAWDLES]})
+def _handshakes_not_counted() -> AbstractContextManager[object]:
+    def connections(self: Any) -> int:
+        self._forget_closed()
+        return len(self._open)
+
+    return replaced("kvcast.service.listener.Listener.connections", property(connections))
+
+
+@mutation("a handshake may take for ever", {CONNECTIONS: [DAWDLES]})
+def _endless_handshakes() -> AbstractContextManager[object]:
+
+    return replaced("asyncio.sslproto.SSLProtocol._check_handshake_timeout", nothing)
+
+
+def _nameless(target: str, named: str, error: type[Exception]) -> AbstractContextManager[object]:
+    """A function's named errors come out of it as another, which its entry point does not name."""
+    home, _, name = named.rpartition(".")
+    kind = getattr(_found(home), name)
+
+    def forgets(function: Any) -> Any:
+        def nameless(*arguments: Any, **rest: Any) -> Any:
+            try:
+                return function(*arguments, **rest)
+            except kind as cause:
+                raise error(str(cause)) from cause
+
+        return nameless
+
+    return around(target, forgets)
+
+
+@mutation(
+    "what an entry point gets wrong comes out as an error that it does not name",
+    {NONSENSE: ["test_a_entry_point_takes_hostile_inputs_well"]},
+)
+def _nameless_errors() -> AbstractContextManager[object]:
+    class NoFramingError(Exception):
+        """Nobody raises it, so a handler of it handles nothing."""
+
+    async def pin_body(request: Any) -> Any:
+        import msgspec
+        from kvcast.controller.http.api import PinBody
+
+        return msgspec.json.decode(await request.read(), type=PinBody)
+
+    return all_of(
+        replaced("kvcast.bench.fuzz.engine._SHRINK_TRIES", 5),  # what is found need not be small
+        _nameless(
+            "kvcast.protocol.messages.wire.decode",
+            "kvcast.protocol.messages.wire.WireError",
+            KeyError,
+        ),
+        _nameless(
+            "kvcast.hostagent.core.arena._remove_stale",
+            "kvcast.hostagent.core.arena.ArenaError",
+            KeyError,
+        ),
+        replaced("kvcast.hostagent.network.local_server.FramingError", NoFramingError),
+        replaced("kvcast.hostagent.network.bulk_link.FramingError", NoFramingError),
+        replaced("kvcast.controller.core.pool.NameRequestError", NoFramingError),
+        _nameless(
+            "kvcast.hostagent.core.pool.Pool.__init__",
+            "kvcast.hostagent.core.pool.PoolMapError",
+            KeyError,
+        ),
+        replaced("kvcast.controller.http.api._pin_body", pin_body),
+        _nameless("kvcast.switchsim.loader.load", "kvcast.switchsim.ir.ProgramError", KeyError),
+        replaced("kvcast.switchsim.p4runtime.errors.P4RuntimeError", RuntimeError),
+        _nameless(
+            "kvcast.controller.http.tokens.parse",
+            "kvcast.controller.http.tokens.TokensError",
+            KeyError,
+        ),
+        _nameless(
+            "kvcast.workloads.generators.read_trace",
+            "kvcast.workloads.generators.WorkloadError",
+            KeyError,
+        ),
+        _nameless("kvcast.service.options.parse_with_config", "builtins.SystemExit", KeyError),
+    )
+
+
+@mutation(
+    "an agent does not count the clients that it cuts off",
+    {NONSENSE: ["test_no_entry_point_breaks_and_everything_is_accounted_for"]},
+    line="problems",
+    in_daemons=True,
+)
+def _offences_not_counted() -> AbstractContextManager[object]:
+    def complains(self: Any, what: str, _why: str) -> None:
+        if what == "a client was cut off":
+            self._core.metrics.local_protocol_errors_total -= 1
+
+    return replaced("kvcast.hostagent.network.local_server.LocalServer.complain", complains)
+
+
+@mutation(
+    "no client of the HTTP API has a rate",
+    {REQUESTS: ["test_a_client_beyond_its_rate_is_told_when_to_come_back"]},
+)
+def _no_rate() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.limits.RateLimit.wait_s", lambda *_: 0.0)
+
+
+@mutation("a body may be of any length", {REQUESTS: ["test_a_body_beyond_the_bound_is_refused"]})
+def _endless_bodies() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.api.MAX_BODY_BYTES", 1 << 30)
+
+
+@mutation(
+    "a connection may stay without asking for anything",
+    {REQUESTS: ["test_a_connection_that_asks_for_nothing_is_closed"]},
+)
+def _silent_connections() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.api.HttpApi._must_speak", nothing)
+
+
+@p4_mutation(
+    "what is stored in a slot is valid in every generation",
+    {STALE: ["test_a_new_generation_starts_empty"]},
+)
+def _generation_ignored(data: Json) -> None:
+    for pipeline in data["pipelines"]:
+        for condition in pipeline["conditionals"]:
+            text = json.dumps(condition["expression"])
+            if "slot_validity_" in text and "state_t._generation" in text:
+                condition["true_next"] = condition["false_next"]
+
+
+def _home_without(**bounds: int) -> AbstractContextManager[object]:
+    def unbounded(init: Any) -> Any:
+        def begins(self: Any, config: Any, **rest: Any) -> None:
+            init(self, replace(config, **bounds), **rest)
+
+        return begins
+
+    return around("kvcast.protocol.responder.Responder.__init__", unbounded)
+
+
+@mutation(
+    "one reader's answers may fill a home's queue",
+    {READS: ["test_a_reader_cannot_fill_the_queue_for_others"]},
+)
+def _endless_answers_of_one() -> AbstractContextManager[object]:
+    return _home_without(max_jobs_per_reader=1 << 30)
+
+
+@mutation(
+    "all answers of a home may wait", {READS: ["test_a_reader_cannot_fill_the_queue_for_others"]}
+)
+def _endless_answers() -> AbstractContextManager[object]:
+    return _home_without(max_jobs=1 << 30)
+
+
+@mutation("all misses of a home may wait", {READS: ["test_misses_waiting_are_bounded"]})
+def _endless_misses() -> AbstractContextManager[object]:
+    return _home_without(max_replies=1 << 30)
+
+
+@p4_mutation(
+    "a READ that meets another's entry is not sent on",
+    {ENTRIES: ["test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it"]},
+)
+def _taken_entry_swallows(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"collide": "join"})
+
+
+@p4_mutation(
+    "an entry is held for ever",
+    {ENTRIES: ["test_a_lease_that_ran_out_gives_the_entry_to_another_segment"]},
+)
+def _endless_entries(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})
+
+
+@p4_mutation(
+    "whoever names a group speaks for it", {GROUPS: ["test_a_stranger_cannot_speak_for_a_group"]}
+)
+def _group_of_strangers(data: Json) -> None:
+    for action in data["actions"]:
+        if action["name"].endswith("reader_group.intersect"):
+            (assignment,) = action["primitives"]
+            expression = assignment["parameters"][1]["value"]["value"]
+            assert expression["op"] == "&"
+            expression["right"] = {"type": "hexstr", "value": "0xffffffff"}
+
+
+@p4_mutation(
+    "a group that nobody made is everybody",
+    {GROUPS: ["test_a_group_that_nobody_made_is_no_group"]},
+)
+def _group_of_all(data: Json) -> None:
+    for action in data["actions"]:
+        for primitive in action["primitives"]:
+            target, value = primitive["parameters"][0], primitive["parameters"][-1]
+            if "reader_group_group_bits" in str(target) and value["type"] == "hexstr":
+                value["value"] = "0x0000000f"
+
+
+@mutation(
+    "a group takes nodes that may not use its namespace",
+    {GROUPS: ["test_a_group_takes_only_nodes_that_may_use_its_namespace"]},
+    errors=["IndexError"],
+)
+def _group_of_foreign_nodes() -> AbstractContextManager[object]:
+    def forgets(group: Any) -> Any:
+        def finds(self: Any, namespace: int, node_ids: list[str], known: Any) -> Any:
+            from msgspec.structs import replace as changed
+
+            open_ = {number: changed(info, nodes=[]) for number, info in self.namespaces.items()}
+            with mock.patch.object(self, "namespaces", open_):
+                return group(self, namespace, node_ids, known)
+
+        return finds
+
+    return around("kvcast.controller.core.namespaces.Names.group", forgets)
+
+
+# === network ======================================================================================
+
+READS_WIRE = "reads or changes what agents"
+REPLAYS = "replays a connection"
+GUESSES_TOKEN = "guesses a token"
+FLIPS = "flips bits"
+
+NO_CERTIFICATE = "test_nobody_without_a_certificate_of_the_cluster_gets_in"
+
+
+@mutation("no entry point asks for a certificate", {READS_WIRE: [NO_CERTIFICATE]})
+def _no_certificates() -> AbstractContextManager[object]:
+    import ssl
+
+    def asks_nobody(load: Any) -> Any:
+        def loads(self: Any) -> Any:
+            contexts = load(self)
+            contexts.server.verify_mode = ssl.CERT_NONE
+            return contexts
+
+        return loads
+
+    return around("kvcast.service.tls.Credentials._load", asks_nobody)
+
+
+@mutation("entry points open without TLS", {READS_WIRE: [NO_CERTIFICATE]})
+def _plain_entry_points() -> AbstractContextManager[object]:
+    return all_of(
+        _plain_listener(), replaced("kvcast.controller.agent_links.expect_peer", _anybody)
+    )
+
+
+def _plain_listener() -> AbstractContextManager[object]:
+    def plain(init: Any) -> Any:
+        def listens(
+            self: Any, protocol: Any, bounds: Any, _credentials: Any = None, **rest: Any
+        ) -> None:
+            init(self, protocol, bounds, None, **rest)
+
+        return listens
+
+    return around("kvcast.service.listener.Listener.__init__", plain)
+
+
+@mutation(
+    "agents speak to each other in the clear",
+    {READS_WIRE: ["test_agents_put_and_get_over_tls"]},
+    line="in the clear",
+)
+def _plain_bulk() -> AbstractContextManager[object]:
+    def plain(init: Any) -> Any:
+        def begins(self: Any, core: Any, options: Any, *rest: Any) -> None:
+            init(self, core, options, *[each for each in rest if callable(each)])
+
+        return begins
+
+    return all_of(
+        around("kvcast.hostagent.network.bulk_link.BulkServer.__init__", plain),
+        around("kvcast.hostagent.network.bulk_link.BulkCaller.__init__", plain),
+    )
+
+
+@mutation(
+    "the authority before is trusted, too",
+    {REPLAYS: ["test_a_new_authority_shuts_out_the_old_ones_nodes"]},
+)
+def _old_authorities() -> AbstractContextManager[object]:
+    def keeps(load: Any) -> Any:
+        def loads(self: Any) -> Any:
+            contexts = load(self)
+            former = getattr(self, "former", "")
+            self.former = former + self.files.ca.read_text()
+            if former:
+                contexts.server.load_verify_locations(cadata=former)
+            return contexts
+
+        return loads
+
+    return around("kvcast.service.tls.Credentials._load", keeps)
+
+
+@mutation("sessions are resumed", {REPLAYS: ["test_no_session_is_resumed"]})
+def _resumption() -> AbstractContextManager[object]:
+    import ssl
+
+    def resumes(make: Any) -> Any:
+        def context(self: Any, protocol: int) -> Any:
+            made = make(self, protocol)
+            made.options &= ~ssl.OP_NO_TICKET
+            if protocol == ssl.PROTOCOL_TLS_SERVER:
+                made.num_tickets = 2
+            return made
+
+        return context
+
+    return around("kvcast.service.tls.Credentials._context", resumes)
+
+
+@mutation(
+    "wrong tokens cost nothing",
+    {GUESSES_TOKEN: ["test_failed_authentications_are_counted_and_slowed"]},
+    line="slept",
+)
+def _free_guesses() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.limits.Failures.failed", lambda *_: 0.0)
+
+
+@mutation(
+    "any number of guesses waits at once",
+    {GUESSES_TOKEN: ["test_guesses_that_wait_at_once_are_bounded"]},
+)
+def _endless_guesses() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.api.MAX_SLOWED", 1 << 30)
+
+
+@mutation(
+    "a token has two random bytes",
+    {GUESSES_TOKEN: ["test_a_token_is_shown_once_and_kept_as_a_hash"]},
+    line="32",
+)
+def _short_tokens() -> AbstractContextManager[object]:
+    return replaced("kvcast.cli.tokens.new_token", lambda: "kvcast_AAAA")
+
+
+@mutation(
+    "the bytes are not compared with the digest",
+    {FLIPS: ["test_wrong_bytes_are_thrown_away_and_asked_for_elsewhere"]},
+)
+def _bytes_not_compared() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.requester.assembly.Assembly.verified", yes)
+
+
+@mutation(
+    "chunks of any copy go into one block", {FLIPS: ["test_chunks_of_another_copy_are_dropped"]}
+)
+def _copies_mixed() -> AbstractContextManager[object]:
+    def mixes(receive_data: Any) -> Any:
+        def takes(self: Any, now: float, source: int, run: Any, fetch: Any) -> None:
+            from msgspec.structs import replace
+
+            if (copy := fetch.assembly) is not None:
+                frame = replace(run.frame, digest=copy.digest, size=copy.size)
+                run = replace(run, frame=frame)
+            receive_data(self, now, source, run, fetch)
+
+        return takes
+
+    return around("kvcast.protocol.requester.Requester._receive_data", mixes)
+
+
+# === operators' mistakes ==========================================================================
+
+OPEN = "listens or connects beyond loopback"
+READABLE = "leaves a key or a tokens file readable"
+HALF = "copies a certificate without its key"
+ENDS = "lets a certificate end"
+VIEWERS = "gives a viewer's token"
+NOT_TAKEN_BACK = "forgets to take a token back"
+LOGS = "sends logs to where"
+OTHER_USERS = "lets another user of the node"
+
+
+@mutation(
+    "daemons go beyond loopback as they are told",
+    {
+        OPEN: [
+            "test_an_agent_does_not_leave_loopback_without_tls",
+            "test_a_controller_does_not_leave_loopback_without_tls",
+        ]
+    },
+    line="raises",
+)
+def _open_addresses() -> AbstractContextManager[object]:
+    return all_of(
+        replaced("kvcast.hostagent.daemon.refuse_open_addresses", nothing),
+        replaced("kvcast.controller.daemon.refuse_open_addresses", nothing),
+    )
+
+
+@mutation(
+    "a key that others may read is used",
+    {READABLE: ["test_a_private_key_that_others_may_read_is_refused"]},
+    line="raises",
+)
+def _readable_keys() -> AbstractContextManager[object]:
+    class Lenient:
+        S_IRWXO = S_IWGRP = 0
+
+    return replaced("kvcast.service.tls.stat", Lenient)
+
+
+@mutation(
+    "a tokens file that others may read is used",
+    {READABLE: ["test_a_file_that_others_may_read_is_refused"]},
+    line="raises",
+)
+def _readable_tokens() -> AbstractContextManager[object]:
+    import stat
+
+    class Lenient:
+        S_IRWXG = S_IRWXO = 0
+        S_ISREG = staticmethod(stat.S_ISREG)
+
+    return replaced("kvcast.controller.http.tokens.stat", Lenient)
+
+
+@mutation(
+    "certificates and keys are written for everybody",
+    {READABLE: ["test_every_file_is_its_owners_alone"]},
+)
+def _written_for_all() -> AbstractContextManager[object]:
+    def for_all(write: Any) -> Any:
+        def writes(path: Path, content: bytes) -> None:
+            write(path, content)
+            path.chmod(0o644)
+
+        return writes
+
+    return around("kvcast.service.authority._write", for_all)
+
+
+@mutation(
+    "the controller's state is written for everybody",
+    {READABLE: ["test_secrets_outlive_the_controller_in_a_file_of_its_own"]},
+    line="0o600",
+)
+def _state_for_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.store._make_private", nothing)
+
+
+@mutation(
+    "files that do not fit are taken into use",
+    {HALF: ["test_files_that_do_not_fit_leave_the_old_certificate_in_force"]},
+    line="is before",
+)
+def _any_pair() -> AbstractContextManager[object]:
+    import ssl
+
+    def empties(keep_old: Any) -> Any:
+        def gives_up(self: Any, stamp: Any, error: Any) -> None:
+            keep_old(self, stamp, error)
+            empty = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._contexts = type(self._contexts)(empty, empty, empty)
+
+        return gives_up
+
+    return around("kvcast.service.tls.Credentials._keep_old", empties)
+
+
+@mutation(
+    "daemons read their certificate once",
+    {ENDS: ["test_a_new_certificate_is_shown_without_a_restart"]},
+    line="serial",
+)
+def _read_once() -> AbstractContextManager[object]:
+    return replaced("kvcast.service.tls.Credentials.refresh", lambda _self: False)
+
+
+@mutation(
+    "the switch reads its certificate once",
+    {ENDS: ["test_the_switch_shows_a_new_certificate_without_a_restart"]},
+    line="serial",
+)
+def _switch_reads_once() -> AbstractContextManager[object]:
+    return replaced("kvcast.switchsim.p4runtime.tls.CertificateFiles._renewed", nothing)
+
+
+@mutation(
+    "renew writes no new certificates",
+    {ENDS: ["test_renew_replaces_what_ends_soon_and_keeps_who_it_is"]},
+)
+def _nothing_renewed() -> AbstractContextManager[object]:
+    def once(issue: Any) -> Any:
+        def issues(self: Any, part: Any, **rest: Any) -> Any:
+            from kvcast.service.authority import folder_name, read_part
+
+            folder = self.folder / folder_name(part.identity)
+            return read_part(folder) if folder.exists() else issue(self, part, **rest)
+
+        return issues
+
+    return around("kvcast.service.authority.Authority.issue", once)
+
+
+@mutation(
+    "a viewer may change things",
+    {VIEWERS: ["test_roles_decide_who_may_read_and_who_may_change"]},
+    line="403",
+)
+def _viewers_change() -> AbstractContextManager[object]:
+    return around(
+        "kvcast.controller.http.api.HttpApi._roles",
+        lambda roles: lambda self, request: ("viewer", "operator") if roles(self, request) else (),
+    )
+
+
+@mutation(
+    "who has no token reads",
+    {VIEWERS: ["test_roles_decide_who_may_read_and_who_may_change"]},
+    line="401",
+)
+def _anybody_reads() -> AbstractContextManager[object]:
+    return around(
+        "kvcast.controller.http.api.HttpApi._roles",
+        lambda roles: lambda self, request: roles(self, request) or ("viewer",),
+    )
+
+
+@mutation(
+    "the tokens file is read once",
+    {NOT_TAKEN_BACK: ["test_a_removed_token_is_useless_at_once"]},
+    line="refresh",
+)
+def _tokens_read_once() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.tokens.TokensFile.refresh", lambda _self: False)
+
+
+@mutation(
+    "tokens never end",
+    {NOT_TAKEN_BACK: ["test_a_token_is_shown_once_and_kept_as_a_hash"]},
+    line="days=366",
+)
+def _endless_tokens() -> AbstractContextManager[object]:
+    import datetime
+
+    return around(
+        "kvcast.controller.http.tokens.TokensFile.who",
+        lambda who: lambda self, token, _today: who(self, token, datetime.date(2000, 1, 1)),
+    )
+
+
+@mutation(
+    "tokens lie in their file as they are",
+    {NOT_TAKEN_BACK: ["test_a_token_is_shown_once_and_kept_as_a_hash"]},
+    line="read_text",
+)
+def _tokens_in_the_clear() -> AbstractContextManager[object]:
+    def with_secret(write: Any) -> Any:
+        from kvcast.cli import tokens as command
+
+        def writes(path: Path, tokens: Any) -> None:
+            write(path, tokens)
+            with path.open("a") as file:
+                file.writelines(f"# {secret}\n" for secret in made)
+
+        made: list[str] = []
+        new_token = command.new_token
+
+        def makes() -> str:
+            made.append(new_token())
+            return made[-1]
+
+        command.new_token = makes
+        return writes
+
+    return around("kvcast.cli.tokens.write", with_secret)
+
+
+LOG_TEST = "test_no_secret_is_in_any_log"
+
+
+@mutation("the HTTP API logs what is refused", {LOGS: [LOG_TEST]}, line="token")
+def _tokens_logged() -> AbstractContextManager[object]:
+    def logs(roles: Any) -> Any:
+        def logging_(self: Any, request: Any) -> Any:
+            from kvcast.controller.http.api import log
+
+            log.debug("request with %s", request.headers.get("Authorization"))
+            return roles(self, request)
+
+        return logging_
+
+    return around("kvcast.controller.http.api.HttpApi._roles", logs)
+
+
+@mutation("agents log what the controller says", {LOGS: [LOG_TEST]}, line="form")
+def _secrets_logged() -> AbstractContextManager[object]:
+    def logs(new_secrets: Any) -> Any:
+        def logging_(self: Any, message: Any) -> None:
+            import logging
+
+            for given in message.secrets:
+                logging.getLogger("kvcast.hostagent").debug("secret %s", given.secret.hex())
+            new_secrets(self, message)
+
+        return logging_
+
+    return around("kvcast.hostagent.core.agent.AgentCore._new_secrets", logs)
+
+
+@mutation(
+    "messages with secrets print them", {LOGS: ["test_no_printed_form_shows_a_secret"]}, line="repr"
+)
+def _secrets_printed() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.protocol.messages.control.NamespaceSecret.__repr__",
+        lambda self: f"NamespaceSecret({self.secret!r})",
+    )
+
+
+@mutation(
+    "the socket is open to all users",
+    {OTHER_USERS: ["test_the_socket_is_its_owners_alone_unless_others_are_let_in"]},
+)
+def _open_socket() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.access.AccessRules.lets_others_in", property(yes))
+
+
+@mutation("whom no rule names gets in", {OTHER_USERS: ["test_whom_no_rule_names_is_not_let_in"]})
+def _anybody_in() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.access.tenants_of", nothing)
+
+
+# === for the judge ================================================================================
+
+FOR_THE_JUDGE: dict[str, Mutation] = {
+    "nothing": Mutation("nothing", {}, lambda: all_of()),
+    "planted nowhere": Mutation(
+        "planted nowhere", {}, lambda: replaced("kvcast.controller.core.namespaces.no_such_name", 1)
+    ),
+    "no import": Mutation(
+        "no import",
+        {},
+        lambda: mock.patch.dict("sys.modules", {"kvcast.controller.core.namespaces": None}),
+    ),
+}
+
+
+# --- what changes what a key or a number names ----------------------------------------------------
+
+
+@mutation(
+    "puts are taken whatever their namespace means",
+    {
+        "reads what was on its way when there came to be a secret": [
+            "test_a_put_that_was_begun_before_the_secret_is_not_taken_after_it"
+        ]
+    },
+)
+def _meaning_not_compared() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.pool.Pool.meaning_of", lambda _self, _namespace: 0)
+
+
+@mutation(
+    "fetches go on when their namespace changes",
+    {
+        "reads what was on its way when there came to be a secret": [
+            "test_a_fetch_ends_when_what_its_key_names_is_not_known_any_more"
+        ]
+    },
+)
+def _fetches_go_on() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.hostagent.core.reads.Reads.forget_namespaces", lambda _self, _now, _namespaces: None
+    )
+
+
+@mutation(
+    "namespaces are numbered in the order in which they are made",
+    {
+        "reads another namespace by its old number": [
+            "test_a_namespace_gets_the_same_number_from_a_controller_that_knows_nothing"
+        ]
+    },
+)
+def _numbered_in_order() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.core.namespaces.number_of", lambda *_parts: 1)
+
+
+@mutation(
+    "a number is taken for what it was when it was told",
+    {
+        "reads another namespace by its old number": [
+            "test_a_client_does_not_read_another_namespace_under_the_number_that_it_was_told"
+        ]
+    },
+)
+def _told_is_told() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.hostagent.core.sessions.Session._stands_for_another",
+        lambda _self, _namespace: False,
+    )
+
+
+@mutation(
+    "an arena is made of whatever lies there",
+    {
+        "leaves another agent's file, a link or a pipe": [
+            "test_a_entry_point_takes_hostile_inputs_well[arena]",
+            "test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced",
+        ]
+    },
+)
+def _arena_of_whatever() -> AbstractContextManager[object]:
+    import os
+
+    def open_it(path: str) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    return replaced("kvcast.hostagent.core.arena._make_locked", open_it)

@@ -1,0 +1,569 @@
+"""Planted bugs: mistakes that somebody might make in a core, the controller or the P4 program.
+
+Each is planted for as long as a `with` lasts, and gives the product to simulate. Those of the
+program edit the compiled JSON, by the names of tables and actions, as another compiler or another
+hand might have produced it; the rest replace a function by one that is almost right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import p4_edits
+from kvcast.controller.core import pool as controller_pool
+from kvcast.controller.core.membership import Membership
+from kvcast.controller.core.residency import Residency
+from kvcast.hostagent.core import agent as agent_core_module
+from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.reads import GetBatch, Reads
+from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
+from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
+from kvcast.p4 import artefact
+from kvcast.protocol import requester, responder
+from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
+from kvcast.protocol.requester.assembly import Assembly
+from kvcast.simulation.agent import SimHost, agent_core
+from kvcast.simulation.cluster import Product
+from kvcast.simulation.plan import Plan
+from kvcast.simulation.switch import Engine, product_program
+from kvcast.switchsim import loader
+from kvcast.switchsim.ir import Program
+from p4_edits import Json
+
+Plant = Callable[[Engine], AbstractContextManager[Product]]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`name` says what is wrong; `invariants`: which of DESIGN section 9 it may violate; `faults`:
+    it cannot show without one of these (`a+b`: without both), if there are any."""
+
+    name: str
+    invariants: frozenset[int]
+    plant: Plant
+    faults: frozenset[str] = frozenset()
+    only: Callable[[Plan], bool] = lambda _plan: True
+    """What else a plan must have for it to show."""
+
+    def may_show(self, plan: Plan) -> bool:
+        """Whether it can show in a run of this plan."""
+        if not self.only(plan):
+            return False
+        there = {fault.kind for fault in plan.faults}
+        return not self.faults or any(set(need.split("+")) <= there for need in self.faults)
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(
+    name: str,
+    *invariants: int,
+    faults: Iterable[str] = (),
+    only: Callable[[Plan], bool] = lambda _plan: True,
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a context manager that plants a bug into a class of the product."""
+
+    def register(patch: Callable[[], Any]) -> Callable[[], Any]:
+        @contextmanager
+        def plant(engine: Engine) -> Iterator[Product]:
+            with patch():
+                yield Product(engine, product_program())
+
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults), only)
+        return patch
+
+    return register
+
+
+def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callable[[Any], Any]:
+    """Register a function that makes the core of a new process, wrongly."""
+
+    def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
+        @contextmanager
+        def plant(engine: Engine) -> Iterator[Product]:
+            yield Product(engine, product_program(), make)
+
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
+        return make
+
+    return register
+
+
+def p4_bug(
+    name: str, *invariants: int, faults: Iterable[str] = ()
+) -> Callable[[Callable[[Json], None]], Any]:
+    """Register an edit of the compiled program."""
+
+    def register(edit: Callable[[Json], None]) -> Any:
+        @functools.cache
+        def program() -> Program:
+            data = copy.deepcopy(_compiled())
+            before = json.dumps(data)
+            edit(data)
+            after = json.dumps(data)
+            assert before != after, "the program has changed so that this bug cannot be planted"
+            return loader.load(after.encode(), "kvcast")
+
+        @contextmanager
+        def plant(engine: Engine) -> Iterator[Product]:
+            yield Product(engine, program())
+
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
+        return edit
+
+    return register
+
+
+ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
+FORGERS = ["hostile_forger"]
+LIARS = ["hostile_liar"]
+TENANTS = ["hostile_tenant"]
+CRASHES = ["agent_crash", "host_crash"]
+WIPED = ["controller_wiped+hostile_forger"]
+
+
+def _plain(plan: Plan) -> bool:
+    """No switch program keeps others from answering."""
+    return plan.plain
+
+
+def _alone(plan: Plan) -> bool:
+    """Nor has a block a second home."""
+    return plan.plain and plan.replicas == 0
+
+
+# --- requester and assembly ---------------------------------------------------------------------
+
+
+@bug("the reader does not compare the digest of the whole block", 1)
+def _digest_not_checked() -> Any:
+    return mock.patch.object(Assembly, "verified", return_value=True)
+
+
+@bug("the reader takes DATA from any node", 1, 5, faults=ANSWERERS)
+def _any_source() -> Any:
+    class Everybody(frozenset[int]):
+        def __contains__(self, _node: object) -> bool:
+            return True
+
+    original = requester._Fetch.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.sources = Everybody()
+
+    return mock.patch.object(requester._Fetch, "__init__", init)
+
+
+@bug("a READ that is not answered is never repeated", 3)
+def _no_retransmission() -> Any:
+    return mock.patch.object(requester.Requester, "_flight_timer", return_value=None)
+
+
+@bug("a repeated READ is not marked as one, and joins its own wait", 2, 3)
+def _retry_not_marked() -> Any:
+    original = requester.Requester._send_read
+
+    def send(self: Any, flight: Any, flags: int, wanted: int, gather_ms: int) -> None:
+        original(self, flight, flags & ~FLAG_RETRY, wanted, gather_ms)
+
+    return mock.patch.object(requester.Requester, "_send_read", send)
+
+
+@bug("a MISS sends all who waited on with READs marked as repeats", 4)
+def _miss_keeps_asked() -> Any:
+    return mock.patch.object(requester.Requester, "_wait_ended", return_value=None)
+
+
+@bug("a segment counts as whole when its last chunk is there", 1, 3)
+def _last_means_whole() -> Any:
+    original = Assembly.add_run
+
+    def add(self: Assembly, run: Any) -> int:
+        added = original(self, run)
+        segment = run.frame.segment
+        if run.last and self.missing[segment]:
+            self.missing[segment] = 0
+            self.segments_left -= 1
+        return added
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Assembly, "add_run", add))
+    stack.enter_context(mock.patch.object(Assembly, "verified", return_value=True))
+    return stack
+
+
+# --- home --------------------------------------------------------------------------------------
+
+
+@bug("the home sends chunks that begin one byte too early", 1)
+def _chunk_off_by_one() -> Any:
+    original = responder.Responder._take_turn
+
+    def take(self: Any, now: float, index: int, reader: Any, turn: int, frames: list[Any]) -> None:
+        at = len(frames)
+        contents = {job.block: bytes(job.held.data) for job in reader.queue}
+        original(self, now, index, reader, turn, frames)
+        for i in range(at, len(frames)):
+            to, frame = frames[i]
+            start = frame.segment * 65536 + frame.chunk * 1024
+            if frame.chunk and frame.payload:
+                wrong = contents[frame.block][start - 1 : start - 1 + len(frame.payload)]
+                fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
+                frames[i] = (to, type(frame)(**(fields | {"payload": wrong})))
+
+    return mock.patch.object(responder.Responder, "_take_turn", take)
+
+
+@bug("the home does not mark the end of its answers", 2)
+def _last_not_marked() -> Any:
+    original = responder.Responder.frames_to_send
+
+    def send(self: Any, now: float, budget: int) -> Any:
+        out = []
+        for to, frame in original(self, now, budget):
+            if frame.flags & FLAG_LAST and frame.size > 2048:
+                fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
+                frame = type(frame)(**(fields | {"flags": frame.flags & ~FLAG_LAST}))
+            out.append((to, frame))
+        return out
+
+    return mock.patch.object(responder.Responder, "frames_to_send", send)
+
+
+@bug("a block may be evicted while its answer waits to be sent", 0, 1)
+def _held_not_pinned() -> Any:
+    class Unpinned(agent_core_module._Held):
+        def __init__(self, store: Store, copy_: Copy, data: memoryview) -> None:
+            super().__init__(store, copy_, data)
+            store.unpin(copy_)
+
+        def release(self) -> None:
+            self.data.release()
+
+    return mock.patch.object(agent_core_module, "_Held", Unpinned)
+
+
+@bug("a home answers for the block of another namespace that has the same key", 1)
+def _namespaces_confused() -> Any:
+    original = AgentCore._lookup
+
+    def lookup(self: AgentCore, block: BlockId) -> Any:
+        for other in self.store.blocks():
+            if other.key == block.key:
+                return original(self, other)
+        return None
+
+    return mock.patch.object(AgentCore, "_lookup", lookup)
+
+
+# --- agent --------------------------------------------------------------------------------------
+
+
+@bug("eviction does not look at pins", 0, 1)
+def _pins_ignored() -> Any:
+    def pin(self: Store, copy_: Copy) -> None:
+        copy_.pins += 1
+
+    def unpin(self: Store, copy_: Copy) -> None:
+        copy_.pins -= 1
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Store, "pin", pin))
+    stack.enter_context(mock.patch.object(Store, "unpin", unpin))
+
+    def remove(self: Store, copy_: Copy) -> None:
+        del self._index[copy_.block]
+        self._make_unevictable(copy_)
+        self._release_bytes(copy_)
+
+    stack.enter_context(mock.patch.object(Store, "_remove", remove))
+    stack.enter_context(mock.patch.object(Store, "check", return_value=None))
+    return stack
+
+
+@bug(
+    "bytes that came by TCP are stored under the digest that was promised",
+    1,
+    faults=["bulk_corruption"],
+)
+def _put_not_verified() -> Any:
+    original = Serving.end_put
+
+    def end(self: Serving, put: Any, copy_: Copy) -> Any:
+        with mock.patch("kvcast.hostagent.core.serving.digest_of", return_value=put.digest):
+            return original(self, put, copy_)
+
+    return mock.patch.object(Serving, "end_put", end)
+
+
+@bug("TCP requests are served whatever their namespace", 5, faults=TENANTS)
+def _bulk_rights_not_checked() -> Any:
+    return mock.patch.object(Serving, "_may_use", return_value=True)
+
+
+@bug("READs are answered whatever their namespace", 5, faults=TENANTS)
+def _read_rights_not_checked() -> Any:
+    original = AgentCore.receive
+
+    def receive(self: AgentCore, now: float, source: int, frame: Any) -> None:
+        if frame.op == 1:
+            self.responder.receive(now, source, frame)
+        else:
+            original(self, now, source, frame)
+
+    return mock.patch.object(AgentCore, "receive", receive)
+
+
+@bug("an agent keeps the first complete map that it gets", 2, 3, 4)
+def _stale_map() -> Any:
+    original = AgentCore._new_map
+
+    def new_map(self: AgentCore, now: float, message: Any) -> None:
+        if self.pool is None or len(self.pool.nodes) < len(message.nodes):
+            original(self, now, message)
+
+    return mock.patch.object(AgentCore, "_new_map", new_map)
+
+
+@bug(
+    "reads go on when the controller gives a node's number to another",
+    5,
+    faults=WIPED,
+    only=_plain,
+)
+def _renumbering_ignored() -> Any:
+    return mock.patch.object(requester.Requester, "forget", return_value=None)
+
+
+@bug("the only home of a block believes whoever it asks for it", 5, faults=FORGERS, only=_alone)
+def _recall_believes_all() -> Any:
+    original = requester.Requester.fetch
+
+    def fetch(self: Any, *arguments: Any, **rest: Any) -> int:
+        return original(self, *arguments, **(rest | {"expect_digest": 0}))
+
+    return mock.patch.object(requester.Requester, "fetch", fetch)
+
+
+@bug("a put is acknowledged before any home has it", 3)
+def _acknowledged_early() -> Any:
+    original = Writes.__init__
+
+    def init(self: Any, options: Any, *rest: Any) -> None:
+        original(self, replace(options, put_ack=ACK_LOCAL), *rest)
+
+    return mock.patch.object(Writes, "__init__", init)
+
+
+@bug("a get waits for the fetch that it joined, beyond its own deadline", 2)
+def _batch_deadline_ignored() -> Any:
+    original = Reads.handle_timer
+
+    def handle(self: Reads, now: float) -> None:
+        self.requester.handle_timer(now)
+        self.drain(now)
+        while (batch := self._timers.pop_due(now)) is not None:
+            assert isinstance(batch, GetBatch)
+
+    assert original is not None
+    return mock.patch.object(Reads, "handle_timer", handle)
+
+
+def _adopt(host: SimHost, core: AgentCore, *, torn: bool, verify: bool) -> None:
+    """Take the copies of the process before into the new one's index."""
+    former: Store | None = getattr(host, "former_store", None)
+    host.former_store = core.store  # type: ignore[attr-defined]
+    if former is None:
+        return
+    for old in sorted(former._by_offset.values(), key=lambda c: c.offset):
+        if old.state == DOOMED or (old.state == RESERVED and not torn):
+            continue
+        data = bytes(host.memory[old.offset : old.offset + old.size_bytes])
+        digest = digest_of(data) if old.state == RESERVED else old.digest
+        if verify and digest_of(data) != digest:
+            continue
+        if old.block in core.store._index:
+            continue
+        new = core.store.reserve(old.block, old.size_bytes)
+        host.memory[new.offset : new.offset + new.size_bytes] = data
+        core.store.commit(new, digest, home=True)
+
+
+@core_bug("a restarted agent takes blocks that were being written for whole", 1, faults=CRASHES)
+def _torn_arena(host: SimHost, rng: random.Random) -> AgentCore:
+    core = agent_core(host, rng)
+    _adopt(host, core, torn=True, verify=True)
+    return core
+
+
+@core_bug(
+    "a restarted agent believes its old index without looking at the bytes", 1, faults=CRASHES
+)
+def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
+    core = agent_core(host, rng)
+    _adopt(host, core, torn=False, verify=False)
+    return core
+
+
+# --- controller ---------------------------------------------------------------------------------
+
+
+@bug("a node's lease never runs out", 2, 3, faults=["host_gone"])
+def _lease_for_ever() -> Any:
+    original = Membership.advance
+
+    def advance(self: Membership, now: float) -> bool:
+        for node in self.nodes.values():
+            if node.live:
+                node.lease_until = max(node.lease_until, now + 10.0)
+        return original(self, now)
+
+    return mock.patch.object(Membership, "advance", advance)
+
+
+@bug("a slot is given to the next block under the same generation", 1)
+def _same_generation() -> Any:
+    original = Residency.admit
+
+    def admit(self: Residency, block: BlockId, **rest: Any) -> Any:
+        resident = original(self, block, **rest)
+        self.generation = 7
+        resident.generation = 7
+        return resident
+
+    return mock.patch.object(Residency, "admit", admit)
+
+
+@bug("the controller tells the switch that every port owns every bucket", 5, faults=ANSWERERS)
+def _everybody_owns() -> Any:
+    original = controller_pool.program.desired_state
+
+    def desired(settings: Any, hosts: Any, responders: Any, *rest: Any) -> Any:
+        return original(settings, hosts, [[h.node_id for h in hosts] for _ in responders], *rest)
+
+    return mock.patch.object(controller_pool.program, "desired_state", desired)
+
+
+@bug("the controller lets every port read every namespace", 5, faults=TENANTS)
+def _everybody_reads() -> Any:
+    original = controller_pool.program.desired_state
+
+    def desired(settings: Any, hosts: Any, responders: Any, namespaces: Any, *rest: Any) -> Any:
+        import msgspec
+
+        namespaces = [msgspec.structs.replace(info, nodes=[]) for info in namespaces]
+        return original(settings, hosts, responders, namespaces, *rest)
+
+    return mock.patch.object(controller_pool.program, "desired_state", desired)
+
+
+# --- the P4 program -----------------------------------------------------------------------------
+
+
+@functools.cache
+def _compiled() -> Json:
+    data: Json = json.loads(artefact("v1model").json.read_bytes())
+    return data
+
+
+@p4_bug("the switch lets a repeated READ join the wait that it repeats", 2, 3)
+def _own_bit_joined(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"refresh": "join"})
+
+
+@p4_bug("the switch clears the waiting ports, and the fingerprint not", 2, 4)
+def _half_cleared(data: Json) -> None:
+    p4_edits.forget(data, "end_alone", "fingerprint")
+    p4_edits.forget(data, "share_and_end", "fingerprint")
+
+
+@p4_bug("a MISS does not end the wait", 2, 4)
+def _miss_does_not_clear(data: Json) -> None:
+    changes = {"share_and_end": "share", "end_alone": "continue_alone"}
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("MISS"))
+
+
+@p4_bug("the last chunk does not end the wait", 2, 4)
+def _last_does_not_clear(data: Json) -> None:
+    changes = {"share_and_end": "share", "end_alone": "continue_alone"}
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("LAST"))
+
+
+@p4_bug("the first chunk ends the wait", 2, 3, 4)
+def _first_clears(data: Json) -> None:
+    changes = {"share": "share_and_end", "continue_alone": "end_alone"}
+    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("DATA"))
+
+
+@p4_bug("a READ waits for ever for an answer that does not come", 2, 3, 4)
+def _lease_never_expires(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})
+
+
+@p4_bug("no READ joins another", 4)
+def _never_joins(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"join": "refresh"})
+
+
+@p4_bug("a READ joins the wait for whatever has the same hash", 2, 3, 4)
+def _fingerprint_ignored(data: Json) -> None:
+    p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
+
+
+@p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
+def _home_not_checked(data: Json) -> None:
+    p4_edits.default(data, "bucket_owner", "responder")
+
+
+@p4_bug("the switch does not check who may read a namespace", 5, faults=TENANTS)
+def _namespace_not_checked(data: Json) -> None:
+    p4_edits.default(data, "namespace_guard", "allow")
+
+
+@p4_bug("the switch does not check source addresses", 5, faults=["hostile_spoofer"])
+def _source_not_checked(data: Json) -> None:
+    p4_edits.ignore_key(data, "gate", "admitted")
+
+
+@p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
+def _fill_ignores_digest(data: Json) -> None:
+    p4_edits.ignore_key(data, "fill_verdict", "digest_difference")
+
+
+@p4_bug("the switch serves the chunk after the one that it says", 1, 3)
+def _serves_next_cell(data: Json) -> None:
+    for entry in p4_edits.table(data, "lowest_chunk")["entries"]:
+        arguments = entry["action_entry"]["action_data"]
+        if int(arguments[0], 16) == 1:
+            arguments[0] = "0x02" if len(arguments[0]) > 3 else "0x2"
+
+
+@p4_bug("shared answers go to every port", 5)
+def _filter_ignored(data: Json) -> None:
+    p4_edits.forget(data, "no_host", "member")
+    for spec in data["actions"]:
+        if spec["name"].split(".")[-1] != "rewrite":
+            continue
+        for primitive in spec["primitives"]:
+            if primitive["op"] == "assign" and "member" in str(primitive["parameters"][0]):
+                primitive["parameters"][1] = {"type": "runtime_data", "value": 3}
+
+
+@p4_bug("shared answers keep the address of one reader", 2, 4)
+def _address_not_rewritten(data: Json) -> None:
+    p4_edits.forget(data, "rewrite", "dst")
+
+
+__all__ = ["BUGS", "COMMITTED", "Bug"]

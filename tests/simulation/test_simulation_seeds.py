@@ -1,0 +1,115 @@
+"""Whole simulated pools: that they keep their invariants, and that a run can be repeated.
+
+Oracle: `kvcast.simulation.model`, which shares no code with the cores; that it finds what it should
+is the subject of `test_simulation_planted_bugs`. Cannot see: what the model does not look for,
+times, the adapters' sockets. Many more seeds run by `python -m kvcast.simulation`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvcast.simulation import command
+from kvcast.simulation.cluster import Product
+from kvcast.simulation.faults import FAULTS
+from kvcast.simulation.plan import Mask
+from kvcast.simulation.run import plan_of, run_seed
+from kvcast.simulation.shrink import shrink
+from kvcast.simulation.switch import engines, product_program
+from simulation_bugs import BUGS
+
+ENGINE = next(iter(engines()))
+
+
+@pytest.fixture(scope="module")
+def product() -> Product:
+    return Product(engines()[ENGINE], product_program())
+
+
+@pytest.mark.parametrize("first_seed", range(1, 25, 4))
+def test_no_invariant_is_violated(product: Product, first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 4):
+        outcome = run_seed(seed, product)
+        repeat = command.command_for(seed, Mask(), ENGINE)
+        assert outcome.violation is None, f"{outcome.violation}; repeat with: {repeat}"
+
+
+def test_a_seed_is_the_same_run_every_time(product: Product) -> None:
+    first, second = run_seed(9, product), run_seed(9, product)
+    assert first.trace == second.trace
+    assert first.counts == second.counts
+    assert run_seed(10, product).trace != first.trace
+
+
+def test_a_seed_is_the_same_run_in_another_process(product: Product) -> None:
+    code = (
+        "from kvcast.simulation import command; from kvcast.simulation.run import run_seed;"
+        f"print(run_seed(9, simulation.product({ENGINE!r})).trace)"
+    )
+    traces = set()
+    for hash_seed in ("1", "77"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        traces.add(done.stdout.strip())
+    assert traces == {run_seed(9, product).trace}
+
+
+def test_what_a_mask_leaves_out_moves_nothing_else() -> None:
+    seed = next(s for s in range(1, 50) if len(plan_of(s, Mask()).faults) > 2)
+    whole = plan_of(seed, Mask())
+    part = plan_of(seed, Mask(ops=frozenset({0, 3}), faults=frozenset({1}), hosts=3))
+    assert part.faults == tuple(f for f in whole.faults if f.number != 1)
+    assert part.ops == tuple(op for op in whole.ops if op.number not in (0, 3))
+    assert part.blocks == whole.blocks
+    assert part.hosts == whole.hosts[:3]
+
+
+@pytest.mark.parametrize("text", ["", "hosts=3", "o1-4,o9,f2", "hosts=2,o0,f0-1"])
+def test_a_mask_reads_what_it_writes(text: str) -> None:
+    assert str(Mask.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["x", "o", "hosts=", "f1-", "o-3"])
+def test_what_is_no_mask_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is none of"):
+        Mask.parse(text)
+
+
+def test_a_failure_is_made_smaller_and_still_fails() -> None:
+    bug = BUGS["eviction does not look at pins"]
+    with bug.plant(engines()[ENGINE]) as broken:
+        seed = next(s for s in range(1, 30) if run_seed(s, broken).violation)
+
+        def fails(mask: Mask) -> bool:
+            violation = run_seed(seed, broken, mask).violation
+            return violation is not None and violation[0] in bug.invariants
+
+        mask, _ = shrink(seed, fails, budget=60)
+        assert fails(mask)
+    whole, small = plan_of(seed, Mask()), plan_of(seed, mask)
+    assert len(small.ops) < len(whole.ops) / 2
+
+
+def test_the_command_reports_what_it_ran(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert command.main(["--first-seed", "9", "--seeds", "2", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["seeds"] == 2
+    assert report["violations"] == []
+    assert report["blocks_delivered"] > 0
+    assert report["seeds_per_minute"] > 0
+    assert set(report["faults"]) <= {*FAULTS, *BESIDE}
+
+
+BESIDE = {
+    "clock_skew", "arena_without_room", "different_bytes_of_one_block", "queue_overflow",
+    "socket_overflow",
+}  # fmt: skip

@@ -1,0 +1,450 @@
+"""The home, one behaviour at a time, with readers played by hand.
+
+Oracle: the frames, releases and counters that each scenario must lead to. Cannot see: sockets, and
+whether readers are content (tests/property/test_protocol_network_property.py).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.wire import BlockId, Frame, Offer, decode_offer, digest_of
+from kvcast.protocol.responder import HeldBlock, Responder, ResponderConfig
+from kvcast.protocol.responder.catchup import CatchUpConfig
+
+BLOCK = BlockId(3, bytes(range(16)))
+BYTES = random.Random(1).randbytes(wire.SEGMENT_BYTES + 1500)  # segments of 64 and 2 chunks
+DIGEST = digest_of(BYTES)
+FULL = wire.FULL_SEGMENT
+
+
+class Held:
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+        self.digest = digest_of(data)
+        self.holds = 0
+
+    def release(self) -> None:
+        self.holds -= 1
+        assert self.holds >= 0
+
+
+class Bench:
+    """An home of one block."""
+
+    def __init__(self, *, make_offer: Any = None, is_home: Any = None, **config: Any) -> None:
+        self.held = Held(BYTES)
+        self.core = Responder(
+            ResponderConfig(**config), lookup=self.lookup, make_offer=make_offer, is_home=is_home
+        )
+
+    def lookup(self, block: BlockId) -> HeldBlock | None:
+        if block != BLOCK:
+            return None
+        self.held.holds += 1
+        return self.held
+
+    def read(
+        self,
+        reader: int = 1,
+        segment: int = 0,
+        wanted: int = FULL,
+        *,
+        now: float = 0.0,
+        block: BlockId = BLOCK,
+        retry: bool = False,
+        **rest: Any,
+    ) -> None:
+        flags = wire.FLAG_RETRY if retry else 0
+        if wanted != FULL:
+            flags = wire.FLAG_PARTIAL
+        frame = Frame(wire.OP_READ, *block, segment=segment, wanted=wanted, flags=flags, **rest)
+        self.core.receive(now, reader, wire.decode(wire.encode(frame)))
+
+    def send(self, budget: int = 1000, now: float = 0.0) -> list[tuple[int, Frame]]:
+        return [
+            (reader, wire.decode(wire.encode(frame)))
+            for reader, frame in self.core.frames_to_send(now, budget)
+        ]
+
+
+def test_full_read_is_answered_by_all_chunks_and_the_last_says_so() -> None:
+    bench = Bench()
+    bench.read(reader=7, group=5, tag=99)
+    frames = bench.send()
+    assert [reader for reader, _ in frames] == [7] * 64
+    assert [frame.chunk for _, frame in frames] == list(range(64))
+    assert [frame.flags for _, frame in frames] == [0] * 63 + [wire.FLAG_LAST]
+    assert b"".join(bytes(frame.payload) for _, frame in frames) == BYTES[:65536]
+    assert {(f.group, f.tag, f.digest, f.size) for _, f in frames} == {(5, 99, DIGEST, len(BYTES))}
+    assert bench.held.holds == 0
+    assert bench.core.get_timer(0.0) is None
+
+
+def test_short_segment_ends_with_a_padded_chunk() -> None:
+    bench = Bench()
+    bench.read(segment=1)
+    frames = [frame for _, frame in bench.send()]
+    assert [frame.chunk for frame in frames] == [0, 1]
+    assert bytes(frames[1].payload) == BYTES[65536 + 1024 :] + bytes(2048 - 1500)
+    assert bench.core.counters.payload_bytes == 1500
+
+
+def test_partial_read_gets_only_what_it_wants() -> None:
+    bench = Bench()
+    bench.read(wanted=1 << 3 | 1 << 60, tag=4)
+    frames = [frame for _, frame in bench.send()]
+    assert [frame.chunk for frame in frames] == [3, 60]
+    assert frames[0].flags == wire.FLAG_PARTIAL
+    assert frames[1].flags == wire.FLAG_PARTIAL | wire.FLAG_LAST
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        ({"block": BlockId(3, bytes(16))}, wire.MISS_NOT_FOUND),
+        ({"block": BlockId(4, BLOCK.key)}, wire.MISS_NOT_FOUND),
+        ({"digest": DIGEST ^ 1}, wire.MISS_DIGEST_GONE),
+        ({"segment": 2}, wire.MISS_NOT_FOUND),
+        ({"segment": 1, "wanted": 0b100}, wire.MISS_NOT_FOUND),
+    ],
+)
+def test_what_is_not_there_is_a_miss_with_a_reason(read: dict[str, Any], reason: int) -> None:
+    bench = Bench()
+    bench.read(tag=8, **read)
+    ((reader, miss),) = bench.send()
+    assert reader == 1
+    assert (miss.op, miss.chunk, miss.tag) == (wire.OP_MISS, reason, 8)
+    assert miss.digest == read.get("digest", 0)
+    assert bool(miss.flags & wire.FLAG_PARTIAL) == ("wanted" in read)
+    assert bench.held.holds == 0
+    counters = bench.core.counters
+    assert counters.misses == 1
+    assert counters.misses_beyond == ("segment" in read)
+    assert counters.misses_not_found + counters.misses_digest_gone == ("segment" not in read)
+
+
+def test_read_that_went_astray_is_told_so() -> None:
+    bench = Bench(is_home=lambda block: block.namespace == 3)
+    bench.read(block=BlockId(4, bytes(16)))
+    bench.read(block=BlockId(3, bytes(16)))
+    assert [miss.chunk for _, miss in bench.send()] == [wire.MISS_NOT_HOME, wire.MISS_NOT_FOUND]
+
+
+def test_pinned_copy_that_is_here_is_sent() -> None:
+    bench = Bench()
+    bench.read(segment=1, digest=DIGEST)
+    assert len(bench.send()) == 2
+
+
+def test_only_reads_are_answered() -> None:
+    bench = Bench()
+    bench.core.receive(0.0, 1, Frame(wire.OP_MISS, *BLOCK, chunk=1))
+    assert bench.send() == []
+    assert bench.core.counters.unexpected_op == 1
+
+
+# --- taking turns, keeping pace -----------------------------------------------------------------
+
+
+def test_readers_take_turns() -> None:
+    bench = Bench(turn_frames=4)
+    bench.read(reader=1)
+    bench.read(reader=1, segment=1)
+    bench.read(reader=2)
+    assert [reader for reader, _ in bench.send(12)] == [1] * 4 + [2] * 4 + [1] * 4
+
+
+def test_of_readers_of_one_block_the_one_furthest_behind_goes_first() -> None:
+    bench = Bench(turn_frames=64)
+    bench.read(reader=1, segment=1)
+    bench.read(reader=2, segment=1)
+    bench.read(reader=3, segment=0)
+    assert [(reader, f.segment) for reader, f in bench.send(66)][::64] == [(3, 0), (1, 1)]
+
+
+def test_being_behind_does_not_keep_others_waiting_for_ever() -> None:
+    bench = Bench(turn_frames=4, max_bypass=2)
+    bench.read(reader=1, segment=1)  # two chunks
+    bench.read(reader=2)
+    assert [reader for reader, _ in bench.send(14)] == [2] * 8 + [1] * 2 + [2] * 4
+
+
+def test_pace_is_kept_and_the_timer_says_when_to_go_on() -> None:
+    bench = Bench(rate_frames_per_s=1000, burst_frames=10, turn_frames=5)
+    bench.read()
+    assert len(bench.send(now=0.0)) == 10
+    assert bench.send(now=0.0) == []
+    sent = 10
+    now = 0.0
+    while (when := bench.core.get_timer(now)) is not None:
+        assert when > now
+        now = when
+        sent += len(bench.send(now=now))
+    assert sent == 64
+    assert now == pytest.approx(0.054, abs=0.002)
+
+
+def test_pace_can_be_changed() -> None:
+    bench = Bench(rate_frames_per_s=10, burst_frames=1)
+    bench.read()
+    assert len(bench.send()) == 1
+    bench.core.set_rate(0.0, 0)
+    assert len(bench.send()) == 63
+
+
+def test_budget_is_kept() -> None:
+    bench = Bench()
+    bench.read()
+    bench.read(block=BlockId(9, bytes(16)))
+    assert len(bench.send(3)) == 3
+    assert bench.core.get_timer(0.0) == 0.0
+
+
+# --- asked twice ----------------------------------------------------------------------------------
+
+
+def test_what_waits_already_is_not_sent_twice_to_the_same_reader() -> None:
+    bench = Bench()
+    bench.read()
+    bench.read(retry=True)
+    bench.read(wanted=0b11)
+    assert bench.core.counters.reads_collapsed == 2
+    assert bench.held.holds == 1
+    assert len(bench.send()) == 64
+    bench.read(retry=True)  # it has gone out: this is another answer
+    assert len(bench.send()) == 64
+
+
+def test_repair_of_what_has_gone_out_is_answered_before_the_rest() -> None:
+    bench = Bench()
+    bench.read()
+    bench.send(10)
+    bench.read(wanted=0b1 | 1 << 50)
+    bench.read(wanted=0b10)
+    chunks = [(frame.chunk, frame.flags) for _, frame in bench.send()]
+    assert chunks[:2] == [(0, wire.FLAG_PARTIAL), (1, wire.FLAG_PARTIAL | wire.FLAG_LAST)]
+    assert chunks[2:] == [(c, wire.FLAG_LAST if c == 63 else 0) for c in range(10, 64)]
+    assert bench.held.holds == 0
+
+
+def test_another_reader_gets_an_answer_of_its_own() -> None:
+    bench = Bench()
+    bench.read(reader=1)
+    bench.read(reader=2, retry=True)
+    assert sorted(reader for reader, _ in bench.send()) == [1] * 64 + [2] * 64
+
+
+def test_new_copy_under_the_same_key_is_not_mixed_with_the_old() -> None:
+    bench = Bench()
+    old = bench.held
+    bench.read(segment=1)
+    bench.held = Held(bytes(len(BYTES)))
+    bench.read(segment=1)
+    frames = [frame for _, frame in bench.send()]
+    assert [frame.digest for frame in frames] == [DIGEST] * 2 + [bench.held.digest] * 2
+    assert (old.holds, bench.held.holds) == (0, 0)
+
+
+# --- gathering --------------------------------------------------------------------------------
+
+
+def test_answer_is_held_for_joiners_as_long_as_the_read_allows() -> None:
+    bench = Bench(max_gather_ms=50)
+    bench.read(gather=10, now=1.0)
+    bench.read(gather=10, now=1.005)
+    assert bench.send(now=1.009) == []
+    assert bench.core.get_timer(1.0) == pytest.approx(1.010)
+    assert len(bench.send(now=1.010)) == 64
+
+
+def test_gathering_is_bounded_and_not_for_repairs() -> None:
+    bench = Bench(max_gather_ms=50)
+    bench.read(gather=255, now=1.0)
+    assert bench.core.get_timer(1.0) == pytest.approx(1.050)
+    bench.read(segment=1, wanted=1, gather=255, now=1.0)
+    assert len(bench.send(now=1.0)) == 1
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+def test_a_reader_cannot_fill_the_queue_for_others() -> None:
+    bench = Bench(max_jobs=3, max_jobs_per_reader=1)
+    bench.read(reader=1)
+    bench.read(reader=1, segment=1)
+    bench.read(reader=2)
+    bench.read(reader=3)
+    bench.read(reader=4)
+    assert bench.core.segments_waiting == 3
+    frames = bench.send()
+    misses = [(reader, frame.chunk) for reader, frame in frames if frame.op == wire.OP_MISS]
+    assert misses == [(1, wire.MISS_OVERLOADED), (4, wire.MISS_OVERLOADED)]
+    assert bench.core.counters.misses_overloaded == 2
+    assert bench.held.holds == 0
+
+
+def test_misses_waiting_are_bounded() -> None:
+    bench = Bench(max_replies=2)
+    for _ in range(5):
+        bench.read(block=BlockId(9, bytes(16)))
+    assert len(bench.send()) == 2
+    assert bench.core.counters.replies_dropped == 3
+
+
+def test_reader_that_left_is_forgotten() -> None:
+    bench = Bench()
+    bench.read(reader=1)
+    bench.read(reader=1, segment=1, gather=20)
+    bench.read(reader=1, block=BlockId(9, bytes(16)))
+    bench.read(reader=2, segment=1)
+    bench.core.drop_reader(1)
+    assert bench.held.holds == 1
+    assert [reader for reader, _ in bench.send(now=1.0)] == [2, 2]
+    assert bench.core.segments_waiting == 0
+
+
+def test_close_releases_everything() -> None:
+    bench = Bench()
+    bench.read(reader=1, gather=20)
+    bench.read(reader=2)
+    bench.read(reader=3, wanted=1)
+    bench.send(5)
+    bench.core.close()
+    assert bench.held.holds == 0
+    assert bench.send(now=1.0) == []
+    assert bench.core.get_timer(1.0) is None
+
+
+# --- offers and heat --------------------------------------------------------------------------
+
+
+def test_offer_precedes_the_first_segments_full_answer() -> None:
+    offer = Offer(wire.OFFER_RDMA, 1, 2, 3, 4)
+    bench = Bench(make_offer=lambda block, held: offer)
+    bench.read(tag=6)
+    frames = [frame for _, frame in bench.send()]
+    assert [frame.op for frame in frames] == [wire.OP_OFFER] + [wire.OP_DATA] * 64
+    assert decode_offer(frames[0].payload) == offer
+    assert (frames[0].digest, frames[0].size, frames[0].tag) == (DIGEST, len(BYTES), 6)
+    bench.read(segment=1)
+    bench.read(wanted=1)
+    assert all(frame.op == wire.OP_DATA for _, frame in bench.send())
+
+
+def test_block_of_one_segment_is_not_offered() -> None:
+    bench = Bench(make_offer=lambda block, held: Offer(1, 1, 2, 3, 4))
+    bench.held = Held(b"small")
+    bench.read()
+    assert [frame.op for _, frame in bench.send()] == [wire.OP_DATA]
+
+
+def test_heat_counts_reads_and_distinct_readers_and_forgets_the_coldest() -> None:
+    blocks = {BlockId(3, bytes([i]) * 16): Held(bytes([i])) for i in range(3)}
+
+    def lookup(block: BlockId) -> HeldBlock | None:
+        held = blocks[block]
+        held.holds += 1
+        return held
+
+    responder = Responder(ResponderConfig(heat_blocks=2), lookup=lookup)
+    first, second, third = blocks
+
+    def read(block: BlockId, reader: int) -> None:
+        responder.receive(0.0, reader, Frame(wire.OP_READ, *block, wanted=FULL))
+        responder.frames_to_send(0.0, 100)
+
+    for reader in (1, 1, 2):
+        read(first, reader)
+    read(second, 1)
+    read(first, 3)
+    read(third, 1)  # second was read longest ago
+    heat = responder.take_heat(10)
+    assert [(h.block, h.reads, h.readers, h.size) for h in heat] == [
+        (first, 4, 3, 1),
+        (third, 1, 1, 1),
+    ]
+    assert responder.take_heat(10) == []
+
+
+class Pair:
+    """Two readers that ask, 5 ms apart, for the same small blocks of one home."""
+
+    def __init__(self, **catch_up: Any) -> None:
+        self.held = Held(BYTES[:1024])
+        config = ResponderConfig(catch_up=CatchUpConfig(**catch_up))
+        self.core = Responder(config, lookup=self.lookup)
+        for number in range(10):
+            now = 1.0 + number / 100
+            self.read(now, 1, number)
+            assert len(self.core.frames_to_send(now, 100)) == 1
+        self.read(1.095, 2, 8)
+        self.read(1.095, 2, 9)
+
+    def lookup(self, _block: BlockId) -> HeldBlock:
+        self.held.holds += 1
+        return self.held
+
+    def read(
+        self,
+        now: float,
+        reader: int,
+        number: int,
+        flags: int = wire.FLAG_SHARED,
+        gather: int = 0,
+    ) -> None:
+        block = BlockId(1, bytes([number] * 16))
+        frame = Frame(wire.OP_READ, *block, wanted=FULL, flags=flags, gather=gather)
+        self.core.receive(now, reader, wire.decode(wire.encode(frame)))
+
+    def send(self, now: float) -> list[tuple[int, int]]:
+        frames = self.core.frames_to_send(now, 100)
+        return [(reader, frame.key[0]) for reader, frame in frames]
+
+
+def test_new_answers_wait_for_a_reader_behind_and_are_shared_with_it() -> None:
+    pair = Pair()
+    assert pair.core.counters.reads_behind == 2
+    assert pair.send(1.095) == [(2, 8), (2, 9)]  # those behind do not wait
+    pair.read(1.1, 1, 10, gather=1)
+    assert pair.core.counters.segments_held_back == 1
+    assert pair.send(1.1) == []
+    due = pair.core.get_timer(1.1)
+    assert due is not None
+    assert 1.105 <= due <= 1.12  # longer than the readers are apart
+    pair.read(1.105, 2, 10)  # a switch would have let it wait
+    assert pair.core.counters.reads_merged == 1
+    assert pair.send(due) == [(1, 10)]
+    assert pair.held.holds == 0
+
+
+def test_readers_behind_go_before_what_nobody_has_had() -> None:
+    pair = Pair(max_slowdown=0.0)
+    pair.read(1.095, 1, 10)
+    pair.read(1.095, 1, 11)
+    assert pair.send(1.095) == [(2, 8), (2, 9), (1, 10), (1, 11)]
+
+
+@pytest.mark.parametrize("flags", [0, wire.FLAG_SHARED | wire.FLAG_RETRY])
+def test_reads_that_nobody_can_join_and_repeats_do_not_wait(flags: int) -> None:
+    pair = Pair()
+    pair.send(1.095)
+    pair.read(1.1, 1, 10, flags)
+    assert pair.send(1.1) == [(1, 10)]
+    assert pair.core.counters.segments_held_back == 0
+
+
+def test_reads_that_share_nothing_wait_only_if_many_were_behind() -> None:
+    pair = Pair()
+    pair.send(1.095)
+    pair.read(1.1, 1, 10)
+    assert pair.send(1.1) == [(1, 10)]
+    for number in range(2, 8):
+        pair.read(1.1, 2, number)
+    assert pair.core.counters.reads_behind == 8
+    pair.send(1.1)
+    pair.read(1.101, 1, 11)
+    assert pair.send(1.101) == []
