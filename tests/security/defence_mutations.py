@@ -662,7 +662,7 @@ def _any_home() -> AbstractContextManager[object]:
 
         return listening
 
-    return around("kvcast.protocol.requester._Fetch.__init__", listens)
+    return around("kvcast.protocol.requester.requester._Fetch.__init__", listens)
 
 
 @mutation(
@@ -838,7 +838,7 @@ def _home_without(**bounds: int) -> AbstractContextManager[object]:
 
         return begins
 
-    return around("kvcast.protocol.responder.Responder.__init__", unbounded)
+    return around("kvcast.protocol.responder.responder.Responder.__init__", unbounded)
 
 
 @mutation(
@@ -1067,7 +1067,7 @@ def _copies_mixed() -> AbstractContextManager[object]:
 
         return takes
 
-    return around("kvcast.protocol.requester.Requester._receive_data", mixes)
+    return around("kvcast.protocol.requester.requester.Requester._receive_data", mixes)
 
 
 # === operators' mistakes ==========================================================================

@@ -110,7 +110,7 @@ async def test_without_the_secret_a_prober_can_address_nothing(tmp_path: Path) -
             now = asyncio.get_running_loop().time()
             read = wire.Frame(wire.OP_READ, 1, key, wanted=1, tag=1)
             core.receive(now, 3, read)
-            answers = core.home.frames_to_send(now + 1.0, 10)
+            answers = core.responder.frames_to_send(now + 1.0, 10)
             assert [frame.op for _, frame in answers] == [wire.OP_MISS]
         with pytest.raises(UnavailableError, match="has not sent the secret of namespace 1"):
             await pool.clients[3].get(1, [key])

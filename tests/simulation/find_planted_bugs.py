@@ -16,7 +16,7 @@ import time
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of, run_seed
 from kvcast.simulation.switch import engines
-from simulation_bugs import BUGS, Bug
+from planted_bugs import BUGS, Bug
 
 
 def find(bug: Bug, options: argparse.Namespace) -> bool:
