@@ -26,9 +26,9 @@ from kvcast.controller.core.namespaces import (
     TenantRules,
 )
 from kvcast.controller.core.pool import Pool, PoolOptions, SavedState, Send
+from kvcast.controller.core.program import Settings
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store, StoreError
-from kvcast.controller.switch.program import Settings
 from kvcast.hostagent.client import UnavailableError
 from kvcast.protocol.messages import bulk, wire
 from kvcast.protocol.messages.bulk import BulkDrop, BulkExists, BulkGet
