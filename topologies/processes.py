@@ -5,8 +5,8 @@ of one UDP datagram. Must not know: which processes run.
 
 All of 127.0.0.0/8 is this machine's, so every run takes a loopback address of its own, on which
 its ports cannot meet those of another run: a socket that is bound there from `up` to `down` says
-that the address is taken. Ports lie below the ephemeral range, so no unrelated socket that asked for
-"any port" sits on one of them.
+that the address is taken. Ports lie below the ephemeral range, so no unrelated socket that asked
+for "any port" sits on one of them.
 """
 
 from __future__ import annotations
