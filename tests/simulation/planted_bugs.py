@@ -30,9 +30,10 @@ from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
-from kvcast.protocol import requester, responder
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
+from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.assembly import Assembly
+from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
