@@ -390,6 +390,7 @@ async def run(flags: argparse.Namespace) -> int:
         if agent.tunnel_address is not None:
             facts["tunnel"] = "{}:{}".format(*agent.tunnel_address)
         if flags.metrics_addr is not None:
+            # Imported here: an agent without it needs neither aiohttp nor prometheus_client.
             from kvcast.hostagent.network.metrics_server import metrics_server
 
             metrics = metrics_server(agent.core, flags.credentials)
@@ -400,6 +401,9 @@ async def run(flags: argparse.Namespace) -> int:
         return 0
     except OSError as error:
         log.error("cannot serve metrics: %s", error)
+        return 1
+    except ModuleNotFoundError as error:
+        log.error("--metrics-addr needs pip install 'kvcast[agent]' (%s is missing)", error.name)
         return 1
     finally:
         if metrics is not None:
