@@ -31,7 +31,7 @@ EXTRAS = {
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = (*EXTRAS["controller"], *EXTRAS["switch"], "matplotlib", "numpy")
+EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {
@@ -136,7 +136,7 @@ def _lacks(program: str, extra: str) -> bool:
     missing = [module for module in EXTRAS.get(extra, ()) if not _is_there(module)]
     if missing:
         needs = f"{program} needs pip install 'kvcast[{extra}]'"
-        print(f"{needs} ({', '.join(missing)} is missing)", file=sys.stderr)
+        print(f"{needs} (missing: {', '.join(missing)})", file=sys.stderr)
     return bool(missing)
 
 

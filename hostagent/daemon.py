@@ -403,7 +403,7 @@ async def run(flags: argparse.Namespace) -> int:
         log.error("cannot serve metrics: %s", error)
         return 1
     except ModuleNotFoundError as error:
-        log.error("--metrics-addr needs pip install 'kvcast[agent]' (%s is missing)", error.name)
+        log.error("--metrics-addr needs pip install 'kvcast[agent]' (missing: %s)", error.name)
         return 1
     finally:
         if metrics is not None:

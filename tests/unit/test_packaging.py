@@ -81,7 +81,7 @@ def test_a_command_without_its_extra_says_in_a_line_what_to_install(name: str) -
     ran = _without(blocked, run, name, "--help")
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
-        f"kvcast {name} needs pip install 'kvcast[{extra}]' ({blocked} is missing)\n"
+        f"kvcast {name} needs pip install 'kvcast[{extra}]' (missing: {blocked})\n"
     )
 
 
@@ -102,7 +102,7 @@ def test_the_switchs_second_name_says_the_same() -> None:
     ran = _without("llvmlite", run, "--help")
     assert ran.returncode == 1
     assert ran.stderr == (
-        "kvcast-simple-switch-grpc needs pip install 'kvcast[switch]' (llvmlite is missing)\n"
+        "kvcast-simple-switch-grpc needs pip install 'kvcast[switch]' (missing: llvmlite)\n"
     )
 
 
@@ -126,7 +126,7 @@ def test_an_agent_that_cannot_serve_metrics_says_what_to_install(
     ran = _without(blocked, run, *words)
     assert ran.returncode == 1
     assert ran.stdout == ""
-    said = f"--metrics-addr needs pip install 'kvcast[agent]' ({blocked} is missing)"
+    said = f"--metrics-addr needs pip install 'kvcast[agent]' (missing: {blocked})"
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
