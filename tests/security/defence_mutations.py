@@ -800,7 +800,12 @@ def _offences_not_counted() -> AbstractContextManager[object]:
 
 @mutation(
     "no client of the HTTP API has a rate",
-    {REQUESTS: ["test_a_client_beyond_its_rate_is_told_when_to_come_back"]},
+    {
+        REQUESTS: [
+            "test_a_client_beyond_its_rate_is_told_when_to_come_back",
+            "test_the_agents_server_has_the_bounds_of_all_our_servers",
+        ]
+    },
 )
 def _no_rate() -> AbstractContextManager[object]:
     return replaced("kvcast.service.http_limits.RateLimit.wait_s", lambda *_: 0.0)
