@@ -12,7 +12,6 @@ what is no HTTP and the library answers by itself; and for both the answers by s
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 from weakref import WeakSet
 
+import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
@@ -63,7 +63,7 @@ class _Answer(web.Response):
 
 def json_answer(body: Mapping[str, Any], status: int = 200) -> web.Response:
     """An object as the answer."""
-    return _Answer(body=json.dumps(body).encode(), status=status, content_type="application/json")
+    return _Answer(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def metrics_answer(families: Iterable[Metric]) -> web.Response:

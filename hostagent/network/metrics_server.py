@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import (
 log = logging.getLogger(__name__)
 
 SCRAPES_PER_S: Final = 10.0
-"""Of one client. A scrape takes the agent's event loop for a few milliseconds."""
+"""Of one client. A scrape takes the agent's event loop for a millisecond or two."""
 
 
 def metrics_server(core: AgentCore, credentials: Credentials | None) -> HttpServer:

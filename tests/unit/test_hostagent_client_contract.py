@@ -333,6 +333,26 @@ def test_a_put_that_fails_while_it_writes_gives_its_room_back(
     assert client.exists(7, KEYS[:1]) == 1
 
 
+@pytest.mark.parametrize("name", ["get", "put"])
+def test_what_comes_for_a_blocking_call_that_was_interrupted_is_given_back(
+    name: str, agent: CountingAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Cancelled calls of the asyncio client: test_hostagent_client.py.)"""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client(str(tmp_path / "agent.sock")) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_reply_to", interrupt)  # what comes first after sending
+            with pytest.raises(KeyboardInterrupt):
+                getattr(client, name)(7, dict.fromkeys(KEYS[:3], b"x"))
+        assert until(lambda: agent.held == 3)
+        client.stats()  # reads what came for the other call
+        client.stats()  # sends what there was to say about it
+        assert agent.held == 0
+
+
 def test_what_a_put_could_not_place_is_named(client: Any, agent: CountingAgent) -> None:
     extents = [
         local.Extent(local.OK, 1, 0),
