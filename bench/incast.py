@@ -35,6 +35,7 @@ from kvcast.controller.core.placement import place
 from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
 from kvcast.protocol.messages.wire import CHUNK_BYTES, bucket_of
 from kvcast.service import provenance
+from kvcast.service.statistics import ratio, summary
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import MAX_HOSTS, Star
 from kvcast.workloads import content
@@ -122,7 +123,7 @@ class Outcome:
 
     @property
     def egress_ratio(self) -> float | None:
-        return provenance.ratio(self.home_sent_bytes, self.distinct_bytes)
+        return ratio(self.home_sent_bytes, self.distinct_bytes)
 
     def report(self) -> dict[str, Any]:
         """The numbers as plain data."""
@@ -134,7 +135,7 @@ class Outcome:
             "home_egress_bytes": int(self.home_sent_bytes),
             "home_egress_ratio": self.egress_ratio,
             "distinct_bytes": self.distinct_bytes,
-            "fetch_ms": provenance.summary_ms(self.fetch_ms),
+            "fetch_ms": summary(self.fetch_ms),
             "switch": self.switch,
         }
 
@@ -341,7 +342,7 @@ def _report(
         "misses": kvcast.misses,
         "wrong_bytes": sum(outcome.wrong_bytes for outcome in outcomes.values()),
         "hits": kvcast.hits,
-        "fetch_ms": {name: provenance.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
+        "fetch_ms": {name: summary(o.fetch_ms) for name, o in outcomes.items()},
         "over_one_reader": over_one or None,
         "start_spread_ms": {name: round(o.start_spread_ms, 2) for name, o in outcomes.items()},
         "distinct_bytes": kvcast.distinct_bytes,

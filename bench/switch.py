@@ -53,7 +53,8 @@ from kvcast.bench import switch_programs as programs
 from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
 from kvcast.bench.switch_programs import Arrival, Setup
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
+from kvcast.service.statistics import ratio
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
 
@@ -626,9 +627,7 @@ def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
     # Where one processor both sends and takes over what the kernel does on delivery, the sender
     # may be the limit; the processor time that a frame costs the forwarder itself is not.
     costs = {name: one["processor_ns_a_frame"] for name, one in report["veth"].items()}
-    report["veth_processor_time_bare_over_kvcast"] = provenance.ratio(
-        costs["bare"], costs["kvcast"]
-    )
+    report["veth_processor_time_bare_over_kvcast"] = ratio(costs["bare"], costs["kvcast"])
     return report
 
 
@@ -738,7 +737,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    provenance.report_to(arguments.json, report, lambda measured: print(table(measured)))
+    reports.report_to(arguments.json, report, lambda measured: print(table(measured)))
     return 0
 
 

@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run_incast(options: argparse.Namespace) -> int:
     from kvcast.bench import incast
-    from kvcast.service import provenance
+    from kvcast.service import reports
 
     report = await incast.run(
         incast.IncastOptions(
@@ -254,12 +254,12 @@ async def _run_incast(options: argparse.Namespace) -> int:
             run_dir=options.run_dir,
         )
     )
-    provenance.report_to(options.json, report, _print_incast)
+    reports.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
 async def _run_simulation(options: argparse.Namespace) -> int:
-    from kvcast.service import provenance
+    from kvcast.service import reports
     from kvcast.simulation import incast as incast_simulation
 
     report = incast_simulation.run(
@@ -274,7 +274,7 @@ async def _run_simulation(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     )
-    provenance.report_to(options.json, report, _print_simulation)
+    reports.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
@@ -347,14 +347,14 @@ def _print_incast(report: dict[str, Any]) -> None:
 
 async def _run_hostile(options: argparse.Namespace) -> int:
     from kvcast.bench import hostile
-    from kvcast.service import provenance
+    from kvcast.service import reports
 
     report = await hostile.run(
         hostile.HostileOptions(
             frames=options.frames, nodes=options.nodes, seed=options.seed, run_dir=options.run_dir
         )
     )
-    provenance.report_to(options.json, report, _print_hostile)
+    reports.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
 
@@ -393,7 +393,7 @@ def _side(counts: dict[str, int]) -> str:
 async def _run_soak(options: argparse.Namespace) -> int:
     from kvcast.bench.soak import picture as soak_picture
     from kvcast.bench.soak import pool
-    from kvcast.service import provenance
+    from kvcast.service import reports
 
     report = await pool.run(
         pool.SoakOptions(
@@ -407,7 +407,7 @@ async def _run_soak(options: argparse.Namespace) -> int:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.json:
-        provenance.write_json(options.json, report)
+        reports.write_json(options.json, report)
     picture = soak_picture.draw(report, options.out)
     if options.json != "-":
         _print_soak(report)

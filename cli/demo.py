@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _demo(options: argparse.Namespace) -> int:
-    from kvcast.service import provenance
+    from kvcast.service import reports
     from rich.console import Console
 
     # With the report on standard output, everything for people goes to standard error.
@@ -161,7 +161,7 @@ async def _demo(options: argparse.Namespace) -> int:
 
     png, page = picture.draw(report, options.out)
     if options.json:
-        provenance.write_json(options.json, report)
+        reports.write_json(options.json, report)
     _print_table(console, report)
     console.print(f"picture: {png}\npage:    {page}", highlight=False, soft_wrap=True)
     recovered = report.get("outage", {"recovered": True})["recovered"]

@@ -34,6 +34,7 @@ from kvcast.protocol.messages.wire import BUCKETS, BlockId, Frame, decode, diges
 from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfig
 from kvcast.protocol.responder import Responder, ResponderConfig
 from kvcast.service import provenance
+from kvcast.service.statistics import ratio, summary
 from kvcast.simulation.network import Link, LinkOptions
 from kvcast.simulation.switch import SimSwitch, product_program
 from kvcast.simulation.world import Alarm, World
@@ -339,8 +340,8 @@ def run(options: SimulationOptions) -> dict[str, Any]:
     return {
         "bench": "incast-simulation",
         "simulated": True,
-        "home_egress_ratio": provenance.ratio(kvcast.home_bytes, distinct),
-        "plain_home_egress_ratio": provenance.ratio(plain.home_bytes, distinct),
+        "home_egress_ratio": ratio(kvcast.home_bytes, distinct),
+        "plain_home_egress_ratio": ratio(plain.home_bytes, distinct),
         "over_one_reader": {
             name: round(max(result.fetch_us) / slowest_alone, 4)
             for name, result in results.items()
@@ -349,7 +350,7 @@ def run(options: SimulationOptions) -> dict[str, Any]:
         "gets": kvcast.gets,
         "misses": sum(result.misses for result in results.values()),
         "wrong_bytes": sum(result.wrong_bytes for result in results.values()),
-        "fetch_us": {name: provenance.summary(r.fetch_us) for name, r in results.items()},
+        "fetch_us": {name: summary(r.fetch_us) for name, r in results.items()},
         "queue_drops": {name: r.queue_drops for name, r in results.items()},
         "real_s": {name: round(r.took_s, 2) for name, r in results.items()},
         "parameters": {

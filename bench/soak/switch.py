@@ -28,7 +28,7 @@ from typing import Any
 from kvcast.bench import switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.switch import BenchError
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
 
 GROWTH_LIMIT_MIB = 8.0
 _TURN_S = 1.0
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    provenance.report_to(arguments.json, report, _show)
+    reports.report_to(arguments.json, report, _show)
     return 0 if report["growth_mib"] <= GROWTH_LIMIT_MIB else 1
 
 

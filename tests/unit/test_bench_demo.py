@@ -15,7 +15,8 @@ from kvcast.bench import picture
 from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Speed, make_plan
 from kvcast.bench.replay import Tally
 from kvcast.cli.demo import verdict
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
+from kvcast.service.statistics import ratio, summary
 from kvcast.workloads.generators import TraceLine
 
 SLOW, FAST = Speed(800.0, 60.0), Speed(200_000.0, 20_000.0)
@@ -74,10 +75,10 @@ def test_a_slow_trace_is_told_to_be_stretched_when_it_is() -> None:
 
 def test_percentiles_are_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
-    assert provenance.summary_ms(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
-    assert provenance.summary_ms([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
-    assert provenance.summary_ms([]) == {"p50": None, "p99": None, "max": None}
-    assert provenance.ratio(1, 0) is None
+    assert summary(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
+    assert summary([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
+    assert summary([]) == {"p50": None, "p99": None, "max": None}
+    assert ratio(1, 0) is None
 
 
 def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
     assert told["machine"]["cores"] >= 1
     assert told["commit"]
     assert "numpy" in told["versions"]
-    provenance.write_json(tmp_path / "deep" / "report.json", told)
+    reports.write_json(tmp_path / "deep" / "report.json", told)
     assert json.loads((tmp_path / "deep" / "report.json").read_text())["commit"] == told["commit"]
 
 
