@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import picture
-from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Speed, make_plan
+from kvcast.bench import demo, picture
+from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Reporter, Speed, make_plan
 from kvcast.bench.replay import Tally
 from kvcast.cli.demo import verdict
 from kvcast.service import provenance, reports
 from kvcast.service.statistics import ratio, summary
+from kvcast.topologies.pool import PoolError, Runner
 from kvcast.workloads.generators import TraceLine
 
 SLOW, FAST = Speed(800.0, 60.0), Speed(200_000.0, 20_000.0)
@@ -143,3 +144,30 @@ def test_the_verdict_says_what_was_gained_or_that_nothing_was() -> None:
     assert "75 % less" in verdict(_report(4.0, 1.0))
     assert "gained nothing" in verdict(_report(1.02, 1.0))
     assert "nothing for a switch to do" in verdict(_report(None, None))
+
+
+@pytest.mark.parametrize(
+    ("runner", "told"),
+    [
+        ("processes", "as processes that UDP tunnels join"),
+        ("namespaces", "in network namespaces"),
+        ("mininet", "on the hosts of a Mininet network"),
+    ],
+)
+async def test_the_demo_says_the_runner_that_it_uses(
+    runner: Runner, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Heard(Reporter):
+        text = ""
+
+        def say(self, text: str) -> None:
+            self.text += text
+
+    def no_pool(*_: Any, **__: Any) -> None:
+        raise PoolError("no pool in this test")
+
+    monkeypatch.setattr(demo, "Pool", no_pool)
+    heard = Heard()
+    with pytest.raises(PoolError, match="in this test"):
+        await demo.run(DemoOptions(runner=runner), heard)
+    assert f"8 nodes, a controller and a switch, {told};" in heard.text
