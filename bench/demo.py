@@ -25,7 +25,7 @@ from kvcast.hostagent.client import AsyncClient
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
-from kvcast.workloads import content, generators
+from kvcast.workloads import content, generators, traces
 from kvcast.workloads.generators import Demand, Request, WorkloadOptions, chain
 
 CHUNK_BYTES = 1024
@@ -125,7 +125,7 @@ async def run(
     PoolError if a pool does not start or dies, WorkloadError for a trace that cannot be read.
     """
     began = time.monotonic()
-    lines = None if options.trace is None else generators.read_trace(options.trace)
+    lines = None if options.trace is None else traces.read_trace(options.trace)
     replay_s = max(5.0, (options.seconds_budget - 3 * _STARTUP_S) / 2)
     reporter.say(
         f"starting {len(options.star.hosts)} nodes, a controller and a switch, "
@@ -220,7 +220,7 @@ async def calibrate(links: list[NodeLink]) -> Speed:
 
 def make_plan(
     options: DemoOptions,
-    lines: list[generators.TraceLine] | None,
+    lines: list[traces.TraceLine] | None,
     speed: Speed,
     replay_s: float,
 ) -> Plan:
@@ -247,7 +247,7 @@ def make_plan(
     else:
         assert options.trace is not None
         scale = options.time_scale or 1.0
-        stream = generators.trace_requests(lines, wanted, scale)
+        stream = traces.trace_requests(lines, wanted, scale)
         if options.time_scale is not None:
             stream = itertools.takewhile(lambda request: request.time_s <= span_s, stream)
         requests, demand = generators.take(stream, **bounds)
@@ -278,7 +278,7 @@ def _block_bytes(chunks: float) -> int:
     return BLOCK_SIZES[0]
 
 
-def _span_s(lines: list[generators.TraceLine]) -> float:
+def _span_s(lines: list[traces.TraceLine]) -> float:
     return (lines[-1].timestamp - lines[0].timestamp) / 1000
 
 

@@ -18,7 +18,7 @@ from kvcast.cli.demo import verdict
 from kvcast.service import provenance, reports
 from kvcast.service.statistics import ratio, summary
 from kvcast.topologies.pool import PoolError, Runner
-from kvcast.workloads.generators import TraceLine
+from kvcast.workloads.traces import TraceLine
 
 SLOW, FAST = Speed(800.0, 60.0), Speed(200_000.0, 20_000.0)
 
