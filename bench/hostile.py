@@ -1,7 +1,8 @@
 """The question: does anything break when every entry point of a pool gets bytes that nobody meant?
 
 Owns: the entry points, what is watched, and the sums that must come out. Must not know: how any
-part defends itself. What is sent is in `mutations`, clients of streams are in `hostile_streams`.
+part defends itself. What is sent is in `hostile_bytes`, clients of streams are in
+`hostile_streams`.
 
 Four entry points, one after the other, on one running pool of separate processes:
 - `switch port`: frames into a port of the switch, as its own node (whose agent was killed);

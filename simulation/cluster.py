@@ -1,8 +1,7 @@
 """A simulated pool: hosts, a switch, controllers, the cables between them, and one run of a plan.
 
 Owns: putting the parts together, and the phases of a run: form, calm, chaos, heal, and a last look
-at everything. Must not know: how a fault is made (`simulation_faults`), or what is right
-(`simulation_model`).
+at everything. Must not know: how a fault is made (`faults.py`), or what is right (`model.py`).
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ class Cluster:
         return self._severe_on == 0 and self.world.now - self._last_severe_at > HEAL_S - 1.0
 
     def _owed(self, reader: int, name: Name) -> frozenset[tuple[int, int]]:
-        """See `simulation_client.Owed`: the copies at homes that acknowledged the block, hold it
+        """See `client.Owed`: the copies at homes that acknowledged the block, hold it
         and are homes of it still; nothing in times when anything may be wrong."""
         if not self._calm() or not self.model.may_use(reader, name[0]):
             return frozenset()

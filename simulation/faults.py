@@ -1,16 +1,15 @@
 """What can go wrong: every kind of fault, how it is chosen, begun and ended.
 
-Owns: the table `FAULTS`. Must not know: when (`simulation_plan`), or what must hold all the same
-(`simulation_model`).
+Owns: the table `FAULTS`. Must not know: when (`plan.py`), or what must hold all the same
+(`model.py`).
 
 **The seam.** What is added to kvcast later joins the simulation at one of three places, and all
 else follows: the plan draws it, reports count it, failures shrink by it.
 
 - a kind of fault: an entry in `FAULTS` here;
-- a transport (RDMA): `simulation_bulk`, which makes the calls that a core asks for;
-- a tier (a disk): `simulation_agent.agent_core`, which makes the core of a new process over what
-  its
-  machine still holds, and `SimHost`, which is what outlives a process.
+- a transport (RDMA): `bulk.py`, which makes the calls that a core asks for;
+- a tier (a disk): `agent.agent_core`, which makes the core of a new process over what its machine
+  still holds, and `SimHost`, which is what outlives a process.
 """
 
 from __future__ import annotations
@@ -285,5 +284,5 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "hostile_spoofer": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.SPOOFER)),
     "hostile_tenant": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.TENANT), disturbs=False),
 }
-"""Every kind of fault by its name. Beside them, `simulation_plan` gives hosts skewed clocks,
+"""Every kind of fault by its name. Beside them, `plan.py` gives hosts skewed clocks,
 arenas that are too small, and different bytes of one block."""

@@ -63,7 +63,7 @@ class Op:
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong from `at` seconds of the chaos phase on, for `for_s`; what `hosts` and
-    `amount` mean is up to the kind (`simulation_faults`)."""
+    `amount` mean is up to the kind (`faults.py`)."""
 
     number: int
     kind: str

@@ -1,4 +1,4 @@
-"""The star: one switch and N inference nodes, as data (DESIGN §2, `topologies/`).
+"""The star: one switch and N inference nodes, as data.
 
 Owns: the conventions that tie a node's name, addresses and switch port together, the file form of
 a star and its graph. Must not know: how a star is run; processes.py, namespaces.py and

@@ -1,7 +1,7 @@
 """What can be fuzzed: the registry, and the entry points that are functions of bytes.
 
 Owns: the seam (`register`) by which a tier or a transport that is added later joins the fuzzers,
-and the readers of files and frames. Must not know: how inputs are found (`fuzz_engine`). Entry
+and the readers of files and frames. Must not know: how inputs are found (`engine`). Entry
 points with event loops are in `entry_points`, one of the file system in `arena`.
 """
 

@@ -3,7 +3,7 @@
     kvcast bench soak --minutes 60 --json soak.json --out FOLDER
 
 Owns: what runs beside what, what is watched, and the report. Must not know: how a fault is done
-(soak_faults), planned (plan) or judged (soak_verdict).
+(faults.py), planned (plan.py) or judged (verdict.py).
 
 A real pool of processes: one switch (kvcast's own, compiled), one controller, an agent a node, and
 one node without an agent, which is the attacker's. Over it the workload `mix` without end, as fast
@@ -20,7 +20,7 @@ times.
 
 At the end the faults stop, and the pool has to be whole: every block put then is read everywhere,
 no agent holds bytes for a client that is gone, and nothing is left in /dev/shm or the temporary
-folders. The criteria, with their bounds, stand in soak_verdict and in the report; one that does not
+folders. The criteria, with their bounds, stand in verdict.py and in the report; one that does not
 hold fails the soak.
 """
 
