@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions, SavedState
+from kvcast.controller.core.program import L2_FORWARD, Settings
 from kvcast.controller.core.tiers import AdmitMode
-from kvcast.controller.switch.program import L2_FORWARD, Settings
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
@@ -23,11 +23,9 @@ from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
-from kvcast.simulation import faults
 from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
-from kvcast.simulation.hostile import Hostile
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
 from kvcast.simulation.network import Link, Stream
 from kvcast.simulation.plan import (
@@ -40,6 +38,7 @@ from kvcast.simulation.plan import (
     Fault,
     Op,
     Plan,
+    PlanFault,
 )
 from kvcast.simulation.switch import Engine, SimSwitch
 from kvcast.simulation.world import World
@@ -65,11 +64,32 @@ class Product:
     make_core: CoreFactory = agent_core
 
 
+Begin = Callable[["Cluster", Fault], Callable[[], None] | None]
+"""Does the damage; gives what undoes it, to be called when the fault's time is over."""
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """`plan`: which hosts, how much, and for how long; `begin`: see `Begin`. `disturbs`: whether
+    it may cost more frames and copies than can be counted one by one."""
+
+    plan: PlanFault
+    begin: Begin
+    disturbs: bool = True
+
+
+class Hostile(Protocol):
+    """A hostile host, where it may strike in time with others."""
+
+    def strike(self, victim: int, names: list[Name]) -> None: ...
+
+
 class Cluster:
     """One run; see the module's text."""
 
-    def __init__(self, plan: Plan, product: Product) -> None:
+    def __init__(self, plan: Plan, product: Product, faults: dict[str, FaultKind]) -> None:
         self.plan = plan
+        self._fault_kinds = faults
         self.world = World(plan.seed)
         self.spoilers: list[Callable[[Any], Any]] = []
         self.hosts: dict[int, SimHost] = {}
@@ -335,7 +355,7 @@ class Cluster:
     # --- faults -----------------------------------------------------------------------------
 
     def _fault_begins(self, fault: Fault) -> None:
-        kind = faults.FAULTS[fault.kind]
+        kind = self._fault_kinds[fault.kind]
         end = kind.begin(self, fault)
         if end is None and fault.kind != "host_gone":
             return  # nobody there to be hit
@@ -345,16 +365,16 @@ class Cluster:
         if kind.disturbs:
             self.model.disturbed()
         self._faults_on += 1
-        self._severe_on += not faults.is_mild(fault)
+        self._severe_on += not fault.mild
         self.world.after(fault.for_s, lambda: self._fault_ends(fault, end))
 
     def _fault_ends(self, fault: Fault, end: Callable[[], None] | None) -> None:
         if end is not None:
             end()
-        if faults.FAULTS[fault.kind].disturbs:
+        if self._fault_kinds[fault.kind].disturbs:
             self.model.disturbed()
         self._faults_on -= 1
-        if not faults.is_mild(fault):
+        if not fault.mild:
             self._severe_on -= 1
             self._last_severe_at = self.world.now
 

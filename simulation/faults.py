@@ -16,39 +16,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from kvcast.simulation.cluster import Begin, Cluster, FaultKind
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
-from kvcast.simulation.plan import Fault, PlanFault
-
-if TYPE_CHECKING:
-    from kvcast.simulation.cluster import Cluster
-
-Begin = Callable[["Cluster", Fault], Callable[[], None] | None]
-"""Does the damage; gives what undoes it, to be called when the fault's time is over."""
-
-
-@dataclass(frozen=True)
-class FaultKind:
-    """`plan`: which hosts, how much, and for how long; `begin`: see `Begin`. `disturbs`: whether
-    it may cost more frames and copies than can be counted one by one."""
-
-    plan: PlanFault
-    begin: Begin
-    disturbs: bool = True
-
-
-MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
-"""Faults of links that, in their smallest amount, no patient get may fail for."""
-LEAST: Final = 0.1
-
-
-def is_mild(fault: Fault) -> bool:
-    """Whether a patient get of a block that is there succeeds all the same."""
-    return fault.kind in MILD and fault.amount == LEAST
-
+from kvcast.simulation.plan import LEAST, Fault, PlanFault
 
 # --- links ------------------------------------------------------------------------------------
 
