@@ -226,7 +226,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report there (- = stdout); one that ended early says why (incomplete)",
+    )
     if run_dir:
         parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
     parser.add_argument(
