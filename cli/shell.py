@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvcast.service.addresses import format_host_port, parse_host_port
 from kvcast.service.commands import EXIT_FAILED
-from kvcast.service.options import HelpFormatter, parse_host_port
+from kvcast.service.options import HelpFormatter
 from kvcast.service.tls import TlsError, TlsFiles
 
 _DESCRIPTION = """\
@@ -84,14 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_FAILED
-    host, port = options.switch
     command = [
         str(python),
         # Not the working directory: in this repository its p4/ would hide the shell's p4 package.
         "-P",
         "-m",
         "p4runtime_sh",
-        f"--grpc-addr={host}:{port}",
+        f"--grpc-addr={format_host_port(options.switch)}",
         f"--device-id={options.device_id}",
         f"--election-id={options.election_id}",
     ]

@@ -5,13 +5,13 @@ Owns: the command line. Must not know: anything that is decided.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from kvcast.controller.control_loop import StoreError
 from kvcast.controller.core.admission import ValueOptions
@@ -26,26 +26,270 @@ from kvcast.controller.switch.connection import OneLineErrors, SwitchTls
 from kvcast.controller.switch.program import Settings
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
+from kvcast.protocol.messages.ethernet import unicast_mac
+from kvcast.service.addresses import format_host_port, is_loopback, parse_host_port
+from kvcast.service.logs import setup_logging
 from kvcast.service.options import (
-    HelpFormatter,
-    add_common_options,
-    announce_ready,
-    is_loopback,
-    parse_host_port,
-    parse_with_config,
-    setup_logging,
-    stop_event,
+    CommonOptions,
+    OptionsError,
+    bare,
+    choice,
+    either,
+    many,
+    option,
+    read_options,
 )
-from kvcast.service.tls import (
-    add_tls_option,
-    credentials_of,
-    refuse_open_addresses,
-    reload_on_hangup,
-)
+from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
+from kvcast.service.tls import Credentials
+from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
+from kvcast.service.values import TextError, number, parse_node_id, whole_number
 
 log = logging.getLogger("kvcast.controller")
 
-DESCRIPTION = """\
+
+def _tenant(text: str) -> tuple[str, frozenset[str]]:
+    name, equals, nodes = text.partition("=")
+    if not 1 <= len(name) <= 256:
+        raise TextError(f"{text!r} is not NAME or NAME=NODE,…")
+    listed = nodes.split(",") if equals else []
+    return name, frozenset(parse_node_id(node.strip()) for node in listed)
+
+
+def _device_ports(text: str) -> tuple[int, ...]:
+    """A comma-separated list of distinct 9-bit device ports, one for each host port."""
+    try:
+        ports = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TextError(f"{text!r} is no list of port numbers") from None
+    if len(set(ports)) != len(ports) or not all(0 < port < 512 for port in ports):
+        raise TextError("device ports must differ and lie within 1..511")
+    if len(ports) != MAX_PORTS:
+        raise TextError(
+            f"{len(ports)} ports, not {MAX_PORTS}; host ports without a host may be any others"
+        )
+    return ports
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchFlags:
+    """switch"""
+
+    switch: tuple[str, int] = option(
+        "P4Runtime address of the switch", default=("127.0.0.1", 9559), parse=parse_host_port
+    )
+    switch_tls: bool | None = either(
+        "speak TLS with the switch, by the files of --tls; by default where it is beyond loopback",
+        default=None,
+    )
+    switch_name: str = option(
+        "whose certificate the switch must show, where that is not the host of --switch",
+        default="",
+        parse=str,
+        metavar="HOST",
+    )
+    device_id: int = option(
+        "P4Runtime device", default=1, parse=whole_number(1, 2**64 - 1), metavar="N"
+    )
+    election_id: int = option(
+        "of several controllers the one with the highest id programs the switch",
+        default=10,
+        parse=whole_number(1, 2**63),
+        metavar="N",
+    )
+    target: str = choice(
+        "what kind of switch it is; sets slots, padding of READs, ticks, and ports",
+        default="v1model",
+        choices=sorted(profiles),
+    )
+    device_config: Path | None = option(
+        "what the switch is to load, where the package does not hold it (a Tofino's, as the "
+        "vendor's tools make it for P4Runtime)",
+        default=None,
+        parse=Path,
+    )
+    device_ports: tuple[int, ...] = option(
+        "what the switch calls host port 1, 2, ... (default: as the target's profile says)",
+        default=(),
+        parse=_device_ports,
+        metavar="N,N,...",
+    )
+    plain: bool = bare("forwarding only: the switch treats kvcast's frames like any others")
+    coalesce_lease_s: float = option(
+        "how long a READ waits in the switch for its DATA before it may be taken over; two to "
+        "three times the round trip's 99th percentile",
+        default=4.0,
+        parse=number(0.001, 3600),
+        unit="s",
+        flag="coalesce-lease",
+    )
+    heat_threshold: int = option(
+        "READs of a segment in a window that make the switch report it",
+        default=3,
+        parse=whole_number(1, 2**32 - 1),
+        unit="READs",
+    )
+    router_mac: str | None = option(
+        "address to which hosts send what is to be routed; without it nothing is",
+        default=None,
+        parse=unicast_mac,
+        metavar="MAC",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolFlags:
+    """pool"""
+
+    agents_addr: tuple[str, int] = option(
+        "where agents connect; port 0 = pick one",
+        default=("127.0.0.1", 9600),
+        parse=parse_host_port,
+    )
+    state: Path = option(
+        "SQLite file of what must outlive the controller; one controller a file",
+        default=Path("kvcast-controller.sqlite"),
+        parse=Path,
+    )
+    lease_s: float = option(
+        "an agent that has not renewed for so long is dead, and its buckets move",
+        default=PoolOptions.lease_s,
+        parse=number(0.1, 3600),
+        unit="s",
+        flag="lease",
+    )
+    rebalance_after_s: float = option(
+        "an agent that was dead gets buckets again when it has lived for so long",
+        default=PoolOptions.rebalance_after_s,
+        parse=number(0, 3600),
+        unit="s",
+        flag="rebalance-after",
+    )
+    replicas: int = option(
+        "nodes that a bucket lists after its home, in the order in which they take over",
+        default=PoolOptions.replicas,
+        parse=whole_number(0, 3),
+        unit="nodes",
+    )
+    tenant: tuple[tuple[str, frozenset[str]], ...] = many(
+        "a tenant, and the nodes that its namespaces are for (none = all); where any are named, "
+        "there are no others",
+        parse=_tenant,
+        metavar="NAME[=NODE,…]",
+    )
+    namespace_secrets: SecretMode = choice(
+        "secrets that keep tenants from naming each other's blocks; auto: as soon as there are two "
+        "tenants, or --tenant is given",
+        default=SecretMode.AUTO,
+        choices=SecretMode,
+    )
+    tick_s: float = option(
+        "period of counters and of admission",
+        default=0.5,
+        parse=number(0.05, 60),
+        unit="s",
+        flag="tick",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpFlags:
+    """HTTP API"""
+
+    http_addr: tuple[str, int] = option(
+        "where the HTTP API is served; port 0 = pick one",
+        default=("127.0.0.1", 9601),
+        parse=parse_host_port,
+    )
+    tokens: Path | None = option(
+        "tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without it, "
+        "everybody may on loopback, and elsewhere only who has an operator's certificate",
+        default=None,
+        parse=Path,
+    )
+    http_client_certs: bool = bare(
+        "let nobody use the HTTP API, with or without a token, who has no certificate of the "
+        "cluster"
+    )
+    http_rate_per_s: float = option(
+        "requests that one client may make over HTTP; 0 = no limit",
+        default=100.0,
+        parse=number(0, 1e6),
+        unit="requests/s",
+        flag="http-rate",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionFlags:
+    """admission to the switch's memory"""
+
+    admit: AdmitMode = choice(
+        "auto: by value; pin: only what is pinned over HTTP; off: nothing",
+        default=PoolOptions.admit,
+        choices=AdmitMode,
+    )
+    half_life_s: float = option(
+        "after which a read counts half",
+        default=ValueOptions.half_life_s,
+        parse=number(0.1, 86400),
+        unit="s",
+        flag="half-life",
+    )
+    horizon_s: float = option(
+        "how far ahead reads are expected",
+        default=ValueOptions.horizon_s,
+        parse=number(0.1, 86400),
+        unit="s",
+        flag="horizon",
+    )
+    min_reads: float = option(
+        "reads expected over the horizon below which a block is not given free slots",
+        default=ValueOptions.min_reads,
+        parse=number(0, 1e18),
+        unit="reads",
+    )
+    displace_reads: float = option(
+        "reads expected over the horizon below which a block does not displace others",
+        default=ValueOptions.displace_reads,
+        parse=number(0, 1e18),
+        unit="reads",
+    )
+    margin: float = option(
+        "by how many times a block must beat those that it displaces",
+        default=ValueOptions.margin,
+        parse=number(1, 1000),
+        unit="times",
+        metavar="FACTOR",
+    )
+    keep_value: float = option(
+        "value, in bytes that the home is spared for each cell, from which an evicted block is "
+        "made sure to live in its home's memory",
+        default=ValueOptions.keep_value,
+        parse=number(0, 1e18),
+        unit="bytes",
+    )
+    min_stay_s: float = option(
+        "how long a resident is safe from displacement",
+        default=ValueOptions.min_stay_s,
+        parse=number(0, 86400),
+        unit="s",
+        flag="min-stay",
+    )
+    recirculation_wait_s: float = option(
+        "how long an evicted block's slots rest before another block gets them",
+        default=PoolOptions.drain_s,
+        parse=number(0, 60),
+        unit="s",
+        flag="recirculation-wait",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerFlags(SwitchFlags, PoolFlags, HttpFlags, AdmissionFlags, TlsOptions, CommonOptions):
+    """What `kvcast controller` can be told."""
+
+    PROGRAM: ClassVar[str] = "kvcast controller"
+    DESCRIPTION: ClassVar[str] = """\
 The controller of a kvcast pool: programs the switch over P4Runtime, keeps track of the agents,
 tells them who owns which bucket, and decides which blocks live in the switch's memory.
 
@@ -56,298 +300,96 @@ again it reads what the switch holds and writes only what differs.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast controller", description=DESCRIPTION, formatter_class=HelpFormatter
-    )
-    defaults = ValueOptions()
-    switch = parser.add_argument_group("switch")
-    switch.add_argument(
-        "--switch",
-        metavar="HOST:PORT",
-        default="127.0.0.1:9559",
-        help="P4Runtime address of the switch",
-    )
-    switch.add_argument(
-        "--switch-tls",
-        action=argparse.BooleanOptionalAction,
-        help="speak TLS with the switch, by the files of --tls; by default where it is beyond "
-        "loopback",
-    )
-    switch.add_argument(
-        "--switch-name",
-        metavar="HOST",
-        default="",
-        help="whose certificate the switch must show, where that is not the host of --switch",
-    )
-    switch.add_argument("--device-id", type=_int(1, 2**64 - 1), default=1, help="P4Runtime device")
-    switch.add_argument(
-        "--election-id",
-        type=_int(1, 2**63),
-        default=10,
-        help="of several controllers the one with the highest id programs the switch",
-    )
-    switch.add_argument(
-        "--target",
-        choices=sorted(profiles),
-        default="v1model",
-        help="what kind of switch it is; sets slots, padding of READs, ticks, and ports",
-    )
-    switch.add_argument(
-        "--device-config",
-        metavar="FILE",
-        type=Path,
-        help="what the switch is to load, where the package does not hold it (a Tofino's, as the "
-        "vendor's tools make it for P4Runtime)",
-    )
-    switch.add_argument(
-        "--device-ports",
-        metavar="N,N,...",
-        type=_device_ports,
-        help="what the switch calls host port 1, 2, ... (default: as the target's profile says)",
-    )
-    switch.add_argument(
-        "--plain",
-        action="store_true",
-        help="forwarding only: the switch treats kvcast's frames like any others",
-    )
-    switch.add_argument(
-        "--coalesce-lease",
-        metavar="SECONDS",
-        type=_seconds(0.001, 3600),
-        default=4.0,
-        help="how long a READ waits in the switch for its DATA before it may be taken over; two "
-        "to three times the round trip's 99th percentile",
-    )
-    switch.add_argument(
-        "--heat-threshold",
-        metavar="READS",
-        type=_int(1, 2**32 - 1),
-        default=3,
-        help="READs of a segment in a window that make the switch report it",
-    )
-    switch.add_argument(
-        "--router-mac",
-        metavar="MAC",
-        type=_mac,
-        help="address to which hosts send what is to be routed; without it nothing is",
-    )
+@dataclass(frozen=True)
+class Setup:
+    """Checked flags, and what they name, opened."""
 
-    pool = parser.add_argument_group("pool")
-    pool.add_argument(
-        "--agents-addr",
-        metavar="HOST:PORT",
-        type=parse_host_port,
-        default="127.0.0.1:9600",
-        help="where agents connect; port 0 = pick one",
-    )
-    pool.add_argument(
-        "--http-addr",
-        metavar="HOST:PORT",
-        type=parse_host_port,
-        default="127.0.0.1:9601",
-        help="where the HTTP API is served; port 0 = pick one",
-    )
-    pool.add_argument(
-        "--tokens",
-        metavar="FILE",
-        type=Path,
-        help="tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without "
-        "it, everybody may on loopback, and elsewhere only who has an operator's certificate",
-    )
-    pool.add_argument(
-        "--http-client-certs",
-        action="store_true",
-        help="let nobody use the HTTP API, with or without a token, who has no certificate of the "
-        "cluster",
-    )
-    pool.add_argument(
-        "--http-rate",
-        metavar="REQUESTS",
-        type=_number(0, 1e6),
-        default=100.0,
-        help="requests a second that one client may make over HTTP; 0 = no limit",
-    )
-    add_tls_option(pool.add_argument)
-    pool.add_argument(
-        "--state",
-        metavar="FILE",
-        type=Path,
-        default="kvcast-controller.sqlite",
-        help="SQLite file of what must outlive the controller; one controller a file",
-    )
-    pool.add_argument(
-        "--lease",
-        metavar="SECONDS",
-        type=_seconds(0.1, 3600),
-        default=3.0,
-        help="an agent that has not renewed for so long is dead, and its buckets move",
-    )
-    pool.add_argument(
-        "--rebalance-after",
-        metavar="SECONDS",
-        type=_seconds(0, 3600),
-        default=2.0,
-        help="an agent that was dead gets buckets again when it has lived for so long",
-    )
-    pool.add_argument(
-        "--replicas",
-        metavar="N",
-        type=_int(0, 3),
-        default=2,
-        help="nodes that a bucket lists after its home, in the order in which they take over",
-    )
-    pool.add_argument(
-        "--tenant",
-        metavar="NAME[=NODE,…]",
-        type=_tenant,
-        action="append",
-        default=[],
-        help="a tenant, and the nodes that its namespaces are for (none = all); where any are "
-        "named, there are no others (repeatable)",
-    )
-    pool.add_argument(
-        "--namespace-secrets",
-        choices=[mode.value for mode in SecretMode],
-        default=SecretMode.AUTO.value,
-        help="secrets that keep tenants from naming each other's blocks; auto: as soon as there "
-        "are two tenants, or --tenant is given",
-    )
-    pool.add_argument(
-        "--tick",
-        metavar="SECONDS",
-        type=_seconds(0.05, 60),
-        default=0.5,
-        help="period of counters and of admission",
-    )
+    flags: ControllerFlags
+    credentials: Credentials | None
+    switch_credentials: SwitchTls | None
+    """How the switch is spoken to; None = plainly."""
+    tokens: TokensFile | None
 
-    admission = parser.add_argument_group("admission to the switch's memory")
-    admission.add_argument(
-        "--admit",
-        choices=[mode.value for mode in AdmitMode],
-        default=AdmitMode.AUTO.value,
-        help="auto: by value; pin: only what is pinned over HTTP; off: nothing",
-    )
-    admission.add_argument(
-        "--half-life",
-        metavar="SECONDS",
-        type=_seconds(0.1, 86400),
-        default=defaults.half_life_s,
-        help="after which a read counts half",
-    )
-    admission.add_argument(
-        "--horizon",
-        metavar="SECONDS",
-        type=_seconds(0.1, 86400),
-        default=defaults.horizon_s,
-        help="how far ahead reads are expected",
-    )
-    admission.add_argument(
-        "--min-reads",
-        metavar="READS",
-        type=_number(0, 1e18),
-        default=defaults.min_reads,
-        help="reads expected over the horizon below which a block is not given free slots",
-    )
-    admission.add_argument(
-        "--displace-reads",
-        metavar="READS",
-        type=_number(0, 1e18),
-        default=defaults.displace_reads,
-        help="reads expected over the horizon below which a block does not displace others",
-    )
-    admission.add_argument(
-        "--margin",
-        metavar="FACTOR",
-        type=_number(1, 1000),
-        default=defaults.margin,
-        help="by how much a block must beat those that it displaces",
-    )
-    admission.add_argument(
-        "--keep-value",
-        metavar="BYTES",
-        type=_number(0, 1e18),
-        default=defaults.keep_value,
-        help="value from which an evicted block is made sure to live in its home's memory",
-    )
-    admission.add_argument(
-        "--min-stay",
-        metavar="SECONDS",
-        type=_seconds(0, 86400),
-        default=defaults.min_stay_s,
-        help="how long a resident is safe from displacement",
-    )
-    admission.add_argument(
-        "--recirculation-wait",
-        metavar="SECONDS",
-        type=_seconds(0, 60),
-        default=0.2,
-        help="how long an evicted block's slots rest before another block gets them",
-    )
-    add_common_options(parser)
-    return parser
+    @property
+    def authenticates(self) -> bool:
+        """Whether the HTTP API asks who somebody is: wherever there is a way to tell."""
+        return self.tokens is not None or self.credentials is not None
 
 
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is outside {low:g}..{high:g}")
-        return value
-
-    return parse
+def parse(argv: Sequence[str] | None) -> Setup:
+    """Flags and file, checked, with the files that they name opened; exits with status 2 and a
+    message on an error."""
+    return read_options(ControllerFlags, argv, _settle)
 
 
-_seconds = _number
-
-
-def _int(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is outside {low}..{high}")
-        return value
-
-    return parse
-
-
-def _tenant(text: str) -> tuple[str, frozenset[str]]:
-    name, equals, nodes = text.partition("=")
-    names = frozenset(node.strip() for node in nodes.split(",")) if equals else frozenset()
-    if not 1 <= len(name) <= 256 or "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=NODE,…")
-    if wrong := sorted(node for node in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", node)):
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no node's name")
-    return name, names
-
-
-def _mac(text: str) -> str:
-    mac = text.lower()
-    if not re.fullmatch(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", mac) or int(mac[:2], 16) & 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a unicast MAC address")
-    return mac
-
-
-def _device_ports(text: str) -> tuple[int, ...]:
-    """A comma-separated list of distinct 9-bit device ports, one for each host port."""
-    try:
-        ports = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of port numbers") from None
-    if len(set(ports)) != len(ports) or not all(0 < port < 512 for port in ports):
-        raise argparse.ArgumentTypeError("device ports must differ and lie within 1..511")
-    if len(ports) != MAX_PORTS:
-        raise argparse.ArgumentTypeError(
-            f"{len(ports)} ports, not {MAX_PORTS}; host ports without a host may be any others"
+def _settle(flags: ControllerFlags) -> Setup:
+    named = (
+        ("--agents-addr", flags.agents_addr),
+        ("--http-addr", flags.http_addr),
+        ("--switch", flags.switch),
+    )
+    refuse_open_addresses(flags, [(flag, host) for flag, (host, _port) in named])
+    switch_host = flags.switch[0]
+    switch_tls = flags.switch_tls
+    if switch_tls is None:
+        switch_tls = flags.tls is not None and not is_loopback(switch_host)
+    elif switch_tls and flags.tls is None:
+        raise OptionsError("--switch-tls needs --tls DIR")
+    elif not (switch_tls or is_loopback(switch_host) or flags.insecure):
+        raise OptionsError(
+            f"--switch {switch_host} is not loopback: --no-switch-tls needs --insecure"
         )
-    return ports
+    if flags.http_client_certs and flags.tls is None:
+        raise OptionsError("--http-client-certs needs --tls DIR")
+    credentials = credentials_of(flags.tls)
+    switch_credentials = None
+    if switch_tls:
+        assert credentials is not None
+        switch_credentials = SwitchTls(credentials.files, flags.switch_name)
+    try:
+        tokens = None if flags.tokens is None else TokensFile(flags.tokens)
+    except TokensError as error:
+        raise OptionsError(f"--tokens {error}") from error
+    if flags.device_config is None and artefact(flags.target).device_config is None:
+        raise OptionsError(f"--target {flags.target} needs --device-config")
+    profile = profiles[flags.target]
+    if profile.loop_groups and len({port >> 7 for port in flags.device_ports}) > 1:
+        raise OptionsError(f"--device-ports: {flags.target} keeps a pool in one pipe (port / 128)")
+    return Setup(flags, credentials, switch_credentials, tokens)
+
+
+def pool_options(flags: ControllerFlags) -> PoolOptions:
+    """The core's options from the flags and the target's profile."""
+    profile = profiles[flags.target]
+    return PoolOptions(
+        settings=Settings(
+            enabled=not flags.plain,
+            lease_ticks=_lease_ticks(flags.coalesce_lease_s, profile),
+            heat_threshold=flags.heat_threshold,
+            recirculate_rid=profile.recirculate_rid,
+            router_mac=flags.router_mac,
+            device_ports=flags.device_ports or profile.device_ports,
+            serve_goes_round=profile.serve_goes_round,
+            loop_groups=tuple(sorted(profile.loop_groups.items())),
+        ),
+        slots=profile.slots,
+        read_padding_bytes=profile.read_padding_bytes,
+        lease_s=flags.lease_s,
+        rebalance_after_s=flags.rebalance_after_s,
+        replicas=flags.replicas,
+        admit=flags.admit,
+        value=ValueOptions(
+            half_life_s=flags.half_life_s,
+            horizon_s=flags.horizon_s,
+            min_reads=flags.min_reads,
+            displace_reads=flags.displace_reads,
+            margin=flags.margin,
+            keep_value=flags.keep_value,
+            min_stay_s=flags.min_stay_s,
+        ),
+        drain_s=flags.recirculation_wait_s,
+        tenants=TenantRules(dict(flags.tenant), flags.namespace_secrets),
+    )
 
 
 def _lease_ticks(lease_s: float, profile: TargetProfile) -> int:
@@ -360,67 +402,35 @@ def _lease_ticks(lease_s: float, profile: TargetProfile) -> int:
     return ticks
 
 
-def pool_options(options: argparse.Namespace) -> PoolOptions:
-    """The core's options from the parsed flags and the target's profile."""
-    profile = profiles[options.target]
-    return PoolOptions(
-        settings=Settings(
-            enabled=not options.plain,
-            lease_ticks=_lease_ticks(options.coalesce_lease, profile),
-            heat_threshold=options.heat_threshold,
-            recirculate_rid=profile.recirculate_rid,
-            router_mac=options.router_mac,
-            device_ports=options.device_ports or profile.device_ports,
-            serve_goes_round=profile.serve_goes_round,
-            loop_groups=tuple(sorted(profile.loop_groups.items())),
-        ),
-        slots=profile.slots,
-        read_padding_bytes=profile.read_padding_bytes,
-        lease_s=options.lease,
-        rebalance_after_s=options.rebalance_after,
-        replicas=options.replicas,
-        admit=AdmitMode(options.admit),
-        value=ValueOptions(
-            half_life_s=options.half_life,
-            horizon_s=options.horizon,
-            min_reads=options.min_reads,
-            displace_reads=options.displace_reads,
-            margin=options.margin,
-            keep_value=options.keep_value,
-            min_stay_s=options.min_stay,
-        ),
-        drain_s=options.recirculation_wait,
-        tenants=TenantRules(dict(options.tenant), SecretMode(options.namespace_secrets)),
-    )
-
-
-async def run(options: argparse.Namespace) -> int:
+async def run(setup: Setup) -> int:
     """Serve until a signal; the exit status."""
-    program = artefact(options.target)
-    device_config = options.device_config or program.device_config
-    assert device_config is not None  # main() asks for it
+    flags = setup.flags
+    program = artefact(flags.target)
+    device_config = flags.device_config or program.device_config
+    assert device_config is not None  # parse() asks for it
+    switch_address = format_host_port(flags.switch)
     try:
-        store = Store(options.state)
+        store = Store(flags.state)
         service = ControllerService(
             ServiceOptions(
-                switch=options.switch,
-                device_id=options.device_id,
-                election_id=options.election_id,
+                switch=switch_address,
+                device_id=flags.device_id,
+                election_id=flags.election_id,
                 p4info=program.p4info,
                 p4blob=device_config,
-                agents_addr=options.agents_addr,
-                http_addr=options.http_addr,
-                tick_s=options.tick,
-                credentials=options.credentials,
-                switch_tls=options.switch_credentials,
+                agents_addr=flags.agents_addr,
+                http_addr=flags.http_addr,
+                tick_s=flags.tick_s,
+                credentials=setup.credentials,
+                switch_tls=setup.switch_credentials,
                 http=HttpOptions(
-                    tokens=options.tokens_file,
-                    client_certificates=options.http_client_certs,
-                    authenticated=authenticates(options),
-                    rate_per_s=options.http_rate,
+                    tokens=setup.tokens,
+                    client_certificates=flags.http_client_certs,
+                    authenticated=setup.authenticates,
+                    rate_per_s=flags.http_rate_per_s,
                 ),
             ),
-            pool_options(options),
+            pool_options(flags),
             store,
         )
         await service.start()
@@ -429,82 +439,30 @@ async def run(options: argparse.Namespace) -> int:
         return 1
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
-    files = [f.refresh for f in (options.credentials, options.tokens_file) if f is not None]
+    files = [file.refresh for file in (setup.credentials, setup.tokens) if file is not None]
     if files:
         reload_on_hangup(loop, *files)
     announce_ready(
-        agents_addr=_joined(service.agents_address),
-        http_addr=_joined(service.http_address),
-        switch=options.switch,
-        target=options.target,
-        plain=options.plain,
+        agents_addr=format_host_port(service.agents_address),
+        http_addr=format_host_port(service.http_address),
+        switch=switch_address,
+        target=flags.target,
+        plain=flags.plain,
     )
     await service.run(stop)
     log.info("stopped; the switch keeps what it holds")
     return 0
 
 
-def _joined(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def authenticates(options: argparse.Namespace) -> bool:
-    """Whether the HTTP API asks who somebody is: wherever there is a way to tell."""
-    return options.tokens is not None or options.tls is not None
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags and file, checked, with the files that they name opened; exits with status 2 and a
-    message on an error."""
-    parser = build_parser()
-    options = parse_with_config(parser, argv)
-    switch_host = options.switch.rpartition(":")[0].strip("[]") or "127.0.0.1"
-    refuse_open_addresses(
-        parser,
-        options,
-        [
-            ("--agents-addr", options.agents_addr[0]),
-            ("--http-addr", options.http_addr[0]),
-            ("--switch", switch_host),
-        ],
-    )
-    if options.switch_tls is None:
-        options.switch_tls = options.tls is not None and not is_loopback(switch_host)
-    elif options.switch_tls and options.tls is None:
-        parser.error("--switch-tls needs --tls DIR")
-    elif not (options.switch_tls or is_loopback(switch_host) or options.insecure):
-        parser.error(f"--switch {switch_host} is not loopback: --no-switch-tls needs --insecure")
-    if options.http_client_certs and options.tls is None:
-        parser.error("--http-client-certs needs --tls DIR")
-    options.credentials = credentials_of(parser, options.tls)
-    options.switch_credentials = None
-    if options.switch_tls:
-        assert options.credentials is not None
-        options.switch_credentials = SwitchTls(options.credentials.files, options.switch_name)
-    options.tokens_file = None
-    if options.tokens is not None:
-        try:
-            options.tokens_file = TokensFile(options.tokens)
-        except TokensError as error:
-            parser.error(f"--tokens {error}")
-    if options.device_config is None and artefact(options.target).device_config is None:
-        parser.error(f"--target {options.target} needs --device-config")
-    profile = profiles[options.target]
-    if profile.loop_groups and len({port >> 7 for port in options.device_ports or ()}) > 1:
-        parser.error(f"--device-ports: {options.target} keeps a pool in one pipe (port / 128)")
-    return options
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """`kvcast controller`."""
-    options = parse(argv)
-    setup_logging(options.log_level, options.log_format)
+    setup = parse(argv)
+    setup_logging(setup.flags.log_level, setup.flags.log_format)
     for library in ("finsy", "grpc", "asyncio", "aiohttp"):
         # At "debug" finsy prints every entity that it reads or writes.
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.getLogger("finsy").addFilter(OneLineErrors())
-    return asyncio.run(run(options))
+    return asyncio.run(run(setup))
 
 
 if __name__ == "__main__":

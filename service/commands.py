@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -24,20 +23,9 @@ EXIT_MISS = 3
 """The block asked for is not in the pool."""
 EXIT_INTERRUPTED = 130
 
-_UNITS = {"": 1, "b": 1, "k": 1024, "kib": 1024, "m": 1 << 20, "mib": 1 << 20}
-_UNITS |= {"g": 1 << 30, "gib": 1 << 30}
-
 
 class CommandError(Exception):
     """A command cannot do what was asked; the text says why, in one line if it can."""
-
-
-def byte_size(text: str) -> int:
-    """ "64KiB", "1M" or "4096" as bytes (units are powers of 1024); for argparse."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4096, 64KiB or 1MiB")
-    return int(match.group(1)) * _UNITS[match.group(2).lower()]
 
 
 def build_subcommands(

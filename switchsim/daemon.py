@@ -7,7 +7,6 @@ the packet loop and the P4Runtime service, and runs them on one event loop.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -17,23 +16,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import grpc
 from finsy.proto import p4i, p4r_grpc
 from google.protobuf import text_format
+from kvcast.service.addresses import format_host_port, is_loopback, parse_host_port
+from kvcast.service.logs import setup_logging
 from kvcast.service.options import (
-    HelpFormatter,
-    add_common_options,
-    announce_ready,
-    is_loopback,
-    parse_host_port,
-    parse_with_config,
-    setup_logging,
-    stop_event,
+    CommonOptions,
+    OptionsError,
+    choice,
+    either,
+    many,
+    option,
+    read_options,
 )
+from kvcast.service.readiness import announce_ready, stop_event
 from kvcast.service.tls import TlsError, TlsFiles
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.llvm.switch import CompiledSwitch
@@ -43,8 +44,6 @@ from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from kvcast.switchsim.ports.ports import (
-    DEFAULT_QUANTUM_S,
-    DEFAULT_QUEUE_DEPTH,
     InProcessPort,
     Port,
     PortError,
@@ -103,216 +102,196 @@ class DaemonError(Exception):
     """The switch cannot start; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
+_PORT: Final = PortOptions()
+CPU_PORT: Final[int | None] = 255
+
+
+def _cpu_port(text: str) -> int | None:
+    return int(text) or None
+
+
+def _port(text: str) -> PortSpec:
+    return parse_port(text, max_port=MAX_PORT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """engine"""
+
+    engine: Engine = choice(
+        "llvm runs the program as machine code, reference interprets it, plainly and slowly",
+        default=DEFAULT_ENGINE,
+        choices=get_args(Engine),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortFlags:
+    """ports"""
+
+    ports: tuple[PortSpec, ...] = many(
+        "a port; see above", parse=_port, metavar="N=SPEC", flag="port"
+    )
+    cpu_port: int | None = option(
+        "port number of the controller (packet-in, packet-out); 0 = none",
+        default=CPU_PORT,
+        parse=_cpu_port,
+        metavar="N",
+    )
+    drop_port: int = option("egress_spec that means drop", default=511, parse=int, metavar="N")
+    queue_depth: int = option(
+        "frames that wait at a port before new ones are dropped",
+        default=_PORT.queue_depth,
+        parse=int,
+        unit="frames",
+    )
+    port_rate_bits_per_s: float | None = option(
+        "most that each port sends; unlimited if left out",
+        default=_PORT.rate_bits_per_s,
+        parse=float,
+        unit="bits/s",
+        flag="port-rate",
+    )
+    port_quantum_s: float = option(
+        "how late frames may leave at --port-rate, to leave several at once (llvm engine)",
+        default=_PORT.quantum_s,
+        parse=float,
+        unit="s",
+        flag="port-quantum",
+    )
+    loss: float = option(
+        "probability, 0 to 1, with which each port drops a frame, each way",
+        default=_PORT.loss,
+        parse=float,
+        metavar="P",
+    )
+    seed: int = option(
+        "seed of losses and of P4's random()", default=_PORT.seed, parse=int, metavar="S"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlFlags:
+    """control plane"""
+
+    grpc_addr: tuple[str, int] = option(
+        "where P4Runtime listens; port 0 = pick one, the ready line says which",
+        default=("127.0.0.1", 9559),
+        parse=parse_host_port,
+    )
+    device_id: int = option("P4Runtime device id", default=1, parse=int, metavar="N")
+    strict: bool = either(
+        "refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
+        default=False,
+    )
+    program: Path | None = option("BMv2 JSON to start with", default=None, parse=Path)
+    p4info: Path | None = option(
+        "P4Info (text) of --program; without it frames are switched, and P4Runtime waits for a "
+        "controller to push a pipeline",
+        default=None,
+        parse=Path,
+    )
+    tls: Path | None = option(
+        "folder with the server's cert.pem, key.pem and ca.pem, as `kvcast certs init` makes it; "
+        "new files are taken into use without a restart",
+        default=None,
+        parse=Path,
+        metavar="DIR",
+    )
+    tls_cert: Path | None = option(
+        "the server's certificate chain, where not in --tls DIR",
+        default=None,
+        parse=Path,
+        metavar="PEM",
+    )
+    tls_key: Path | None = option(
+        "the server's private key", default=None, parse=Path, metavar="PEM"
+    )
+    tls_ca: Path | None = option(
+        "controllers must show a certificate of this authority",
+        default=None,
+        parse=Path,
+        metavar="PEM",
+    )
+    insecure: bool = either(
+        "allow an address other than loopback without mutual TLS", default=False
+    )
+    stats_json: Path | None = option(
+        "file rewritten every second with all counters", default=None, parse=Path
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonOptions(EngineFlags, PortFlags, ControlFlags, CommonOptions):
     """Everything that `kvcast switch` can be told."""
 
-    grpc_host: str = "127.0.0.1"
-    grpc_port: int = 9559
-    """0 = any free port; the ready line says which."""
-    device_id: int = 1
-    ports: tuple[PortSpec, ...] = ()
-    cpu_port: int | None = 255
-    """Port of packet-in and packet-out; None = neither."""
-    drop_port: int = 511
-    strict: bool = False
-    """Refuse what BMv2's P4Runtime server does not implement."""
-    program: Path | None = None
-    p4info: Path | None = None
-    engine: Engine = DEFAULT_ENGINE
-    """llvm: the program and the packet loop in machine code; reference: in Python."""
-    loss: float = 0.0
-    seed: int = 0
-    port_rate_bits_per_s: float | None = None
-    port_quantum_s: float = DEFAULT_QUANTUM_S
-    queue_depth: int = DEFAULT_QUEUE_DEPTH
-    stats_json: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    insecure: bool = False
-    """Allow an address other than loopback without mutual TLS."""
+    PROGRAM: ClassVar[str] = "kvcast switch"
+    DESCRIPTION: ClassVar[str] = DESCRIPTION
+    EXAMPLES: ClassVar[str] = EPILOG
+
+    @property
+    def grpc_host(self) -> str:
+        return self.grpc_addr[0]
+
+    @property
+    def grpc_port(self) -> int:
+        return self.grpc_addr[1]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvcast switch",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=HelpFormatter,
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("llvm", "reference"),
-        default=DEFAULT_ENGINE,
-        help="llvm runs the program as machine code, reference interprets it, plainly and slowly",
-    )
-    ports = parser.add_argument_group("ports")
-    ports.add_argument(
-        "--port", action="append", metavar="N=SPEC", help="a port; may be repeated (see above)"
-    )
-    ports.add_argument(
-        "--cpu-port",
-        type=int,
-        default=255,
-        metavar="N",
-        help="port number of the controller (packet-in, packet-out); 0 = none",
-    )
-    ports.add_argument(
-        "--drop-port", type=int, default=511, metavar="N", help="egress_spec that means drop"
-    )
-    ports.add_argument(
-        "--queue-depth",
-        type=int,
-        default=DEFAULT_QUEUE_DEPTH,
-        metavar="FRAMES",
-        help="frames that wait at a port before new ones are dropped",
-    )
-    ports.add_argument(
-        "--port-rate",
-        type=float,
-        metavar="BITS/S",
-        help="most that each port sends; unlimited if left out",
-    )
-    ports.add_argument(
-        "--port-quantum",
-        type=float,
-        default=DEFAULT_QUANTUM_S,
-        metavar="SECONDS",
-        help="how late frames may leave at --port-rate, to leave several at once (llvm engine)",
-    )
-    ports.add_argument(
-        "--loss",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="probability with which each port drops a frame, each way",
-    )
-    ports.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of losses and of P4's random()"
-    )
-    control = parser.add_argument_group("control plane")
-    control.add_argument(
-        "--grpc-addr", default="127.0.0.1:9559", metavar="HOST:PORT", help="where P4Runtime listens"
-    )
-    control.add_argument(
-        "--device-id", type=int, default=1, metavar="N", help="P4Runtime device id"
-    )
-    control.add_argument(
-        "--strict",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
-    )
-    control.add_argument("--program", metavar="FILE", help="BMv2 JSON to start with")
-    control.add_argument(
-        "--p4info",
-        metavar="FILE",
-        help="P4Info (text) of --program; without it frames are switched, and P4Runtime waits for "
-        "a controller to push a pipeline",
-    )
-    control.add_argument(
-        "--tls",
-        metavar="DIR",
-        help="folder with the server's cert.pem, key.pem and ca.pem, as `kvcast certs init` makes "
-        "it; new files are taken into use without a restart",
-    )
-    control.add_argument(
-        "--tls-cert", metavar="PEM", help="the server's certificate chain, where not in --tls DIR"
-    )
-    control.add_argument("--tls-key", metavar="PEM", help="the server's private key")
-    control.add_argument(
-        "--tls-ca", metavar="PEM", help="controllers must show a certificate of this authority"
-    )
-    control.add_argument(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="allow an address other than loopback without mutual TLS",
-    )
-    control.add_argument(
-        "--stats-json", metavar="FILE", help="file rewritten every second with all counters"
-    )
-    add_common_options(parser)
-    return parser
+def parse(argv: Sequence[str] | None) -> DaemonOptions:
+    """Flags and file, checked; exits with status 2 and a message on an error."""
+    return read_options(DaemonOptions, argv, settled)
 
 
-def options_from(arguments: argparse.Namespace) -> DaemonOptions:
-    """Checked options; DaemonError says which one is wrong."""
-    try:
-        host, port = parse_host_port(arguments.grpc_addr)
-        ports = tuple(parse_port(text, max_port=MAX_PORT) for text in arguments.port or ())
-    except (PortError, argparse.ArgumentTypeError) as error:
-        raise DaemonError(str(error)) from error
-    cpu_port = arguments.cpu_port or None
-    numbers = [spec.number for spec in ports]
+def settled(options: DaemonOptions) -> DaemonOptions:
+    """The options, checked, with the files that --tls stands for; OptionsError says which one is
+    wrong."""
+    numbers = [spec.number for spec in options.ports]
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
-        raise DaemonError(f"port {repeated[0]} is given twice")
-    for what, number in (("CPU", cpu_port), ("drop", arguments.drop_port)):
+        raise OptionsError(f"port {repeated[0]} is given twice")
+    for what, number in (("CPU", options.cpu_port), ("drop", options.drop_port)):
         if number is not None and not 0 < number <= MAX_PORT:
-            raise DaemonError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
+            raise OptionsError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
-            raise DaemonError(f"port {number} is the {what} port")
-    if arguments.engine == "reference" and any(spec.kind == "xdp" for spec in ports):
-        raise DaemonError("xdp ports need --engine llvm")
-    if cpu_port == arguments.drop_port:
-        raise DaemonError("the CPU port and the drop port are the same")
-    if arguments.device_id < 0 or arguments.device_id >= 1 << 64:
-        raise DaemonError("the device id must fit 64 bits")
-    if arguments.p4info is not None and arguments.program is None:
-        raise DaemonError("--p4info needs --program")
-    if arguments.tls is not None:
-        if arguments.tls_cert or arguments.tls_key or arguments.tls_ca:
-            raise DaemonError(
-                "--tls names a folder of all three files that --tls-... name one by one"
-            )
-        try:
-            files = TlsFiles.of_folder(arguments.tls)
-        except TlsError as error:
-            raise DaemonError(f"--tls {error}") from error
-        arguments.tls_cert, arguments.tls_key = str(files.cert), str(files.key)
-        arguments.tls_ca = str(files.ca)
-    if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise DaemonError("--tls-cert and --tls-key go together")
-    if arguments.tls_ca is not None and arguments.tls_cert is None:
-        raise DaemonError("--tls-ca needs --tls-cert and --tls-key")
-    if arguments.tls_ca is None and not arguments.insecure and not is_loopback(host):
-        raise DaemonError(
-            f"P4Runtime on {host} would be open to everybody: give --tls DIR (kvcast certs init "
-            "makes it), or --tls-cert, --tls-key and --tls-ca, or --insecure"
-        )
-    options = DaemonOptions(
-        grpc_host=host,
-        grpc_port=port,
-        device_id=arguments.device_id,
-        ports=ports,
-        cpu_port=cpu_port,
-        drop_port=arguments.drop_port,
-        strict=arguments.strict,
-        program=_path(arguments.program),
-        p4info=_path(arguments.p4info),
-        engine=arguments.engine,
-        loss=arguments.loss,
-        seed=arguments.seed,
-        port_rate_bits_per_s=arguments.port_rate,
-        port_quantum_s=arguments.port_quantum,
-        queue_depth=arguments.queue_depth,
-        stats_json=_path(arguments.stats_json),
-        tls_cert=_path(arguments.tls_cert),
-        tls_key=_path(arguments.tls_key),
-        tls_ca=_path(arguments.tls_ca),
-        insecure=arguments.insecure,
-    )
+            raise OptionsError(f"port {number} is the {what} port")
+    if options.engine == "reference" and any(spec.kind == "xdp" for spec in options.ports):
+        raise OptionsError("xdp ports need --engine llvm")
+    if options.cpu_port == options.drop_port:
+        raise OptionsError("the CPU port and the drop port are the same")
+    if options.device_id < 0 or options.device_id >= 1 << 64:
+        raise OptionsError("the device id must fit 64 bits")
+    if options.p4info is not None and options.program is None:
+        raise OptionsError("--p4info needs --program")
     try:
         port_options(options)
     except PortError as error:
-        raise DaemonError(str(error)) from error
+        raise OptionsError(str(error)) from error
+    return _with_tls_files(options)
+
+
+def _with_tls_files(options: DaemonOptions) -> DaemonOptions:
+    if options.tls is not None:
+        if options.tls_cert or options.tls_key or options.tls_ca:
+            raise OptionsError(
+                "--tls names a folder of all three files that --tls-... name one by one"
+            )
+        try:
+            files = TlsFiles.of_folder(options.tls)
+        except TlsError as error:
+            raise OptionsError(f"--tls {error}") from error
+        options = replace(options, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca)
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise OptionsError("--tls-cert and --tls-key go together")
+    if options.tls_ca is not None and options.tls_cert is None:
+        raise OptionsError("--tls-ca needs --tls-cert and --tls-key")
+    host = options.grpc_host
+    if options.tls_ca is None and not options.insecure and not is_loopback(host):
+        raise OptionsError(
+            f"P4Runtime on {host} would be open to everybody: give --tls DIR (kvcast certs init "
+            "makes it), or --tls-cert, --tls-key and --tls-ca, or --insecure"
+        )
     return options
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def port_options(options: DaemonOptions) -> PortOptions:
@@ -453,8 +432,7 @@ class Daemon:
 
     @property
     def grpc_address(self) -> str:
-        host = self.options.grpc_host
-        return f"[{host}]:{self.grpc_port}" if ":" in host else f"{host}:{self.grpc_port}"
+        return format_host_port((self.options.grpc_host, self.grpc_port))
 
     def facts(self) -> dict[str, Any]:
         """What the ready line says."""
@@ -527,8 +505,7 @@ class Daemon:
 
     def _listen(self) -> int:
         options = self.options
-        host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
-        address = f"{host}:{options.grpc_port}"
+        address = format_host_port(options.grpc_addr)
         if options.tls_cert is None:
             port = self.server.add_insecure_port(address)
         else:
@@ -600,19 +577,15 @@ def bmv2_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str], translation: bmv2_flags.Translation | None) -> int:
-    parser = build_parser()
-    arguments = parse_with_config(parser, words)
-    try:
-        options = options_from(arguments)
-    except DaemonError as error:
-        parser.error(str(error))
-    setup_logging(arguments.log_level, arguments.log_format)
+    options = parse(words)
+    setup_logging(options.log_level, options.log_format)
     if translation is not None:
         if translation.log_file is not None:
             try:
                 handler = logging.FileHandler(translation.log_file)
             except OSError as error:
-                parser.error(f"--log-file {translation.log_file}: {error.strerror}")
+                print(f"--log-file {translation.log_file}: {error.strerror}", file=sys.stderr)
+                return 2
             handler.setFormatter(logging.getLogger().handlers[0].formatter)
             logging.getLogger().addHandler(handler)
         if translation.ignored:

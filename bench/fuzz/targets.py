@@ -390,20 +390,12 @@ _CONFIGS: Final = (
 def _read_config(path: Path) -> None:
     words = [f"--config={path}"]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        for parse in (
-            controller_daemon.parse,
-            agent_daemon.parse,
-            lambda argv: switch_daemon.options_from(
-                service.parse_with_config(switch_daemon.build_parser(), argv)
-            ),
-        ):
+        for parse in (controller_daemon.parse, agent_daemon.parse, switch_daemon.parse):
             try:
                 parse(words)
             except SystemExit as error:
                 if error.code not in (0, 2):
                     raise
-            except switch_daemon.DaemonError:
-                pass
 
 
 def _spoil_config(data: bytes, rng: random.Random) -> bytes:

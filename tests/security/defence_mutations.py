@@ -780,7 +780,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             "kvcast.workloads.generators.WorkloadError",
             KeyError,
         ),
-        _nameless("kvcast.service.options.parse_with_config", "builtins.SystemExit", KeyError),
+        _nameless("kvcast.switchsim.daemon.parse", "builtins.SystemExit", KeyError),
     )
 
 

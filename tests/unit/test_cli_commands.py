@@ -23,7 +23,7 @@ import pytest
 from kvcast.cli import main, shell, status
 from kvcast.cli.blocks import key_from
 from kvcast.service import commands
-from kvcast.service.commands import CommandError, byte_size, run_command
+from kvcast.service.commands import CommandError, run_command
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -125,19 +125,6 @@ def test_wrong_usage_is_status_2(words: list[str]) -> None:
 
 def test_debug_shows_the_traceback_that_is_otherwise_hidden() -> None:
     assert "Traceback" in _run("status", "--http", "127.0.0.1:9", "--log-level", "debug").stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("64KiB", 65536), ("1m", 1 << 20), ("2 GiB", 2 << 30)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert byte_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5M", "4 parsecs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        byte_size(text)
 
 
 def test_a_key_is_32_hexadecimal_digits() -> None:

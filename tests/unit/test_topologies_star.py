@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.protocol.messages.wire import UDP_PORT
-from kvcast.topologies.star import KVCAST_UDP_PORT, Host, Star, TopologyError
+from kvcast.topologies.star import Host, Star, TopologyError
 
 
 def test_node_names_addresses_and_ports_follow_the_convention() -> None:
@@ -19,7 +19,7 @@ def test_node_names_addresses_and_ports_follow_the_convention() -> None:
 
 
 def test_the_udp_port_is_the_protocols() -> None:
-    assert KVCAST_UDP_PORT == UDP_PORT
+    assert Star.of(1).hosts[0].udp_port == UDP_PORT
 
 
 @given(st.integers(1, 32))
@@ -32,13 +32,6 @@ def test_a_star_survives_being_written_and_read(nodes: int) -> None:
 def test_a_star_has_one_to_32_hosts(nodes: int) -> None:
     with pytest.raises(TopologyError, match="1 to 32"):
         Star.of(nodes)
-
-
-def test_the_graph_has_an_edge_a_host_with_its_port() -> None:
-    graph = Star.of(5).graph()
-    assert sorted(graph["switch"]) == [f"node-{i}" for i in range(1, 6)]
-    assert graph.edges["switch", "node-3"]["port"] == 3
-    assert graph.nodes["node-3"]["host"].ip == "10.77.0.3"
 
 
 def test_a_toml_file_may_name_its_hosts(tmp_path: Path) -> None:
