@@ -35,7 +35,8 @@ from conftest import (
 from finsy import P4TableAction, P4TableEntry, P4TableMatch
 from finsy.proto import p4r, p4r_grpc
 from kvcast.service.options import OptionsError, parse_options
-from kvcast.switchsim.daemon import DaemonOptions, main, settled
+from kvcast.switchsim.daemon import main
+from kvcast.switchsim.flags import DaemonOptions, settled
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
 

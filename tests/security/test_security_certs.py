@@ -13,12 +13,12 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvcast.cli import certs
-from kvcast.controller import daemon as controller
-from kvcast.hostagent import daemon as hostagent
+from kvcast.controller import flags as controller
+from kvcast.hostagent import flags as hostagent
 from kvcast.service.authority import read_certificate, read_part
 from kvcast.service.options import OptionsError, parse_options
 from kvcast.service.tls import Credentials
-from kvcast.switchsim import daemon as switchsim
+from kvcast.switchsim import flags as switchsim
 
 INIT = ["--controller", "10.0.0.1", "--node", "node-1=10.0.0.11", "--node", "node-2"]
 

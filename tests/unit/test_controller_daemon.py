@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from kvcast.controller.core.tiers import AdmitMode
-from kvcast.controller.daemon import ControllerFlags, main, pool_options
+from kvcast.controller.daemon import main
+from kvcast.controller.flags import ControllerFlags, pool_options
 from kvcast.service.options import parse_options
 
 

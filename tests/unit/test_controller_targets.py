@@ -12,7 +12,7 @@ from finsy.p4entity import decode_entity, encode_updates
 from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.residency import Resident
-from kvcast.controller.daemon import ControllerFlags, pool_options
+from kvcast.controller.flags import ControllerFlags, pool_options
 from kvcast.controller.switch import connection, program
 from kvcast.controller.switch.reconcile import SwitchState, diff
 from kvcast.p4 import artefact, profiles

@@ -10,7 +10,8 @@ import pytest
 from kvcast.service.options import parse_options
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.bmv2_flags import Bmv2FlagsError, looks_like_bmv2, translate
-from kvcast.switchsim.daemon import DaemonOptions, bmv2_main, settled
+from kvcast.switchsim.daemon import bmv2_main
+from kvcast.switchsim.flags import DaemonOptions, settled
 
 
 def options_of(line: str) -> DaemonOptions:
