@@ -10,12 +10,12 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from kvcast.controller.control_loop import StoreError
 from kvcast.controller.flags import Setup, parse, pool_options
 from kvcast.controller.http.api import HttpOptions
 from kvcast.controller.service import ControllerService, ServiceOptions
 from kvcast.controller.store import Store
 from kvcast.controller.switch.connection import OneLineErrors
+from kvcast.controller.switch.control_loop import StoreError
 from kvcast.p4 import artefact
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging

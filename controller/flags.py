@@ -14,10 +14,10 @@ from typing import ClassVar
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions
+from kvcast.controller.core.program import Settings
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.http.tokens import TokensError, TokensFile
 from kvcast.controller.switch.connection import SwitchTls
-from kvcast.controller.switch.program import Settings
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.ethernet import unicast_mac
