@@ -24,7 +24,9 @@ class Command:
 
 COMMANDS = {
     "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast"),
-    "bench": Command("kvcast.cli.bench", "measure one thing: incast, hostile"),
+    "bench": Command(
+        "kvcast.cli.bench", "measure one thing: incast, incast-simulation, hostile, soak"
+    ),
     "switch": Command("kvcast.switchsim.daemon", "run a software switch (P4Runtime server)"),
     "controller": Command("kvcast.controller.daemon", "run the controller of one switch"),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node"),

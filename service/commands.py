@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvcast.service.options import HelpFormatter
+from kvcast.service.options import LOG_LEVELS, HelpFormatter
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -26,6 +26,13 @@ EXIT_INTERRUPTED = 130
 
 class CommandError(Exception):
     """A command cannot do what was asked; the text says why, in one line if it can."""
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """--log-level, as all commands have it."""
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="warning", help="debug shows tracebacks"
+    )
 
 
 def build_subcommands(
@@ -71,8 +78,14 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]], *, log_level: str)
     except Exception as error:
         if log_level == "debug":
             raise
-        print(f"kvcast: {explain(error)}", file=sys.stderr)
-        return EXIT_FAILED
+        return failed(error)
+
+
+def failed(error: BaseException | str, program: str = "kvcast") -> int:
+    """Tell a failure in one line; the exit status."""
+    text = error if isinstance(error, str) else explain(error)
+    print(f"{program}: {text}", file=sys.stderr)
+    return EXIT_FAILED
 
 
 def explain(error: BaseException) -> str:

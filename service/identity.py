@@ -24,6 +24,10 @@ OPERATOR: Final = "operator"
 SWITCH: Final = "switch"
 ROLES: Final = (CONTROLLER, NODE, OPERATOR, SWITCH)
 
+PART_DAYS: Final = 180
+"""How long a part's certificate lasts, unless it is asked for otherwise."""
+MAX_PART_DAYS: Final = 825
+
 
 class IdentityError(ValueError):
     """A certificate that names no kvcast part, or more than one."""
