@@ -27,10 +27,12 @@ from kvcast.service.options import (
     OptionsError,
     bare,
     choice,
+    count,
     either,
     many,
     option,
     read_options,
+    seconds,
 )
 from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
@@ -106,19 +108,19 @@ class SwitchFlags:
         metavar="N,N,...",
     )
     plain: bool = bare("forwarding only: the switch treats kvcast's frames like any others")
-    coalesce_lease_s: float = option(
+    coalesce_lease_s: float = seconds(
         "how long a READ waits in the switch for its DATA before it may be taken over; two to "
         "three times the round trip's 99th percentile",
         default=4.0,
-        parse=number(0.001, 3600),
-        unit="s",
-        flag="coalesce-lease",
+        low=0.001,
+        high=3600,
     )
-    heat_threshold: int = option(
+    heat_threshold: int = count(
         "READs of a segment in a window that make the switch report it",
         default=3,
-        parse=whole_number(1, 2**32 - 1),
         unit="READs",
+        low=1,
+        high=2**32 - 1,
     )
     router_mac: str | None = option(
         "address to which hosts send what is to be routed; without it nothing is",
@@ -142,25 +144,22 @@ class PoolFlags:
         default=Path("kvcast-controller.sqlite"),
         parse=Path,
     )
-    lease_s: float = option(
+    lease_s: float = seconds(
         "an agent that has not renewed for so long is dead, and its buckets move",
         default=PoolOptions.lease_s,
-        parse=number(0.1, 3600),
-        unit="s",
-        flag="lease",
+        low=0.1,
+        high=3600,
     )
-    rebalance_after_s: float = option(
+    rebalance_after_s: float = seconds(
         "an agent that was dead gets buckets again when it has lived for so long",
         default=PoolOptions.rebalance_after_s,
-        parse=number(0, 3600),
-        unit="s",
-        flag="rebalance-after",
+        high=3600,
     )
-    replicas: int = option(
+    replicas: int = count(
         "nodes that a bucket lists after its home, in the order in which they take over",
         default=PoolOptions.replicas,
-        parse=whole_number(0, 3),
         unit="nodes",
+        high=3,
     )
     tenant: tuple[tuple[str, frozenset[str]], ...] = many(
         "a tenant, and the nodes that its namespaces are for (none = all); where any are named, "
@@ -174,13 +173,7 @@ class PoolFlags:
         default=SecretMode.AUTO,
         choices=SecretMode,
     )
-    tick_s: float = option(
-        "period of counters and of admission",
-        default=0.5,
-        parse=number(0.05, 60),
-        unit="s",
-        flag="tick",
-    )
+    tick_s: float = seconds("period of counters and of admission", default=0.5, low=0.05, high=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,19 +213,11 @@ class AdmissionFlags:
         default=PoolOptions.admit,
         choices=AdmitMode,
     )
-    half_life_s: float = option(
-        "after which a read counts half",
-        default=ValueOptions.half_life_s,
-        parse=number(0.1, 86400),
-        unit="s",
-        flag="half-life",
+    half_life_s: float = seconds(
+        "after which a read counts half", default=ValueOptions.half_life_s, low=0.1, high=86400
     )
-    horizon_s: float = option(
-        "how far ahead reads are expected",
-        default=ValueOptions.horizon_s,
-        parse=number(0.1, 86400),
-        unit="s",
-        flag="horizon",
+    horizon_s: float = seconds(
+        "how far ahead reads are expected", default=ValueOptions.horizon_s, low=0.1, high=86400
     )
     min_reads: float = option(
         "reads expected over the horizon below which a block is not given free slots",
@@ -260,19 +245,13 @@ class AdmissionFlags:
         parse=number(0, 1e18),
         unit="bytes",
     )
-    min_stay_s: float = option(
-        "how long a resident is safe from displacement",
-        default=ValueOptions.min_stay_s,
-        parse=number(0, 86400),
-        unit="s",
-        flag="min-stay",
+    min_stay_s: float = seconds(
+        "how long a resident is safe from displacement", default=ValueOptions.min_stay_s, high=86400
     )
-    recirculation_wait_s: float = option(
+    recirculation_wait_s: float = seconds(
         "how long an evicted block's slots rest before another block gets them",
         default=PoolOptions.drain_s,
-        parse=number(0, 60),
-        unit="s",
-        flag="recirculation-wait",
+        high=60,
     )
 
 

@@ -23,11 +23,13 @@ from kvcast.service.options import (
     CommonOptions,
     OptionsError,
     choice,
+    count,
     either,
     many,
     option,
     read_options,
     required,
+    seconds,
 )
 from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
@@ -147,12 +149,7 @@ class LocalFlags:
     allow_gid: tuple[tuple[int, Tenants], ...] = many(
         "the same for the members of a group", parse=parse_rule, metavar="GID[=TENANT,…]"
     )
-    max_clients: int = option(
-        "clients at once",
-        default=LocalOptions.max_clients,
-        parse=whole_number(0),
-        unit="clients",
-    )
+    max_clients: int = count("clients at once", default=LocalOptions.max_clients, unit="clients")
     client_share: float = option(
         "share of the arena that one client may hold pinned or reserved, above 0 and at most 1",
         default=AgentOptions.client_share,
@@ -174,12 +171,8 @@ class PutFlags:
         default=WriteOptions.put_ack,
         choices=(ACK_HOME, ACK_LOCAL),
     )
-    replicate_timeout_s: float = option(
-        "longest for one copy to one home",
-        default=WriteOptions.replicate_timeout_s,
-        parse=number(0),
-        unit="s",
-        flag="replicate-timeout",
+    replicate_timeout_s: float = seconds(
+        "longest for one copy to one home", default=WriteOptions.replicate_timeout_s
     )
 
 
@@ -193,70 +186,45 @@ class ReadFlags:
         parse=parse_size,
         flag="max-block",
     )
-    max_fetches: int = option(
-        "blocks on their way",
-        default=RequesterConfig.max_fetches,
-        parse=whole_number(1),
-        unit="blocks",
+    max_fetches: int = count(
+        "blocks on their way", default=RequesterConfig.max_fetches, unit="blocks", low=1
     )
-    credit_segments: int = option(
+    credit_segments: int = count(
         "segments in flight to this node; lowered to what the receive buffer holds",
         default=RequesterConfig.credit_segments,
-        parse=whole_number(1),
         unit="segments",
+        low=1,
     )
-    window_initial: int = option(
+    window_initial: int = count(
         "segments in flight from one home at first",
         default=RequesterConfig.window_initial,
-        parse=whole_number(1),
         unit="segments",
+        low=1,
     )
-    rto_initial_s: float = option(
-        "time-out towards a home before its first answer",
-        default=RequesterConfig.rto_initial_s,
-        parse=number(0),
-        unit="s",
-        flag="rto-initial",
+    rto_initial_s: float = seconds(
+        "time-out towards a home before its first answer", default=RequesterConfig.rto_initial_s
     )
-    rto_min_s: float = option(
-        "shortest time-out",
-        default=RequesterConfig.rto_min_s,
-        parse=number(0),
-        unit="s",
-        flag="rto-min",
-    )
-    rto_max_s: float = option(
-        "longest time-out",
-        default=RequesterConfig.rto_max_s,
-        parse=number(0),
-        unit="s",
-        flag="rto-max",
-    )
-    quiet_s: float = option(
+    rto_min_s: float = seconds("shortest time-out", default=RequesterConfig.rto_min_s)
+    rto_max_s: float = seconds("longest time-out", default=RequesterConfig.rto_max_s)
+    quiet_s: float = seconds(
         "how long no further chunk comes until a segment's end counts as lost",
         default=RequesterConfig.quiet_s,
-        parse=number(0),
-        unit="s",
-        flag="quiet",
     )
-    tries_per_home: int = option(
+    tries_per_home: int = count(
         "time-outs in a row before another home is asked",
         default=RequesterConfig.tries_per_home,
-        parse=whole_number(1),
         unit="time-outs",
+        low=1,
     )
-    gather_ms: int = option(
+    gather_ms: int = count(
         "how long homes may hold answers for joiners, 0 to 255 ms, unless a get says otherwise",
         default=RequesterConfig.gather_ms,
-        parse=whole_number(0, 255),
         unit="ms",
+        high=255,
     )
-    expect_wait_s: float = option(
+    expect_wait_s: float = seconds(
         "how long a get waits for its group's answer before it asks itself",
         default=RequesterConfig.expect_wait_s,
-        parse=number(0),
-        unit="s",
-        flag="expect-wait",
     )
 
 
@@ -271,16 +239,12 @@ class AnswerFlags:
         unit="frames/s",
         flag="responder-rate",
     )
-    responder_burst: int = option(
-        "frames at once after a pause",
-        default=ResponderConfig.burst_frames,
-        parse=whole_number(0),
-        unit="frames",
+    responder_burst: int = count(
+        "frames at once after a pause", default=ResponderConfig.burst_frames, unit="frames"
     )
-    responder_jobs: int = option(
+    responder_jobs: int = count(
         "segments that wait to be sent; more are refused as overload",
         default=ResponderConfig.max_jobs,
-        parse=whole_number(0),
         unit="segments",
     )
 

@@ -19,14 +19,16 @@ from kvcast.service.options import (
     OptionsError,
     bare,
     choice,
+    count,
     either,
     many,
     option,
     parse_options,
     read_options,
     required,
+    seconds,
 )
-from kvcast.service.values import number, parse_size
+from kvcast.service.values import parse_size
 
 
 class Colour(enum.Enum):
@@ -48,7 +50,8 @@ class Rest:
 
     tick_s: float = option("period, 100% of it", default=0.5, parse=float, unit="s", flag="tick")
     size: int = option("memory", default=1 << 20, parse=parse_size)
-    wait_s: float = option("patience", default=0.0, parse=number(0, 9), unit="s", flag="wait")
+    wait_s: float = seconds("patience", default=0.0, high=9)
+    tries: int = count("attempts", default=3, unit="tries", low=1)
     plain: bool = bare("no frills")
     strict: bool = either("by the book", default=True)
     auto: bool | None = either("by itself", default=None)
@@ -121,6 +124,8 @@ def test_a_files_values_are_taken_and_flags_win(tmp_path: Path) -> None:
         ("tick_s = 1", "unknown key 'tick_s'"),
         ("tick = 'soon'", "--tick: invalid float value"),
         ("wait = 10", "--wait: 10 is outside 0 to 9"),
+        ("tries = 0", "--tries: 0 must be a number, 1 or more"),
+        ("tries = 1.5", "--tries: '1.5' is not an integer"),
         ("size = 'lots'", "--size: 'lots' is no size"),
         ("plain = 3", "plain must be true or false"),
         ("strict = 'yes'", "strict must be true or false"),
@@ -205,6 +210,7 @@ def test_help_shows_groups_units_and_defaults(capsys: pytest.CaptureFixture[str]
         "--tick SECONDS period, 100% of it (default: 0.5 s)",
         "--size SIZE memory (default: 1 MiB)",
         "--wait SECONDS patience (default: 0 s)",
+        "--tries TRIES attempts (default: 3 tries)",
         "--plain no frills",
         "--strict, --no-strict by the book (default: yes)",
         "--auto, --no-auto by itself",
