@@ -336,7 +336,8 @@ def _main(words: list[str], translation: bmv2_flags.Translation | None) -> int:
             try:
                 handler = logging.FileHandler(translation.log_file)
             except OSError as error:
-                print(f"--log-file {translation.log_file}: {error.strerror}", file=sys.stderr)
+                reason = f"--log-file {translation.log_file}: {error.strerror}"
+                print(f"kvcast-simple-switch-grpc: error: {reason}", file=sys.stderr)
                 return 2
             handler.setFormatter(logging.getLogger().handlers[0].formatter)
             logging.getLogger().addHandler(handler)
