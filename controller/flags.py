@@ -21,14 +21,16 @@ from kvcast.controller.switch.connection import SwitchTls
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.ethernet import unicast_mac
-from kvcast.service.addresses import is_loopback, parse_host_port
+from kvcast.service.addresses import is_loopback
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
+    address,
     bare,
     choice,
     count,
     either,
+    file,
     many,
     option,
     read_options,
@@ -68,8 +70,8 @@ def _device_ports(text: str) -> tuple[int, ...]:
 class SwitchFlags:
     """switch"""
 
-    switch: tuple[str, int] = option(
-        "P4Runtime address of the switch", default=("127.0.0.1", 9559), parse=parse_host_port
+    switch: tuple[str, int] = address(
+        "P4Runtime address of the switch", default=("127.0.0.1", 9559)
     )
     switch_tls: bool | None = either(
         "speak TLS with the switch, by the files of --tls; by default where it is beyond loopback",
@@ -95,11 +97,9 @@ class SwitchFlags:
         default="v1model",
         choices=sorted(profiles),
     )
-    device_config: Path | None = option(
+    device_config: Path | None = file(
         "what the switch is to load, where the package does not hold it (a Tofino's, as the "
-        "vendor's tools make it for P4Runtime)",
-        default=None,
-        parse=Path,
+        "vendor's tools make it for P4Runtime)"
     )
     device_ports: tuple[int, ...] = option(
         "what the switch calls host port 1, 2, ... (default: as the target's profile says)",
@@ -134,10 +134,8 @@ class SwitchFlags:
 class PoolFlags:
     """pool"""
 
-    agents_addr: tuple[str, int] = option(
-        "where agents connect; port 0 = pick one",
-        default=("127.0.0.1", 9600),
-        parse=parse_host_port,
+    agents_addr: tuple[str, int] = address(
+        "where agents connect; port 0 = pick one", default=("127.0.0.1", 9600)
     )
     state: Path = option(
         "SQLite file of what must outlive the controller; one controller a file",
@@ -180,16 +178,12 @@ class PoolFlags:
 class HttpFlags:
     """HTTP API"""
 
-    http_addr: tuple[str, int] = option(
-        "where the HTTP API is served; port 0 = pick one",
-        default=("127.0.0.1", 9601),
-        parse=parse_host_port,
+    http_addr: tuple[str, int] = address(
+        "where the HTTP API is served; port 0 = pick one", default=("127.0.0.1", 9601)
     )
-    tokens: Path | None = option(
+    tokens: Path | None = file(
         "tokens of those who may use the HTTP API, as `kvcast tokens add` writes it; without it, "
-        "everybody may on loopback, and elsewhere only who has an operator's certificate",
-        default=None,
-        parse=Path,
+        "everybody may on loopback, and elsewhere only who has an operator's certificate"
     )
     http_client_certs: bool = bare(
         "let nobody use the HTTP API, with or without a token, who has no certificate of the "

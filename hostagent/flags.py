@@ -22,6 +22,7 @@ from kvcast.service.addresses import parse_host_port
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
+    address,
     choice,
     count,
     either,
@@ -30,6 +31,7 @@ from kvcast.service.options import (
     read_options,
     required,
     seconds,
+    size,
 )
 from kvcast.service.tls import Credentials
 from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
@@ -60,10 +62,8 @@ class IdentityFlags:
     """identity"""
 
     node_id: str = required("name of this node in the pool", parse=parse_node_id)
-    controller: tuple[str, int] = option(
-        "the controller's address for agents",
-        default=("127.0.0.1", 9600),
-        parse=parse_host_port,
+    controller: tuple[str, int] = address(
+        "the controller's address for agents", default=("127.0.0.1", 9600)
     )
 
 
@@ -81,9 +81,7 @@ class NetworkFlags:
     ip: str = required("this node's IPv4 address behind the switch", parse=_ip)
     mac: str = required("this node's MAC address", parse=unicast_mac)
     switch_port: int = required(
-        "the switch's port that this node is at, 1 to 32",
-        parse=whole_number(1, 32),
-        metavar="N",
+        "the switch's port that this node is at, 1 to 32", parse=whole_number(1, 32), metavar="N"
     )
     udp_port: int = option(
         "port for READ and DATA",
@@ -91,15 +89,13 @@ class NetworkFlags:
         parse=whole_number(0, 65535),
         metavar="N",
     )
-    bulk_addr: tuple[str, int] = option(
+    bulk_addr: tuple[str, int] = address(
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
-        parse=parse_host_port,
     )
-    socket_buffer_bytes: int = option(
+    socket_buffer_bytes: int = size(
         "socket buffers to ask the kernel for",
         default=NetworkOptions.buffer_bytes,
-        parse=parse_size,
         flag="socket-buffer",
     )
 
@@ -108,9 +104,7 @@ class NetworkFlags:
 class MemoryFlags:
     """memory"""
 
-    arena_bytes: int = option(
-        "size of the DRAM tier", default=ArenaOptions.size_bytes, parse=parse_size
-    )
+    arena_bytes: int = size("size of the DRAM tier", default=ArenaOptions.size_bytes)
     arena_path: str | None = option(
         "the arena's file; by default one in /dev/shm, or in the temporary directory",
         default=None,
@@ -121,13 +115,10 @@ class MemoryFlags:
         "take the arena's memory at the start, not when it is first used",
         default=ArenaOptions.reserve,
     )
-    slab_bytes: int = option(
-        "unit of the arena's allocator", default=ArenaOptions.slab_bytes, parse=parse_size
-    )
-    namespace_quota_bytes: int = option(
+    slab_bytes: int = size("unit of the arena's allocator", default=ArenaOptions.slab_bytes)
+    namespace_quota_bytes: int = size(
         "arena bytes that each namespace may take; 0 = no limit",
         default=ArenaOptions.default_quota_bytes,
-        parse=parse_size,
         flag="namespace-quota",
     )
     quota: tuple[tuple[int, int], ...] = many(
@@ -180,11 +171,8 @@ class PutFlags:
 class ReadFlags:
     """reads"""
 
-    max_block_bytes: int = option(
-        "largest block",
-        default=RequesterConfig.max_block_bytes,
-        parse=parse_size,
-        flag="max-block",
+    max_block_bytes: int = size(
+        "largest block", default=RequesterConfig.max_block_bytes, flag="max-block"
     )
     max_fetches: int = count(
         "blocks on their way", default=RequesterConfig.max_fetches, unit="blocks", low=1

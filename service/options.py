@@ -86,9 +86,9 @@ _METAVARS: Final[Mapping[Any, str]] = {
 class _Option:
     """What a field's metadata holds."""
 
-    help: str
+    text: str
     parse: Callable[[str], Any]
-    kind: Literal["one", "many", "switch", "either"] = "one"
+    kind: Literal["one", "many", "bare", "either"] = "one"
     metavar: str | None = None
     unit: str = ""
     choices: Mapping[str, Any] | None = None
@@ -114,7 +114,7 @@ class _Option:
 
 
 def option(
-    help: str,  # noqa: A002 - what argparse calls it
+    text: str,
     *,
     default: T,
     parse: Callable[[str], T],
@@ -122,70 +122,61 @@ def option(
     metavar: str | None = None,
     flag: str | None = None,
 ) -> T:
-    """An option with one value. `unit`: of the value, as the help shows it; `flag`: its name, where
-    that is not the field's."""
-    return cast(T, _field(_Option(help, parse, "one", metavar, unit, flag=flag), default))
+    """An option with one value. `text`: what the help says; `unit`: of the value, shown there;
+    `flag`: its name, where that is not the field's."""
+    return cast(T, _field(_Option(text, parse, "one", metavar, unit, flag=flag), default))
 
 
-def seconds(
-    help: str,  # noqa: A002
-    *,
-    default: float,
-    low: float = 0,
-    high: float = math.inf,
-) -> float:
-    """A time. The field's name ends in `_s`, the flag's does not."""
-    return option(help, default=default, parse=number(low, high), unit="s")
-
-
-def count(
-    help: str,  # noqa: A002
-    *,
-    default: int,
-    unit: str,
-    low: int = 0,
-    high: float = math.inf,
-) -> int:
-    """How many of something."""
-    return option(help, default=default, parse=whole_number(low, high), unit=unit)
-
-
-def required(
-    help: str,  # noqa: A002
-    *,
-    parse: Callable[[str], T],
-    metavar: str | None = None,
-) -> T:
+def required(text: str, *, parse: Callable[[str], T], metavar: str | None = None) -> T:
     """An option without a default."""
-    return cast(T, _field(_Option(help, parse, "one", metavar), dataclasses.MISSING))
+    return cast(T, _field(_Option(text, parse, "one", metavar), dataclasses.MISSING))
 
 
-def choice(help: str, *, default: T, choices: Iterable[T]) -> T:  # noqa: A002
+def seconds(text: str, *, default: float, low: float = 0, high: float = math.inf) -> float:
+    """A time. The field's name ends in `_s`, the flag's does not."""
+    return option(text, default=default, parse=number(low, high), unit="s")
+
+
+def count(text: str, *, default: int, unit: str, low: int = 0, high: float = math.inf) -> int:
+    """How many of something."""
+    return option(text, default=default, parse=whole_number(low, high), unit=unit)
+
+
+def size(text: str, *, default: int, flag: str | None = None) -> int:
+    """Bytes, with the units of `parse_size`."""
+    return option(text, default=default, parse=parse_size, flag=flag)
+
+
+def address(text: str, *, default: tuple[str, int]) -> tuple[str, int]:
+    """HOST:PORT."""
+    return option(text, default=default, parse=parse_host_port)
+
+
+def file(text: str, *, metavar: str = "FILE") -> Path | None:
+    """A file or folder, if one is named."""
+    return option(text, default=None, parse=Path, metavar=metavar)
+
+
+def choice(text: str, *, default: T, choices: Iterable[T]) -> T:
     """One of several words, or of an enumeration whose values are words."""
     words = {_word(value): value for value in choices}
-    return cast(T, _field(_Option(help, str, choices=words), default))
+    return cast(T, _field(_Option(text, str, choices=words), default))
 
 
-def many(
-    help: str,  # noqa: A002
-    *,
-    parse: Callable[[str], T],
-    metavar: str,
-    flag: str | None = None,
-) -> tuple[T, ...]:
+def many(text: str, *, parse: Callable[[str], T], metavar: str, flag: str = "") -> tuple[T, ...]:
     """A repeatable option; a list in the file."""
-    stated = _Option(f"{help} (repeatable)", parse, "many", metavar, flag=flag)
+    stated = _Option(f"{text} (repeatable)", parse, "many", metavar, flag=flag)
     return cast(tuple[T, ...], _field(stated, ()))
 
 
-def bare(help: str) -> bool:  # noqa: A002
-    """Off, unless the flag is given."""
-    return cast(bool, _field(_Option(help, str, "switch"), False))
+def bare(text: str) -> bool:
+    """A flag without a value: off, unless it is given."""
+    return cast(bool, _field(_Option(text, str, "bare"), False))
 
 
-def either(help: str, *, default: T) -> T:  # noqa: A002
+def either(text: str, *, default: T) -> T:
     """`--x` and `--no-x`; `default` is True, False, or None for "it depends"."""
-    return cast(T, _field(_Option(help, str, "either"), default))
+    return cast(T, _field(_Option(text, str, "either"), default))
 
 
 def _field(stated: _Option, default: Any) -> Any:
@@ -205,9 +196,8 @@ class CommonOptions:
     DESCRIPTION: ClassVar[str]
     EXAMPLES: ClassVar[str] = ""
 
-    config: Path | None = option(  # noqa: RUF009 - it makes a field
-        "TOML file; keys are the long flags with underscores", default=None, parse=Path
-    )
+    config: Path | None = file("TOML file; keys are the long flags with underscores")  # noqa: RUF009
+
     log_level: str = choice(
         "least severe log line that is printed", default="info", choices=LOG_LEVELS
     )
@@ -321,10 +311,10 @@ def _make_parser(kind: type[CommonOptions], options: _Options) -> _Parser:
 
 def _add(group: argparse._ArgumentGroup, dest: str, default: object, stated: _Option) -> None:
     shown = stated.shown(default)
-    text = f"{stated.help} ({shown})" if shown else stated.help
+    text = f"{stated.text} ({shown})" if shown else stated.text
     text = text.replace("%", "%%")
     flag = _flag_of(dest)
-    if stated.kind == "switch":
+    if stated.kind == "bare":
         group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
     elif stated.kind == "either":
         group.add_argument(
@@ -377,7 +367,7 @@ def _read_file(parser: _Parser, options: _Options, path: Path) -> dict[str, Any]
             hint = f" (is it {near[0]!r}?)" if near else ""
             raise OptionsError(f"{place}: unknown key {key!r}{hint}")
         stated = options[key].option
-        if stated.kind in ("switch", "either"):
+        if stated.kind in ("bare", "either"):
             if not isinstance(value, bool):
                 raise OptionsError(f"{place}: {key} must be true or false")
             found[key] = value

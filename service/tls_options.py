@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcast.service.addresses import is_loopback
-from kvcast.service.options import OptionsError, bare, option
+from kvcast.service.options import OptionsError, bare, file
 from kvcast.service.tls import Credentials, TlsError
 
 
@@ -19,11 +19,9 @@ from kvcast.service.tls import Credentials, TlsError
 class TlsOptions:
     """encryption"""
 
-    tls: Path | None = option(
+    tls: Path | None = file(
         "folder with this part's certificate, key and the cluster's authority (cert.pem, key.pem, "
         "ca.pem); `kvcast certs init` makes them. New files are taken into use without a restart",
-        default=None,
-        parse=Path,
         metavar="DIR",
     )
     insecure: bool = bare(

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, Literal, get_args
 
-from kvcast.service.addresses import is_loopback, parse_host_port
+from kvcast.service.addresses import is_loopback
 from kvcast.service.options import (
     CommonOptions,
     OptionsError,
+    address,
     choice,
     either,
+    file,
     many,
     option,
     read_options,
@@ -99,51 +101,36 @@ class PortFlags:
 class ControlFlags:
     """control plane"""
 
-    grpc_addr: tuple[str, int] = option(
+    grpc_addr: tuple[str, int] = address(
         "where P4Runtime listens; port 0 = pick one, the ready line says which",
         default=("127.0.0.1", 9559),
-        parse=parse_host_port,
     )
     device_id: int = option("P4Runtime device id", default=1, parse=int, metavar="N")
     strict: bool = either(
         "refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
         default=False,
     )
-    program: Path | None = option("BMv2 JSON to start with", default=None, parse=Path)
-    p4info: Path | None = option(
+    program: Path | None = file("BMv2 JSON to start with")
+    p4info: Path | None = file(
         "P4Info (text) of --program; without it frames are switched, and P4Runtime waits for a "
-        "controller to push a pipeline",
-        default=None,
-        parse=Path,
+        "controller to push a pipeline"
     )
-    tls: Path | None = option(
+    tls: Path | None = file(
         "folder with the server's cert.pem, key.pem and ca.pem, as `kvcast certs init` makes it; "
         "new files are taken into use without a restart",
-        default=None,
-        parse=Path,
         metavar="DIR",
     )
-    tls_cert: Path | None = option(
-        "the server's certificate chain, where not in --tls DIR",
-        default=None,
-        parse=Path,
-        metavar="PEM",
+    tls_cert: Path | None = file(
+        "the server's certificate chain, where not in --tls DIR", metavar="PEM"
     )
-    tls_key: Path | None = option(
-        "the server's private key", default=None, parse=Path, metavar="PEM"
-    )
-    tls_ca: Path | None = option(
-        "controllers must show a certificate of this authority",
-        default=None,
-        parse=Path,
-        metavar="PEM",
+    tls_key: Path | None = file("the server's private key", metavar="PEM")
+    tls_ca: Path | None = file(
+        "controllers must show a certificate of this authority", metavar="PEM"
     )
     insecure: bool = either(
         "allow an address other than loopback without mutual TLS", default=False
     )
-    stats_json: Path | None = option(
-        "file rewritten every second with all counters", default=None, parse=Path
-    )
+    stats_json: Path | None = file("file rewritten every second with all counters")
 
 
 @dataclass(frozen=True, kw_only=True)
