@@ -1,8 +1,8 @@
 """The star: one switch and N inference nodes, as data.
 
 Owns: the conventions that tie a node's name, addresses and switch port together, and the file form
-of a star. Must not know: how a star is run; processes.py, namespaces.py and
-mininet_bmv2.py each run the same description.
+of a star. Must not know: how a star is run; processes.py, namespaces.py and mininet_bmv2.py each
+run the same description.
 
 Conventions: node i (from 1) is "node-i", 10.77.0.i, 02:6b:76:00:00:ii, on switch port i. A file
 may name its nodes as it likes, as long as every address and port is unique.
