@@ -11,10 +11,9 @@ in memory in `memory`.
   compiled engine; and of the reference engine, for scale.
 - Through UDP tunnels: the whole switch process; frames come one by one, and joined by the
   sender's kernel (UDP_SEGMENT), as agents send them. The far end counts bytes.
-- veth to veth (root): the whole switch process, by AF_PACKET and by AF_XDP, beside a bare
-  forwarder by recvmmsg and sendmmsg, and beside simple_switch_grpc where that is found (PATH or
-  KVCAST_SIMPLE_SWITCH_GRPC). All of them stand ready in one network namespace, each on links of
-  its own, and are measured in turns.
+- veth to veth (root): the whole switch process beside a bare forwarder by recvmmsg and sendmmsg,
+  and beside simple_switch_grpc where that is found (PATH or KVCAST_SIMPLE_SWITCH_GRPC). All of them
+  stand ready in one network namespace, each on links of its own, and are measured in turns.
 
 The sender is the same for all, compiled, on a processor of its own where there are two; it offers
 more than any of them can forward. What counts is what the far interface received, read while the
@@ -508,13 +507,10 @@ class Field:
         command = [sys.executable, "-m", "kvcast.bench.traffic", *links]
         self._enter("bare", command, links, programs.ordinary(), None).process.ready()
 
-    def switchsim(
-        self, setup: Setup, inputs: list[Arrival], letter: str, *, kind: str = "if"
-    ) -> None:
+    def switchsim(self, setup: Setup, inputs: list[Arrival], letter: str) -> None:
         links = self._links(letter)
-        ports = [f"{number}={kind}:{link}" for number, link in enumerate(links, start=1)]
-        name = setup.name if kind == "if" else f"{setup.name}_{kind}"
-        candidate = self._enter(name, switch_command(ports), links, inputs, setup)
+        ports = [f"{number}=if:{link}" for number, link in enumerate(links, start=1)]
+        candidate = self._enter(setup.name, switch_command(ports), links, inputs, setup)
         asyncio.run(program_switch(candidate.process.ready()["grpc"], setup))
 
     def bmv2(self, program: str, setup: Setup, inputs: list[Arrival], letter: str) -> None:
@@ -580,20 +576,11 @@ def measure_veth(repeats: int, log: IO[str]) -> dict[str, Any]:
         field.bare()
         field.switchsim(kvcast, programs.ordinary(), "b")
         field.switchsim(router, programs.routed(), "c")
-        refused = ""
-        try:
-            field.switchsim(kvcast, programs.ordinary(), "x", kind="xdp")
-        except BenchError as error:
-            field.candidates.pop()
-            refused = f"the kernel gives no AF_XDP port: {error}"
         if bmv2 is not None:
             field.bmv2(bmv2, programs.kvcast("bmv2"), programs.ordinary(), "d")
             field.bmv2(bmv2, router, programs.routed(), "e")
         found = field.measure(repeats)
-    report = _veth_report(found)
-    if refused:
-        report["veth_xdp_refused"] = refused
-    return report
+    return _veth_report(found)
 
 
 def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
@@ -616,9 +603,6 @@ def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
         "veth_l3_over_bmv2": over("l3", "bmv2_l3"),
         "veth_bare_forwarder_pps": round(median["bare"]),
     }
-    if "kvcast_xdp" in median:
-        report["veth_xdp_pps"] = round(median["kvcast_xdp"])
-        report["veth_xdp_over_bare_forwarder"] = over("kvcast_xdp", "bare")
     for name in ("bmv2_kvcast", "bmv2_l3"):
         if name in median:
             report[f"veth_{name}_pps"] = round(median[name])

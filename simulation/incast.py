@@ -36,7 +36,8 @@ from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Exact, Lpm
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import InProcessPort, Port, PortOptions
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import Port, PortOptions
 from kvcast.switchsim.reference.switch import Switch
 from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import MAX_HOSTS, Star

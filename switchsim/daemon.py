@@ -42,16 +42,15 @@ from kvcast.switchsim.loop.interpreted import PacketLoop
 from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
-from kvcast.switchsim.ports.ports import (
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import (
     DEFAULT_QUANTUM_S,
     DEFAULT_QUEUE_DEPTH,
-    InProcessPort,
     Port,
     PortError,
     PortOptions,
-    PortSpec,
-    parse_port,
 )
+from kvcast.switchsim.ports.spec import PortSpec, parse_port
 from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
@@ -78,7 +77,6 @@ Ports (--port, once for each):
   N=udp:LOCALIP:LPORT:PEERIP:PPORT  one UDP datagram is one Ethernet frame; no privilege needed
   N=udp:LOCALIP:LPORT               the same; the peer is whoever on this machine sends first
   N=if:NAME                         a network interface, e.g. one end of a veth pair; needs root
-  N=xdp:NAME                        the same past the kernel's stack, by AF_XDP; needs root
 """
 
 EPILOG = """\
@@ -254,8 +252,6 @@ def options_from(arguments: argparse.Namespace) -> DaemonOptions:
             raise DaemonError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
             raise DaemonError(f"port {number} is the {what} port")
-    if arguments.engine == "reference" and any(spec.kind == "xdp" for spec in ports):
-        raise DaemonError("xdp ports need --engine llvm")
     if cpu_port == arguments.drop_port:
         raise DaemonError("the CPU port and the drop port are the same")
     if arguments.device_id < 0 or arguments.device_id >= 1 << 64:

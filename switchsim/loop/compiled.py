@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.interpreted import LoopCounters
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port, UdpTunnelPort
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
 log = logging.getLogger("kvcast.switchsim.loop.interpreted")
 

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvcast.switchsim.ports.ports import Port
+from kvcast.switchsim.ports.port import Port
 
 log = logging.getLogger("kvcast.switchsim.loop.interpreted")
 

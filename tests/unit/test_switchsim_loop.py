@@ -19,13 +19,9 @@ from collections.abc import Iterator
 import pytest
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE
 from kvcast.switchsim.loop.runner import Emitted, NativeLoop
-from kvcast.switchsim.ports.ports import (
-    MAX_FRAME_BYTES,
-    InProcessPort,
-    Port,
-    PortOptions,
-    UdpTunnelPort,
-)
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortOptions
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 from native_double import Double, frame_to
 from port_checks import wait_until
 

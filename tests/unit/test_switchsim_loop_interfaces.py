@@ -23,8 +23,7 @@ import pytest
 from kvcast.switchsim.loop.compiler import Library
 from kvcast.switchsim.loop.ingress import complete_checksum as compiled_checksum
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import InterfacePort, PortError, complete_checksum
-from kvcast.switchsim.ports.xdp import XdpPort
+from kvcast.switchsim.ports.interface import InterfacePort, complete_checksum
 from native_double import Double, frame_to
 from port_checks import assert_udp_checksum, wait_until
 
@@ -113,11 +112,10 @@ def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
 def running(
     wires: Wires, *, kind: str = "mapped", double: Double | None = None
 ) -> Iterator[NativeLoop]:
-    make = XdpPort if kind == "xdp" else InterfacePort
-    ports = [make(n + 1, wires.ours[n]) for n in range(2)]
+    ports = [InterfacePort(n + 1, wires.ours[n]) for n in range(2)]
     if kind == "recvmmsg":
         for port in ports:
-            port.map_ring = lambda: None  # type: ignore[union-attr,method-assign]
+            port.map_ring = lambda: None  # type: ignore[method-assign]
     loop = NativeLoop(ports)
     try:
         loop.use((double or Double()).entry)
@@ -129,7 +127,7 @@ def running(
             port.close()
 
 
-@pytest.mark.parametrize("kind", ["mapped", "recvmmsg", "xdp"])
+@pytest.mark.parametrize("kind", ["mapped", "recvmmsg"])
 class TestOnVeth:
     pytestmark = needs_root
 
@@ -173,11 +171,6 @@ class TestOnVeth:
 
     @pytest.mark.parametrize("wires", [9000], indirect=True)
     def test_jumbo_frames_pass(self, wires: Wires, kind: str) -> None:
-        if kind == "xdp":
-            # A chunk of AF_XDP's memory is a page at most.
-            with pytest.raises(PortError, match="do not fit"):
-                XdpPort(1, wires.ours[0])
-            return
         with running(wires, kind=kind):
             sent = [frame_to(2, size, label=size) for size in (60, 1514, 4000, 9014)]
             for frame in sent:
@@ -215,12 +208,11 @@ class TestOnVeth:
     ) -> None:
         with running(wires, kind=kind) as loop:
             _ip("link", "set", wires.ours[0], "down")
-            errors = 0 if kind == "xdp" else 1  # AF_XDP does not say
-            wait_until(lambda: loop.read_counters(1)["rx_errors"] == errors)
+            wait_until(lambda: loop.read_counters(1)["rx_errors"] == 1)
             busy_us = loop.counters["busy_us"]
             time.sleep(0.3)
             assert loop.counters["busy_us"] - busy_us < 150_000
-            assert loop.read_counters(1)["rx_errors"] == errors
+            assert loop.read_counters(1)["rx_errors"] == 1
             loop.inject(2, frame_to(1))
             loop.wake()
             wait_until(lambda: loop.read_counters(1)["tx_errors"] == 1)
@@ -253,9 +245,7 @@ class TestOnVeth:
 
     def test_what_the_stack_left_to_the_hardware_is_done(self, wires: Wires, kind: str) -> None:
         """A datagram from the kernel's own stack has its checksum, and one that the kernel would
-        have split in hardware is counted and dropped. Not so past the stack, by AF_XDP."""
-        if kind == "xdp":
-            pytest.skip("the far end must not leave checksums to the hardware (LIMITATIONS)")
+        have split in hardware is counted and dropped."""
         namespace = f"kvt{secrets.token_hex(3)}"
         _ip("netns", "add", namespace)
         try:
@@ -291,7 +281,7 @@ class TestOnVeth:
                 # Split by the kernel, since the interface's offloads are off; or not, and counted.
                 wait_until(
                     lambda: (
-                        loop.read_counters(1)["rx_oversize"] == 1
+                        loop.read_counters(1)["rx_unsplit"] == 1
                         or (heard() is not None and sum(len(f) == 542 for f in frames) == 4)
                     )
                 )

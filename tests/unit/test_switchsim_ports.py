@@ -21,18 +21,11 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim.loop.interpreted import SLICE_S, PacketLoop
-from kvcast.switchsim.ports.ports import (
-    MAX_FRAME_BYTES,
-    InProcessPort,
-    InterfacePort,
-    Port,
-    PortError,
-    PortOptions,
-    PortSpec,
-    UdpTunnelPort,
-    complete_checksum,
-    parse_port,
-)
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.interface import InterfacePort, complete_checksum
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortError, PortOptions
+from kvcast.switchsim.ports.spec import PortSpec, parse_port
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 from port_checks import assert_udp_checksum, wait_until
 
 FRAME = bytes.fromhex("020000000002 020000000001 88b5") + b"payload"
@@ -56,7 +49,6 @@ def test_specifications_are_parsed() -> None:
     )
     assert parse_port("1=udp:10.0.0.1:7001") == PortSpec(1, "udp", local=("10.0.0.1", 7001))
     assert parse_port("2=if:veth0") == PortSpec(2, "if", interface="veth0")
-    assert parse_port("2=xdp:veth0") == PortSpec(2, "xdp", interface="veth0")
 
 
 @pytest.mark.parametrize(
