@@ -42,6 +42,7 @@ from kvcast.switchsim.loop.interpreted import PacketLoop
 from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
+from kvcast.switchsim.ports.drops import DropLog
 from kvcast.switchsim.ports.in_process import InProcessPort
 from kvcast.switchsim.ports.port import (
     DEFAULT_QUANTUM_S,
@@ -339,6 +340,7 @@ class Daemon:
         self._cpu: InProcessPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.time()
+        self._drops = DropLog()
 
     async def start(self) -> None:
         """Open everything; DaemonError says what failed, with nothing left open."""
@@ -397,6 +399,7 @@ class Daemon:
         self._tasks = [
             asyncio.create_task(self.loop.run(), name="packets"),
             asyncio.create_task(self.service.run_timers(), name="timers"),
+            asyncio.create_task(self._watch_drops(), name="drops"),
         ]
         if options.stats_json is not None:
             self._tasks.append(asyncio.create_task(self._write_stats(options.stats_json)))
@@ -443,9 +446,20 @@ class Daemon:
             with contextlib.suppress(OSError):
                 self._store_stats(self.options.stats_json)
         assert self.loop is not None
+        for port in self.ports:
+            self._drops.total(self._name(port), self.loop.read_counters(port))
         self.loop.close()
         for port in self.ports:
             port.close()
+
+    def _name(self, port: Port) -> str:
+        return f"{port.number} ({'cpu' if port is self._cpu else port.describe()})"
+
+    async def _watch_drops(self) -> None:
+        while self.loop is not None:
+            for port in self.ports:
+                self._drops.note(self._name(port), self.loop.read_counters(port))
+            await asyncio.sleep(STATS_INTERVAL_S)
 
     @property
     def grpc_address(self) -> str:
