@@ -53,6 +53,7 @@ from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
 from kvcast.bench.switch_programs import Arrival, Setup
 from kvcast.service import provenance
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
 
@@ -126,7 +127,8 @@ def measure_memory(seconds: float, repeats: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for scenario in scenarios():
         reference, compiled = Switch(), CompiledSwitch()
-        for switch in (reference, compiled):
+        engines: tuple[Engine, ...] = (reference, compiled)
+        for switch in engines:
             programs.load(switch, scenario.setup)
             for port, frame in scenario.prepare:
                 switch.process(port, frame, NOW_US)
@@ -150,7 +152,7 @@ def measure_memory(seconds: float, repeats: int) -> dict[str, Any]:
     return report
 
 
-def _reference_rate(switch: Switch, scenario: Scenario, seconds: float) -> float:
+def _reference_rate(switch: Engine, scenario: Scenario, seconds: float) -> float:
     count, start_s = 0, time.thread_time()
     while time.thread_time() - start_s < seconds:
         for port, frame in scenario.inputs:

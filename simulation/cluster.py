@@ -42,7 +42,7 @@ from kvcast.simulation.plan import (
     Op,
     Plan,
 )
-from kvcast.simulation.switch import Engine, SimSwitch
+from kvcast.simulation.switch import EngineMaker, SimSwitch
 from kvcast.simulation.world import World
 from kvcast.switchsim.ir import Program
 
@@ -61,7 +61,7 @@ class Product:
     """What is being tested, where a test plants a bug in it: the switch's program, the agents'
     cores, and what is done to a controller's options."""
 
-    engine: Engine
+    engine: EngineMaker
     program: Program
     make_core: CoreFactory = agent_core
 

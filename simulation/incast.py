@@ -33,12 +33,12 @@ from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfi
 from kvcast.protocol.responder import Responder, ResponderConfig
 from kvcast.service import provenance
 from kvcast.switchsim import loader
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.runner import NativeLoop
 from kvcast.switchsim.ports.in_process import InProcessPort
 from kvcast.switchsim.ports.port import Port, PortOptions
-from kvcast.switchsim.reference.switch import Switch
 from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import MAX_HOSTS, Star
 from kvcast.workloads import content
@@ -289,7 +289,7 @@ class _Simulation:
         return sum(each["tx_queue_drops"] for each in counts)
 
 
-def _program(engine: Switch, star: Star, *, enabled: bool) -> None:
+def _program(engine: Engine, star: Star, *, enabled: bool) -> None:
     """Write the tables that the controller would write; the first host owns every bucket."""
     hosts = [
         SwitchHost(h.node_id, Address(h.ip, h.mac, h.switch_port, h.udp_port, h.ip, 1))

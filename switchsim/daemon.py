@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 from finsy.proto import p4i, p4r_grpc
@@ -36,6 +36,7 @@ from kvcast.service.options import (
 )
 from kvcast.service.tls import TlsError, TlsFiles
 from kvcast.switchsim import bmv2_flags
+from kvcast.switchsim.engine import Engine, EngineName
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.compiled import NativePacketLoop
 from kvcast.switchsim.loop.interpreted import PacketLoop
@@ -56,8 +57,7 @@ from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
 
-Engine = Literal["llvm", "reference"]
-DEFAULT_ENGINE: Engine = "llvm"
+DEFAULT_ENGINE: EngineName = "llvm"
 
 STATS_INTERVAL_S = 1.0
 # How long RPCs in progress may take once the process is told to stop.
@@ -118,7 +118,7 @@ class DaemonOptions:
     """Refuse what BMv2's P4Runtime server does not implement."""
     program: Path | None = None
     p4info: Path | None = None
-    engine: Engine = DEFAULT_ENGINE
+    engine: EngineName = DEFAULT_ENGINE
     """llvm: the program and the packet loop in machine code; reference: in Python."""
     loss: float = 0.0
     seed: int = 0
@@ -418,7 +418,7 @@ class Daemon:
             queue_depth=self.options.queue_depth,
         )
 
-    def _adopt(self, switch: Switch) -> None:
+    def _adopt(self, switch: Engine) -> None:
         """The service has a new switch: the compiled loop must run it from now on."""
         if isinstance(self.loop, NativePacketLoop):
             assert isinstance(switch, CompiledSwitch)

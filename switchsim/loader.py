@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, get_args
 
-from kvcast.switchsim import ir
+from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.ir import ProgramError, UnsupportedConstruct
-from kvcast.switchsim.reference import hashing
 
 Json: TypeAlias = Any
 

@@ -28,7 +28,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcast.switchsim import ir, loader, stf
+from kvcast.switchsim.control_plane.externs import ExternError, Rate
+from kvcast.switchsim.control_plane.switch import ReplicationError
+from kvcast.switchsim.control_plane.tables import Table, TableError
 from kvcast.switchsim.difftest import programs
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import (
     Exact,
     Lpm,
@@ -40,9 +44,7 @@ from kvcast.switchsim.ir import (
     UnsupportedConstruct,
 )
 from kvcast.switchsim.llvm.switch import CompiledSwitch
-from kvcast.switchsim.reference.externs import ExternError, Rate
-from kvcast.switchsim.reference.switch import ReplicationError, Switch
-from kvcast.switchsim.reference.tables import Table, TableError
+from kvcast.switchsim.reference.switch import Switch
 
 MAX_FRAME = 9216
 PORTS = 10
@@ -282,7 +284,7 @@ class Pair:
         except UnsupportedConstruct as error:
             raise Unusable(str(error)) from error
 
-    def both(self, what: str, action: Callable[[Switch], _T]) -> _T | None:
+    def both(self, what: str, action: Callable[[Engine], _T]) -> _T | None:
         """Do the same to both; a refusal must be the same, too."""
         results: list[tuple[str, object]] = []
         value: _T | None = None

@@ -13,6 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import (
+    FALSE,
+    NULL,
+    TRUE,
+    Block,
+    Function,
+    Module,
+    Value,
+    integer,
+)
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Packer
 from kvcast.switchsim.llvm.layout import (
@@ -27,7 +37,6 @@ from kvcast.switchsim.llvm.layout import (
 from kvcast.switchsim.llvm.parser import POINTERS
 from kvcast.switchsim.llvm.scope import ConstantArguments, Number, RecordArguments, Scope, Shared
 from kvcast.switchsim.llvm.tables import InlineEntries, Lookup, is_inline
-from kvcast.switchsim.llvm.writer import FALSE, NULL, TRUE, Block, Function, Module, Value, integer
 
 SHORT = 3
 """Statements of an action that is written out wherever it is used."""

@@ -6,9 +6,9 @@ The arithmetic is that of `externs`, and the random numbers are those of Python'
 
 from __future__ import annotations
 
+from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
-from kvcast.switchsim.llvm.writer import NULL, Function, Module, Value, integer
 
 RANDOM_WORDS = 624
 

@@ -14,7 +14,7 @@ loop is not woken for each; when they left is reckoned without it.
 
 from __future__ import annotations
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     U64,
     address_of,
     copy,

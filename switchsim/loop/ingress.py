@@ -9,7 +9,7 @@ the program but the kernel's buffer, which drops when it is full (rx_kernel_drop
 
 from __future__ import annotations
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,

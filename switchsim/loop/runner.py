@@ -26,17 +26,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
+from kvcast.switchsim.codegen.subset import Library, ctypes_of, size_of
 from kvcast.switchsim.loop import state
-from kvcast.switchsim.loop.compiler import Library, ctypes_of, size_of
-from kvcast.switchsim.loop.cycle import (
-    TIMER,
-    WAKE,
-    adopt_program,
-    close_loop,
-    offer_program,
-    run_loop,
-    run_virtual,
-)
 from kvcast.switchsim.loop.egress import prepare_send
 from kvcast.switchsim.loop.linux import (
     VNET_HEADER_BYTES,
@@ -47,6 +38,15 @@ from kvcast.switchsim.loop.linux import (
     SegmentMessage,
     SockAddrIn,
     TimerSpec,
+)
+from kvcast.switchsim.loop.main_loop import (
+    TIMER,
+    WAKE,
+    adopt_program,
+    close_loop,
+    offer_program,
+    run_loop,
+    run_virtual,
 )
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop, ring_push, take_notice
 from kvcast.switchsim.ports.in_process import InProcessPort

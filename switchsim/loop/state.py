@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,

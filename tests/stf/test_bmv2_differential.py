@@ -24,7 +24,8 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim import loader
-from kvcast.switchsim.stf import Engine, make_switch
+from kvcast.switchsim.engine import EngineName
+from kvcast.switchsim.stf import make_switch
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 PORTS = range(16)
@@ -117,7 +118,7 @@ def run_bmv2(
     return sent()
 
 
-def run_ours(engine: Engine, program: Path, frames: list[bytes]) -> dict[int, list[bytes]]:
+def run_ours(engine: EngineName, program: Path, frames: list[bytes]) -> dict[int, list[bytes]]:
     """What an engine of ours sends on each port for the same frames."""
     switch = make_switch(engine)
     switch.load(loader.load_file(program))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim import stf
+from kvcast.switchsim.engine import EngineName
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SCENARIOS = stf.find_scenarios(PROGRAMS)
@@ -22,7 +23,7 @@ SCENARIOS = stf.find_scenarios(PROGRAMS)
 
 @pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.stem)
-def test_scenario_passes(scenario: Path, engine: stf.Engine) -> None:
+def test_scenario_passes(scenario: Path, engine: EngineName) -> None:
     report = stf.run_file(scenario, engine=engine)
     assert (report.outcome, report.reason) == ("passed", "")
 
@@ -37,7 +38,7 @@ def test_scenario_passes(scenario: Path, engine: stf.Engine) -> None:
     ],
 )
 def test_frames_that_a_scenario_about_counters_does_not_expect_are_wrong(
-    tmp_path: Path, engine: stf.Engine, more: str, outcome: str, reason: str
+    tmp_path: Path, engine: EngineName, more: str, outcome: str, reason: str
 ) -> None:
     scenario = tmp_path / "counters.stf"
     scenario.write_text(
