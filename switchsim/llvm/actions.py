@@ -1,9 +1,9 @@
 """Statements and actions to IR: the primitives of v1model.
 
-The counterpart of `actions`: what each statement does to a packet and to the externs. What the
-switch does about a clone, a digest or a drop comes after the pipeline (`llvm.traffic`); here such a
-statement only leaves its request in a packet register. A target that is only known at run time (an
-element of a stack) becomes a switch over all that it can be.
+The counterpart of `reference.actions`: what each statement does to a packet and to the externs.
+What the switch does about a clone, a digest or a drop comes after the pipeline (`llvm.traffic`);
+here such a statement only leaves its request in a packet register. A target that is only known at
+run time (an element of a stack) becomes a switch over all that it can be.
 """
 
 from __future__ import annotations

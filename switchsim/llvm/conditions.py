@@ -1,7 +1,7 @@
 """Boolean expressions to IR: comparisons, validity, equality of headers and unions.
 
-The counterpart of the second half of `expressions`. Nothing here has an effect, so both sides of
-`and` and `or` are computed.
+The counterpart of the second half of `reference.expressions`. Nothing here has an effect, so both
+sides of `and` and `or` are computed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     i1 ingress.control(context, phv), i1 egress.control(context, phv)     true: abandon
 
-The counterpart of `tables.Table.apply` and the loop over nodes in `switch`. Whatever decides on an
-action (an entry, a member of a profile, the default entry) leads to that action's block, with the
-address of its arguments; an action that is short or used once is written there, others are called.
+The counterpart of `reference.tables.Table.apply` and of the loop over nodes in `reference.switch`.
+Whatever decides on an action (an entry, a member of a profile, the default entry) leads to that
+action's block, with the address of its arguments; an action that is short or used once is written
+there, others are called.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The rules are those of `control_plane.tables`, whose classes these extend: what is added, changed or
 removed there is mirrored in records (`llvm.records`) and in the structures that lookups read
-(`llvm.index`). A change writes a new record and publishes it with one
-store; what it replaces is used again after a time of grace.
+(`llvm.index`). A change writes a new record and publishes it with one store; what it replaces is
+used again after a time of grace.
 """
 
 from __future__ import annotations

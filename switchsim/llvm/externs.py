@@ -1,7 +1,7 @@
 """Helpers in IR that programs call: the arena, meters, random numbers.
 
-The arithmetic is that of `externs`, and the random numbers are those of Python's generator
-(MT19937 as `random.Random` uses it), so that both engines draw the same.
+The arithmetic is that of `reference.externs`, and the random numbers are those of Python's
+generator (MT19937 as `random.Random` uses it), so that both engines draw the same.
 """
 
 from __future__ import annotations

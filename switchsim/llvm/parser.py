@@ -1,7 +1,7 @@
 """Parser, checksums and deparser to IR: bytes to a packet, and back.
 
-The counterpart of `parser`, which says where BMv2 is departed from. The parser becomes one function
-whose states are blocks; extracting a header is one copy of bytes.
+The counterpart of `reference.parser`, which says where BMv2 is departed from. The parser becomes
+one function whose states are blocks; extracting a header is one copy of bytes.
 
     i64 parse(context, phv, frame, length)      position behind the headers, or -1: abandon
     i1 deparse.prepare(context, phv, frame, length, at)      true: abandon

@@ -1,4 +1,4 @@
-"""The way of a frame through the switch, in IR: what `switch._Run` does.
+"""The way of a frame through the switch, in IR: what `reference.switch` does there.
 
 Ingress, the decision after it (clone, digest, resubmit, multicast, drop, unicast, in this order),
 replication, egress, and the ways back. Copies wait in two queues, linked lists in the arena that a

@@ -1,6 +1,6 @@
 """The compiled packet loop as Python sees it: set up, start, stop, swap programs, pass frames.
 
-Owns: the memory and descriptors of `native_state.Loop`, the thread that runs `loop.cycle`, and
+Owns: the memory and descriptors of `state.Loop`, the thread that runs `main_loop`, and
 the tables of ports. Must not know: P4Runtime; what is done per frame.
 
 The thread stays in compiled code from start to stop and never takes the interpreter lock. It and

@@ -1,7 +1,7 @@
 """What the compiled packet loop keeps: its ports, queues, rings and buffers, as C structures.
 
 Owns: the layout that Python and compiled code share. Must not know: what is done with it. Python
-allocates these (as the ctypes mirrors of `native_compiler.ctypes_of`) and sets them up before the
+allocates these (as the ctypes mirrors of `codegen.subset.ctypes_of`) and sets them up before the
 loop runs; from then on the loop writes them, and Python reads the counters. The exceptions are the
 fields that say "set by Python", and the rings, which have one writer and one reader each.
 
@@ -123,7 +123,7 @@ class Queue(Struct):
 
 
 class Port(Struct):
-    """One port. The counters are those of `ports.PortCounters`, by the same names."""
+    """One port. The counters are those of `ports.port.PortCounters`, by the same names."""
 
     rx_frames: U64
     rx_bytes: U64
