@@ -15,9 +15,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.interpreted import LoopCounters
-from kvcast.switchsim.loop.runner import NativeLoop
+from kvcast.switchsim.loop.counters import LoopCounters
+from kvcast.switchsim.loop.runner import NativeEntry, NativeLoop
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
