@@ -25,14 +25,6 @@ MAX_DEPTH = 100
 MAX_ARRAY_SIZE = 1 << 26
 """Cells of one register, counter or meter array; more is a malformed or hostile file."""
 
-_MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    RecursionError,
-)
 _DATA = get_args(ir.DataExpr)
 _BOOL = get_args(ir.BoolExpr)
 _HEADER = get_args(ir.HeaderExpr)

@@ -22,13 +22,8 @@ from kvcast.switchsim.codegen.subset import (
 
 # errno.h
 EINTR = 4
-EIO = 5
 EAGAIN = 11
-EBUSY = 16
-EINVAL = 22
 EMSGSIZE = 90
-ENOPROTOOPT = 92
-EOPNOTSUPP = 95
 ENETDOWN = 100
 ENOBUFS = 105
 ECONNREFUSED = 111
