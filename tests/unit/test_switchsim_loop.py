@@ -2,7 +2,7 @@
 
 Oracles: a link's arithmetic written out in Python (`Link`), the sockets at the far ends, and what
 was sent. The program is `native_double`, so nothing here depends on P4. Cannot see: interfaces
-(test_switchsim_native_interfaces), the daemon around it (test_switchsim_native_daemon), speed.
+(test_switchsim_loop_interfaces), the daemon around it (test_switch_native), speed.
 """
 
 from __future__ import annotations
