@@ -6,6 +6,7 @@ rates). Must not know: what a packet does to them, which is the engines' to say.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -102,7 +103,7 @@ class Meter:
         self.rates = ()
 
 
-class MeterArray:
+class MeterArray(ABC):
     """An indirect meter. Only the meters that have rates take memory."""
 
     def __init__(self, spec: ir.MeterArray) -> None:
@@ -112,9 +113,9 @@ class MeterArray:
         self.rate_count = spec.rates
         self._meters: dict[int, Meter] = {}
 
+    @abstractmethod
     def _new_meter(self, index: int) -> Meter:
         """The engine's kind of meter."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return self.size

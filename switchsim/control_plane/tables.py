@@ -3,7 +3,7 @@
 This module owns the entries and the control-plane rules of tables (sizes, duplicate keys, const
 tables), as behavioral-model's match_tables.cpp and match_units.cpp have them. It must not know how
 a packet finds an entry or what an action does: that is the engines' to add (`Index`, and the
-methods of `Table` that raise NotImplementedError).
+abstract methods of `Table`).
 
 Priorities are those of BMv2: of the entries of a ternary or range table that match, the one with
 the LOWEST number wins, and among equals the oldest. P4Runtime has it the other way round; the
@@ -12,6 +12,7 @@ server turns them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -205,7 +206,7 @@ class Profile:
 # --- tables ---------------------------------------------------------------------------------
 
 
-class Table:
+class Table(ABC):
     """A match-action table as a controller sees it; engines say how packets find its entries."""
 
     def __init__(
@@ -237,20 +238,21 @@ class Table:
 
     # --- what the engine adds ---------------------------------------------------------------
 
+    @abstractmethod
     def _new_index(self) -> Index:
         """Where packets look entries up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
-        raise NotImplementedError
+        """An entry that does nothing yet."""
 
+    @abstractmethod
     def _pointed(self, entry: Entry) -> None:
         """What the entry does has been set, before or after it came into the index."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _default_changed(self) -> None:
         """There is another default entry, or the first."""
-        raise NotImplementedError
 
     def fill(self) -> None:
         """The second half of construction: the entries that the program brings."""
