@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcast.hostagent.core.metrics import added, quantile
 from kvcast.service.commands import EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.tls import Credentials, TlsError
@@ -247,23 +248,30 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
 
 
 def _hits(status: dict[str, Any]) -> RenderableType:
-    """A row a node: where its engines' blocks came from, and how long they waited."""
+    """A row a node, and one for all: where engines' blocks came from, and how long those waited
+    that were fetched."""
     from rich.table import Table
 
     table = Table(title="blocks got, by where they came from", title_justify="left")
     table.add_column("node")
     for name in (*_TIERS, "misses", "p50 ms", "p99 ms"):
         table.add_column(name, justify="right")
-    for node in _by_port(status):
-        counters = status.get("agents", {}).get(node["node_id"], {})
+    agents = status.get("agents", {})
+    rows = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
+    for name, counters in (*rows.items(), ("all", added(rows.values()))):
         table.add_row(
-            node["node_id"],
+            name,
             *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
             f"{counters.get('misses_total', 0):.0f}",
-            f"{counters.get('fetch_ms_p50', 0):.1f}",
-            f"{counters.get('fetch_ms_p99', 0):.1f}",
+            *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
     return table
+
+
+def _fetch_ms(counters: dict[str, float], q: float) -> str:
+    """A quantile of the fetch times, which the histogram's buckets bound."""
+    seconds = quantile(counters, "fetch_seconds", q)
+    return "–" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _by_port(status: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The star: one switch and N inference nodes, as data (DESIGN §2, `topologies/`).
 
-Owns: the conventions that tie a node's name, addresses and switch port together, the file form of
-a star and its graph. Must not know: how a star is run; processes.py, namespaces.py and
-mininet_bmv2.py each run the same description.
+Owns: the conventions that tie a node's name, addresses and switch port together, and the file form
+of a star. Must not know: how a star is run; processes.py, namespaces.py and mininet_bmv2.py each
+run the same description.
 
 Conventions: node i (from 1) is "node-i", 10.77.0.i, 02:6b:76:00:00:ii, on switch port i. A file
 may name its nodes as it likes, as long as every address and port is unique.
@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import networkx as nx
 
 MAX_HOSTS = 32
 """The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
@@ -140,18 +138,6 @@ class Star:
             "device_id": self.device_id,
             "hosts": [asdict(host) for host in self.hosts],
         }
-
-    def graph(self) -> nx.Graph:
-        """The star as a networkx graph: node "switch" and one node a host.
-
-        Host nodes carry `host` (the Host), edges carry `port` (the switch's port number).
-        """
-        graph = nx.Graph(name=self.name)
-        graph.add_node("switch", kind="switch", device_id=self.device_id)
-        for host in self.hosts:
-            graph.add_node(host.node_id, kind="host", host=host)
-            graph.add_edge("switch", host.node_id, port=host.switch_port)
-        return graph
 
     def host(self, node_id: str) -> Host:
         """The host of that name; TopologyError if there is none."""

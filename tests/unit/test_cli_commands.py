@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from kvcast.cli import main, shell, status
 from kvcast.cli.blocks import key_from
+from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram
 from kvcast.service import commands
 from kvcast.service.commands import CommandError, byte_size, run_command
 
@@ -217,6 +218,13 @@ def test_the_shell_is_started_from_its_own_environment(
     assert len(started) == 2
 
 
+def _fetches(seconds: Sequence[float]) -> dict[str, float]:
+    histogram = Histogram(FETCH_BOUNDS_S)
+    for each in seconds:
+        histogram.add(each)
+    return histogram.samples("fetch_seconds")
+
+
 _STATUS = {
     "epoch": 7,
     "plain": False,
@@ -249,7 +257,14 @@ _STATUS = {
     "switch": {"connected": True, "programmed": True, "address": "x"},
     "decisions": {"NEW": 4, "JOIN": 28},
     "fills": {"FILLED": 64},
-    "agents": {"node-1": {"hits_shared_total": 28.0, "payload_bytes_sent_udp_total": 3e6}},
+    "agents": {
+        "node-1": {
+            "hits_shared_total": 28.0,
+            "payload_bytes_sent_udp_total": 3e6,
+            **_fetches([0.002] * 98 + [0.2] * 2),
+        },
+        "node-2": {"hits_shared_total": 5.0, **_fetches([2.0] * 100)},
+    },
     "residents": [
         {
             "namespace": 1,
@@ -279,6 +294,18 @@ def test_the_status_view_shows_nodes_tiers_links_decisions_and_residents() -> No
     for word in ("epoch 7", "1 of 2 nodes alive", "node-1", "dead", "join", "28", "ab" * 16):
         assert word in text
     assert "slots 1 of 256" in text
+
+
+def test_the_status_view_tells_a_pools_quantiles_from_all_its_fetches() -> None:
+    lines = _rendered(None).split("blocks got")[1].splitlines()
+    (first,) = [line.split() for line in lines if "node-1" in line]
+    (everybody,) = [line.split() for line in lines if "all" in line.split()]
+    assert everybody[1 : len(everybody) : 2][3] == "33"  # shared
+    p50, p99 = (float(word) for word in first[-4:-1:2])
+    assert 1.0 <= p50 <= 2.5
+    assert 100.0 <= p99 <= 250.0
+    # Half of all fetches took two seconds: neither the mean nor the sum of the nodes' quantiles.
+    assert 1000.0 <= float(everybody[-2]) <= 2500.0
 
 
 def test_the_status_view_gives_rates_between_two_answers() -> None:

@@ -1,4 +1,4 @@
-"""Limits of the HTTP API's clients: how often they may ask, and how failures slow them.
+"""Limits of an HTTP server's clients: how often they may ask, and how failures slow them.
 
 Owns: a bucket of requests a client, and the count of its failed authentications. Must not know:
 HTTP, tokens, clocks; every call is given `now`, in seconds.
