@@ -36,7 +36,9 @@ EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
 
 COMMANDS = {
     "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast", "bench"),
-    "bench": Command("kvcast.cli.bench", "measure one thing: incast, hostile", "bench"),
+    "bench": Command(
+        "kvcast.cli.bench", "measure one thing: incast, incast-simulation, hostile, soak", "bench"
+    ),
     "switch": Command(
         "kvcast.switchsim.daemon", "run a software switch (P4Runtime server)", "switch"
     ),

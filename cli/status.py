@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcast.hostagent.core.metrics import added, quantile
-from kvcast.service.commands import EXIT_OK, CommandError, run_command
+from kvcast.service.commands import EXIT_OK, CommandError, add_log_level, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.tls import Credentials, TlsError
+from kvcast.service.values import number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -68,15 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--once", action="store_true", help="show it once, not over and over")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="between two views"
+        "--interval",
+        type=number(0.1, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="between two views, 0.1 to 3600 s (default: %(default)g s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the status there (- = stdout)")
-    parser.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="warning",
-        help="debug shows tracebacks",
-    )
+    add_log_level(parser)
     return parser
 
 
@@ -90,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--http must be an http:// or https:// address")
     if options.tls is not None and not options.http.startswith("https://"):
         parser.error("--tls goes with an https:// address")
-    if not 0.1 <= options.interval <= 3600:
-        parser.error("--interval must be between 0.1 and 3600 seconds")
     return run_command(lambda: _status(options), log_level=options.log_level)
 
 

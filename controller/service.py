@@ -1,7 +1,7 @@
 """The controller at work: the pool's core between a switch, agents, a state file and HTTP.
 
 Owns: the tasks, the clock, when the control loop's rounds run, and what HTTP asks. Must not know:
-what a round does (`control_loop.py`), what is decided (`pool.py`), flags (`daemon.py`).
+what a round does (`control_loop.py`), what is decided (`pool.py`), flags (`flags.py`).
 
 The loop wakes on events and at deadlines.
 """

@@ -1,4 +1,4 @@
-"""The star: one switch and N inference nodes, as data (DESIGN §2, `topologies/`).
+"""The star: one switch and N inference nodes, as data.
 
 Owns: the conventions that tie a node's name, addresses and switch port together, and the file form
 of a star. Must not know: how a star is run; processes.py, namespaces.py and mininet_bmv2.py each
@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcast.protocol.messages.ethernet import format_mac, parse_mac
+from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
+
 MAX_HOSTS = 32
 """The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
-
-KVCAST_UDP_PORT = 19286
-"""Where READ and DATA are addressed to; kvcast.protocol.messages.wire states it, a test
-compares."""
-
-_NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 
 
 class TopologyError(ValueError):
@@ -42,16 +38,16 @@ class Host:
     ip: str
     mac: str
     switch_port: int
-    udp_port: int = KVCAST_UDP_PORT
+    udp_port: int = UDP_PORT
 
     def __post_init__(self) -> None:
-        if not _NODE_ID.fullmatch(self.node_id):
-            raise TopologyError(f"node id {self.node_id!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+        if not is_node_id(self.node_id):
+            raise TopologyError(f"node id {self.node_id!r}: {NODE_ID_RULE}")
         try:
             ipaddress.IPv4Address(self.ip)
         except ValueError as error:
             raise TopologyError(f"{self.node_id}: ip {self.ip!r}: {error}") from error
-        if not _MAC.fullmatch(self.mac):
+        if not _is_mac(self.mac):
             raise TopologyError(f"{self.node_id}: mac {self.mac!r} is not like 02:6b:76:00:00:01")
         if not 1 <= self.switch_port <= MAX_HOSTS:
             raise TopologyError(
@@ -147,6 +143,13 @@ class Star:
         raise TopologyError(f"no node {node_id!r} in {self.name}")
 
 
+def _is_mac(text: str) -> bool:
+    try:
+        return format_mac(parse_mac(text)) == text
+    except ValueError:
+        return False
+
+
 def _host(number: int, item: Any) -> Host:
     if not isinstance(item, Mapping):
         raise TopologyError(f"host {number} is not a table")
@@ -166,5 +169,5 @@ def _host(number: int, item: Any) -> Host:
         ip=item["ip"],
         mac=item["mac"].lower(),
         switch_port=item["switch_port"],
-        udp_port=item.get("udp_port", KVCAST_UDP_PORT),
+        udp_port=item.get("udp_port", UDP_PORT),
     )

@@ -780,7 +780,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             "kvcast.workloads.generators.WorkloadError",
             KeyError,
         ),
-        _nameless("kvcast.service.options.parse_with_config", "builtins.SystemExit", KeyError),
+        _nameless("kvcast.switchsim.flags.parse", "builtins.SystemExit", KeyError),
     )
 
 
@@ -1099,8 +1099,8 @@ OTHER_USERS = "lets another user of the node"
 )
 def _open_addresses() -> AbstractContextManager[object]:
     return all_of(
-        replaced("kvcast.hostagent.daemon.refuse_open_addresses", nothing),
-        replaced("kvcast.controller.daemon.refuse_open_addresses", nothing),
+        replaced("kvcast.hostagent.flags.refuse_open_addresses", nothing),
+        replaced("kvcast.controller.flags.refuse_open_addresses", nothing),
     )
 
 

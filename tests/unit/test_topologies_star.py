@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.protocol.messages.wire import UDP_PORT
-from kvcast.topologies.star import KVCAST_UDP_PORT, Host, Star, TopologyError
+from kvcast.topologies.star import Host, Star, TopologyError
 
 
 def test_node_names_addresses_and_ports_follow_the_convention() -> None:
@@ -19,7 +19,7 @@ def test_node_names_addresses_and_ports_follow_the_convention() -> None:
 
 
 def test_the_udp_port_is_the_protocols() -> None:
-    assert KVCAST_UDP_PORT == UDP_PORT
+    assert Star.of(1).hosts[0].udp_port == UDP_PORT
 
 
 @given(st.integers(1, 32))
