@@ -36,12 +36,12 @@ from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
-from kvcast.simulation.switch import Engine, product_program
+from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
 from p4_edits import Json
 
-Plant = Callable[[Engine], AbstractContextManager[Product]]
+Plant = Callable[[EngineMaker], AbstractContextManager[Product]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def bug(
 
     def register(patch: Callable[[], Any]) -> Callable[[], Any]:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             with patch():
                 yield Product(engine, product_program())
 
@@ -92,7 +92,7 @@ def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callabl
 
     def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, product_program(), make)
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -117,7 +117,7 @@ def p4_bug(
             return loader.load(after.encode(), "kvcast")
 
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, program())
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
