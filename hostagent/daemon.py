@@ -22,8 +22,8 @@ from kvcast.hostagent.core.access import AccessRules, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.arena import SLAB_BYTES, ArenaError
 from kvcast.hostagent.core.writes import ACK_HOME, ACK_LOCAL, WriteOptions
-from kvcast.hostagent.network.control_link import ControlOptions
 from kvcast.hostagent.network.local_server import LocalOptions, SocketInUseError
+from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, parse_mac
 from kvcast.protocol.messages.wire import UDP_PORT
 from kvcast.protocol.requester import RequesterConfig

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
@@ -224,14 +224,14 @@ def _reprogram_switch(cluster: Cluster, fault: Fault) -> Callable[[], None] | No
 
 
 def _spoil_bulk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
-    """Bytes flip between two agents where TCP's checksum does not see it."""
+    """Bits of blocks flip between two agents where TCP's checksum does not see it."""
     rng = cluster.world.stream(f"fault/{fault.number}")
 
-    def spoil(message: Any) -> Any:
-        if not isinstance(message, bytes) or rng.random() > 0.5:
-            return message
+    def spoil(data: bytes) -> bytes:
+        if rng.random() > 0.5:
+            return data
         cluster.world.counts["fault.bulk_corruption"] += 1
-        damaged = bytearray(message)
+        damaged = bytearray(data)
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         return bytes(damaged)
 
