@@ -221,7 +221,14 @@ class SimAgent(Process):
         self.waiting = 0
         """Frames in the socket while the process stands still."""
         self.on_death: list[Callable[[], None]] = []
-        self.bulk = BulkSide(self)
+        self.bulk = BulkSide(
+            host.world,
+            self,
+            core,
+            open_stream=lambda node_id: host.network.open_bulk(host, node_id),
+            pump=self.pump,
+            acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
+        )
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
         self._wake_at: float | None = None

@@ -8,8 +8,11 @@ makes `GetCall`s and `PutCall`s some other way, and reports the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
+from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy
 from kvcast.protocol.links.bulk import BulkOptions
@@ -17,11 +20,8 @@ from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import BulkDone, BulkPut
-from kvcast.simulation.streams import StreamDriver, StreamEnd
-
-if TYPE_CHECKING:
-    from kvcast.hostagent.core.pool import Pool
-    from kvcast.simulation.agent import SimAgent
+from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
+from kvcast.simulation.world import World
 
 BULK: Final = BulkOptions(connect_timeout_s=1.0, idle_s=3.0, transfer_timeout_s=1.5)
 """The product's bounds, and time-outs that come up within a run."""
@@ -30,9 +30,9 @@ BULK: Final = BulkOptions(connect_timeout_s=1.0, idle_s=3.0, transfer_timeout_s=
 class _Watched:
     """A `Serving` whose acknowledgements are known to the model."""
 
-    def __init__(self, agent: SimAgent) -> None:
-        self._serving: Serving = agent.core.serving
-        self._host = agent.host
+    def __init__(self, serving: Serving, acknowledged: Callable[[int, bytes], None]) -> None:
+        self._serving = serving
+        self._acknowledged = acknowledged
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
@@ -50,18 +50,30 @@ class _Watched:
 
     def _acknowledge(self, put: BulkPut, answer: BulkDone) -> None:
         if answer.status in (bulk.DONE, bulk.HELD):
-            self._host.observer.acknowledged(self._host.number, put.namespace, put.key)
+            self._acknowledged(put.namespace, put.key)
 
 
 class BulkSide:
-    """One agent's calls to others, and others' calls to it."""
+    """One agent's calls to others, and others' calls to it. `open_stream` begins a connection to
+    a node; `pump` is called after every event; `acknowledged` hears of puts that were taken."""
 
-    def __init__(self, agent: SimAgent) -> None:
-        core = agent.core
-        self._agent = agent
-        self._world = agent.host.world
+    def __init__(
+        self,
+        world: World,
+        process: Process,
+        core: AgentCore,
+        *,
+        open_stream: Callable[[str], StreamEnd],
+        pump: Callable[[], None],
+        acknowledged: Callable[[int, bytes], None],
+    ) -> None:
+        self._world = world
+        self._process = process
+        self._core = core
+        self._open_stream = open_stream
+        self._pump = pump
         self._link = BulkCaller(core.options.node_id, BULK, core.metrics, core.serving.view)
-        self._served = cast(Serving, _Watched(agent))
+        self._served = cast(Serving, _Watched(core.serving, acknowledged))
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
         self._serving: dict[StreamDriver, None] = {}
@@ -77,35 +89,34 @@ class BulkSide:
 
     def dispatch(self) -> None:
         """Start the calls that wait in the outbox."""
-        agent, core = self._agent, self._agent.core
+        core, now = self._core, self._process.now
         if core.pool is not self._pool and core.pool is not None:
             self._pool = core.pool
-            self._link.use_nodes(agent.now, core.pool.nodes)
+            self._link.use_nodes(now, core.pool.nodes)
         while core.outbox.calls:
-            self._link.ask(agent.now, core.outbox.calls.popleft())
-        self._world.after(0.0, lambda: agent.when_running(self._act))
+            self._link.ask(now, core.outbox.calls.popleft())
+        self._world.after(0.0, lambda: self._process.when_running(self._act))
 
     def _act(self) -> None:
         """Do what the link wants done."""
         for instruction in self._link.instructions():
             match instruction:
                 case Complete(call=call, outcome=outcome):
-                    call.done(self._agent.now, outcome)
+                    call.done(self._process.now, outcome)
                 case Connect(connection=connection):
                     self._connect(connection)
                 case _ if (driver := self._calling.get(instruction.connection)) is not None:
                     driver.flush()
         self._link.check()
-        self._agent.pump()
+        self._pump()
 
     def _connect(self, connection: BulkConnection) -> None:
-        agent = self._agent
         driver = self._calling[connection] = StreamDriver(
             self._world,
-            agent,
-            agent.host.network.open_bulk(agent.host, connection.node.node_id),
+            self._process,
+            self._open_stream(connection.node.node_id),
             connection,
-            opened=lambda: connection.connected(agent.now),
+            opened=lambda: connection.connected(self._process.now),
             changed=self._act,
             over=lambda: self._forget(connection),
         )
@@ -118,16 +129,16 @@ class BulkSide:
 
     def accept(self, end: StreamEnd) -> bool:
         """Another agent has connected."""
-        agent = self._agent
         if len(self._serving) >= BULK.max_connections:
             return False
-        link: BulkCallee[Copy] = BulkCallee(agent.now, self._served, BULK, agent.core.metrics)
+        now, metrics = self._process.now, self._core.metrics
+        link: BulkCallee[Copy] = BulkCallee(now, self._served, BULK, metrics)
         driver = StreamDriver(
             self._world,
-            agent,
+            self._process,
             end,
             link,
-            changed=agent.pump,
+            changed=self._pump,
             over=lambda: self._gone(driver),
         )
         self._serving[driver] = None

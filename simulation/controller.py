@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvcast.controller.control_loop import ControlLoop
 from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
+from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.links.control_callee import ControlCallee
 from kvcast.protocol.messages.control import PoolMap
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
