@@ -140,4 +140,4 @@ class AgentLink:
             # A mistake of ours must not cost more than this connection.
             self.counts["closed_on_error"] += 1
             log.exception("an agent's message could not be handled")
-            self._connections[number][1].lost(0.0)
+            self._connections[number][1].lost(asyncio.get_running_loop().time())

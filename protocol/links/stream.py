@@ -246,7 +246,6 @@ class LinkStream(Generic[M]):
 
     def check(self) -> None:
         """AssertionError if this end contradicts itself."""
-        assert self._room is None or not self._buffer or self._filled_bytes < len(self._room)
         assert self._unsent_bytes == sum(len(item) for item in self._out if isinstance(item, bytes))
         if self.closed:
             assert self._room is None
