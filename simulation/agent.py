@@ -153,11 +153,12 @@ class SimHost:
         process.start()
         return process
 
-    def crash(self) -> None:
+    def crash(self, *, machine: bool = False) -> None:
+        """End the process where it stands, or the whole machine."""
         assert self.process is not None
         process, self.process = self.process, None
         self.stalled_until = 0.0
-        process.die()
+        process.die(machine=machine)
 
     def stall(self, seconds: float) -> None:
         """The process stands still for so long."""
@@ -241,14 +242,14 @@ class SimAgent(Process):
         self._control.start(self.now)
         self._act()
 
-    def die(self) -> None:
-        """SIGKILL."""
+    def die(self, *, machine: bool) -> None:
+        """SIGKILL, or no electricity."""
         self.dead = True
         for action in self.on_death:
             action()
-        self.bulk.die()
+        self.bulk.die(machine=machine)
         if self._driver is not None:
-            self._driver.end.stream.reset(by=0)
+            self._driver.end.stream.reset(by=0, machine=machine)
 
     @property
     def now(self) -> float:

@@ -23,8 +23,18 @@ from kvcast.protocol.messages.bulk import BulkDone, BulkPut
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.world import World
 
-BULK: Final = BulkOptions(connect_timeout_s=1.0, idle_s=3.0, transfer_timeout_s=1.5)
-"""The product's bounds, and time-outs that come up within a run."""
+CONNECTIONS: Final = (1, 2, 4)
+"""Connections to one node in a run, one of these: with few, calls wait for each other."""
+
+
+def bulk_options(world: World) -> BulkOptions:
+    """The product's bounds, but time-outs that come up within a run."""
+    return BulkOptions(
+        connections_per_peer=world.stream("bulk").choice(CONNECTIONS),
+        connect_timeout_s=1.0,
+        idle_s=6.0,
+        transfer_timeout_s=1.5,
+    )
 
 
 class _Watched:
@@ -72,18 +82,21 @@ class BulkSide:
         self._core = core
         self._open_stream = open_stream
         self._pump = pump
-        self._link = BulkCaller(core.options.node_id, BULK, core.metrics, core.serving.view)
+        self._options = bulk_options(world)
+        self._link = BulkCaller(
+            core.options.node_id, self._options, core.metrics, core.serving.view
+        )
         self._served = cast(Serving, _Watched(core.serving, acknowledged))
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
         self._serving: dict[StreamDriver, None] = {}
 
-    def die(self) -> None:
-        """The process is gone: the kernel resets its connections."""
+    def die(self, *, machine: bool) -> None:
+        """The process is gone, and the kernel resets its connections; or the machine is."""
         for driver in self._calling.values():
-            driver.end.stream.reset(by=0)
+            driver.end.stream.reset(by=0, machine=machine)
         for driver in self._serving:
-            driver.end.stream.reset(by=1)
+            driver.end.stream.reset(by=1, machine=machine)
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -129,10 +142,10 @@ class BulkSide:
 
     def accept(self, end: StreamEnd) -> bool:
         """Another agent has connected."""
-        if len(self._serving) >= BULK.max_connections:
+        if len(self._serving) >= self._options.max_connections:
             return False
         now, metrics = self._process.now, self._core.metrics
-        link: BulkCallee[Copy] = BulkCallee(now, self._served, BULK, metrics)
+        link: BulkCallee[Copy] = BulkCallee(now, self._served, self._options, metrics)
         driver = StreamDriver(
             self._world,
             self._process,

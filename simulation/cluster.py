@@ -231,12 +231,13 @@ class Cluster:
         """Hosts with an agent."""
         return [host for host in self.hosts.values() if host.process is not None]
 
-    def crash_host(self, number: int) -> None:
-        """The agent's process is killed, and its clients' connections with it."""
+    def crash_host(self, number: int, *, machine: bool) -> None:
+        """The agent's process is killed, or the machine dies, and its clients' connections with
+        it."""
         client = self._clients.pop(number, None)
         if client is not None:
             client.closed = True  # nobody is left to tidy up after it
-        self.hosts[number].crash()
+        self.hosts[number].crash(machine=machine)
 
     def start_host(self, number: int) -> None:
         """Start the agent, and a client beside it."""

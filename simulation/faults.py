@@ -126,7 +126,7 @@ def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
             return None
         if not comes_back and len(cluster.running()) <= 2:
             return None  # a pool of one host has nobody to read from
-        cluster.crash_host(host.number)
+        cluster.crash_host(host.number, machine=memory_lost)
         if memory_lost:
             rng = cluster.world.stream(f"fault/{fault.number}")
             host.memory[:] = rng.randbytes(1024) * (len(host.memory) // 1024)

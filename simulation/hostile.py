@@ -20,8 +20,8 @@ from kvcast.protocol.messages.bulk import (
     BulkGet,
     BulkHello,
     BulkPut,
-    BulkRequest,
     CalleeMessage,
+    CallerMessage,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
 from kvcast.simulation.model import Name, ViolationError
@@ -218,11 +218,14 @@ class Hostile:
             self._call(name, f"node-{rng.choice(homes)}")
 
     def _call(self, name: Name, node_id: str) -> None:
-        """Ask by TCP, as ourselves, for the block, or to hold another."""
+        """Ask by TCP, as ourselves, for the block, or to hold another, or break the rules."""
         cluster, host = self._cluster, self._host
         content = b""
-        request: BulkRequest = BulkGet(*name)
-        if self._rng.random() >= 0.5:
+        request: CallerMessage = BulkGet(*name)
+        way = self._rng.random()
+        if way < 0.2:
+            request = BulkHello(BULK_PROTOCOL_VERSION, host.options.node_id)  # once too often
+        elif way < 0.6:
             content = b"trespass" + self._rng.randbytes(8)
             cluster.model.forged(host.number, name, content)
             size, digest = len(content), wire.digest_of(content)
@@ -248,7 +251,7 @@ class _Trespasser(LinkStream[CalleeMessage]):
     def __init__(
         self,
         node_id: str,
-        request: BulkRequest,
+        request: CallerMessage,
         content: bytes,
         answered: Callable[[CalleeMessage], None],
     ) -> None:

@@ -4,9 +4,10 @@ Owns: when bytes arrive and in what pieces, connects that hang or are refused, w
 resets. Must not know: what is said; the cores of `kvcast.protocol.links`, which are the product's
 own, do.
 
-Bytes arrive whole and in order, cut at any place, late while the stream is blocked; what one end
-does not read stops the other. A stream that is blocked for `STREAM_GIVES_UP_S` is broken, and both
-ends learn of it.
+Bytes arrive whole and in order, cut at any place and read together or apart, late while the stream
+is blocked; what one end does not read stops the other. A stream that is blocked for
+`STREAM_GIVES_UP_S` is broken, and both ends learn of it. When a process dies its kernel says so;
+when a machine dies nobody does, and the other end learns of it when it next says something.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from kvcast.protocol.links.stream import LinkStream
 from kvcast.simulation.world import World
 
 STREAM_DELAY_S: Final = 150e-6
-STREAM_BYTES_PER_S: Final = 800e6
+RATES_BYTES_PER_S: Final = (800e6, 20e6, 2e6)
+"""How fast bytes travel in a run, one of these: at the last a block takes long enough for things to
+happen meanwhile."""
 STREAM_GIVES_UP_S: Final = 2.0
 """A stream that was blocked for so long is broken, like a TCP connection whose keep-alives go
 unanswered."""
@@ -29,6 +32,9 @@ WINDOW_BYTES: Final = 32 * 1024
 PIECE_BYTES: Final = 16 * 1024
 CUT_CHANCE: Final = 0.1
 """How often what was written at once arrives in two pieces."""
+LATE_CHANCE: Final = 0.1
+LATE_S: Final = 1e-3
+"""How often, and how long, what has arrived waits until it is read, with what comes meanwhile."""
 
 Listen = Callable[["StreamEnd"], bool]
 """Take a connection that has come; False if nobody listens."""
@@ -98,6 +104,9 @@ class Stream:
         self._overdue = [0, 0]
         """By end: how much of it should have happened while the stream was blocked."""
         self._busy_until = [0.0, 0.0]
+        self._bytes_per_s: float = world.stream("streams").choice(RATES_BYTES_PER_S)
+        self._vanished: int | None = None
+        """The end whose machine is gone."""
 
     def connect(self, listen: Listen) -> StreamEnd:
         """Begin to connect; the end of whoever does."""
@@ -112,11 +121,19 @@ class Stream:
         return self.ends[0]
 
     def carry(self, to: int, data: bytes) -> None:
-        self.later(to, lambda end: _arrived(end, data), len(data) / STREAM_BYTES_PER_S)
+        self.later(to, lambda end: self._arrived(end, data), len(data) / self._bytes_per_s)
+
+    def _arrived(self, end: StreamEnd, data: bytes) -> None:
+        end.inbox += data
+        if end.driver is not None:
+            late = self.rng.random() < LATE_CHANCE
+            self._world.after(LATE_S if late else 0.0, end.driver.moved)
 
     def later(self, to: int, action: Callable[[StreamEnd], None], takes_s: float = 0.0) -> None:
         """Let it happen at that end, after what is on its way there."""
-        if not self.open:
+        if not self.open or to == self._vanished:
+            if self._vanished is not None:
+                self._world.after(STREAM_DELAY_S, lambda: self.end(1 - to, "connection reset"))
             return
         world = self._world
         self._busy_until[to] = max(world.now, self._busy_until[to]) + takes_s
@@ -137,9 +154,12 @@ class Stream:
             self.open = False
             self.ends[told].gone(why)
 
-    def reset(self, by: int) -> None:
-        """The process at that end is gone."""
-        self.later(1 - by, lambda _end: self.end(1 - by, "connection reset"))
+    def reset(self, by: int, *, machine: bool = False) -> None:
+        """The process at that end is gone, or the whole machine."""
+        if machine:
+            self._vanished = by
+        else:
+            self.later(1 - by, lambda _end: self.end(1 - by, "connection reset"))
 
     def block(self) -> None:
         """Nothing arrives until `unblock`; after `STREAM_GIVES_UP_S` the stream is broken."""
@@ -164,12 +184,6 @@ class Stream:
 def _connected(end: StreamEnd) -> None:
     if end.driver is not None:
         end.driver.connected()
-
-
-def _arrived(end: StreamEnd, data: bytes) -> None:
-    end.inbox += data
-    if end.driver is not None:
-        end.driver.moved()
 
 
 class Process:
