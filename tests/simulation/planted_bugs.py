@@ -426,7 +426,7 @@ def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
 
 @bug("what a connection held when it broke is never given back", 0)
 def _held_for_ever() -> Any:
-    return mock.patch.object(BulkCallee, "_over", lambda _self, _now: None)
+    return mock.patch.object(BulkCallee, "_over", return_value=None)
 
 
 @bug("the second piece of a block that comes by TCP is written over the first", 1, 2, 3)
