@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import wire
@@ -24,12 +24,10 @@ from kvcast.protocol.messages.bulk import (
     CallerMessage,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
+from kvcast.simulation.agent import SimHost
+from kvcast.simulation.cluster import Cluster
 from kvcast.simulation.model import Name, ViolationError
 from kvcast.simulation.streams import Process, StreamDriver
-
-if TYPE_CHECKING:
-    from kvcast.simulation.agent import SimHost
-    from kvcast.simulation.cluster import Cluster
 
 PAUSE_S: Final = 0.02
 
@@ -39,8 +37,8 @@ class HostileKind(enum.Enum):
 
     LIAR: as a home, sends wrong bytes, digests, sizes and chunks of its own blocks. FORGER:
     answers under its own address for blocks that are not its own. SPOOFER: the same, under a true
-    home's address, and asks under readers' addresses. TENANT: reads and
-    answers in namespaces to which it has no right.
+    home's address, and asks under readers' addresses. TENANT: reads and answers in namespaces to
+    which it has no right.
     """
 
     LIAR = "liar"
