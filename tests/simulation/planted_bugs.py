@@ -29,6 +29,8 @@ from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
+from kvcast.protocol.links.bulk_callee import BulkCallee
+from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.assembly import Assembly
@@ -130,6 +132,7 @@ ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
 FORGERS = ["hostile_forger"]
 LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
+CUT_OFF = ["control_cut", "controller_crash", "controller_wiped", "controller_failover"]
 CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger"]
 
@@ -416,6 +419,32 @@ def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=False, verify=False)
     return core
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+@bug("what a connection held when it broke is never given back", 0)
+def _held_for_ever() -> Any:
+    return mock.patch.object(BulkCallee, "_over", return_value=None)
+
+
+@bug("the second piece of a block that comes by TCP is written over the first", 1, 2, 3)
+def _pieces_overlap() -> Any:
+    def destination(self: BulkCallee[Any]) -> memoryview | None:
+        room = self._room
+        return None if room is None else room[: len(room) - self._filled_bytes]
+
+    return mock.patch.object(BulkCallee, "destination", destination)
+
+
+@bug("an agent that has lost the controller does not come back", 2, 3, 4, faults=CUT_OFF)
+def _never_back() -> Any:
+    def over(self: ControlCaller, _now: float, _connection: Any) -> None:
+        self.connection = None
+        self.agent.control_lost()
+
+    return mock.patch.object(ControlCaller, "over", over)
 
 
 # --- controller ---------------------------------------------------------------------------------
