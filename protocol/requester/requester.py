@@ -132,6 +132,7 @@ class _Flight(Timer):
         "home",
         "index",
         "patience_s",
+        "put_off",
         "recovering",
         "sent_at",
         "state",
@@ -148,6 +149,7 @@ class _Flight(Timer):
         self.home = -1
         self.asked = False  # a READ of this segment has been sent
         self.awaiting = False  # and nothing has come since
+        self.put_off = False  # the home is overloaded, and no READ of it is out
         self.recovering = False  # its answer has ended, and what was lost is asked for
         self.tag = -1  # of the READ that a round trip is being measured for
         self.sent_at = 0.0
@@ -589,11 +591,15 @@ class Requester:
     def _end(self, now: float, fetch: _Fetch) -> None:
         self._throw_away(fetch)
         self._timers.cancel(fetch.timer)
-        if fetch.expectation is not None:
-            self._timers.cancel(fetch.expectation)
+        self._expect_no_more(fetch)
         del self._fetches[fetch.id]
         del self._by_block[fetch.block]
         fetch.report.elapsed_s = now - fetch.started_at
+
+    def _expect_no_more(self, fetch: _Fetch) -> None:
+        if fetch.expectation is not None:
+            self._timers.cancel(fetch.expectation)
+            fetch.expectation = None
 
     def _miss(self, now: float, fetch: _Fetch, reason: MissReason) -> None:
         self._end(now, fetch)
@@ -696,6 +702,7 @@ class Requester:
         """Something of the segment has come: from now on its time-out is the shorter one."""
         self._overtake(now, flight)
         flight.awaiting = False
+        flight.gap_at = inf
         flight.again_at = inf
         flight.base_at = now
         srtt_s = self._homes[flight.home].rtt.srtt_s or 0.0
@@ -730,11 +737,14 @@ class Requester:
 
         A home answers in order, so while it sends other segments this one's turn may only not
         have come; the time-out of a full READ starts again with everything that the home sends,
-        up to a bound, since the READ may be lost all the same.
+        up to a bound, since the READ may be lost all the same. Where it is known when to ask again,
+        nothing else is waited for.
         """
+        if flight.gap_at != inf:
+            return flight.gap_at
         heard_at = self._heard_at.get(flight.home, -inf)
         base_at = max(flight.base_at, min(heard_at, flight.base_at + flight.patience_s))
-        return min(flight.gap_at, flight.again_at, base_at + flight.wait_s)
+        return min(flight.again_at, base_at + flight.wait_s)
 
     def _ask(self, now: float, flight: _Flight) -> None:
         """Send a READ for what the segment lacks."""
@@ -768,6 +778,7 @@ class Requester:
         counters.reads += 1
         fetch.report.reads += 1
         flight.asked = True
+        flight.put_off = False
         flight.gap_at = inf
         flight.sent_at = now
         flight.gather_s = gather_ms / 1000
@@ -910,7 +921,8 @@ class Requester:
             fetch.sources = frozenset((home,))
         for flight in fetch.flights:
             self._land(flight, _State.DONE if flight.state is _State.DONE else _State.IDLE)
-        fetch.idle = deque(flight.index for flight in fetch.flights if flight.state is _State.IDLE)
+        wanted = fetch.flights[:1] if fetch.offers_usable else fetch.flights
+        fetch.idle = deque(flight.index for flight in wanted if flight.state is _State.IDLE)
         self._enqueue(fetch)
 
     def _restart(self, now: float, fetch: _Fetch, home: int, why: MissReason) -> None:
@@ -941,6 +953,7 @@ class Requester:
 
     def _start_bulk(self, fetch: _Fetch) -> None:
         self._throw_away(fetch)
+        self._expect_no_more(fetch)
         fetch.in_bulk = True
         self.counters.bulk_tries += 1
 
@@ -1195,22 +1208,33 @@ class Requester:
             for asked in fetch.flights:
                 if asked.awaiting and asked.home == source:
                     asked.asked = False
-        elif flight.gap_at == inf and flight.tries + 1 < self.config.tries_per_home:
+        elif self._may_have_joined(flight) and flight.tries + 1 < self.config.tries_per_home:
             flight.asked = False
-            flight.tries += 1
-            flight.gap_at = now + self._jittered(self.config.reorder_min_s)
-            self._timers.arm(flight, flight.gap_at)
+            self._postpone(now, flight, self.config.reorder_min_s)
 
     def _swallowed(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """A MISS or LAST about another copy ended a wait, and our READ may have joined that
         wait at a switch: ask again soon, but not for ever."""
         flight = self._flying(source, frame, fetch)
-        if flight is None or not flight.awaiting or flight.gap_at != inf:
+        if flight is None or not self._may_have_joined(flight):
             return
         if flight.tries + 1 < self.config.tries_per_home:
-            flight.tries += 1
-            flight.gap_at = now + self._jittered(self.config.swallowed_pause_s)
-            self._timers.arm(flight, flight.gap_at)
+            self._postpone(now, flight, self.config.swallowed_pause_s)
+
+    def _may_have_joined(self, flight: _Flight) -> bool:
+        """Whether a READ is out that may have joined somebody else's wait at a switch: not one of
+        missing chunks, nor one that the home has put off."""
+        assembly = flight.fetch.assembly
+        if not flight.awaiting or flight.put_off or flight.gap_at != inf:
+            return False
+        return assembly is None or assembly.missing[flight.index] == assembly.whole(flight.index)
+
+    def _postpone(self, now: float, flight: _Flight, pause_s: float) -> None:
+        """Ask again soon, and do nothing else before."""
+        flight.tries += 1
+        flight.gap_at = now + self._jittered(pause_s)
+        flight.again_at = inf
+        self._timers.arm(flight, flight.gap_at)
 
     def _overloaded(self, now: float, source: int, frame: Frame, fetch: _Fetch) -> None:
         """The home is there, and asks for patience: ask again after a longer pause."""
@@ -1219,6 +1243,9 @@ class Requester:
             return
         self._setback(now, flight)
         if flight.tries < self.config.tries_per_home:
+            flight.gap_at = inf
+            flight.again_at = inf
+            flight.put_off = True
             self._await(now, flight, patient=False)
         else:
             self._leave_home(now, fetch, MissReason.OVERLOADED)

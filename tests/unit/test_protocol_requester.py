@@ -1004,3 +1004,77 @@ def test_reads_after_the_first_wave_and_short_gatherings_are_not_sent_twice() ->
     brief.fetch()
     brief.reads()
     assert brief.run_timers(0.05) == []
+
+
+# --- where one wait leads to another ----------------------------------------------------------
+
+
+def test_a_read_that_was_to_be_sent_again_is_not_once_its_answer_comes() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    bench.reads()
+    bench.miss(0.001, wire.MISS_NOT_FOUND, source=REPLICA)  # our READ may have joined that wait
+    bench.data(0.00101, 0, range(40), of=BYTES[:SEGMENT])  # and had not
+    assert bench.run_timers(0.03) == []
+
+
+def test_a_home_that_asks_for_patience_is_given_it_whatever_else_was_due() -> None:
+    alone = BYTES[:SEGMENT]
+    gathering = Bench(gather_ms=90)
+    gathering.fetch(expect_size=SEGMENT)  # to be sent twice
+    lossy = Bench(reorder_min_s=0.01)
+    lossy.fetch(expect_size=SEGMENT)
+    lossy.data(0.001, 0, range(1, 64), of=alone, last=63)  # a gap, to be asked for
+    for bench in (gathering, lossy):
+        bench.reads()
+        bench.miss(0.002, wire.MISS_OVERLOADED)
+        assert bench.run_timers(0.1) == []
+        assert bench.run_timers(0.5)
+
+
+def test_who_waits_for_a_repair_or_for_an_overloaded_home_has_joined_no_wait() -> None:
+    alone = BYTES[:SEGMENT]
+    repairing = Bench(rto_initial_s=0.1)
+    repairing.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    repairing.reads()
+    repairing.data(0.001, 0, range(1, 64), of=alone, last=63)
+    assert [read.flags for _, _, read in repairing.run_timers(0.002)] == [wire.FLAG_PARTIAL]
+    put_off = Bench(rto_initial_s=0.1)
+    put_off.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    put_off.miss(0.002, wire.MISS_OVERLOADED)
+    repairing.whole(0.003, 0, of=OTHER[:SEGMENT])
+    for bench in (repairing, put_off):
+        bench.reads()
+        bench.miss(0.003, wire.MISS_NOT_FOUND, source=REPLICA)
+        assert bench.run_timers(0.09) == []
+        assert bench.run_timers(0.5)
+
+
+def test_what_is_postponed_is_asked_for_then_and_has_not_timed_out_before() -> None:
+    bench = Bench(swallowed_pause_s=0.3, retry_jitter=0.0)
+    bench.fetch()
+    bench.reads()
+    bench.miss(0.001, wire.MISS_DIGEST_GONE, digest=77)
+    ((when, _, _),) = bench.run_timers(0.35)
+    assert when == pytest.approx(0.301)
+    assert bench.core.counters.timeouts == 0
+
+
+def test_who_waits_for_an_offer_reads_one_segment_at_the_next_home_too() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.data(0.001, 0, [0])
+    bench.reads()
+    bench.miss(0.002, wire.MISS_NOT_FOUND)
+    assert [(home, read.segment) for home, read in bench.core.frames_to_send()] == [(REPLICA, 0)]
+
+
+def test_nothing_is_expected_any_more_once_an_offer_is_taken() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}), expect_wait_s=1.0)
+    bench.fetch(expect=True)
+    bench.offer(0.001)
+    bench.whole(0.001, 0)
+    (event,) = bench.events()
+    assert isinstance(event, OfferReceived)
+    assert not bench.core.bulk_done(0.002, event.fetch_id, None)
+    assert [read.segment for read in bench.reads()] == [0]
