@@ -93,6 +93,16 @@ class _Held:
         pass
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Memory of a reader's for one block."""
+
+    view: memoryview
+
+    def abort(self) -> None:
+        pass
+
+
 class _Host:
     """A node: its cores and its card."""
 
@@ -108,8 +118,7 @@ class _Host:
         }
         self.requester = Requester(
             RequesterConfig(),
-            allocate=lambda _block, size: memoryview(bytearray(size)),
-            discard=lambda _block, _buffer: None,
+            allocate=lambda _block, size: _Room(memoryview(bytearray(size))),
             rng=random.Random(f"{sim.options.seed}/{index}"),
         )
         self.responder = Responder(ResponderConfig(), lookup=self._lookup)

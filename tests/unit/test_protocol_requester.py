@@ -32,26 +32,60 @@ DIGEST = digest_of(BYTES)
 OTHER = random.Random(2).randbytes(len(BYTES))
 
 
+class Room:
+    """Memory for one block."""
+
+    def __init__(self, content: Any, rooms: list[Room] | None = None) -> None:
+        self.view = memoryview(content)
+        self.rooms = [self] if rooms is None else rooms
+
+    def abort(self) -> None:
+        self.rooms.remove(self)
+
+
+class Core(Requester):
+    """A requester that looks at itself after everything that happens to it."""
+
+    def frames_to_send(self) -> list[tuple[int, Frame]]:
+        self.check()
+        return super().frames_to_send()
+
+    def next_event(self) -> Any:
+        self.check()
+        return super().next_event()
+
+    def receive(self, now: float, source: int, frame: Frame) -> None:
+        super().receive(now, source, frame)
+        self.check()
+
+    def handle_timer(self, now: float) -> None:
+        super().handle_timer(now)
+        self.check()
+
+
 class Bench:
     """A requester, the frames that it sent last, and its arena."""
 
     def __init__(self, memory: int = 1 << 30, seed: int = 1, **config: Any) -> None:
-        self.buffers: list[memoryview] = []
+        self.rooms: list[Room] = []
         self.memory = memory
-        self.core = Requester(
+        self.core = Core(
             RequesterConfig(
                 **({"rto_initial_s": 0.1, "rto_min_s": 0.03, "quiet_s": 0.05} | config)
             ),
             allocate=self.allocate,
-            discard=lambda _block, view: self.buffers.remove(view),
             rng=random.Random(seed),
         )
 
-    def allocate(self, block: BlockId, size: int) -> memoryview | None:
+    def allocate(self, _block: BlockId, size: int) -> Room | None:
         if size > self.memory:
             return None
-        self.buffers.append(memoryview(bytearray(size)))
-        return self.buffers[-1]
+        self.rooms.append(Room(bytearray(size), self.rooms))
+        return self.rooms[-1]
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        return [room.view for room in self.rooms]
 
     def fetch(self, now: float = 0.0, homes: tuple[int, ...] = (HOME,), **rest: Any) -> int:
         return self.core.fetch(now, BLOCK, homes, **({"deadline": 100.0} | rest))
@@ -669,14 +703,14 @@ def test_bulk_is_the_last_resort_and_its_copy_is_checked() -> None:
     bench = Bench(bulk_available=True, tries_per_home=2)
     event = silent_everywhere(bench)
     assert (event.block, event.home) == (BLOCK, HOME)
-    assert bench.core.bulk_done(51.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert bench.core.bulk_done(51.0, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
     (end,) = bench.events()
     assert isinstance(end, Fetched)
     assert end.buffer == BYTES
     assert end.report.tier == "bulk"
 
 
-@pytest.mark.parametrize("copy", [None, BulkCopy(memoryview(OTHER), DIGEST)])
+@pytest.mark.parametrize("copy", [None, BulkCopy(Room(OTHER), DIGEST)])
 def test_bulk_that_fails_ends_the_fetch(copy: BulkCopy | None) -> None:
     bench = Bench(bulk_available=True, tries_per_home=2)
     event = silent_everywhere(bench)
@@ -693,7 +727,7 @@ def test_bulk_that_comes_after_the_deadline_is_not_taken() -> None:
     (end,) = bench.events()
     assert isinstance(end, Missed)
     assert end.reason is MissReason.DEADLINE
-    assert not bench.core.bulk_done(101.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert not bench.core.bulk_done(101.0, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
     assert bench.events() == []
 
 
@@ -715,7 +749,7 @@ def test_usable_offer_is_told_once_the_first_segment_showed_no_sharing() -> None
     assert isinstance(event, OfferReceived)
     assert (event.offer.port, event.size, event.digest) == (1, len(BYTES), DIGEST)
     assert bench.reads() == []
-    assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
 
 
 def test_offer_that_leads_nowhere_is_replaced_by_reads() -> None:
