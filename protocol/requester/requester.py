@@ -333,7 +333,8 @@ class Requester:
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself. For tests and simulations, after
         any event; it looks at everything."""
-        assert {f.block: f for f in self._fetches.values()} == self._by_block
+        by_block = {fetch.block: fetch for fetch in self._fetches.values()}
+        assert by_block == self._by_block, f"fetches by block: {self._by_block}"
         for fetch in self._fetches.values():
             try:
                 fetch.check()
