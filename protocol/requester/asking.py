@@ -423,7 +423,7 @@ class Asker:
         if due_at > now:
             self._timers.arm(segment, due_at)
             return True
-        if segment.ask_at <= now:
+        if segment.ask_at <= now or segment.state is SegmentState.DEFERRED:
             self._ask(now, fetch, segment)
             return True
         if segment.repeat_at <= now:

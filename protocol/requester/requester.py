@@ -715,7 +715,11 @@ class Requester:
 
     def _overloaded(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
         segment = self._flying(source, frame, fetch)
-        if segment is not None and not self._asker.overloaded(now, fetch, segment):
+        if segment is None:
+            return
+        if not frame.flags & FLAG_PARTIAL:
+            segment.waits_at_switch = False  # as `_wait_ended` says; all who waited ask again
+        if not self._asker.overloaded(now, fetch, segment):
             self._leave_home(now, fetch, MissReason.OVERLOADED)
             self._asker.pump(now)
 

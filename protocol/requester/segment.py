@@ -100,7 +100,6 @@ TRANSITIONS: Final[dict[SegmentState, dict[SegmentEvent, SegmentState]]] = {
         _E.ASK: _S.ASKED,
         _E.REPAIR: _S.REPAIRING,
         _E.BEGIN: _S.RECEIVING,
-        _E.SILENCE: _S.DEFERRED,
         **_ANY_IN_FLIGHT,
     },
     _S.RECEIVING: {

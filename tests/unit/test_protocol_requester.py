@@ -1112,3 +1112,31 @@ def test_nothing_is_expected_any_more_once_an_offer_is_taken() -> None:
     assert isinstance(event, OfferReceived)
     assert not bench.core.bulk_done(0.002, event.fetch_id, None)
     assert [read.segment for read in bench.reads()] == [0]
+
+
+def test_a_home_that_refuses_for_overload_is_asked_as_often_as_one_may_and_is_not_silent() -> None:
+    bench = Bench(tries_per_home=4, retry_jitter=0.0)
+    bench.fetch()
+    now, refused = 0.0, 0
+    while bench.core.fetches_under_way:
+        if bench.targets():
+            bench.miss(now, wire.MISS_OVERLOADED)
+            refused += 1
+        else:
+            now = bench.core.get_timer() or now
+            bench.core.handle_timer(now)
+    assert refused == 4
+    assert reason_of(bench) is MissReason.OVERLOADED
+    assert bench.core.counters.timeouts == 0
+    bench.fetch(2.0, homes=(HOME, REPLICA))
+    assert bench.targets() == [HOME], "it is not avoided as a silent one would be"
+
+
+def test_who_is_sent_away_for_overload_comes_back_as_if_for_the_first_time() -> None:
+    # All who waited with us come back, too; a switch sends every repeat on, and of first READs one.
+    bench = Bench()
+    bench.fetch()
+    bench.reads()
+    bench.miss(0.001, wire.MISS_OVERLOADED)
+    ((_, _, read), *_) = bench.run_timers(1.0)
+    assert not read.flags & wire.FLAG_RETRY
