@@ -5,10 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcast-installed
 SHELL_VENV := .venv-p4rt-shell
+# Tests wait for processes and sockets, too: one worker more than there are processors.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent p4 protocol service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
-.PHONY: help setup setup-shell demo test lint format p4 clean
+.PHONY: help setup setup-shell demo check test lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,12 +47,18 @@ $(SHELL_VENV)/.installed:
 demo: setup ## eight inference nodes read the same prefixes, plainly and through kvcast
 	@$(BIN)/kvcast demo --out kvcast-out
 
-test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
-	@$(BIN)/python -m pytest
+check: setup lint ## lint, types and the tests that are quick: what to run while you work
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not slow and not alone' \
+	    tests/unit tests/property tests/stf tests/simulation
 
-lint: setup ## ruff and mypy
+test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
+	@$(BIN)/python -m pytest -m alone
+
+lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 	@MYPYPATH= $(BIN)/mypy $(foreach package,$(PACKAGES),-p kvcast.$(package))
 
 format: setup ## rewrite the sources in the project's format

@@ -519,7 +519,7 @@ def _agent_balances(sent: int, grown: dict[str, int]) -> list[Balance]:
 
     received = grown.get("frames_received_total", 0)
     refused = of("frames", ("malformed", "misaddressed", "unknown_source", "forbidden"))
-    reads, answers = grown.get("home_reads_total", 0), grown.get("frames_answers_total", 0)
+    reads, answers = grown.get("responder_reads_total", 0), grown.get("frames_answers_total", 0)
     return [
         Balance(
             "frames sent into the port",
@@ -532,9 +532,9 @@ def _agent_balances(sent: int, grown: dict[str, int]) -> list[Balance]:
         Balance(
             "frames received",
             {"received": received},
-            {**refused, "READs for the home": reads, "answers for the requester": answers},
+            {**refused, "READs for the responder": reads, "answers for the requester": answers},
         ),
-        Balance("READs", {"READs": reads}, of("home", READ_OUTCOMES)),
+        Balance("READs", {"READs": reads}, of("responder", READ_OUTCOMES)),
         Balance("answers", {"answers": answers}, of("requester", ANSWER_OUTCOMES)),
     ]
 

@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvcast.controller.control_loop import StoreError
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions
+from kvcast.controller.core.program import Settings
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.http.api import HttpOptions
 from kvcast.controller.http.tokens import TokensError, TokensFile
 from kvcast.controller.service import ControllerService, ServiceOptions
 from kvcast.controller.store import Store
 from kvcast.controller.switch.connection import OneLineErrors, SwitchTls
-from kvcast.controller.switch.program import Settings
+from kvcast.controller.switch.control_loop import StoreError
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.service.options import (

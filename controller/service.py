@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.controller.agent_links import AgentLink
-from kvcast.controller.control_loop import RETRY_SWITCH_S, ControlLoop
 from kvcast.controller.core.pool import Pool, PoolOptions
+from kvcast.controller.core.program import resident_entries
 from kvcast.controller.core.tiers import PinError
 from kvcast.controller.http.api import ApiError, HttpApi, HttpOptions
 from kvcast.controller.http.metrics import Metrics
 from kvcast.controller.store import Store
 from kvcast.controller.switch.connection import SwitchLink, SwitchTls
-from kvcast.controller.switch.program import resident_entries
+from kvcast.controller.switch.control_loop import RETRY_SWITCH_S, ControlLoop
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.service.tls import Credentials
 

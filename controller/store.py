@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcast.controller.control_loop import StoreError
 from kvcast.controller.core.membership import Address, SavedNode
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.core.residency import SavedResident
+from kvcast.controller.switch.control_loop import StoreError
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.namespace_secrets import SECRET_BYTES

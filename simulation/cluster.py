@@ -15,8 +15,8 @@ from typing import Any, Final
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions, SavedState
+from kvcast.controller.core.program import L2_FORWARD, Settings
 from kvcast.controller.core.tiers import AdmitMode
-from kvcast.controller.switch.program import L2_FORWARD, Settings
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvcast.controller.control_loop import ControlLoop
 from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
+from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.messages.control import AgentMessage, PoolMap
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.simulation.network import Stream, StreamEnd

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvcast.controller.core.membership import Address
-from kvcast.controller.switch.program import Host as SwitchHost
-from kvcast.controller.switch.program import Settings, desired_state
+from kvcast.controller.core.program import Host as SwitchHost
+from kvcast.controller.core.program import Settings, desired_state
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol.messages import ethernet
 from kvcast.protocol.messages.control import NamespaceInfo

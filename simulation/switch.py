@@ -18,10 +18,8 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
-from kvcast.controller.control_loop import SwitchError
-from kvcast.controller.core.tiers import HeatSample
-from kvcast.controller.switch.program import HEAT_DIGEST
-from kvcast.controller.switch.reconcile import (
+from kvcast.controller.core.program import HEAT_DIGEST
+from kvcast.controller.core.reconcile import (
     Change,
     EntryChange,
     EntryKey,
@@ -30,6 +28,8 @@ from kvcast.controller.switch.reconcile import (
     Verb,
     apply,
 )
+from kvcast.controller.core.tiers import HeatSample
+from kvcast.controller.switch.control_loop import SwitchError
 from kvcast.p4 import artefact
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.simulation.network import Link

@@ -4,8 +4,9 @@ Owns: the choice of addresses. Every Ethernet frame between the switch and a nod
 of one UDP datagram. Must not know: which processes run.
 
 All of 127.0.0.0/8 is this machine's, so every run takes a loopback address of its own, on which
-its ports cannot meet those of another run. Ports lie below the ephemeral range, so no unrelated
-socket that asked for "any port" sits on one of them.
+its ports cannot meet those of another run: a socket that is bound there from `up` to `down` says
+that the address is taken. Ports lie below the ephemeral range, so no unrelated socket that asked
+for "any port" sits on one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcast.topologies.network import NetworkError
 from kvcast.topologies.star import Host, Star
 
 _GRPC_PORT, _AGENTS_PORT, _HTTP_PORT = 9559, 9600, 9601
-_SWITCH_SIDE, _NODE_SIDE, _BULK = 20000, 21000, 22000
+_CLAIM, _SWITCH_SIDE, _NODE_SIDE, _BULK = 19999, 20000, 21000, 22000
 _TRIES = 50
 
 
@@ -26,7 +27,7 @@ class TunnelNetwork:
 
     def __init__(self, star: Star) -> None:
         self.star = star
-        self.address = "127.0.0.1"
+        self._claim: socket.socket | None = None
         self._set_address("127.0.0.1")
 
     def _set_address(self, address: str) -> None:
@@ -40,13 +41,16 @@ class TunnelNetwork:
         system = random.SystemRandom()
         for _ in range(_TRIES):
             address = f"127.{system.randint(64, 127)}.{system.randint(0, 255)}.1"
-            if self._is_free(address):
+            if self._claimed(address):
                 self._set_address(address)
                 return
         raise NetworkError("no loopback address with free ports found; is 127.0.0.0/8 usable?")
 
     def down(self) -> None:
-        """Nothing was made, so there is nothing to take away."""
+        """Let others have the address."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def prefix(self, part: str) -> list[str]:
         return []
@@ -71,6 +75,20 @@ class TunnelNetwork:
 
     def open_socket(self) -> socket.socket:
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+
+    def _claimed(self, address: str) -> bool:
+        """Take the address, if no other run has it and every port is free; whether that went."""
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind((address, _CLAIM))
+        except OSError:
+            claim.close()
+            return False
+        if not self._is_free(address):
+            claim.close()
+            return False
+        self._claim = claim
+        return True
 
     def _is_free(self, address: str) -> bool:
         wanted = [(socket.SOCK_STREAM, port) for port in (_GRPC_PORT, _AGENTS_PORT, _HTTP_PORT)]

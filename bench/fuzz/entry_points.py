@@ -39,8 +39,8 @@ from kvcast.controller.agent_links import MAX_MESSAGE_BYTES
 from kvcast.controller.core import membership, tiers
 from kvcast.controller.core import namespaces as names
 from kvcast.controller.core import pool as controller_pool
+from kvcast.controller.core.program import Settings
 from kvcast.controller.http import api as http_api
-from kvcast.controller.switch.program import Settings
 from kvcast.hostagent.core import agent as core
 from kvcast.hostagent.core import pool as agent_pool
 from kvcast.hostagent.core import sessions

@@ -24,15 +24,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from kvcast.controller.core import program
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import Membership, Node, RegistrationError, SavedNode
 from kvcast.controller.core.multicast_groups import PortSets
 from kvcast.controller.core.namespaces import Group, NameRequestError, Names, TenantRules
 from kvcast.controller.core.placement import Placement, place
+from kvcast.controller.core.reconcile import SwitchState
 from kvcast.controller.core.residency import Residency, SavedResident
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, Outgoing, Tiers
-from kvcast.controller.switch import program
-from kvcast.controller.switch.reconcile import SwitchState
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,

@@ -22,10 +22,8 @@ from typing import Any
 
 import finsy as fy
 from finsy.p4client import P4ClientError
-from kvcast.controller.control_loop import SwitchError
-from kvcast.controller.core.tiers import HeatSample
-from kvcast.controller.switch import program
-from kvcast.controller.switch.reconcile import (
+from kvcast.controller.core import program
+from kvcast.controller.core.reconcile import (
     SETTINGS,
     ActionCall,
     Change,
@@ -40,6 +38,8 @@ from kvcast.controller.switch.reconcile import (
     Verb,
     apply,
 )
+from kvcast.controller.core.tiers import HeatSample
+from kvcast.controller.switch.control_loop import SwitchError
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.service.tls import TlsFiles
 

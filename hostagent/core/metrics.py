@@ -82,7 +82,7 @@ class Metrics:
     # frames
     frames_received_total: int = 0
     frames_answers_total: int = 0
-    """DATA, MISS and OFFER handed to the requester. With the READs (`home_reads_total`), and
+    """DATA, MISS and OFFER handed to the requester. With the READs (`responder_reads_total`), and
     the frames malformed, misaddressed, of unknown sources and forbidden: all that was received."""
     frames_dropped_receiving_total: int = 0
     """Datagrams that the kernel dropped since the socket's buffer was full: never received."""

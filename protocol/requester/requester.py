@@ -2,8 +2,8 @@
 
 Owns: what each call and each frame means for a fetch, and how a fetch ends. Must not know:
 sockets, clocks, global randomness (time and a random source are handed in), tiers, or what an
-arena is. Follows DESIGN sections 3 and 4; the shape (events in, instructions out) is that of
-aioquic's core. It puts together what can be read apart:
+arena is. Follows docs/architecture.md, "On the path, never in the way"; the shape (events in,
+instructions out) is that of aioquic's core. It puts together what can be read apart:
 
     fetch      the states of a fetch          asking     whom to ask for what, and when again
     segment    the states of a segment        assembly   one copy, from chunks

@@ -1,4 +1,4 @@
-"""Readers a moment apart: for how long an home holds its answers for the ones behind.
+"""Readers a moment apart: for how long a home holds its answers for the ones behind.
 
 Owns: which READs are *behind* (the answer went out to another reader a moment ago), how far apart
 the readers are, and thus for how long new answers wait. Must not know: frames, queues, or the
@@ -40,7 +40,7 @@ _LEAST_S: Final = 1e-6
 
 @dataclass(frozen=True)
 class CatchUpConfig:
-    """When, and for how long, an home holds answers back."""
+    """When, and for how long, a home holds answers back."""
 
     max_hold_s: float = 0.1
     """Longest hold, and how far behind a reader may be to count; 0 = nothing is held back."""

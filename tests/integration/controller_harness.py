@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from kvcast.protocol.messages.control import (
 )
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import BlockId
+from own_address import own_endpoint
 
 M = TypeVar("M", bound=msgspec.Struct)
 TIMEOUT_S = 30.0
@@ -116,11 +116,11 @@ class Lab:
 
     async def bmv2(self, binary: str) -> Process:
         """BMv2's switch without ports and without a program."""
-        grpc = f"127.0.0.1:{free_port()}"
+        grpc = own_endpoint()
         log = (self.folder / "bmv2.log").open("wb")
         with log:
             process = await asyncio.create_subprocess_exec(
-                binary, "--no-p4", "--device-id", "1", "--thrift-port", str(free_port()), "--",
+                binary, "--no-p4", "--device-id", "1", "--thrift-port", "0", "--",
                 "--grpc-server-addr", grpc, "--cpu-port", "255",
                 stdout=log, stderr=log,
             )  # fmt: skip
@@ -306,10 +306,3 @@ async def tables_of(grpc: str) -> dict[str, dict[tuple[Any, ...], tuple[Any, ...
             )
         tables["groups"] = groups
     return tables
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, for a daemon that must come back on the same one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

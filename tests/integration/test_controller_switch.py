@@ -18,7 +18,6 @@ from controller_harness import (
     TIMEOUT_S,
     FakeAgent,
     Lab,
-    free_port,
     http,
     lab_in,
     metrics_of,
@@ -47,6 +46,7 @@ from kvcast.protocol.messages.wire import (
     bucket_of,
     encode,
 )
+from own_address import own_address, own_endpoint, own_port
 
 
 @pytest_asyncio.fixture
@@ -107,7 +107,7 @@ async def test_agents_get_a_map_and_the_switch_holds_it(lab: Lab) -> None:
 
 async def test_a_killed_controller_comes_back_without_a_write_or_an_epoch(lab: Lab) -> None:
     switch = await lab.switch()
-    agents_addr = f"127.0.0.1:{free_port()}"
+    agents_addr = own_endpoint()
     first = await lab.controller(switch.facts["grpc"], agents=agents_addr)
     agents = [await lab.agent(first, n) for n in (1, 2)]
     namespace = await namespace_of(agents[0])
@@ -154,7 +154,7 @@ async def test_only_differences_are_written_after_a_restart(lab: Lab) -> None:
 
 
 async def test_a_restarted_switch_is_programmed_again(lab: Lab) -> None:
-    grpc = f"127.0.0.1:{free_port()}"
+    grpc = own_endpoint()
     switch = await lab.switch(grpc)
     controller = await lab.controller(grpc)
     agents = [await lab.agent(controller, n) for n in (1, 2)]
@@ -171,7 +171,7 @@ async def test_a_restarted_switch_is_programmed_again(lab: Lab) -> None:
 
 
 async def test_agents_are_served_while_the_switch_is_away(lab: Lab) -> None:
-    controller = await lab.controller(f"127.0.0.1:{free_port()}")
+    controller = await lab.controller(own_endpoint())
     agent = await lab.agent(controller, 1)
     assert await namespace_of(agent) == number_of("t", "m", "1", "l")
     code, body = await http(controller, "GET", "/healthz")
@@ -216,12 +216,12 @@ async def test_a_controller_that_was_stopped_for_a_while_blames_no_agent(lab: La
 
 
 async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: Lab) -> None:
-    ports = {n: free_udp_port() for n in (1, 2, 3)}
+    ports = {n: own_port() for n in (1, 2, 3)}
     wires = {n: socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for n in ports}
     for wire in wires.values():
         wire.bind(("127.0.0.1", 0))
     specs = [
-        f"{n}=udp:127.0.0.1:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
+        f"{n}=udp:{own_address()}:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
         for n, port in ports.items()
     ]
     try:
@@ -245,7 +245,7 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
                 for reader in readers:
                     wire = Encapsulation(endpoint(reader), endpoint(home))
                     frame = Frame(OP_READ, block.namespace, block.key, wanted=FULL_SEGMENT)
-                    wires[reader].sendto(wire.wrap(encode(frame)), ("127.0.0.1", ports[reader]))
+                    wires[reader].sendto(wire.wrap(encode(frame)), (own_address(), ports[reader]))
                     await asyncio.sleep(0.02)
 
         async with asyncio.timeout(TIMEOUT_S):
@@ -269,12 +269,6 @@ async def test_reads_on_the_wire_make_a_block_resident_and_port_sets_recur(lab: 
 
 def endpoint(number: int) -> Endpoint:
     return Endpoint(parse_mac(f"02:6b:76:00:00:{number:02x}"), parse_ip(f"10.77.0.{number}"))
-
-
-def free_udp_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_plain_means_forwarding_only_and_switching_over_writes_the_rest(lab: Lab) -> None:
@@ -433,12 +427,12 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
     """A resident that was filled by DATA on the wire serves READs; the home hears of each."""
     from kvcast.protocol.messages.wire import CHUNK_BYTES, FLAG_LAST, OP_DATA
 
-    ports = {n: free_udp_port() for n in (1, 2)}
+    ports = {n: own_port() for n in (1, 2)}
     wires = {n: socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for n in ports}
     for wire in wires.values():
         wire.bind(("127.0.0.1", 0))
     specs = [
-        f"{n}=udp:127.0.0.1:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
+        f"{n}=udp:{own_address()}:{port}:127.0.0.1:{wires[n].getsockname()[1]}"
         for n, port in ports.items()
     ]
     try:
@@ -461,12 +455,12 @@ async def test_switch_hits_reach_the_home_as_credit(lab: Lab) -> None:
                 size=2 * CHUNK_BYTES, chunk=chunk, payload=bytes([chunk]) * CHUNK_BYTES,
             )  # fmt: skip
             wrapped = Encapsulation(endpoint(home), endpoint(reader)).wrap(encode(data))
-            wires[home].sendto(wrapped, ("127.0.0.1", ports[home]))
+            wires[home].sendto(wrapped, (own_address(), ports[home]))
         await until(controller, lambda s: s["fills"].get("filled") == 2)
         read = Frame(OP_READ, namespace, block.key, wanted=FULL_SEGMENT)
         for _ in range(3):
             wrapped = Encapsulation(endpoint(reader), endpoint(home)).wrap(encode(read))
-            wires[reader].sendto(wrapped, ("127.0.0.1", ports[reader]))
+            wires[reader].sendto(wrapped, (own_address(), ports[reader]))
         seen = await until(controller, lambda s: s["residents"][0]["hits"] == 3)
         assert seen["decisions"]["hit"] == 3
         credited = 0

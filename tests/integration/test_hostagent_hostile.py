@@ -137,7 +137,7 @@ def sum_of_fates(core: AgentCore) -> int:
         + metrics.frames_unknown_source_total
         + metrics.frames_forbidden_total
         + metrics.frames_answers_total
-        + core.home.counters.reads
+        + core.responder.counters.reads
     )
 
 

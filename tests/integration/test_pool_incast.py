@@ -12,6 +12,8 @@ import pytest
 from kvcast.bench.incast import IncastOptions, run
 from kvcast.topologies.pool import PoolError
 
+pytestmark = pytest.mark.alone  # it measures what processes do at once
+
 
 async def test_each_byte_leaves_its_home_once_and_n_times_through_a_plain_switch(
     tmp_path: Path,

@@ -27,6 +27,7 @@ from finsy.proto import p4r, p4r_grpc
 from google.protobuf import text_format
 from kvcast.bench import switch_programs as programs
 from kvcast.switchsim.reference.switch import Switch
+from own_address import own_address, own_port
 
 START_TIMEOUT_S = 30.0
 NOW_US = 10_000_000
@@ -44,7 +45,7 @@ class Rack:
 
     def send(self, arrivals: Sequence[programs.Arrival]) -> None:
         for number, frame in arrivals:
-            self.sockets[number].sendto(frame, ("127.0.0.1", self.ports[number]))
+            self.sockets[number].sendto(frame, (own_address(), self.ports[number]))
 
     def receive(self, number: int, count: int) -> list[bytes]:
         """That many frames at a host, or fewer if no more come."""
@@ -82,19 +83,11 @@ class Rack:
         return found
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(count)]
-        for endpoint in made:
-            endpoint.bind(("127.0.0.1", 0))
-        return [int(endpoint.getsockname()[1]) for endpoint in made]
-
-
 @pytest.fixture
 def rack(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rack]:
     more = list(getattr(request, "param", ()))
     hosts = range(1, programs.HOSTS + 1)
-    ports = dict(zip(hosts, free_ports(programs.HOSTS), strict=True))
+    ports = {host: own_port() for host in hosts}
     stats = tmp_path / "stats.json"
     with contextlib.ExitStack() as stack:
         sockets = {}
@@ -106,7 +99,7 @@ def rack(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rack]:
             endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
             sockets[host] = endpoint
             peer = endpoint.getsockname()[1]
-            flags += ["--port", f"{host}=udp:127.0.0.1:{ports[host]}:127.0.0.1:{peer}"]
+            flags += ["--port", f"{host}=udp:{own_address()}:{ports[host]}:127.0.0.1:{peer}"]
         errors = stack.enter_context((tmp_path / "switch.log").open("w"))
         command = [sys.executable, "-m", "kvcast.switchsim.daemon", "--engine", "llvm"]
         process = subprocess.Popen(

@@ -58,7 +58,7 @@ def test_a_namespace_must_be_allowed_on_the_port(pool: PoolSwitch) -> None:
 
 
 @pytest.mark.parametrize("op", [wire.OP_DATA, wire.OP_MISS, wire.OP_OFFER])
-def test_only_an_home_of_the_bucket_answers(pool: PoolSwitch, op: int) -> None:
+def test_only_a_home_of_the_bucket_answers(pool: PoolSwitch, op: int) -> None:
     pool.make_resident(KEY, CONTENT)
     pool.read(2)
     pool.read(3)

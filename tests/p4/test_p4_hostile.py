@@ -34,7 +34,7 @@ def test_every_frame_is_decided_once_and_no_wrong_byte_leaves(enabled: bool) -> 
     pool.add("reader_group", (NAMESPACE, 5), "set_reader_group", 0b1010, 1024)
     pool.switch.set_multicast_group(1024, [(2, 0), (4, 0), (4, 255)])
 
-    # An home that sends other bytes under a digest is for the readers to find out.
+    # A home that sends other bytes under a digest is for the readers to find out.
     frames = random_frames(random.Random(seed), HOSTS, CONTENTS, FRAMES, honest_home=True)
     for port, frame in frames:
         pool.now_us += 500

@@ -26,6 +26,7 @@ import pytest
 import pytest_asyncio
 from finsy.proto import U128, p4i, p4r, p4r_grpc
 from google.protobuf import text_format
+from own_address import own_address, own_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 P4INFO_PATH = PROGRAMS / "everything.p4info.txtpb"
@@ -103,16 +104,9 @@ def find_bmv2() -> str:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def start_bmv2(directory: Path) -> tuple[subprocess.Popen[str], Target]:
     """A simple_switch_grpc process that accepts connections; it has no ports but the CPU's."""
-    port = free_port()
+    port = own_port()
     with (directory / "bmv2.log").open("w") as output:
         process = subprocess.Popen(
             [
@@ -121,10 +115,10 @@ def start_bmv2(directory: Path) -> tuple[subprocess.Popen[str], Target]:
                 "--device-id",
                 str(DEVICE_ID),
                 "--thrift-port",
-                str(free_port()),
+                "0",
                 "--",
                 "--grpc-server-addr",
-                f"127.0.0.1:{port}",
+                f"{own_address()}:{port}",
                 "--cpu-port",
                 str(CPU_PORT),
             ],
@@ -134,8 +128,8 @@ def start_bmv2(directory: Path) -> tuple[subprocess.Popen[str], Target]:
         )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return process, Target("bmv2", f"127.0.0.1:{port}")
+        with contextlib.suppress(OSError), socket.create_connection((own_address(), port), 1):
+            return process, Target("bmv2", f"{own_address()}:{port}")
         if process.poll() is not None:
             break
         time.sleep(0.05)

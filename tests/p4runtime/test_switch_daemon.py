@@ -35,6 +35,7 @@ from conftest import (
 from finsy import P4TableAction, P4TableEntry, P4TableMatch
 from finsy.proto import p4r, p4r_grpc
 from kvcast.switchsim.daemon import DaemonError, DaemonOptions, build_parser, main, options_from
+from own_address import own_address, own_port
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
 
@@ -183,11 +184,9 @@ def tunnel_arguments(ends: list[socket.socket]) -> tuple[list[str], list[tuple[s
     """(--port arguments, the switch's addresses) of one tunnel to each end."""
     arguments, addresses = [], []
     for number, end in enumerate(ends, start=1):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind(("127.0.0.1", 0))
-            local = probe.getsockname()
+        local = (own_address(), own_port())
         peer = end.getsockname()
-        arguments += ["--port", f"{number}=udp:127.0.0.1:{local[1]}:127.0.0.1:{peer[1]}"]
+        arguments += ["--port", f"{number}=udp:{local[0]}:{local[1]}:127.0.0.1:{peer[1]}"]
         addresses.append(local)
     return arguments, addresses
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from kvcast.p4 import artefact
-from kvcast.switchsim import difftest, loader
+from kvcast.switchsim import loader
+from kvcast.switchsim.difftest import compare as difftest
 from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.reference.switch import Switch
 

@@ -294,7 +294,7 @@ def _kept_before_secret() -> AbstractContextManager[object]:
 
 @mutation(
     "the switch keeps what was resident before the secret",
-    {BEFORE_SECRET: ["test_residents_under_without_secret_keys_leave_the_switch"]},
+    {BEFORE_SECRET: ["test_residents_under_plain_keys_leave_the_switch"]},
 )
 def _resident_before_secret() -> AbstractContextManager[object]:
     return replaced("kvcast.controller.core.tiers.Tiers.forget", nothing)
@@ -640,7 +640,7 @@ def _disguises_pass(data: Json) -> None:
 
 @p4_mutation(
     "bucket_owner lets every port answer",
-    {ANSWERS: ["test_only_an_home_of_the_bucket_answers"]},
+    {ANSWERS: ["test_only_a_home_of_the_bucket_answers"]},
 )
 def _any_home(data: Json) -> None:
     p4_edits.default(data, "bucket_owner", "owner")
@@ -735,7 +735,7 @@ def _nameless(target: str, named: str, error: type[Exception]) -> AbstractContex
 
 @mutation(
     "what an entry point gets wrong comes out as an error that it does not name",
-    {NONSENSE: ["test_a_entry_point_takes_hostile_inputs_well"]},
+    {NONSENSE: ["test_an_entry_point_takes_hostile_inputs_well"]},
 )
 def _nameless_errors() -> AbstractContextManager[object]:
     class NoFramingError(Exception):
@@ -838,7 +838,7 @@ def _home_without(**bounds: int) -> AbstractContextManager[object]:
 
         return begins
 
-    return around("kvcast.protocol.responder.Responder.__init__", unbounded)
+    return around("kvcast.protocol.responder.responder.Responder.__init__", unbounded)
 
 
 @mutation(
@@ -1067,7 +1067,7 @@ def _copies_mixed() -> AbstractContextManager[object]:
 
         return takes
 
-    return around("kvcast.protocol.requester.Requester._receive_data", mixes)
+    return around("kvcast.protocol.requester.requester.Requester._receive_data", mixes)
 
 
 # === operators' mistakes ==========================================================================
@@ -1408,7 +1408,7 @@ def _told_is_told() -> AbstractContextManager[object]:
     "an arena is made of whatever lies there",
     {
         "leaves another agent's file, a link or a pipe": [
-            "test_a_entry_point_takes_hostile_inputs_well[arena]",
+            "test_an_entry_point_takes_hostile_inputs_well[arena]",
             "test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced",
         ]
     },

@@ -64,7 +64,7 @@ class Runner:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvs-", dir="/tmp")
         self._number = 0
-        here = [str(HERE), str(ROOT / "tests" / "integration")]
+        here = [str(HERE), *(str(ROOT / "tests" / name) for name in ("support", "integration"))]
         path = [str(HERE / "mutated"), *here, os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],

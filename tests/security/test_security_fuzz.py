@@ -39,7 +39,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_a_entry_point_takes_hostile_inputs_well(name: str) -> None:
+def test_an_entry_point_takes_hostile_inputs_well(name: str) -> None:
     options = Options(seed=1, inputs=INPUTS.get(name, 400), limit_s=20.0, most_finds=1)
     report = fuzz(TARGETS[name], options)
     assert [(find.kind, find.text) for find in report.finds] == []

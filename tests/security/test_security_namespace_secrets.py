@@ -26,9 +26,9 @@ from kvcast.controller.core.namespaces import (
     TenantRules,
 )
 from kvcast.controller.core.pool import Pool, PoolOptions, SavedState, Send
+from kvcast.controller.core.program import Settings
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store, StoreError
-from kvcast.controller.switch.program import Settings
 from kvcast.hostagent.client import UnavailableError
 from kvcast.protocol.messages import bulk, wire
 from kvcast.protocol.messages.bulk import BulkDrop, BulkExists, BulkGet
@@ -110,7 +110,7 @@ async def test_without_the_secret_a_prober_can_address_nothing(tmp_path: Path) -
             now = asyncio.get_running_loop().time()
             read = wire.Frame(wire.OP_READ, 1, key, wanted=1, tag=1)
             core.receive(now, 3, read)
-            answers = core.home.frames_to_send(now + 1.0, 10)
+            answers = core.responder.frames_to_send(now + 1.0, 10)
             assert [frame.op for _, frame in answers] == [wire.OP_MISS]
         with pytest.raises(UnavailableError, match="has not sent the secret of namespace 1"):
             await pool.clients[3].get(1, [key])
@@ -203,7 +203,7 @@ def test_one_tenant_has_no_secrets_and_two_have() -> None:
     assert driver.pool.names.namespaces[one.info.namespace].has_secret
 
 
-def test_residents_under_without_secret_keys_leave_the_switch() -> None:
+def test_residents_under_plain_keys_leave_the_switch() -> None:
     info = NamespaceInfo(1, "acme", "m", "1", "l")
     block = BlockId(1, KEY)
     saved = SavedState(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -21,19 +20,10 @@ from kvcast.hostagent.client import AsyncClient, InvalidRequestError
 from kvcast.service.commands import CommandError
 from kvcast.service.tls import TlsFiles
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
+from own_address import own_endpoint
 from security_harness import Certificates, calling
 
 pytest_plugins = ["security_fixtures"]
-
-
-def _free_ports(count: int) -> list[int]:
-    socks = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
-    for sock in socks:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports
 
 
 async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
@@ -43,17 +33,14 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
     lab = Lab(tmp_path)
     secret = new_token()
     write(tmp_path / "tokens", [Token("viewer", VIEWER, digest_of_token(secret))])
-    sides = _free_ports(4)
+    sides = [own_endpoint() for _ in range(4)]
     try:
         switch = await lab.start(
             "switchsim",
             "--grpc-addr=127.0.0.1:0",
             "--engine=reference",
             f"--tls={folder}/switch",
-            *(
-                f"--port={n + 1}=udp:127.0.0.1:{sides[2 * n]}:127.0.0.1:{sides[2 * n + 1]}"
-                for n in range(2)
-            ),
+            *(f"--port={n + 1}=udp:{sides[2 * n]}:{sides[2 * n + 1]}" for n in range(2)),
         )
         controller = await lab.controller(
             switch.facts["grpc"],
@@ -68,7 +55,7 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
                 f"--node-id=node-{n + 1}",
                 f"--controller={controller.facts['agents_addr']}",
                 f"--tls={folder}/node-{n + 1}",
-                f"--tunnel=127.0.0.1:{sides[2 * n + 1]}:127.0.0.1:{sides[2 * n]}",
+                f"--tunnel={sides[2 * n + 1]}:{sides[2 * n]}",
                 f"--ip=10.77.0.{n + 1}",
                 f"--mac=02:6b:76:00:00:0{n + 1}",
                 f"--switch-port={n + 1}",

@@ -1,5 +1,5 @@
 """Finds, for every planted bug, the first seed that shows it:
-`PYTHONPATH=tests/integration python tests/simulation/find_planted_bugs.py`.
+`PYTHONPATH=tests/support:tests/integration python tests/simulation/find_planted_bugs.py`.
 
 Writes the rows of docs/simulation.md's table to standard output, with the seed that shows the bug
 in the least time, which `test_simulation_planted_bugs` takes. To be run when the plan, the model
@@ -16,7 +16,7 @@ import time
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of, run_seed
 from kvcast.simulation.switch import engines
-from simulation_bugs import BUGS, Bug
+from planted_bugs import BUGS, Bug
 
 
 def find(bug: Bug, options: argparse.Namespace) -> bool:

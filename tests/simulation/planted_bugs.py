@@ -29,11 +29,12 @@ from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
-from kvcast.protocol import requester, responder
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
+from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.failover import Candidates
+from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
@@ -530,7 +531,7 @@ def _fingerprint_ignored(data: Json) -> None:
 
 @p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
 def _home_not_checked(data: Json) -> None:
-    p4_edits.default(data, "bucket_owner", "responder")
+    p4_edits.default(data, "bucket_owner", "owner")
 
 
 @p4_bug("the switch does not check who may read a namespace", 5, faults=TENANTS)

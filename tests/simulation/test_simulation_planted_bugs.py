@@ -11,8 +11,8 @@ import pytest
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.run import run_seed
 from kvcast.simulation.switch import engines, product_program
-from simulation_bug_seeds import SEEDS
-from simulation_bugs import BUGS
+from planted_bug_seeds import SEEDS
+from planted_bugs import BUGS
 
 ENGINE = engines()[next(iter(engines()))]
 

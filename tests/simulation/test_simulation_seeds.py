@@ -21,7 +21,7 @@ from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of, run_seed
 from kvcast.simulation.shrink import shrink
 from kvcast.simulation.switch import engines, product_program
-from simulation_bugs import BUGS
+from planted_bugs import BUGS
 
 ENGINE = next(iter(engines()))
 
@@ -49,7 +49,7 @@ def test_a_seed_is_the_same_run_every_time(product: Product) -> None:
 def test_a_seed_is_the_same_run_in_another_process(product: Product) -> None:
     code = (
         "from kvcast.simulation import command; from kvcast.simulation.run import run_seed;"
-        f"print(run_seed(9, simulation.product({ENGINE!r})).trace)"
+        f"print(run_seed(9, command.product({ENGINE!r})).trace)"
     )
     traces = set()
     for hash_seed in ("1", "77"):

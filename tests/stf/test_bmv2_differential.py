@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import struct
 import subprocess
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 import pytest
 from kvcast.switchsim import loader
 from kvcast.switchsim.stf import Engine, make_switch
+from own_address import own_endpoint
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 PORTS = range(16)
@@ -77,13 +77,6 @@ def read_pcap(path: Path) -> list[bytes]:
     return frames
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
 def run_bmv2(
     program: Path, frames: list[bytes], expected: int, folder: Path
 ) -> dict[int, list[bytes]]:
@@ -91,11 +84,11 @@ def run_bmv2(
     binary = os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC") or shutil.which("simple_switch_grpc")
     if binary is None:
         pytest.skip("needs simple_switch_grpc on PATH, or KVCAST_SIMPLE_SWITCH_GRPC")
-    command = [binary, "--use-files", "0", "--thrift-port", str(free_port())]
+    command = [binary, "--use-files", "0", "--thrift-port", "0"]
     for port in PORTS:
         write_pcap(folder / f"p{port}_in.pcap", frames if port == 0 else [])
         command += ["-i", f"{port}@{folder}/p{port}"]
-    command += [str(program), "--", "--grpc-server-addr", f"127.0.0.1:{free_port()}"]
+    command += [str(program), "--", "--grpc-server-addr", own_endpoint()]
 
     def sent() -> dict[int, list[bytes]]:
         return {port: read_pcap(folder / f"p{port}_out.pcap") for port in PORTS}

@@ -67,6 +67,6 @@ def test_without_nodes_every_list_is_empty() -> None:
     assert place([], 3) == ((),) * BUCKETS
 
 
-def test_a_bucket_needs_an_home() -> None:
+def test_a_bucket_needs_a_home() -> None:
     with pytest.raises(ValueError, match="at least one home"):
         place(["a"], 0)

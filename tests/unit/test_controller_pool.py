@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcast.controller.core import program
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import Names, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
+from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
-from kvcast.controller.switch import program
-from kvcast.controller.switch.reconcile import SwitchState, apply, diff
 from kvcast.protocol.messages.control import (
     AgentMessage,
     Credit,

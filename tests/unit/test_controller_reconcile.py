@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvcast.controller.core import program
 from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
-from kvcast.controller.core.residency import Resident
-from kvcast.controller.switch import program
-from kvcast.controller.switch.reconcile import (
+from kvcast.controller.core.reconcile import (
     ActionCall,
     DigestConfig,
     EntryChange,
@@ -22,6 +21,7 @@ from kvcast.controller.switch.reconcile import (
     apply,
     diff,
 )
+from kvcast.controller.core.residency import Resident
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 

@@ -9,12 +9,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from kvcast.controller.control_loop import StoreError
 from kvcast.controller.core.membership import Address, SavedNode
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store
+from kvcast.controller.switch.control_loop import StoreError
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId
 

@@ -10,8 +10,8 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from kvcast.controller.control_loop import SwitchError
 from kvcast.controller.switch.connection import SwitchLink
+from kvcast.controller.switch.control_loop import SwitchError
 
 
 class UpSwitch:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import pytest
 from finsy import P4Schema
 from finsy.p4entity import decode_entity, encode_updates
+from kvcast.controller.core import program
 from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
+from kvcast.controller.core.reconcile import SwitchState, diff
 from kvcast.controller.core.residency import Resident
 from kvcast.controller.daemon import build_parser, pool_options
-from kvcast.controller.switch import connection, program
-from kvcast.controller.switch.reconcile import SwitchState, diff
+from kvcast.controller.switch import connection
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId

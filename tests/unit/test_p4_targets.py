@@ -16,7 +16,7 @@ import pytest
 from finsy import P4Schema
 from finsy.proto import p4i
 from google.protobuf import text_format
-from kvcast.controller.switch import program
+from kvcast.controller.core import program
 from kvcast.p4 import artefact, build, figures, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages import wire

@@ -33,7 +33,7 @@ class Held:
 
 
 class Bench:
-    """An home of one block."""
+    """A home of one block."""
 
     def __init__(self, *, make_offer: Any = None, is_home: Any = None, **config: Any) -> None:
         self.held = Held(BYTES)

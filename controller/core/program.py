@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
-from kvcast.controller.core.residency import Resident
-from kvcast.controller.switch.reconcile import (
+from kvcast.controller.core.reconcile import (
     ActionCall,
     DigestConfig,
     EntryKey,
     Replica,
     SwitchState,
 )
+from kvcast.controller.core.residency import Resident
 from kvcast.protocol.messages.control import NamespaceInfo
 
 SETTINGS = "settings"

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcast.controller.core.pool import Action, Close, Plan, Pool, SavedState, Send
+from kvcast.controller.core.program import BROADCAST_MAC, L2_FORWARD, mac_number
+from kvcast.controller.core.reconcile import Change, SwitchState, diff
 from kvcast.controller.core.tiers import HeatSample
-from kvcast.controller.switch.program import BROADCAST_MAC, L2_FORWARD, mac_number
-from kvcast.controller.switch.reconcile import Change, SwitchState, diff
 from kvcast.protocol.messages.control import AgentMessage
 from kvcast.protocol.messages.framing import FramingError
 
