@@ -293,6 +293,7 @@ class Reads:
     def _fetched(self, now: float, event: Fetched) -> None:
         fetch = self._fetches.pop(event.block)
         pool = self._outbox.pool
+        self._reservations.end(event.block)
         reservation = event.reservation
         assert isinstance(reservation, ArenaReservation)
         home = pool is not None and pool.is_home(event.block)
@@ -322,7 +323,7 @@ class Reads:
 
     def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
         status = _STATUS_OF_MISS.get(reason, local.MISS)
-        refusal = self._reservations.refusal(fetch.block)
+        refusal = self._reservations.end(fetch.block)
         if status == local.NO_ROOM:
             status = refusal
         for batch, position in fetch.waiters:

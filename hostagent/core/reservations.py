@@ -42,7 +42,7 @@ class Reservations:
 
     def reserve(self, block: BlockId, size_bytes: int) -> ArenaReservation | None:
         """Room for a block of so many bytes, if there is (the requester's `Allocate`); if there is
-        not, `refusal` tells why."""
+        not, `end` tells why."""
         try:
             copy = self._store.reserve(block, size_bytes)
         except StoreError as error:
@@ -51,7 +51,7 @@ class Reservations:
         view = self._memory[copy.offset : copy.offset + copy.size_bytes]
         return ArenaReservation(self._store, copy, view)
 
-    def refusal(self, block: BlockId) -> str:
-        """The status of the last refusal of room for `block`, which is then forgotten. To be called
-        whenever a fetch has ended without its block."""
+    def end(self, block: BlockId) -> str:
+        """To be called when a fetch of `block` has ended: the status of the last refusal of room
+        for it, which is then forgotten."""
         return self._refusals.pop(block, local.NO_ROOM)

@@ -22,6 +22,8 @@ from kvcast.protocol.requester import (
     Fetched,
     ImpossibleEventError,
     Missed,
+    MissReason,
+    OfferReceived,
     Requester,
     RequesterConfig,
     Story,
@@ -135,6 +137,25 @@ class Room:
         pass
 
 
+def receive(core: Requester, index: int, chunks: range) -> None:
+    """Let chunks of a segment of BYTES arrive."""
+    for chunk in chunks:
+        start = index * SEGMENT + chunk * 1024
+        flags = wire.FLAG_LAST if chunk == 63 else 0
+        frame = Frame(
+            wire.OP_DATA,
+            *BLOCK,
+            segment=index,
+            flags=flags,
+            digest=digest_of(BYTES),
+            size=len(BYTES),
+            chunk=chunk,
+            tag=0xFFFF0000,
+            payload=BYTES[start : start + 1024],
+        )
+        core.receive(0.001, HOME, frame)
+
+
 class Scene:
     """A fetch whose segments are in most of the states, and one that waits for the home's window:
 
@@ -159,21 +180,7 @@ class Scene:
         self.home = self.asker.homes[HOME]
 
     def data(self, index: int, chunks: range) -> None:
-        for chunk in chunks:
-            start = index * SEGMENT + chunk * 1024
-            flags = wire.FLAG_LAST if chunk == 63 else 0
-            frame = Frame(
-                wire.OP_DATA,
-                *BLOCK,
-                segment=index,
-                flags=flags,
-                digest=digest_of(BYTES),
-                size=len(BYTES),
-                chunk=chunk,
-                tag=0xFFFF0000,
-                payload=BYTES[start : start + 1024],
-            )
-            self.core.receive(0.001, HOME, frame)
+        receive(self.core, index, chunks)
 
 
 # Each of these spoils one thing; its text is a part of what the check says of it.
@@ -411,3 +418,77 @@ def test_what_cannot_be_comes_with_its_story() -> None:
     scene.segments[0].state = SegmentState.IDLE
     with pytest.raises(AssertionError, match="segment 2: GAP -> GAPPED"):
         scene.core.check()
+
+
+# --- which home next --------------------------------------------------------------------------
+
+
+def candidates(*order: int) -> Candidates:
+    return Candidates(order, order[0], 0.0, Story(1, BLOCK, 0.0))
+
+
+def step_of(homes: Candidates, *, may_restart: bool = True, bulk: bool = True) -> failover.Step:
+    return homes.next_step(1.0, may_restart=may_restart, bulk=bulk)
+
+
+def test_homes_are_left_in_order_and_then_there_is_the_bulk_way_or_a_miss() -> None:
+    homes = candidates(1, 2, 3)
+    homes.judge(1.0, 2, MissReason.NOT_FOUND)
+    homes.judge(1.0, 1, MissReason.UNREACHABLE)
+    assert step_of(homes) == failover.Move(3)
+    homes.ask(1.0, 3)
+    homes.judge(1.0, 3, MissReason.NOT_HOME)
+    assert step_of(homes) == failover.LastResort(1)
+    assert step_of(homes, bulk=False) == failover.GiveUp(MissReason.UNREACHABLE)
+
+
+def test_homes_of_another_copy_are_worth_a_new_start_as_long_as_there_may_be_one() -> None:
+    homes = candidates(1, 2)
+    homes.lacks_copy(1.0, 2)
+    homes.judge(1.0, 1, MissReason.NOT_FOUND)
+    assert step_of(homes) == failover.Restart(2)
+    assert step_of(homes, may_restart=False, bulk=False) == failover.GiveUp(MissReason.DIVERGED)
+
+
+def test_wrong_bytes_are_forgiven_last_and_only_their_sender_is_heard_then() -> None:
+    homes = candidates(1, 2)
+    homes.judge(1.0, 2, MissReason.NOT_FOUND)
+    homes.contributors.add(1)
+    homes.wrong_bytes(1.0)
+    assert homes.verdicts[1] is MissReason.CORRUPT
+    assert step_of(homes) == failover.LastResort(1)
+    assert step_of(homes, bulk=False) == failover.Restart(1)
+    homes.restart(1.0)
+    homes.ask(1.0, 1)
+    assert homes.sources == {1}
+    homes.check([1])
+
+
+def test_with_several_contributors_nobody_is_blamed_and_the_first_is_asked_alone() -> None:
+    homes = candidates(1, 2)
+    homes.contributors |= {1, 2}
+    homes.wrong_bytes(1.0)
+    assert homes.verdicts == {}
+    step = homes.step_after_wrong_bytes(1.0, may_restart=True, bulk=True)
+    assert step == failover.Restart(1)
+
+
+def test_after_an_offer_nobody_is_asked_who_is_not_worth_it() -> None:
+    config = RequesterConfig(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    core = Requester(config, allocate=lambda _block, size: Room(size), rng=random.Random(1))
+    core.fetch(0.0, BLOCK, (HOME, REPLICA), deadline=9.0)
+    core.receive(0.0, REPLICA, Frame(wire.OP_MISS, *BLOCK, chunk=wire.MISS_NOT_FOUND))
+    offer = wire.encode_offer(wire.Offer(wire.OFFER_TCP, 1, 2, 3, 4))
+    size, digest = len(BYTES), digest_of(BYTES)
+    core.receive(0.0, HOME, Frame(wire.OP_OFFER, *BLOCK, digest=digest, size=size, payload=offer))
+    receive(core, 0, range(64))
+    offered = core.next_event()
+    assert isinstance(offered, OfferReceived)
+    core.forget(0.01, {HOME})
+    core.frames_to_send()
+    assert not core.bulk_done(0.02, offered.fetch_id, None)
+    core.check()
+    assert core.frames_to_send() == []
+    missed = core.next_event()
+    assert isinstance(missed, Missed)
+    assert missed.reason is MissReason.UNREACHABLE
