@@ -1,13 +1,12 @@
 """The requester: fetches blocks from their homes, READ by READ, until they are whole or missed.
 
-Owns: what each call and each frame means for a fetch, and how a fetch ends. Must not know:
-sockets, clocks, global randomness (time and a random source are handed in), tiers, or what an
-arena is. Follows docs/architecture.md, "On the path, never in the way"; the shape (events in,
+Owns: what each call, each frame and each timer means for a fetch. Must not know: sockets, clocks,
+global randomness (time and a random source are handed in), tiers, or what an arena is. Follows docs/architecture.md, "On the path, never in the way"; the shape (events in,
 instructions out) is that of aioquic's core. It puts together what can be read apart:
 
-    fetch      the states of a fetch          asking     whom to ask for what, and when again
-    segment    the states of a segment        assembly   one copy, from chunks
-    failover   which home next                events     what crosses the border
+    fetch      the states of a fetch          lifecycle  how a fetch begins, moves on, and ends
+    segment    the states of a segment        asking     whom to ask for what, and when again
+    failover   which home next                assembly   one copy, from chunks
 
 A caller does three things: it starts fetches (`fetch`), passes on what it receives (`receive`)
 and calls `handle_timer` when `get_timer` says so; after each of them it takes `frames_to_send`
@@ -32,9 +31,7 @@ listened to.
 
 from __future__ import annotations
 
-import logging
 import random
-from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -55,33 +52,21 @@ from kvcast.protocol.messages.wire import (
     WireError,
     decode_offer,
     digest_of,
-    segments_of,
     single,
 )
-from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.events import (
     Allocate,
     BulkCopy,
     DuplicateFetchError,
     Event,
-    Fetched,
-    FetchReport,
-    Missed,
     MissReason,
     OfferReceived,
     RequesterConfig,
     RequesterCounters,
-    Reservation,
-    TryBulk,
 )
 from kvcast.protocol.requester.failover import (
     Candidates,
-    GiveUp,
-    LastResort,
-    Move,
-    Restart,
-    Step,
 )
 from kvcast.protocol.requester.fetch import (
     IN_BULK,
@@ -91,19 +76,12 @@ from kvcast.protocol.requester.fetch import (
     FetchEvent,
     FetchState,
 )
+from kvcast.protocol.requester.lifecycle import Lifecycle
 from kvcast.protocol.requester.segment import AWAITING, Segment, SegmentEvent, SegmentState
 from kvcast.protocol.requester.story import Story
-from kvcast.protocol.timers import TimerQueue
-
-_SIZE_GUESSES: Final = 256
-"""Namespaces of which a block size is remembered."""
-_STORIES: Final = 64
-"""Fetches that have ended and whose stories are kept."""
 
 _RECEIVING: Final = SegmentState.RECEIVING
 _GAPPED: Final = SegmentState.GAPPED
-
-_logger = logging.getLogger(__name__)
 
 
 class Requester:
@@ -113,17 +91,12 @@ class Requester:
     def __init__(self, config: RequesterConfig, *, allocate: Allocate, rng: random.Random) -> None:
         self.counters = RequesterCounters()
         self._allocate = allocate
-        self._fetches: dict[int, Fetch] = {}
-        self._by_block: dict[tuple[int, bytes], Fetch] = {}
-        self._timers = TimerQueue()
-        self._asker = Asker(config, self.counters, self._fetches, self._timers, rng)
-        self._events: deque[Event] = deque()  # at most three a fetch
+        self._life = Lifecycle(config, self.counters, rng)
+        self._fetches = self._life.fetches
+        self._by_block = self._life.by_block
+        self._timers = self._life.timers
+        self._asker = self._life.asker
         self._next_id = 1
-        # By namespace, the size of the block fetched last: a guess for the next, since an
-        # engine's blocks are of one size. It saves a round trip, and lets readers of the same
-        # blocks ask in the same order from the start.
-        self._sizes: OrderedDict[int, int] = OrderedDict()
-        self._ended: deque[Story] = deque(maxlen=_STORIES)
 
     @property
     def config(self) -> RequesterConfig:
@@ -174,8 +147,7 @@ class Requester:
         self.counters.fetches += 1
         refusal = self._refusal(now, homes, deadline, expect_size)
         if refusal is not None:
-            self._count_missed(refusal)
-            self._events.append(Missed(fetch_id, block, refusal, FetchReport()))
+            self._life.refuse(fetch_id, block, refusal)
             return fetch_id
         story = Story(fetch_id, block, now)
         known = [self._asker.home(home) for home in homes]
@@ -186,15 +158,7 @@ class Requester:
         fetch.gather_ms = gather_ms
         fetch.group = group
         fetch.may_probe = bool(self.config.usable_offer_kinds)
-        self._fetches[fetch_id] = fetch
-        self._by_block[block] = fetch
-        self._timers.arm(fetch.deadline_timer, deadline)
-        if expect:
-            fetch.happen(now, FetchEvent.EXPECT)
-            self._timers.arm(fetch.expectation_timer, now + self.config.expect_wait_s)
-        else:
-            fetch.start_reading(now)
-        self._plan(fetch)
+        self._life.begin(now, fetch, expect=expect)
         self._asker.pump(now)
         return fetch_id
 
@@ -209,7 +173,7 @@ class Requester:
         """End a fetch as `Missed` (CANCELLED). No effect on one that has ended."""
         fetch = self._fetches.get(fetch_id)
         if fetch is not None:
-            self._miss(now, fetch, MissReason.CANCELLED)
+            self._life.miss(now, fetch, MissReason.CANCELLED)
             self._asker.pump(now)
 
     def forget(self, now: float, indices: Collection[int]) -> None:
@@ -226,9 +190,9 @@ class Requester:
             if not gone or fetch.state in IN_BULK:
                 continue
             if not homes.order:
-                self._miss(now, fetch, MissReason.UNREACHABLE)
+                self._life.miss(now, fetch, MissReason.UNREACHABLE)
             elif homes.current in gone:
-                self._next_home(now, fetch)
+                self._life.next_home(now, fetch)
         self._asker.pump(now)
 
     def receive(self, now: float, source: int, frame: Frame) -> None:
@@ -272,12 +236,12 @@ class Requester:
         if copy is not None and self._bulk_copy_is_right(fetch, copy):
             fetch.report.bulk = True
             size = copy.reservation.view.nbytes
-            self._fetched(now, fetch, copy.reservation, size, copy.digest)
+            self._life.fetched(now, fetch, copy.reservation, size, copy.digest)
             return True
         if fetch.state is FetchState.LAST_RESORT or not fetch.homes.order:
-            self._miss(now, fetch, fetch.homes.worst_verdict())
+            self._life.miss(now, fetch, fetch.homes.worst_verdict())
         else:  # an offer that led nowhere: go on with READs
-            self._read_after_all(now, fetch)
+            self._life.read_after_all(now, fetch)
         self._asker.pump(now)
         return False
 
@@ -296,7 +260,7 @@ class Requester:
                 if fetch.deadline > now:
                     self._timers.arm(timer, fetch.deadline)
                 else:
-                    self._miss(now, fetch, MissReason.DEADLINE)
+                    self._life.miss(now, fetch, MissReason.DEADLINE)
             else:
                 assert isinstance(timer, Expectation)
                 self._expectation_timer(now, self._fetches[timer.fetch_id])
@@ -310,7 +274,8 @@ class Requester:
 
     def next_event(self) -> Event | None:
         """The oldest event not taken yet; None if there is none."""
-        return self._events.popleft() if self._events else None
+        events = self._life.events
+        return events.popleft() if events else None
 
     @property
     def fetches_under_way(self) -> int:
@@ -328,23 +293,12 @@ class Requester:
 
     def stories(self) -> list[Story]:
         """What happened to the fetches that ended last and to those under way."""
-        return [*self._ended, *(fetch.story for fetch in self._fetches.values())]
+        return self._life.stories()
 
     def check(self) -> None:
         """Raise AssertionError where the state contradicts itself. For tests and simulations, after
         any event; it looks at everything."""
-        by_block = {fetch.block: fetch for fetch in self._fetches.values()}
-        assert by_block == self._by_block, f"fetches by block: {self._by_block}"
-        for fetch in self._fetches.values():
-            try:
-                fetch.check()
-            except AssertionError as error:
-                raise AssertionError(f"{error}\n{fetch.story}") from None
-        self._asker.check()
-        segments = sum(s.in_flight for f in self._fetches.values() for s in f.segments)
-        expecting = sum(f.state is FetchState.EXPECTING for f in self._fetches.values())
-        timers = len(self._fetches) + segments + expecting
-        assert len(self._timers) == timers, f"{len(self._timers)} timers run, not {timers}"
+        self._life.check()
 
     # --- starting and ending --------------------------------------------------------------
 
@@ -361,52 +315,6 @@ class Requester:
             return MissReason.QUEUE_FULL
         return None
 
-    def _plan(self, fetch: Fetch) -> None:
-        """Begin the assembly: nothing is pinned, nothing asked for."""
-        size = fetch.expect_size or self._sizes.get(fetch.block.namespace, 1)
-        fetch.plan(1 if fetch.may_probe else segments_of(size))
-        self._asker.enqueue(fetch)
-
-    def _throw_away(self, now: float, fetch: Fetch) -> None:
-        """Forget what has arrived, and stop asking."""
-        self._asker.land_all(now, fetch.segments, SegmentEvent.DROP)
-        fetch.segments = []
-        fetch.idle.clear()
-        fetch.assembly = None
-        if fetch.reservation is not None:
-            reservation, fetch.reservation = fetch.reservation, None
-            reservation.abort()
-
-    def _end(self, now: float, fetch: Fetch, outcome: str) -> None:
-        self._throw_away(now, fetch)
-        self._timers.cancel(fetch.deadline_timer)
-        self._timers.cancel(fetch.expectation_timer)
-        del self._fetches[fetch.id]
-        del self._by_block[fetch.block]
-        fetch.happen(now, FetchEvent.END)
-        fetch.report.elapsed_s = now - fetch.started_at
-        fetch.story.outcome = outcome
-        self._ended.append(fetch.story)
-
-    def _fetched(
-        self, now: float, fetch: Fetch, reservation: Reservation, size: int, digest: int
-    ) -> None:
-        """The block is there; `reservation` is none of the fetch's any more."""
-        self._end(now, fetch, "fetched")
-        self.counters.fetched += 1
-        self._events.append(Fetched(fetch.id, fetch.block, reservation, size, digest, fetch.report))
-
-    def _miss(self, now: float, fetch: Fetch, reason: MissReason) -> None:
-        self._end(now, fetch, f"missed, {reason.value}")
-        self._count_missed(reason)
-        self._events.append(Missed(fetch.id, fetch.block, reason, fetch.report))
-        if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("%s", fetch.story)
-
-    def _count_missed(self, reason: MissReason) -> None:
-        missed = self.counters.missed
-        missed[reason.value] = missed.get(reason.value, 0) + 1
-
     # --- time -------------------------------------------------------------------------------
 
     def _segment_timer(self, now: float, segment: Segment) -> None:
@@ -416,10 +324,10 @@ class Requester:
         home = segment.home
         if home in fetch.homes.other_copies:  # it answers, but with another copy than the pinned
             fetch.homes.lacks_copy(now, home)
-            self._next_home(now, fetch)
+            self._life.next_home(now, fetch)
             return
         self._asker.home(home).suspect_until = now + self.config.suspect_s
-        self._leave_home(now, fetch, MissReason.UNREACHABLE)
+        self._life.leave_home(now, fetch, MissReason.UNREACHABLE)
 
     def _expectation_timer(self, now: float, fetch: Fetch) -> None:
         due = fetch.progress_at + self.config.expect_wait_s
@@ -428,79 +336,6 @@ class Requester:
             return
         fetch.start_reading(now)
         self._asker.enqueue(fetch)
-
-    # --- another home, another way ----------------------------------------------------------
-
-    def _judge(self, now: float, fetch: Fetch, source: int, verdict: MissReason) -> None:
-        """`source` cannot serve this fetch. If it is the home being asked, ask another."""
-        if source == fetch.homes.current:
-            self._leave_home(now, fetch, verdict)
-            self._asker.pump(now)
-        elif source not in fetch.homes.verdicts:
-            fetch.homes.judge(now, source, verdict)
-
-    def _leave_home(self, now: float, fetch: Fetch, verdict: MissReason) -> None:
-        """Do not ask this fetch's home again; ask the next one, or find another way."""
-        self.counters.homes_left += 1
-        fetch.homes.judge(now, fetch.homes.current, verdict)
-        self._next_home(now, fetch)
-
-    def _may_restart(self, fetch: Fetch) -> bool:
-        return fetch.report.restarts < self.config.max_restarts
-
-    def _next_home(self, now: float, fetch: Fetch) -> None:
-        """The present home is of no use any more."""
-        may_restart, bulk = self._may_restart(fetch), self.config.bulk_available
-        self._go(now, fetch, fetch.homes.next_step(now, may_restart=may_restart, bulk=bulk))
-
-    def _go(self, now: float, fetch: Fetch, step: Step) -> None:
-        match step:
-            case Move(home):
-                self._move(now, fetch, home)
-            case Restart(home):
-                self._restart(now, fetch, home)
-            case LastResort(home):
-                self._leave_reads(now, fetch, FetchEvent.GIVE_UP_READS)
-                self._events.append(TryBulk(fetch.id, fetch.block, home))
-            case GiveUp(reason):
-                self._miss(now, fetch, reason)
-
-    def _move(self, now: float, fetch: Fetch, home: int) -> None:
-        """Go on with the same assembly at another home."""
-        fetch.happen(now, FetchEvent.MOVE)
-        fetch.homes.ask(now, home)
-        self._asker.land_all(now, fetch.segments, SegmentEvent.LEAVE)
-        fetch.plan_idle()
-        self._asker.enqueue(fetch)
-
-    def _restart(self, now: float, fetch: Fetch, home: int) -> None:
-        """Throw the assembly away and begin anew, with any copy, at `home`."""
-        fetch.report.restarts += 1
-        self.counters.restarts += 1
-        fetch.happen(now, FetchEvent.RESTART)
-        self._throw_away(now, fetch)
-        fetch.homes.restart(now)
-        fetch.homes.ask(now, home)
-        self._plan(fetch)
-
-    def _leave_reads(self, now: float, fetch: Fetch, event: FetchEvent) -> None:
-        """Let the block come another way."""
-        self._throw_away(now, fetch)
-        self._timers.cancel(fetch.expectation_timer)
-        fetch.happen(now, event)
-        self.counters.bulk_tries += 1
-
-    def _read_after_all(self, now: float, fetch: Fetch) -> None:
-        """An offer has led nowhere: READ from the same home, or from the next."""
-        homes = fetch.homes
-        homes.restart(now)
-        home = homes.next_untried()
-        if home is None:
-            self._next_home(now, fetch)
-            return
-        homes.ask(now, home)
-        fetch.happen(now, FetchEvent.READ_ALL)
-        self._plan(fetch)
 
     def _bulk_copy_is_right(self, fetch: Fetch, copy: BulkCopy) -> bool:
         view = copy.reservation.view
@@ -583,12 +418,12 @@ class Requester:
             return None
         if not self._size_allowed(fetch, frame.size):
             self.counters.wrong_size += count
-            self._judge(now, fetch, source, MissReason.WRONG_SIZE)
+            self._life.judge(now, fetch, source, MissReason.WRONG_SIZE)
             return None
         reservation = self._allocate(fetch.block, frame.size)
         if reservation is None:
             self.counters.no_memory += count
-            self._miss(now, fetch, MissReason.NO_MEMORY)
+            self._life.miss(now, fetch, MissReason.NO_MEMORY)
             self._asker.pump(now)
             return None
         assembly = Assembly(fetch.block, frame.size, frame.digest, reservation.view)
@@ -629,23 +464,12 @@ class Requester:
         fetch.report.payload_bytes += assembly.size
         self.counters.data_bytes += assembly.size
         if not assembly.verified():
-            self._corrupt(now, fetch)
+            self._life.start_anew(now, fetch)
             return
-        self._sizes[fetch.block.namespace] = assembly.size
-        self._sizes.move_to_end(fetch.block.namespace)
-        if len(self._sizes) > _SIZE_GUESSES:
-            self._sizes.popitem(last=False)
+        self._life.note_size(fetch, assembly.size)
         assert fetch.reservation is not None
         reservation, fetch.reservation = fetch.reservation, None
-        self._fetched(now, fetch, reservation, assembly.size, assembly.digest)
-
-    def _corrupt(self, now: float, fetch: Fetch) -> None:
-        """The bytes are not those of the digest."""
-        self.counters.corrupt_blocks += 1
-        homes = fetch.homes
-        homes.wrong_bytes(now)
-        may_restart, bulk = self._may_restart(fetch), self.config.bulk_available
-        self._go(now, fetch, homes.step_after_wrong_bytes(now, may_restart=may_restart, bulk=bulk))
+        self._life.fetched(now, fetch, reservation, assembly.size, assembly.digest)
 
     # --- MISSes -----------------------------------------------------------------------------
 
@@ -658,7 +482,7 @@ class Requester:
         if reason == MISS_NOT_HOME:
             self.counters.misses += 1
             self._wait_ended(now, source, frame, fetch)
-            self._judge(now, fetch, source, MissReason.NOT_HOME)
+            self._life.judge(now, fetch, source, MissReason.NOT_HOME)
             return
         if frame.digest not in (0, pinned):
             self.counters.other_copy += 1
@@ -670,7 +494,7 @@ class Requester:
         elif reason == MISS_NOT_FOUND:
             self.counters.misses += 1
             self._wait_ended(now, source, frame, fetch)
-            self._judge(now, fetch, source, MissReason.NOT_FOUND)
+            self._life.judge(now, fetch, source, MissReason.NOT_FOUND)
         elif reason == MISS_OVERLOADED:
             self.counters.misses += 1
             self.counters.overloaded += 1
@@ -680,7 +504,7 @@ class Requester:
             self._wait_ended(now, source, frame, fetch)
             fetch.homes.lacks_copy(now, source)
             if source == fetch.homes.current:
-                self._next_home(now, fetch)
+                self._life.next_home(now, fetch)
                 self._asker.pump(now)
         else:
             self.counters.unexpected_op += 1
@@ -720,7 +544,7 @@ class Requester:
         if not frame.flags & FLAG_PARTIAL:
             segment.waits_at_switch = False  # as `_wait_ended` says; all who waited ask again
         if not self._asker.overloaded(now, fetch, segment):
-            self._leave_home(now, fetch, MissReason.OVERLOADED)
+            self._life.leave_home(now, fetch, MissReason.OVERLOADED)
             self._asker.pump(now)
 
     def _flying(self, source: int, frame: Frame, fetch: Fetch) -> Segment | None:
@@ -759,10 +583,11 @@ class Requester:
         fetch.may_probe = False
         if offer is not None and not fetch.saw_shared:
             self.counters.offers += 1
-            home = fetch.homes.current
-            size, digest = assembly.size, assembly.digest
-            self._leave_reads(now, fetch, FetchEvent.TAKE_OFFER)
-            self._events.append(OfferReceived(fetch.id, fetch.block, home, offer, size, digest))
+            event = OfferReceived(
+                fetch.id, fetch.block, fetch.homes.current, offer, assembly.size, assembly.digest
+            )
+            self._life.leave_reads(now, fetch, FetchEvent.TAKE_OFFER)
+            self._life.events.append(event)
             return
         if offer is not None:
             self.counters.offers_ignored += 1
