@@ -1,8 +1,9 @@
 """The requester: fetches blocks from their homes, READ by READ, until they are whole or missed.
 
 Owns: what each call, each frame and each timer means for a fetch. Must not know: sockets, clocks,
-global randomness (time and a random source are handed in), tiers, or what an arena is. Follows docs/architecture.md, "On the path, never in the way"; the shape (events in,
-instructions out) is that of aioquic's core. It puts together what can be read apart:
+global randomness (time and a random source are handed in), tiers, or what an arena is. Follows
+docs/architecture.md, "On the path, never in the way"; the shape (events in, instructions out) is
+that of aioquic's core. It puts together what can be read apart:
 
     fetch      the states of a fetch          lifecycle  how a fetch begins, moves on, and ends
     segment    the states of a segment        asking     whom to ask for what, and when again
