@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml $(VENV)/.kvcast-files
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77'
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation \
-	    --config-settings editable_mode=strict --editable '.[test,lint]'
+	    --config-settings editable_mode=strict --editable '.[all,test,lint]'
 	@touch $@
 
 $(VENV)/.kvcast-files: force

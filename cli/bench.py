@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
 from kvcast.service.options import HelpFormatter
+from kvcast.service.values import parse_size
 
 _INCAST = """\
 N nodes read the same blocks, which one home holds, at the same moment: first through a plain
@@ -81,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     incast.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
     incast.add_argument("--blocks", type=int, default=8, metavar="K", help="distinct blocks")
     incast.add_argument(
-        "--block-size", type=byte_size, default="64KiB", metavar="SIZE", help="size of each block"
+        "--block-size", type=parse_size, default="64KiB", metavar="SIZE", help="size of each block"
     )
     incast.add_argument(
         "--rounds", type=int, default=1, help="repetitions on one pool, each with fresh blocks"
@@ -140,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulation.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
     simulation.add_argument("--blocks", type=int, default=1, metavar="K", help="distinct blocks")
     simulation.add_argument(
-        "--block-size", type=byte_size, default="2MiB", metavar="SIZE", help="size of each block"
+        "--block-size", type=parse_size, default="2MiB", metavar="SIZE", help="size of each block"
     )
     simulation.add_argument(
         "--link-rate", type=float, default=100e9, metavar="BITS/S", help="speed of every link"
@@ -197,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     soak.add_argument(
         "--arena-bytes",
-        type=byte_size,
+        type=parse_size,
         default="32MiB",
         metavar="SIZE",
         help="memory of each agent for blocks; small, so that it evicts all the time",

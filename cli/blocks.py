@@ -10,6 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcast.service.commands import add_log_level
+from kvcast.service.values import TextError, whole_number
+
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
 
@@ -31,32 +34,28 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model-version", default="1", help="which version of it")
     group.add_argument("--layout", default="bytes", help="how the bytes are laid out")
     group.add_argument(
-        "--namespace", type=int, metavar="N", help="its number instead, if you know it"
+        "--namespace",
+        type=whole_number(0, 0xFFFF),
+        metavar="N",
+        help="its number (0 to 65535) instead, if you know it",
     )
-    parser.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="warning",
-        help="debug shows tracebacks",
-    )
+    add_log_level(parser)
 
 
 def check_block_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with a message if an option that argparse cannot check is wrong."""
     if options.socket is None:
         parser.error("--socket (or KVCAST_SOCKET) must name an agent's Unix socket")
-    if options.namespace is not None and not 0 <= options.namespace <= 0xFFFF:
-        parser.error("--namespace must be between 0 and 65535")
 
 
 def key_from(text: str) -> bytes:
-    """A key of 32 hexadecimal digits; argparse.ArgumentTypeError otherwise."""
+    """A key of 32 hexadecimal digits; TextError otherwise."""
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a key of 32 hexadecimal digits")
+        raise TextError(f"{text!r} is not a key of 32 hexadecimal digits")
     return key
 
 

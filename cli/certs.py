@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, build_subcommands
-from kvcast.service.identity import CONTROLLER, NODE, OPERATOR, SWITCH, Identity, IdentityError
+from kvcast.service.commands import EXIT_OK, CommandError, build_subcommands, failed
+from kvcast.service.identity import (
+    CONTROLLER,
+    MAX_PART_DAYS,
+    NODE,
+    OPERATOR,
+    PART_DAYS,
+    SWITCH,
+    Identity,
+    IdentityError,
+)
+from kvcast.service.values import TextError, parse_node_id
 
 if TYPE_CHECKING:
     from kvcast.service.authority import Issued, Part
@@ -53,12 +62,9 @@ examples:
 def _node(text: str) -> tuple[str, tuple[str, ...]]:
     """ "NAME" or "NAME=ADDR[,ADDR]" """
     name, equals, hosts = text.partition("=")
-    try:
-        Identity(NODE, name)
-    except IdentityError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    parse_node_id(name)
     if equals and not hosts:
-        raise argparse.ArgumentTypeError(f"{text!r}: no address behind the =")
+        raise TextError(f"{text!r}: no address behind the =")
     return name, tuple(host.strip() for host in hosts.split(",")) if hosts else ()
 
 
@@ -69,7 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser, command = build_subcommands("kvcast certs", _DESCRIPTION, _EXAMPLES, folder)
 
     def lasting(one: argparse.ArgumentParser) -> None:
-        one.add_argument("--days", type=int, default=180, help="how long the new certificates last")
+        one.add_argument(
+            "--days",
+            type=int,
+            default=PART_DAYS,
+            metavar="DAYS",
+            help=f"how long the new certificates last, 1 to {MAX_PART_DAYS} days (default: "
+            "%(default)s days)",
+        )
 
     def parts(one: argparse.ArgumentParser) -> None:
         one.add_argument(
@@ -115,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=60,
         metavar="DAYS",
-        help="renew those that end within so many days",
+        help="renew those that end within so many days (default: %(default)s days)",
     )
     renew.add_argument("--all", action="store_true", help="renew every certificate")
     lasting(renew)
@@ -134,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options
         )
     except (AuthorityError, CommandError, IdentityError) as error:
-        print(f"kvcast certs: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return failed(error, "kvcast certs")
 
 
 def _now() -> datetime.datetime:

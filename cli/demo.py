@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvcast.bench import outage
 from kvcast.bench.demo import DemoOptions, Reporter, run
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, byte_size, run_command
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
 from kvcast.service.options import HelpFormatter
+from kvcast.service.values import parse_size
 from kvcast.topologies.star import Star
 from kvcast.workloads import generators
 
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         "node that last served the prefix",
     )
     parser.add_argument(
-        "--block-size", type=byte_size, metavar="SIZE", help="(default: scaled to the machine)"
+        "--block-size", type=parse_size, metavar="SIZE", help="(default: scaled to the machine)"
     )
     parser.add_argument("--seed", type=int, default=1, help="seeds the workload")
     parser.add_argument(

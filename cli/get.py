@@ -11,6 +11,7 @@ from pathlib import Path
 from kvcast.cli.blocks import add_block_options, check_block_options, key_from, namespace_of
 from kvcast.service.commands import EXIT_MISS, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
+from kvcast.service.values import number
 
 _EXAMPLES = """\
 examples:
@@ -29,7 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("key", type=key_from, metavar="KEY", help="32 hexadecimal digits")
     parser.add_argument("-o", "--output", metavar="FILE", help="(default: standard output)")
     parser.add_argument(
-        "--deadline", type=float, default=10.0, metavar="S", help="seconds until it is a miss"
+        "--deadline",
+        type=number(0.001, 3600),
+        default=10.0,
+        metavar="SECONDS",
+        help="how long until it is a miss, 0.001 to 3600 s (default: %(default)g s)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print size, digest and tier instead of the bytes"
@@ -43,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(argv)
     check_block_options(parser, options)
-    if not 0 < options.deadline <= 3600:
-        parser.error("--deadline must be above 0 and at most 3600 seconds")
     return run_command(lambda: _get(options), log_level=options.log_level)
 
 

@@ -1,37 +1,57 @@
 """The `kvcast` command: a table of subcommands, each imported only when it is called.
 
-Owns: the names of the subcommands and which module serves each. Must not know: their options.
+Owns: the names of the subcommands, which module serves each, and which of the package's extras
+each needs. Must not know: their options.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcast.service.commands import EXIT_OK, EXIT_USAGE
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the module whose `main(argv)` serves it, and a line of help."""
+    """A subcommand: the module whose `main(argv)` serves it, a line of help, and the extra of the
+    package that it cannot do without ("" = none)."""
 
     module: str
     help: str
+    extra: str = ""
+
+
+EXTRAS = {
+    "controller": ("aiohttp", "cryptography", "finsy", "prometheus_client", "rich"),
+    "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
+}
+"""What is imported from each extra of pyproject.toml."""
+EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {
-    "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast"),
-    "bench": Command("kvcast.cli.bench", "measure one thing: incast, hostile"),
-    "switch": Command("kvcast.switchsim.daemon", "run a software switch (P4Runtime server)"),
-    "controller": Command("kvcast.controller.daemon", "run the controller of one switch"),
+    "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast", "bench"),
+    "bench": Command(
+        "kvcast.cli.bench", "measure one thing: incast, incast-simulation, hostile, soak", "bench"
+    ),
+    "switch": Command(
+        "kvcast.switchsim.daemon", "run a software switch (P4Runtime server)", "switch"
+    ),
+    "controller": Command(
+        "kvcast.controller.daemon", "run the controller of one switch", "controller"
+    ),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node"),
-    "status": Command("kvcast.cli.status", "show a running pool: nodes, tiers, hits, links"),
+    "status": Command(
+        "kvcast.cli.status", "show a running pool: nodes, tiers, hits, links", "controller"
+    ),
     "put": Command("kvcast.cli.put", "store a file as a block"),
     "get": Command("kvcast.cli.get", "fetch a block"),
-    "certs": Command("kvcast.cli.certs", "make the certificates of a cluster"),
+    "certs": Command("kvcast.cli.certs", "make the certificates of a cluster", "controller"),
     "tokens": Command("kvcast.cli.tokens", "make tokens for the controller's HTTP API"),
     "shell": Command("kvcast.cli.shell", "open a P4Runtime console on a running switch"),
 }
@@ -97,9 +117,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     # argparse names the program by argv[0]; every subcommand's help then says "kvcast NAME".
     sys.argv[0] = f"kvcast {words[0]}"
+    if _lacks(sys.argv[0], command.extra):
+        return EXIT_FAILED
     module = importlib.import_module(command.module)
     status = module.main(words[1:])
     return int(status)
+
+
+def simple_switch_grpc() -> int:
+    """Entry point of `kvcast-simple-switch-grpc`."""
+    if _lacks("kvcast-simple-switch-grpc", "switch"):
+        return EXIT_FAILED
+    from kvcast.switchsim.daemon import bmv2_main
+
+    return bmv2_main()
+
+
+def _lacks(program: str, extra: str) -> bool:
+    """Whether the extra that a program needs is not installed; then says how to get it."""
+    missing = [module for module in EXTRAS.get(extra, ()) if not _is_there(module)]
+    if missing:
+        needs = f"{program} needs pip install 'kvcast[{extra}]'"
+        print(f"{needs} (missing: {', '.join(missing)})", file=sys.stderr)
+    return bool(missing)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what contains it is not there
+        return False
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.service.commands import EXIT_FAILED
-from kvcast.service.options import HelpFormatter, parse_host_port
+from kvcast.service.addresses import format_host_port, parse_host_port
+from kvcast.service.commands import failed
+from kvcast.service.options import HelpFormatter
 from kvcast.service.tls import TlsError, TlsFiles
 
 _DESCRIPTION = """\
@@ -78,20 +78,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     python = find_shell_python()
     if python is None:
-        print(
-            "kvcast: p4runtime-shell is not installed; `make setup-shell` makes an environment "
-            "for it, or set KVCAST_P4RT_SHELL to the python of one",
-            file=sys.stderr,
+        return failed(
+            "p4runtime-shell is not installed; `make setup-shell` makes an environment for it, or "
+            "set KVCAST_P4RT_SHELL to the python of one"
         )
-        return EXIT_FAILED
-    host, port = options.switch
     command = [
         str(python),
         # Not the working directory: in this repository its p4/ would hide the shell's p4 package.
         "-P",
         "-m",
         "p4runtime_sh",
-        f"--grpc-addr={host}:{port}",
+        f"--grpc-addr={format_host_port(options.switch)}",
         f"--device-id={options.device_id}",
         f"--election-id={options.election_id}",
     ]
@@ -99,12 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             files = TlsFiles.of_folder(options.tls)
         except TlsError as error:
-            print(f"kvcast: {error}", file=sys.stderr)
-            return EXIT_FAILED
+            return failed(error)
         command += ["--ssl", f"--cacert={files.ca}", f"--cert={files.cert}"]
         command += [f"--private-key={files.key}"]
     try:
         os.execv(command[0], command)
     except OSError as error:
-        print(f"kvcast: {python}: {error.strerror or error}", file=sys.stderr)
-    return EXIT_FAILED
+        return failed(f"{python}: {error.strerror or error}")

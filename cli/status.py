@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcast.service.commands import EXIT_OK, CommandError, run_command
+from kvcast.hostagent.core.metrics import added, quantile
+from kvcast.service.commands import EXIT_OK, CommandError, add_log_level, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.tls import Credentials, TlsError
+from kvcast.service.values import number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -67,15 +69,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--once", action="store_true", help="show it once, not over and over")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="between two views"
+        "--interval",
+        type=number(0.1, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="between two views, 0.1 to 3600 s (default: %(default)g s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the status there (- = stdout)")
-    parser.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="warning",
-        help="debug shows tracebacks",
-    )
+    add_log_level(parser)
     return parser
 
 
@@ -89,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--http must be an http:// or https:// address")
     if options.tls is not None and not options.http.startswith("https://"):
         parser.error("--tls goes with an https:// address")
-    if not 0.1 <= options.interval <= 3600:
-        parser.error("--interval must be between 0.1 and 3600 seconds")
     return run_command(lambda: _status(options), log_level=options.log_level)
 
 
@@ -247,23 +246,30 @@ def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) 
 
 
 def _hits(status: dict[str, Any]) -> RenderableType:
-    """A row a node: where its engines' blocks came from, and how long they waited."""
+    """A row a node, and one for all: where engines' blocks came from, and how long those waited
+    that were fetched."""
     from rich.table import Table
 
     table = Table(title="blocks got, by where they came from", title_justify="left")
     table.add_column("node")
     for name in (*_TIERS, "misses", "p50 ms", "p99 ms"):
         table.add_column(name, justify="right")
-    for node in _by_port(status):
-        counters = status.get("agents", {}).get(node["node_id"], {})
+    agents = status.get("agents", {})
+    rows = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
+    for name, counters in (*rows.items(), ("all", added(rows.values()))):
         table.add_row(
-            node["node_id"],
+            name,
             *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
             f"{counters.get('misses_total', 0):.0f}",
-            f"{counters.get('fetch_ms_p50', 0):.1f}",
-            f"{counters.get('fetch_ms_p99', 0):.1f}",
+            *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
     return table
+
+
+def _fetch_ms(counters: dict[str, float], q: float) -> str:
+    """A quantile of the fetch times, which the histogram's buckets bound."""
+    seconds = quantile(counters, "fetch_seconds", q)
+    return "–" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _by_port(status: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from kvcast.controller.http.tokens import (
     parse,
     write,
 )
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, build_subcommands
+from kvcast.service.commands import EXIT_OK, build_subcommands, failed
+from kvcast.service.values import whole_number
 
 _DESCRIPTION = """\
 Tokens for the controller's HTTP API. A token is shown once, when it is made; the file keeps only
@@ -52,7 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     add.add_argument("name", metavar="NAME", help="whose token it is, for the file and the log")
     add.add_argument("--role", choices=ROLES, default=VIEWER, help="what it allows")
     add.add_argument(
-        "--days", type=int, default=365, help="how long it is good for; 0 = until it is removed"
+        "--days",
+        type=whole_number(0, 36500),
+        default=365,
+        metavar="DAYS",
+        help="how long it is good for, up to 36500 days; 0 = until it is removed (default: "
+        "%(default)s days)",
     )
     command("list", "list the names, roles and last days")
     remove = command("remove", "make a token useless")
@@ -62,15 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.command == "add" and not 0 <= options.days <= 36500:
-        parser.error("--days must be 0 to 36500")
+    options = build_parser().parse_args(argv)
     try:
         {"add": _add, "list": _list, "remove": _remove}[options.command](options)
     except TokensError as error:
-        print(f"kvcast tokens: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return failed(error, "kvcast tokens")
     return EXIT_OK
 
 

@@ -1,7 +1,7 @@
 """The controller at work: the pool's core between a switch, agents, a state file and HTTP.
 
 Owns: the tasks, the clock, when the control loop's rounds run, and what HTTP asks. Must not know:
-what a round does (`control_loop.py`), what is decided (`pool.py`), flags (`daemon.py`).
+what a round does (`control_loop.py`), what is decided (`pool.py`), flags (`flags.py`).
 
 The loop wakes on events and at deadlines.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from kvcast.controller.agent_links import AgentLink
 from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.program import resident_entries
 from kvcast.controller.core.tiers import PinError
-from kvcast.controller.http.api import ApiError, HttpApi, HttpOptions
-from kvcast.controller.http.metrics import Metrics
+from kvcast.controller.http.api import HttpApi, HttpOptions
+from kvcast.controller.http.metrics import metrics_of
 from kvcast.controller.store import Store
 from kvcast.controller.switch.connection import SwitchLink, SwitchTls
 from kvcast.controller.switch.control_loop import RETRY_SWITCH_S, ControlLoop
 from kvcast.protocol.messages.wire import BlockId
+from kvcast.service.http import HttpError
 from kvcast.service.tls import Credentials
+from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger("kvcast.controller")
 
@@ -102,7 +105,6 @@ class ControllerService:
         )
         self._loop.use(self._switch, self._agents)
         self._http = HttpApi(self, options.http, options.credentials)
-        self._metrics = Metrics(self.status)
         self.agents_address = options.agents_addr
         self.http_address = options.http_addr
 
@@ -215,27 +217,27 @@ class ControllerService:
         """/v1/decisions."""
         return self._pool.decisions(time.monotonic())
 
-    def metrics(self) -> bytes:
+    def metrics(self) -> Iterable[Metric]:
         """/metrics."""
-        return self._metrics.render()
+        return metrics_of(self.status())
 
     def derived(self, block: BlockId) -> BlockId:
         """An engine's block as the pool knows it."""
         return self._pool.derived(block)
 
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
-        """Pin the block and wait until the switch holds its entries; ApiError with why not."""
+        """Pin the block and wait until the switch holds its entries; HttpError with why not."""
         pool = self._pool
         if block.namespace not in pool.names.namespaces:
-            raise ApiError(404, f"namespace {block.namespace} does not exist")
+            raise HttpError(404, f"namespace {block.namespace} does not exist")
         if not pool.options.settings.enabled:
-            raise ApiError(409, "the switch is used as a plain switch (--plain)")
+            raise HttpError(409, "the switch is used as a plain switch (--plain)")
         if self._loop.is_backup:
-            raise ApiError(503, "backup controller")
+            raise HttpError(503, "backup controller")
         try:
             pool.tiers.pin(block)
         except PinError as error:
-            raise ApiError(409, str(error)) from error
+            raise HttpError(409, str(error)) from error
         deadline = time.monotonic() + wait_s
         self._wake.set()
         while True:
@@ -259,7 +261,7 @@ class ControllerService:
                     else pool.tiers.why_not(block)
                 )
                 # The pin stays: the block is admitted as soon as it can be.
-                raise ApiError(503, f"pinned, but not resident yet: {reason}") from None
+                raise HttpError(503, f"pinned, but not resident yet: {reason}") from None
 
     def _holds(self, block: BlockId) -> bool:
         """Whether the switch has all entries of this resident."""

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvcast.service.identity import (
     CONTROLLER,
+    MAX_PART_DAYS,
     OPERATOR,
     SWITCH,
     Identity,
@@ -37,8 +38,6 @@ from kvcast.service.identity import (
 )
 
 AUTHORITY_DAYS: Final = 3650
-PART_DAYS: Final = 180
-MAX_PART_DAYS: Final = 825
 CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
 """Certificates are good from so long before they were made: clocks differ."""
 

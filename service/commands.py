@@ -9,13 +9,12 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvcast.service.options import HelpFormatter
+from kvcast.service.options import LOG_LEVELS, HelpFormatter
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -24,20 +23,16 @@ EXIT_MISS = 3
 """The block asked for is not in the pool."""
 EXIT_INTERRUPTED = 130
 
-_UNITS = {"": 1, "b": 1, "k": 1024, "kib": 1024, "m": 1 << 20, "mib": 1 << 20}
-_UNITS |= {"g": 1 << 30, "gib": 1 << 30}
-
 
 class CommandError(Exception):
     """A command cannot do what was asked; the text says why, in one line if it can."""
 
 
-def byte_size(text: str) -> int:
-    """ "64KiB", "1M" or "4096" as bytes (units are powers of 1024); for argparse."""
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4096, 64KiB or 1MiB")
-    return int(match.group(1)) * _UNITS[match.group(2).lower()]
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """--log-level, as all commands have it."""
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="warning", help="debug shows tracebacks"
+    )
 
 
 def build_subcommands(
@@ -83,8 +78,14 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]], *, log_level: str)
     except Exception as error:
         if log_level == "debug":
             raise
-        print(f"kvcast: {explain(error)}", file=sys.stderr)
-        return EXIT_FAILED
+        return failed(error)
+
+
+def failed(error: BaseException | str, program: str = "kvcast") -> int:
+    """Tell a failure in one line; the exit status."""
+    text = error if isinstance(error, str) else explain(error)
+    print(f"{program}: {text}", file=sys.stderr)
+    return EXIT_FAILED
 
 
 def explain(error: BaseException) -> str:

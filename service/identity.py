@@ -10,10 +10,11 @@ enough here: what matters between kvcast's parts is not where a peer runs but wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
 
 SCHEME: Final = "kvcast"
 
@@ -23,7 +24,9 @@ OPERATOR: Final = "operator"
 SWITCH: Final = "switch"
 ROLES: Final = (CONTROLLER, NODE, OPERATOR, SWITCH)
 
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+PART_DAYS: Final = 180
+"""How long a part's certificate lasts, unless it is asked for otherwise."""
+MAX_PART_DAYS: Final = 825
 
 
 class IdentityError(ValueError):
@@ -32,7 +35,7 @@ class IdentityError(ValueError):
 
 @dataclass(frozen=True)
 class Identity:
-    """A part by role and name: (`node`, `node-1`)."""
+    """A part by role and name: (`node`, `node-1`). All names are as nodes' are."""
 
     role: str
     name: str
@@ -40,10 +43,8 @@ class Identity:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise IdentityError(f"{self.role!r} is no role ({', '.join(ROLES)})")
-        if _NAME.fullmatch(self.name) is None:
-            raise IdentityError(
-                f"{self.name[:80]!r} is no name: 1 to 64 letters, digits, dots, dashes, underscores"
-            )
+        if not is_node_id(self.name):
+            raise IdentityError(f"{self.name[:80]!r} is no name: {NODE_ID_RULE}")
 
     def __str__(self) -> str:
         return f"{self.role} {self.name}"

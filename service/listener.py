@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvcast.service.options import is_loopback
+from kvcast.service.addresses import is_loopback
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials
 
 log = logging.getLogger("kvcast.listener")

@@ -1,9 +1,8 @@
 """TLS as every kvcast daemon uses it: a folder of three files, contexts, and their renewal.
 
 Owns: which files make a credential, the settings of a context (TLS 1.3, both sides show a
-certificate of the cluster's authority), when files are read again, and the rule that beyond
-loopback nothing goes without it. Must not know: what a peer may do (`kvcast.service.identity`
-names it, each entry point decides).
+certificate of the cluster's authority), and when files are read again. Must not know: what a peer
+may do (`kvcast.service.identity` names it, each entry point decides), or flags (`tls_options`).
 
 The folder is one that `kvcast certs init` makes (`cert.pem`, `key.pem`, `ca.pem`), or one in the
 form that Kubernetes' cert-manager mounts (`tls.crt`, `tls.key`, `ca.crt`).
@@ -17,19 +16,15 @@ Sessions are never resumed, so that no connection outlives the trust in who made
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import signal
 import ssl
 import stat
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kvcast.service.identity import Identity, IdentityError, identity_of
-from kvcast.service.options import is_loopback
 
 log = logging.getLogger("kvcast.tls")
 
@@ -196,63 +191,3 @@ def expect_peer(writer: asyncio.StreamWriter, role: str, name: str | None = None
         wanted = f"{role} {name}" if name is not None else role
         raise PeerError(f"{peer} answers where {wanted} should")
     return peer
-
-
-# --- flags --------------------------------------------------------------------------------------
-
-
-def add_tls_option(add: Callable[..., argparse.Action]) -> None:
-    """--tls and --insecure, in the words that all daemons share."""
-    add(
-        "--tls",
-        metavar="DIR",
-        type=Path,
-        help="folder with this part's certificate, key and the cluster's authority (cert.pem, "
-        "key.pem, ca.pem); `kvcast certs init` makes them. New files are taken into use without "
-        "a restart",
-    )
-    add(
-        "--insecure",
-        action="store_true",
-        help="allow addresses beyond loopback without --tls: anybody who reaches them can read, "
-        "write and impersonate",
-    )
-
-
-def refuse_open_addresses(
-    parser: argparse.ArgumentParser,
-    options: argparse.Namespace,
-    addresses: Iterable[tuple[str, str]],
-) -> None:
-    """End with status 2 where an address beyond loopback would be used without TLS.
-
-    `addresses`: (flag, host). `options` holds `tls` and `insecure`.
-    """
-    if options.insecure or options.tls is not None:
-        return
-    for flag, host in addresses:
-        if not is_loopback(host):
-            parser.error(
-                f"{flag} {host} is not loopback: give --tls DIR (kvcast certs init makes it), or "
-                "--insecure if everybody on that network may do everything"
-            )
-
-
-def credentials_of(parser: argparse.ArgumentParser, folder: Path | None) -> Credentials | None:
-    """The credentials that --tls names; ends with status 2 if they cannot be used."""
-    if folder is None:
-        return None
-    try:
-        return Credentials.of_folder(folder)
-    except TlsError as error:
-        parser.error(f"--tls {error}")
-
-
-def reload_on_hangup(loop: asyncio.AbstractEventLoop, *refresh: Callable[[], object]) -> None:
-    """Have SIGHUP look at files again at once, instead of ending the process."""
-
-    def hangup() -> None:
-        for each in refresh:
-            each()
-
-    loop.add_signal_handler(signal.SIGHUP, hangup)

@@ -1,13 +1,12 @@
 """`kvcast switch`: a software switch as a process.
 
-Owns: the command line, the gRPC server's address and credentials, the order of start and stop,
-and the statistics file. Must not know: P4Runtime messages, packets. It puts together the ports,
-the packet loop and the P4Runtime service, and runs them on one event loop.
+Owns: the gRPC server's address and credentials, the order of start and stop, and the statistics
+file. Must not know: flags (`flags`), P4Runtime messages, packets. It puts together the ports, the
+packet loop and the P4Runtime service, and runs them on one event loop.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -17,25 +16,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 from finsy.proto import p4i, p4r_grpc
 from google.protobuf import text_format
-from kvcast.service.options import (
-    HelpFormatter,
-    add_common_options,
-    announce_ready,
-    is_loopback,
-    parse_host_port,
-    parse_with_config,
-    setup_logging,
-    stop_event,
-)
-from kvcast.service.tls import TlsError, TlsFiles
+from kvcast.service.addresses import format_host_port, is_loopback
+from kvcast.service.logs import setup_logging
+from kvcast.service.readiness import announce_ready, stop_event
 from kvcast.switchsim import bmv2_flags
+from kvcast.switchsim.flags import DaemonOptions, parse, port_options
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.compiled import NativePacketLoop
 from kvcast.switchsim.loop.interpreted import PacketLoop
@@ -43,287 +35,26 @@ from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from kvcast.switchsim.ports.ports import (
-    DEFAULT_QUANTUM_S,
-    DEFAULT_QUEUE_DEPTH,
     InProcessPort,
     Port,
     PortError,
     PortOptions,
-    PortSpec,
-    parse_port,
 )
 from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
 
-Engine = Literal["llvm", "reference"]
-DEFAULT_ENGINE: Engine = "llvm"
-
 STATS_INTERVAL_S = 1.0
 # How long RPCs in progress may take once the process is told to stop.
 GRACE_S = 1.0
-MAX_PORT = 511  # bit<9>
 # RPCs in progress, streams included; gRPC refuses more with RESOURCE_EXHAUSTED.
 MAX_RPCS = 128
 # How often a silent controller is asked whether it lives, and how long it has to answer.
 KEEPALIVE_MS = 5000
 
-DESCRIPTION = """\
-Run a software switch: frames come and go through its ports, a P4Runtime controller
-(kvcast controller, finsy, p4runtime-shell) gives it a program and fills its tables.
-
-The program is p4c's output for BMv2's simple_switch (--arch v1model): JSON and P4Info.
-
-Ports (--port, once for each):
-  N=udp:LOCALIP:LPORT:PEERIP:PPORT  one UDP datagram is one Ethernet frame; no privilege needed
-  N=udp:LOCALIP:LPORT               the same; the peer is whoever on this machine sends first
-  N=if:NAME                         a network interface, e.g. one end of a veth pair; needs root
-  N=xdp:NAME                        the same past the kernel's stack, by AF_XDP; needs root
-"""
-
-EPILOG = """\
-examples:
-  A switch with two tunnels, waiting for a controller on 127.0.0.1:9559:
-    kvcast switch --port 1=udp:127.0.0.1:7001:127.0.0.1:8001 \\
-                  --port 2=udp:127.0.0.1:7002:127.0.0.1:8002
-  Two veth ends (root), a program loaded at the start, BMv2's limits:
-    kvcast switch --port 1=if:veth1 --port 2=if:veth2 --strict \\
-                  --program kvcast.json --p4info kvcast.p4info.txtpb
-  In the place of BMv2, with simple_switch_grpc's own flags (also kvcast-simple-switch-grpc):
-    kvcast switch -i 1@s1-eth1 -i 2@s1-eth2 --no-p4 -- --grpc-server-addr 127.0.0.1:50051
-  A bad network: one frame in a hundred lost at each port and direction, 100 Mb/s a port:
-    kvcast switch --loss 0.01 --seed 7 --port-rate 100e6 --port 1=udp:127.0.0.1:7001
-
-When it serves, it prints one line of JSON on standard output: {"event": "ready", "grpc":
-"127.0.0.1:9559", ...}. SIGTERM or SIGINT stops it.
-"""
-
 
 class DaemonError(Exception):
     """The switch cannot start; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
-    """Everything that `kvcast switch` can be told."""
-
-    grpc_host: str = "127.0.0.1"
-    grpc_port: int = 9559
-    """0 = any free port; the ready line says which."""
-    device_id: int = 1
-    ports: tuple[PortSpec, ...] = ()
-    cpu_port: int | None = 255
-    """Port of packet-in and packet-out; None = neither."""
-    drop_port: int = 511
-    strict: bool = False
-    """Refuse what BMv2's P4Runtime server does not implement."""
-    program: Path | None = None
-    p4info: Path | None = None
-    engine: Engine = DEFAULT_ENGINE
-    """llvm: the program and the packet loop in machine code; reference: in Python."""
-    loss: float = 0.0
-    seed: int = 0
-    port_rate_bits_per_s: float | None = None
-    port_quantum_s: float = DEFAULT_QUANTUM_S
-    queue_depth: int = DEFAULT_QUEUE_DEPTH
-    stats_json: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_ca: Path | None = None
-    insecure: bool = False
-    """Allow an address other than loopback without mutual TLS."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvcast switch",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=HelpFormatter,
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("llvm", "reference"),
-        default=DEFAULT_ENGINE,
-        help="llvm runs the program as machine code, reference interprets it, plainly and slowly",
-    )
-    ports = parser.add_argument_group("ports")
-    ports.add_argument(
-        "--port", action="append", metavar="N=SPEC", help="a port; may be repeated (see above)"
-    )
-    ports.add_argument(
-        "--cpu-port",
-        type=int,
-        default=255,
-        metavar="N",
-        help="port number of the controller (packet-in, packet-out); 0 = none",
-    )
-    ports.add_argument(
-        "--drop-port", type=int, default=511, metavar="N", help="egress_spec that means drop"
-    )
-    ports.add_argument(
-        "--queue-depth",
-        type=int,
-        default=DEFAULT_QUEUE_DEPTH,
-        metavar="FRAMES",
-        help="frames that wait at a port before new ones are dropped",
-    )
-    ports.add_argument(
-        "--port-rate",
-        type=float,
-        metavar="BITS/S",
-        help="most that each port sends; unlimited if left out",
-    )
-    ports.add_argument(
-        "--port-quantum",
-        type=float,
-        default=DEFAULT_QUANTUM_S,
-        metavar="SECONDS",
-        help="how late frames may leave at --port-rate, to leave several at once (llvm engine)",
-    )
-    ports.add_argument(
-        "--loss",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="probability with which each port drops a frame, each way",
-    )
-    ports.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="seed of losses and of P4's random()"
-    )
-    control = parser.add_argument_group("control plane")
-    control.add_argument(
-        "--grpc-addr", default="127.0.0.1:9559", metavar="HOST:PORT", help="where P4Runtime listens"
-    )
-    control.add_argument(
-        "--device-id", type=int, default=1, metavar="N", help="P4Runtime device id"
-    )
-    control.add_argument(
-        "--strict",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="refuse what BMv2's P4Runtime does not implement (registers, atomic batches, ...)",
-    )
-    control.add_argument("--program", metavar="FILE", help="BMv2 JSON to start with")
-    control.add_argument(
-        "--p4info",
-        metavar="FILE",
-        help="P4Info (text) of --program; without it frames are switched, and P4Runtime waits for "
-        "a controller to push a pipeline",
-    )
-    control.add_argument(
-        "--tls",
-        metavar="DIR",
-        help="folder with the server's cert.pem, key.pem and ca.pem, as `kvcast certs init` makes "
-        "it; new files are taken into use without a restart",
-    )
-    control.add_argument(
-        "--tls-cert", metavar="PEM", help="the server's certificate chain, where not in --tls DIR"
-    )
-    control.add_argument("--tls-key", metavar="PEM", help="the server's private key")
-    control.add_argument(
-        "--tls-ca", metavar="PEM", help="controllers must show a certificate of this authority"
-    )
-    control.add_argument(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="allow an address other than loopback without mutual TLS",
-    )
-    control.add_argument(
-        "--stats-json", metavar="FILE", help="file rewritten every second with all counters"
-    )
-    add_common_options(parser)
-    return parser
-
-
-def options_from(arguments: argparse.Namespace) -> DaemonOptions:
-    """Checked options; DaemonError says which one is wrong."""
-    try:
-        host, port = parse_host_port(arguments.grpc_addr)
-        ports = tuple(parse_port(text, max_port=MAX_PORT) for text in arguments.port or ())
-    except (PortError, argparse.ArgumentTypeError) as error:
-        raise DaemonError(str(error)) from error
-    cpu_port = arguments.cpu_port or None
-    numbers = [spec.number for spec in ports]
-    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
-    if repeated:
-        raise DaemonError(f"port {repeated[0]} is given twice")
-    for what, number in (("CPU", cpu_port), ("drop", arguments.drop_port)):
-        if number is not None and not 0 < number <= MAX_PORT:
-            raise DaemonError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
-        if number in numbers:
-            raise DaemonError(f"port {number} is the {what} port")
-    if arguments.engine == "reference" and any(spec.kind == "xdp" for spec in ports):
-        raise DaemonError("xdp ports need --engine llvm")
-    if cpu_port == arguments.drop_port:
-        raise DaemonError("the CPU port and the drop port are the same")
-    if arguments.device_id < 0 or arguments.device_id >= 1 << 64:
-        raise DaemonError("the device id must fit 64 bits")
-    if arguments.p4info is not None and arguments.program is None:
-        raise DaemonError("--p4info needs --program")
-    if arguments.tls is not None:
-        if arguments.tls_cert or arguments.tls_key or arguments.tls_ca:
-            raise DaemonError(
-                "--tls names a folder of all three files that --tls-... name one by one"
-            )
-        try:
-            files = TlsFiles.of_folder(arguments.tls)
-        except TlsError as error:
-            raise DaemonError(f"--tls {error}") from error
-        arguments.tls_cert, arguments.tls_key = str(files.cert), str(files.key)
-        arguments.tls_ca = str(files.ca)
-    if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise DaemonError("--tls-cert and --tls-key go together")
-    if arguments.tls_ca is not None and arguments.tls_cert is None:
-        raise DaemonError("--tls-ca needs --tls-cert and --tls-key")
-    if arguments.tls_ca is None and not arguments.insecure and not is_loopback(host):
-        raise DaemonError(
-            f"P4Runtime on {host} would be open to everybody: give --tls DIR (kvcast certs init "
-            "makes it), or --tls-cert, --tls-key and --tls-ca, or --insecure"
-        )
-    options = DaemonOptions(
-        grpc_host=host,
-        grpc_port=port,
-        device_id=arguments.device_id,
-        ports=ports,
-        cpu_port=cpu_port,
-        drop_port=arguments.drop_port,
-        strict=arguments.strict,
-        program=_path(arguments.program),
-        p4info=_path(arguments.p4info),
-        engine=arguments.engine,
-        loss=arguments.loss,
-        seed=arguments.seed,
-        port_rate_bits_per_s=arguments.port_rate,
-        port_quantum_s=arguments.port_quantum,
-        queue_depth=arguments.queue_depth,
-        stats_json=_path(arguments.stats_json),
-        tls_cert=_path(arguments.tls_cert),
-        tls_key=_path(arguments.tls_key),
-        tls_ca=_path(arguments.tls_ca),
-        insecure=arguments.insecure,
-    )
-    try:
-        port_options(options)
-    except PortError as error:
-        raise DaemonError(str(error)) from error
-    return options
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
-def port_options(options: DaemonOptions) -> PortOptions:
-    """What all ports have in common; PortError for values out of range."""
-    return PortOptions(
-        queue_depth=options.queue_depth,
-        loss=options.loss,
-        seed=options.seed,
-        rate_bits_per_s=options.port_rate_bits_per_s,
-        quantum_s=options.port_quantum_s,
-    )
 
 
 def _compiled(*, cpu_port: int | None, drop_port: int, seed: int) -> CompiledSwitch:
@@ -453,8 +184,7 @@ class Daemon:
 
     @property
     def grpc_address(self) -> str:
-        host = self.options.grpc_host
-        return f"[{host}]:{self.grpc_port}" if ":" in host else f"{host}:{self.grpc_port}"
+        return format_host_port((self.options.grpc_host, self.grpc_port))
 
     def facts(self) -> dict[str, Any]:
         """What the ready line says."""
@@ -527,8 +257,7 @@ class Daemon:
 
     def _listen(self) -> int:
         options = self.options
-        host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
-        address = f"{host}:{options.grpc_port}"
+        address = format_host_port(options.grpc_addr)
         if options.tls_cert is None:
             port = self.server.add_insecure_port(address)
         else:
@@ -600,19 +329,16 @@ def bmv2_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str], translation: bmv2_flags.Translation | None) -> int:
-    parser = build_parser()
-    arguments = parse_with_config(parser, words)
-    try:
-        options = options_from(arguments)
-    except DaemonError as error:
-        parser.error(str(error))
-    setup_logging(arguments.log_level, arguments.log_format)
+    options = parse(words)
+    setup_logging(options.log_level, options.log_format)
     if translation is not None:
         if translation.log_file is not None:
             try:
                 handler = logging.FileHandler(translation.log_file)
             except OSError as error:
-                parser.error(f"--log-file {translation.log_file}: {error.strerror}")
+                reason = f"--log-file {translation.log_file}: {error.strerror}"
+                print(f"kvcast-simple-switch-grpc: error: {reason}", file=sys.stderr)
+                return 2
             handler.setFormatter(logging.getLogger().handlers[0].formatter)
             logging.getLogger().addHandler(handler)
         if translation.ignored:

@@ -53,7 +53,7 @@ class Part:
     """A named child process whose command can be run again after it died.
 
     `log_path` receives both of its output streams. `ready` is the ready line (contract of
-    kvcast.service.options.announce_ready), or {} for a program that prints none.
+    kvcast.service.readiness.announce_ready), or {} for a program that prints none.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The star: one switch and N inference nodes, as data (DESIGN §2, `topologies/`).
+"""The star: one switch and N inference nodes, as data.
 
-Owns: the conventions that tie a node's name, addresses and switch port together, the file form of
-a star and its graph. Must not know: how a star is run; processes.py, namespaces.py and
-mininet_bmv2.py each run the same description.
+Owns: the conventions that tie a node's name, addresses and switch port together, and the file form
+of a star. Must not know: how a star is run; processes.py, namespaces.py and mininet_bmv2.py each
+run the same description.
 
 Conventions: node i (from 1) is "node-i", 10.77.0.i, 02:6b:76:00:00:ii, on switch port i. A file
 may name its nodes as it likes, as long as every address and port is unique.
@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
+from kvcast.protocol.messages.ethernet import format_mac, parse_mac
+from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
 
 MAX_HOSTS = 32
 """The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
-
-KVCAST_UDP_PORT = 19286
-"""Where READ and DATA are addressed to; kvcast.protocol.messages.wire states it, a test
-compares."""
-
-_NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MAC = re.compile(r"(?:[0-9a-f]{2}:){5}[0-9a-f]{2}")
 
 
 class TopologyError(ValueError):
@@ -44,16 +38,16 @@ class Host:
     ip: str
     mac: str
     switch_port: int
-    udp_port: int = KVCAST_UDP_PORT
+    udp_port: int = UDP_PORT
 
     def __post_init__(self) -> None:
-        if not _NODE_ID.fullmatch(self.node_id):
-            raise TopologyError(f"node id {self.node_id!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+        if not is_node_id(self.node_id):
+            raise TopologyError(f"node id {self.node_id!r}: {NODE_ID_RULE}")
         try:
             ipaddress.IPv4Address(self.ip)
         except ValueError as error:
             raise TopologyError(f"{self.node_id}: ip {self.ip!r}: {error}") from error
-        if not _MAC.fullmatch(self.mac):
+        if not _is_mac(self.mac):
             raise TopologyError(f"{self.node_id}: mac {self.mac!r} is not like 02:6b:76:00:00:01")
         if not 1 <= self.switch_port <= MAX_HOSTS:
             raise TopologyError(
@@ -141,24 +135,19 @@ class Star:
             "hosts": [asdict(host) for host in self.hosts],
         }
 
-    def graph(self) -> nx.Graph:
-        """The star as a networkx graph: node "switch" and one node a host.
-
-        Host nodes carry `host` (the Host), edges carry `port` (the switch's port number).
-        """
-        graph = nx.Graph(name=self.name)
-        graph.add_node("switch", kind="switch", device_id=self.device_id)
-        for host in self.hosts:
-            graph.add_node(host.node_id, kind="host", host=host)
-            graph.add_edge("switch", host.node_id, port=host.switch_port)
-        return graph
-
     def host(self, node_id: str) -> Host:
         """The host of that name; TopologyError if there is none."""
         for host in self.hosts:
             if host.node_id == node_id:
                 return host
         raise TopologyError(f"no node {node_id!r} in {self.name}")
+
+
+def _is_mac(text: str) -> bool:
+    try:
+        return format_mac(parse_mac(text)) == text
+    except ValueError:
+        return False
 
 
 def _host(number: int, item: Any) -> Host:
@@ -180,5 +169,5 @@ def _host(number: int, item: Any) -> Host:
         ip=item["ip"],
         mac=item["mac"].lower(),
         switch_port=item["switch_port"],
-        udp_port=item.get("udp_port", KVCAST_UDP_PORT),
+        udp_port=item.get("udp_port", UDP_PORT),
     )

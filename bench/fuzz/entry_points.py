@@ -62,10 +62,12 @@ from kvcast.protocol.messages.control import (
 )
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.service import http
 from kvcast.switchsim.p4runtime import entities as p4runtime_entities
 from kvcast.switchsim.p4runtime import service as p4runtime
 from kvcast.switchsim.p4runtime import tables as p4runtime_tables
 from kvcast.switchsim.p4runtime import values as p4runtime_values
+from prometheus_client.metrics_core import Metric
 
 SLAB: Final = 64 * 1024
 SLABS: Final = 32
@@ -422,8 +424,8 @@ class _Service:
     def decisions(self) -> list[dict[str, Any]]:
         return []
 
-    def metrics(self) -> bytes:
-        return b""
+    def metrics(self) -> list[Metric]:
+        return []
 
     def derived(self, block: BlockId) -> BlockId:
         return block
@@ -509,7 +511,7 @@ async def _no_sleep(_seconds: float) -> None:
     pass
 
 
-register(Target("http", "the controller's HTTP API", HttpHarness, (http_api,)))
+register(Target("http", "the controller's HTTP API", HttpHarness, (http_api, http)))
 
 
 # --- P4Runtime ------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ import msgspec
 from kvcast.bench.fuzz.engine import Harness, Target
 from kvcast.bench.fuzz.shapes import framed, spoil_bytes, spoil_json, spoil_stream
 from kvcast.bench.hostile_bytes import encapsulation, seed_datagrams
-from kvcast.controller import daemon as controller_daemon
+from kvcast.controller import flags as controller_flags
 from kvcast.controller.http import tokens
-from kvcast.hostagent import daemon as agent_daemon
+from kvcast.hostagent import flags as agent_flags
 from kvcast.p4 import artefact
 from kvcast.protocol.messages import bulk, control, ethernet, framing, local, wire
-from kvcast.service import options as service
-from kvcast.switchsim import daemon as switch_daemon
+from kvcast.service import options, values
+from kvcast.switchsim import flags as switch_flags
 from kvcast.switchsim import loader
 from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.ir import ProgramError
@@ -390,20 +390,12 @@ _CONFIGS: Final = (
 def _read_config(path: Path) -> None:
     words = [f"--config={path}"]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        for parse in (
-            controller_daemon.parse,
-            agent_daemon.parse,
-            lambda argv: switch_daemon.options_from(
-                service.parse_with_config(switch_daemon.build_parser(), argv)
-            ),
-        ):
+        for parse in (controller_flags.parse, agent_flags.parse, switch_flags.parse):
             try:
                 parse(words)
             except SystemExit as error:
                 if error.code not in (0, 2):
                     raise
-            except switch_daemon.DaemonError:
-                pass
 
 
 def _spoil_config(data: bytes, rng: random.Random) -> bytes:
@@ -431,7 +423,7 @@ register(
         "config",
         "configuration files of the three daemons",
         _config_harness,
-        (service, controller_daemon, agent_daemon, switch_daemon),
+        (options, values, controller_flags, agent_flags, switch_flags),
     )
 )
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from kvcast.bench.hostile_bytes import BLOCK_BYTES
 from kvcast.hostagent.client import Client, KvcastError, PutError
-from kvcast.service.options import announce_ready
+from kvcast.service.readiness import announce_ready
 from kvcast.workloads import content
 
 _PUT_BLOCKS = 4

@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import re
 from dataclasses import dataclass
 
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, NodeInfo, Register
+from kvcast.protocol.messages.ethernet import unicast_mac
 
 MAX_LIVE_NODES = 32
 """The switch program's port bitmap is 32 bits wide."""
 MAX_KNOWN_NODES = 64
 """Live and dead; beyond it the node that is dead for longest is forgotten."""
 MAX_PORT = 32
-
-_MAC = re.compile(r"^[0-9a-f]{2}(:[0-9a-f]{2}){5}$")
 
 
 class RegistrationError(ValueError):
@@ -98,9 +96,10 @@ def checked_address(message: Register) -> Address:
         raise RegistrationError(f"ip {message.ip!r} is not an IPv4 address") from None
     if ip.is_multicast or ip.is_unspecified or ip == ipaddress.IPv4Address("255.255.255.255"):
         raise RegistrationError(f"ip {ip} is not a host's address")
-    mac = message.mac.lower()
-    if not _MAC.match(mac) or int(mac[:2], 16) & 1 or mac == "00:00:00:00:00:00":
-        raise RegistrationError(f"mac {message.mac!r} is not a host's address")
+    try:
+        mac = unicast_mac(message.mac)
+    except ValueError:
+        raise RegistrationError(f"mac {message.mac!r} is not a host's address") from None
     if not 1 <= message.switch_port <= MAX_PORT:
         raise RegistrationError(f"switch port {message.switch_port} is outside 1..{MAX_PORT}")
     if not message.udp_port:

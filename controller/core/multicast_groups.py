@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvcast.protocol.bounded_map import BoundedMap
+
 RECURS = 2
 """Sightings that make a set worth a group."""
 
@@ -18,9 +20,8 @@ class PortSets:
 
     def __init__(self, capacity: int = 64, watched: int = 512) -> None:
         self._capacity = capacity
-        self._watched_limit = watched
         self._places: OrderedDict[int, int] = OrderedDict()
-        self._watched: OrderedDict[int, int] = OrderedDict()
+        self._watched: BoundedMap[int, int] = BoundedMap(watched)
         self.displaced = 0
         """Sets that lost their group to another."""
 
@@ -46,8 +47,6 @@ class PortSets:
             self._place(bits)
             return
         self._watched[bits] = count
-        if len(self._watched) > self._watched_limit:
-            self._watched.popitem(last=False)
 
     def _place(self, bits: int) -> None:
         if len(self._places) >= self._capacity:

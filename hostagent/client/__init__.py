@@ -1,17 +1,40 @@
-"""The client library: how an engine on a node talks to the node's agent."""
+"""The client library: how an engine on a node talks to the node's agent.
 
-from kvcast.hostagent.client.client import (
+Owns: `Client` (blocking) and `AsyncClient` (asyncio), two drivers of one `conversation`, and what
+they raise and return. Must not know: anything of the agent but the local API
+(`kvcast.protocol.messages.local`). It imports no engine, and besides the standard library nothing
+but msgspec and xxhash; a block is a `memoryview`, which numpy and torch take without copying
+(``numpy.frombuffer(block.data, dtype)``).
+
+A first example::
+
+    from kvcast.hostagent.client import Client
+
+    with Client("/run/kvcast/agent.sock") as pool:
+        ns = pool.namespace(tenant="acme", model="m", version="1", layout="bf16/16")
+        pool.put(ns, {key: kv_bytes})              # key: 16 bytes, from the engine's block hash
+        for block in pool.get(ns, [key], deadline_s=0.5):
+            if block is None:
+                ...                                # a miss: compute it
+            else:
+                with block:                        # pinned until released
+                    engine_memory[:] = block.data
+
+Keys are 16 bytes, sizes are bytes, times are seconds unless the name says otherwise. A key names
+one content for ever: put the same key twice, and the first copy stays.
+"""
+
+from kvcast.hostagent.client.asynchronous import AsyncClient
+from kvcast.hostagent.client.blocking import Client
+from kvcast.hostagent.client.blocks import Block, Outcome
+from kvcast.hostagent.client.errors import (
     AgentGoneError,
     AgentRejectedError,
-    AsyncClient,
-    Block,
     BusyError,
-    Client,
     ForbiddenError,
     InvalidRequestError,
     KvcastError,
     NoRoomError,
-    Outcome,
     PutError,
     QuotaError,
     ReleasedError,

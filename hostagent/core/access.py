@@ -10,7 +10,6 @@ tenants' namespaces and no others. Who is let in by several rules has what all o
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import socket
@@ -18,6 +17,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from kvcast.service.values import TextError
 
 _UCRED: Final = struct.Struct("3i")
 _SO_PEERGROUPS: Final = 59  # asm-generic/socket.h; Python's socket module does not name it
@@ -91,11 +92,11 @@ def tenants_of(rules: AccessRules, peer: Peer) -> Tenants:
 
 
 def parse_rule(text: str) -> tuple[int, Tenants]:
-    """ "1001" or "1001=acme,globex" as a number and tenants, for argparse."""
+    """ "1001" or "1001=acme,globex" as a number and tenants; TextError otherwise."""
     number, equals, names = text.partition("=")
     tenants = frozenset(name.strip() for name in names.split(",")) if equals else ALL_TENANTS
     if not number.isascii() or not number.isdigit() or int(number) >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NUMBER or NUMBER=TENANT,…")
+        raise TextError(f"{text!r} is not NUMBER or NUMBER=TENANT,…")
     if tenants is not ALL_TENANTS and "" in tenants:
-        raise argparse.ArgumentTypeError(f"{text!r} names no tenant behind the = or a comma")
+        raise TextError(f"{text!r} names no tenant behind the = or a comma")
     return int(number), tenants

@@ -383,7 +383,14 @@ class AgentCore:
     # --- reports ------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, float]:
-        """All numbers by name: totals since the start, and present values."""
+        """All numbers by name: `values`, and the histograms' samples."""
+        values = self.values()
+        for name, histogram in self.metrics.histograms().items():
+            values |= histogram.samples(name)
+        return values
+
+    def values(self) -> dict[str, float]:
+        """Totals since the start, and present values, by name."""
         values = self.metrics.snapshot()
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (

@@ -1,51 +1,89 @@
-"""The agent's numbers: what it counts, by which names, and the histogram of fetch times.
+"""The agent's numbers: what it counts, by which names, and its histograms.
 
-Owns: the counters' names, which `Stats`, `Renew.counters` and the Prometheus endpoint all use.
-Must not know: who counts when. Names that end in `_total` only grow while the agent lives.
+Owns: the names, which `Stats`, `Renew.counters` and the Prometheus endpoint all use. Must not know:
+who counts when. Names that end in `_total` only grow while the agent lives. A histogram is reported
+by Prometheus' own sample names (`fetch_seconds_bucket{le="0.001"}`, `_sum`, `_count`), buckets
+counting all that is below them: so that adding several agents' numbers, name by name, adds their
+histograms, of which `quantile` then tells the pool's. Quantiles themselves cannot be added.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Final
 
 from kvcast.protocol.requester import MissReason
 
-_BUCKETS_PER_OCTAVE: Final = 8
-_OCTAVES: Final = 40
+FETCH_BOUNDS_S: Final = (
+    *(50e-6, 100e-6, 250e-6, 500e-6),
+    *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
+    *(1.0, 2.5, 5.0, 10.0),
+)
+"""50 us (a fetch of one frame on a fast network) to 10 s (beyond the deadline of most gets)."""
 
 
-class LogHistogram:
-    """Counts of durations in buckets an eighth of an octave wide (9 %), from 1 us to 12 days."""
+class Histogram:
+    """Counts of observations by the bound that they are at most, and their sum."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum_s = 0.0
-        self.max_s = 0.0
-        self._counts = [0] * (_OCTAVES * _BUCKETS_PER_OCTAVE)
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = [*bounds, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self.sum = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count one duration."""
-        self.count += 1
-        self.sum_s += seconds
-        self.max_s = max(self.max_s, seconds)
-        micros = max(1, int(seconds * 1e6))
-        octave = micros.bit_length() - 1
-        fraction = (micros << 3 >> octave) & (_BUCKETS_PER_OCTAVE - 1)
-        index = octave * _BUCKETS_PER_OCTAVE + fraction
-        self._counts[min(index, len(self._counts) - 1)] += 1
+    def add(self, value: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
 
-    def quantile_s(self, q: float) -> float:
-        """The upper edge of the bucket that holds the q-quantile, in seconds; 0 while empty."""
-        rank = q * self.count
-        seen = 0
-        for index, count in enumerate(self._counts):
-            seen += count
-            if count and seen >= rank:
-                octave, fraction = divmod(index, _BUCKETS_PER_OCTAVE)
-                edge = (1 << octave) * (1 + (fraction + 1) / _BUCKETS_PER_OCTAVE) / 1e6
-                return min(edge, self.max_s)
-        return 0.0
+    def buckets(self) -> list[tuple[str, float]]:
+        """(bound as Prometheus writes it, observations up to there); the last one is all."""
+        bounds = ["+Inf" if math.isinf(bound) else str(bound) for bound in self._bounds]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Prometheus' samples of a histogram of that name."""
+        buckets = self.buckets()
+        return {
+            **{f'{name}_bucket{{le="{bound}"}}': count for bound, count in buckets},
+            f"{name}_sum": self.sum,
+            f"{name}_count": buckets[-1][1],
+        }
+
+
+def added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Several agents' totals and histograms as one's; present values are left out."""
+    sums: dict[str, float] = {}
+    for report in reports:
+        for name, value in report.items():
+            if name.endswith(("_total", "_sum", "_count", "}")):
+                sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def quantile(samples: Mapping[str, float], name: str, q: float) -> float | None:
+    """The q-quantile of the histogram of that name, as Prometheus' histogram_quantile has it:
+    linear within a bucket, the last finite bound beyond it; None of an empty or absent one."""
+    start = f'{name}_bucket{{le="'
+    buckets = sorted(
+        (float(key[len(start) : -2]), count)
+        for key, count in samples.items()
+        if key.startswith(start)
+    )
+    if not buckets or not buckets[-1][1]:
+        return None
+    rank = q * buckets[-1][1]
+    below_bound, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                break
+            return below_bound + (bound - below_bound) * max(0.0, rank - below) / (count - below)
+        below_bound, below = bound, count
+    return below_bound
 
 
 @dataclass(slots=True)
@@ -142,7 +180,8 @@ class Metrics:
     credits_total: int = 0
     keeps_total: int = 0
     keeps_failed_total: int = 0
-    fetch_time: LogHistogram = field(default_factory=LogHistogram)
+    fetch_time: Histogram = field(default_factory=lambda: Histogram(FETCH_BOUNDS_S))
+    """Seconds from a fetch's beginning to its block; what ended without one is not in it."""
     misses: dict[str, int] = field(default_factory=lambda: {r.value: 0 for r in MissReason})
     """Gets that ended without a block, by `MissReason` value; `misses_<reason>_total`."""
 
@@ -156,7 +195,7 @@ class Metrics:
         self.misses[reason] += 1
 
     def snapshot(self) -> dict[str, float]:
-        """All values by name."""
+        """All values by name, without the histograms."""
         values: dict[str, float] = {
             item.name: float(getattr(self, item.name))
             for item in fields(self)
@@ -164,9 +203,8 @@ class Metrics:
         }
         values.update({f"misses_{why}_total": float(n) for why, n in self.misses.items()})
         values["misses_total"] = float(sum(self.misses.values()))
-        values["fetch_ms_count"] = float(self.fetch_time.count)
-        values["fetch_ms_sum"] = self.fetch_time.sum_s * 1e3
-        values["fetch_ms_p50"] = self.fetch_time.quantile_s(0.5) * 1e3
-        values["fetch_ms_p99"] = self.fetch_time.quantile_s(0.99) * 1e3
-        values["fetch_ms_max"] = self.fetch_time.max_s * 1e3
         return values
+
+    def histograms(self) -> dict[str, Histogram]:
+        """All histograms by name."""
+        return {"fetch_seconds": self.fetch_time}

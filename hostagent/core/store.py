@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvcast.hostagent.core.arena import Allocator
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId
 
 RESERVED: Final = 0
@@ -152,7 +153,7 @@ class Store:
         """Those in which nothing is stuck, and something can be evicted."""
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
-        self._evicted: OrderedDict[BlockId, int] = OrderedDict()
+        self._evicted: BoundedMap[BlockId, int] = BoundedMap(MAX_EVICTED_KNOWN)
         self._generation = 0
         self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
 
@@ -358,9 +359,6 @@ class Store:
         self.counters.evicted_bytes += copy.reserved_bytes
         if copy.home:
             self._evicted[copy.block] = copy.digest
-            self._evicted.move_to_end(copy.block)
-            if len(self._evicted) > MAX_EVICTED_KNOWN:
-                self._evicted.popitem(last=False)
         self._remove(copy)
 
     def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
+from kvcast.protocol.node_ids import NODE_ID_PATTERN
 from msgspec import Meta, Struct
 
 CONTROL_PROTOCOL_VERSION = 1
@@ -25,7 +26,7 @@ U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U64 = Annotated[int, Meta(ge=0)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
-NodeId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+NodeId = Annotated[str, Meta(max_length=64, pattern=rf"\A{NODE_ID_PATTERN}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 
 

@@ -10,6 +10,7 @@ checksum 0 (RFC 768: none), as the switch writes them too.
 
 from __future__ import annotations
 
+import re
 import struct
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final, NamedTuple
@@ -39,6 +40,7 @@ _DONT_FRAGMENT: Final = 0x4000
 _FRAGMENT_BITS: Final = 0x3FFF  # more-fragments and offset
 _TTL: Final = 64
 _unpack = _FRAME.unpack_from
+_MAC: Final = re.compile(r"[0-9A-Fa-f]{2}(:[0-9A-Fa-f]{2}){5}")
 
 
 class Endpoint(NamedTuple):
@@ -59,13 +61,17 @@ class Datagram(NamedTuple):
 
 def parse_mac(text: str) -> bytes:
     """ "02:6b:76:00:00:01" as 6 bytes; ValueError if it is no MAC address."""
-    parts = text.split(":")
-    if len(parts) != 6 or any(len(part) != 2 for part in parts):
+    if _MAC.fullmatch(text) is None:
         raise ValueError(f"{text!r} is no MAC address (six pairs of hexadecimal digits)")
-    try:
-        return bytes.fromhex("".join(parts))
-    except ValueError:
-        raise ValueError(f"{text!r} is no MAC address (six pairs of hexadecimal digits)") from None
+    return bytes.fromhex(text.replace(":", ""))
+
+
+def unicast_mac(text: str) -> str:
+    """The MAC address of one host, in lower case; ValueError if it is not one host's."""
+    mac = parse_mac(text)
+    if mac[0] & 1 or not any(mac):
+        raise ValueError(f"{text!r} is not a unicast MAC address")
+    return format_mac(mac)
 
 
 def format_mac(mac: bytes) -> str:

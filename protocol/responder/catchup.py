@@ -23,11 +23,11 @@ waited for any more for a while: the ones behind read too slowly, or follow at a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import BlockId
 
 _MARGIN: Final = 1.25
@@ -76,7 +76,9 @@ class CatchUp:
         """The same for those whose READs do not."""
         self._sent_at = -inf  # the last answer
         self._pause_s = 0.0  # smoothed, from an answer to the next READ that is not behind
-        self._asked: OrderedDict[tuple[BlockId, int], tuple[float, int]] = OrderedDict()
+        self._asked: BoundedMap[tuple[BlockId, int], tuple[float, int]] = BoundedMap(
+            config.max_segments
+        )
         self._distance_s = 0.0  # longest in this period
         self._behind = 0  # READs in this period
         self._readers_behind: set[int] = set()
@@ -99,9 +101,8 @@ class CatchUp:
         distance_s = now - asked_at
         if first == reader or distance_s > config.max_hold_s:
             asked[block, segment] = (now, reader)
-            asked.move_to_end((block, segment))
             oldest = now - config.max_hold_s
-            while len(asked) > config.max_segments or next(iter(asked.values()))[0] < oldest:
+            while next(iter(asked.values()))[0] < oldest:
                 asked.popitem(last=False)
             self._before += 1
             pause_s = now - self._sent_at

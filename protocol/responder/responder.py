@@ -24,11 +24,12 @@ thus marked are answered together, whoever sent them, until the answer is out.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
     CHUNKS_PER_SEGMENT,
@@ -248,7 +249,7 @@ class Responder:
         self._gathering: list[tuple[float, int, int, _Job]] = []  # until, sequence, reader, job
         self._sequence = 0
         self._bypassed = 0  # how often in a row the first of the turns has waited
-        self._heat: OrderedDict[BlockId, _Heat] = OrderedDict()
+        self._heat: BoundedMap[BlockId, _Heat] = BoundedMap(config.heat_blocks)
         self._catch_up = CatchUp(config.catch_up)
 
     def receive(self, now: float, reader: int, frame: Frame) -> None:
@@ -341,7 +342,7 @@ class Responder:
         """The `limit` most-read blocks since the last call, most-read first; counting starts
         anew."""
         hottest = heapq.nlargest(limit, self._heat.items(), key=lambda item: item[1].reads)
-        self._heat = OrderedDict()
+        self._heat.clear()
         return [
             BlockHeat(block, heat.reads, heat.readers.bit_count(), heat.size, heat.digest)
             for block, heat in hottest
@@ -493,13 +494,7 @@ class Responder:
         self._replies.append((reader, miss))
 
     def _note_heat(self, reader: int, block: BlockId, size: int, digest: int) -> None:
-        heat = self._heat.get(block)
-        if heat is None:
-            if len(self._heat) >= self.config.heat_blocks:
-                self._heat.popitem(last=False)
-            heat = self._heat[block] = _Heat()
-        else:
-            self._heat.move_to_end(block)
+        heat = self._heat[block] = self._heat.get(block) or _Heat()
         heat.reads += 1
         heat.readers |= 1 << reader
         heat.size = size

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, ip_of, key_of, mac_of, until
 from kvcast.hostagent.client import AsyncClient, Client
-from kvcast.hostagent.daemon import options_of, parse
+from kvcast.hostagent.flags import options_of, parse
 
 
 def command(

@@ -34,14 +34,16 @@ from conftest import (
 )
 from finsy import P4TableAction, P4TableEntry, P4TableMatch
 from finsy.proto import p4r, p4r_grpc
-from kvcast.switchsim.daemon import DaemonError, DaemonOptions, build_parser, main, options_from
+from kvcast.service.options import OptionsError, parse_options
+from kvcast.switchsim.daemon import main
+from kvcast.switchsim.flags import DaemonOptions, settled
 from own_address import own_address, own_port
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 
 def parse(*arguments: str) -> DaemonOptions:
-    return options_from(build_parser().parse_args(arguments))
+    return settled(parse_options(DaemonOptions, arguments))
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def test_the_contracts_flags_are_understood() -> None:
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], reason: str) -> None:
-    with pytest.raises(DaemonError, match=reason):
+    with pytest.raises(OptionsError, match=reason):
         parse(*arguments)
 
 

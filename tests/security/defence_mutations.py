@@ -780,7 +780,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             "kvcast.workloads.generators.WorkloadError",
             KeyError,
         ),
-        _nameless("kvcast.service.options.parse_with_config", "builtins.SystemExit", KeyError),
+        _nameless("kvcast.switchsim.flags.parse", "builtins.SystemExit", KeyError),
     )
 
 
@@ -800,15 +800,20 @@ def _offences_not_counted() -> AbstractContextManager[object]:
 
 @mutation(
     "no client of the HTTP API has a rate",
-    {REQUESTS: ["test_a_client_beyond_its_rate_is_told_when_to_come_back"]},
+    {
+        REQUESTS: [
+            "test_a_client_beyond_its_rate_is_told_when_to_come_back",
+            "test_the_agents_server_has_the_bounds_of_all_our_servers",
+        ]
+    },
 )
 def _no_rate() -> AbstractContextManager[object]:
-    return replaced("kvcast.controller.http.limits.RateLimit.wait_s", lambda *_: 0.0)
+    return replaced("kvcast.service.http_limits.RateLimit.wait_s", lambda *_: 0.0)
 
 
 @mutation("a body may be of any length", {REQUESTS: ["test_a_body_beyond_the_bound_is_refused"]})
 def _endless_bodies() -> AbstractContextManager[object]:
-    return replaced("kvcast.controller.http.api.MAX_BODY_BYTES", 1 << 30)
+    return replaced("kvcast.service.http.MAX_BODY_BYTES", 1 << 30)
 
 
 @mutation(
@@ -816,7 +821,7 @@ def _endless_bodies() -> AbstractContextManager[object]:
     {REQUESTS: ["test_a_connection_that_asks_for_nothing_is_closed"]},
 )
 def _silent_connections() -> AbstractContextManager[object]:
-    return replaced("kvcast.controller.http.api.HttpApi._must_speak", nothing)
+    return replaced("kvcast.service.http.HttpServer._must_speak", nothing)
 
 
 @p4_mutation(
@@ -1024,7 +1029,7 @@ def _resumption() -> AbstractContextManager[object]:
     line="slept",
 )
 def _free_guesses() -> AbstractContextManager[object]:
-    return replaced("kvcast.controller.http.limits.Failures.failed", lambda *_: 0.0)
+    return replaced("kvcast.service.http_limits.Failures.failed", lambda *_: 0.0)
 
 
 @mutation(
@@ -1094,8 +1099,8 @@ OTHER_USERS = "lets another user of the node"
 )
 def _open_addresses() -> AbstractContextManager[object]:
     return all_of(
-        replaced("kvcast.hostagent.daemon.refuse_open_addresses", nothing),
-        replaced("kvcast.controller.daemon.refuse_open_addresses", nothing),
+        replaced("kvcast.hostagent.flags.refuse_open_addresses", nothing),
+        replaced("kvcast.controller.flags.refuse_open_addresses", nothing),
     )
 
 

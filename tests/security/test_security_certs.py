@@ -13,11 +13,12 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from kvcast.cli import certs
-from kvcast.controller import daemon as controller
-from kvcast.hostagent import daemon as hostagent
+from kvcast.controller import flags as controller
+from kvcast.hostagent import flags as hostagent
 from kvcast.service.authority import read_certificate, read_part
+from kvcast.service.options import OptionsError, parse_options
 from kvcast.service.tls import Credentials
-from kvcast.switchsim import daemon as switchsim
+from kvcast.switchsim import flags as switchsim
 
 INIT = ["--controller", "10.0.0.1", "--node", "node-1=10.0.0.11", "--node", "node-2"]
 
@@ -157,7 +158,7 @@ def test_a_controller_does_not_leave_loopback_without_tls(
     controller.parse([address, "--insecure"])
     folder = _make(tmp_path / "certs")
     options = controller.parse([address, f"--tls={folder}/controller"])
-    assert controller.authenticates(options)
+    assert options.authenticates
     assert (options.switch_credentials is not None) == address.startswith("--switch=")
     with pytest.raises(SystemExit):
         controller.parse(["--switch=10.0.0.1:1", f"--tls={folder}/controller", "--no-switch-tls"])
@@ -165,18 +166,18 @@ def test_a_controller_does_not_leave_loopback_without_tls(
 
 def test_on_loopback_nothing_is_asked_for() -> None:
     assert hostagent.options_of(hostagent.parse(_AGENT)).credentials is None
-    assert not controller.authenticates(controller.parse([]))
+    assert not controller.parse([]).authenticates
 
 
 def test_the_switch_takes_a_folder_of_certificates(tmp_path: Path) -> None:
     folder = _make(tmp_path / "certs")
 
     def parse(*words: str) -> switchsim.DaemonOptions:
-        return switchsim.options_from(switchsim.build_parser().parse_args(words))
+        return switchsim.settled(parse_options(switchsim.DaemonOptions, words))
 
     options = parse("--grpc-addr=0.0.0.0:0", f"--tls={folder}/switch")
     assert options.tls_ca == folder / "switch" / "ca.pem"
-    with pytest.raises(switchsim.DaemonError, match="kvcast certs init"):
+    with pytest.raises(OptionsError, match="kvcast certs init"):
         parse("--grpc-addr=0.0.0.0:0", "--tls=/nonexistent")
-    with pytest.raises(switchsim.DaemonError, match="one by one"):
+    with pytest.raises(OptionsError, match="one by one"):
         parse(f"--tls={folder}/switch", "--tls-ca=x")

@@ -19,9 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvcast.cli import tokens as tokens_command
-from kvcast.controller.http import api as http_api
 from kvcast.controller.http.api import HttpApi, HttpOptions
-from kvcast.controller.http.limits import FREE_FAILURES, MAX_CLIENTS, Failures, RateLimit, client_of
 from kvcast.controller.http.tokens import (
     OPERATOR,
     VIEWER,
@@ -34,7 +32,10 @@ from kvcast.controller.http.tokens import (
     write,
 )
 from kvcast.protocol.messages.wire import BlockId
+from kvcast.service import http
+from kvcast.service.http_limits import FREE_FAILURES, MAX_CLIENTS, Failures, RateLimit, client_of
 from kvcast.service.tls import Credentials
+from prometheus_client.metrics_core import Metric
 from security_harness import Certificates, hang_up, is_closed, until
 
 pytest_plugins = ["security_fixtures"]
@@ -55,8 +56,8 @@ class FakeService:
     def decisions(self) -> list[dict[str, Any]]:
         return []
 
-    def metrics(self) -> bytes:
-        return b"x 1\n"
+    def metrics(self) -> list[Metric]:
+        return []
 
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
         self.pinned.append(block)
@@ -234,7 +235,7 @@ async def test_a_body_beyond_the_bound_is_refused() -> None:
 async def test_a_connection_that_asks_for_nothing_is_closed(
     said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_api, "FIRST_REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http, "FIRST_REQUEST_TIMEOUT_S", 0.2)
     async with Api(HttpOptions()).running() as api:
         host, port = api.url.removeprefix("http://").split(":")
         reader, silent = await asyncio.open_connection(host, int(port))

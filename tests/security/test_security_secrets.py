@@ -27,7 +27,7 @@ from kvcast.controller.http.tokens import (
 )
 from kvcast.hostagent.agent import Options
 from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSecret, NamespaceSecrets
-from kvcast.service.options import JsonFormatter, TextFormatter
+from kvcast.service.logs import JsonFormatter, TextFormatter
 from kvcast.service.tls import Credentials
 from security_harness import Certificates, calling, register
 from test_security_http import Api

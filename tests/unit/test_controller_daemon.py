@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from kvcast.controller.core.tiers import AdmitMode
-from kvcast.controller.daemon import build_parser, main, pool_options
+from kvcast.controller.daemon import main
+from kvcast.controller.flags import ControllerFlags, pool_options
+from kvcast.service.options import parse_options
 
 
 def test_defaults_suit_the_software_switch() -> None:
-    options = pool_options(build_parser().parse_args([]))
+    options = pool_options(ControllerFlags())
     assert options.settings.enabled
     assert options.settings.lease_ticks == 62500  # 4 s of 64 µs
     assert options.settings.heat_threshold == 3
@@ -25,12 +27,12 @@ def test_defaults_suit_the_software_switch() -> None:
 
 
 def test_bmv2_wants_padded_reads() -> None:
-    options = pool_options(build_parser().parse_args(["--target=bmv2"]))
+    options = pool_options(parse_options(ControllerFlags, ["--target=bmv2"]))
     assert options.read_padding_bytes == 608
 
 
 def test_plain_disables_the_program() -> None:
-    assert not pool_options(build_parser().parse_args(["--plain"])).settings.enabled
+    assert not pool_options(parse_options(ControllerFlags, ["--plain"])).settings.enabled
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_another_incarnation_is_refused_while_the_first_is_connected() -> None:
         ({"mac": "02:6b:76:00:00"}, "not a host's address"),
         ({"mac": "01:00:5e:00:00:01"}, "not a host's address"),
         ({"mac": "ff:ff:ff:ff:ff:ff"}, "not a host's address"),
+        ({"mac": "02:6b:76:00:00:01\n"}, "not a host's address"),
         ({"switch_port": 0}, "outside 1..32"),
         ({"switch_port": 33}, "outside 1..32"),
         ({"udp_port": 0}, "udp port 0"),

@@ -14,11 +14,12 @@ from kvcast.controller.core.membership import Address
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.reconcile import SwitchState, diff
 from kvcast.controller.core.residency import Resident
-from kvcast.controller.daemon import build_parser, pool_options
+from kvcast.controller.flags import ControllerFlags, pool_options
 from kvcast.controller.switch import connection
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId
+from kvcast.service.options import parse_options
 
 OTHER_PORTS = ",".join(str(port) for port in range(136, 168))
 
@@ -29,7 +30,9 @@ def host(number: int) -> program.Host:
 
 
 def state_on(*flags: str) -> tuple[program.Settings, SwitchState]:
-    settings = pool_options(build_parser().parse_args([*flags, "--router-mac=02:00:00:00:00:fe"]))
+    settings = pool_options(
+        parse_options(ControllerFlags, [*flags, "--router-mac=02:00:00:00:00:fe"])
+    )
     state = program.desired_state(
         settings.settings,
         [host(number) for number in (1, 2, 32)],
@@ -129,6 +132,4 @@ def test_a_lease_is_cut_to_what_the_target_counts() -> None:
 
 def test_the_residents_are_what_the_target_holds() -> None:
     for target, profile in profiles.items():
-        assert pool_options(build_parser().parse_args([f"--target={target}"])).slots == (
-            profile.slots
-        )
+        assert pool_options(ControllerFlags(target=target)).slots == (profile.slots)

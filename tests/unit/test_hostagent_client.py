@@ -1,4 +1,5 @@
-"""The asyncio client against an agent that reads and answers when the test says so.
+"""What only the asyncio client has, cancellation and many calls at once, against an agent that
+reads and answers when the test says so. (What both have: test_hostagent_client_contract.py.)
 
 Oracle: what the agent is sent. Cannot see: a real agent (tests/integration/test_hostagent_pool.py).
 """

@@ -14,6 +14,7 @@ from kvcast.protocol.messages.ethernet import (
     format_mac,
     parse_ip,
     parse_mac,
+    unicast_mac,
     unwrap,
 )
 from kvcast.protocol.messages.wire import MAX_DATAGRAM_BYTES, WireError
@@ -109,3 +110,19 @@ def test_addresses_as_text() -> None:
     for text in ("", "10.77.0", "10.77.0.256", "localhost"):
         with pytest.raises(ValueError, match="no IPv4 address"):
             parse_ip(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "02:6b", "02:6b:76:00:00:01\n", "  :6b:76:00:00:01", "02-6b-76-00-00-01", "0g" * 6]
+)
+def test_what_is_no_mac_address_is_refused(text: str) -> None:
+    for parse in (parse_mac, unicast_mac):
+        with pytest.raises(ValueError, match="no MAC address"):
+            parse(text)
+
+
+def test_a_hosts_mac_address_is_unicast_and_in_lower_case() -> None:
+    assert unicast_mac("02:6B:76:00:00:0A") == "02:6b:76:00:00:0a"
+    for text in ("ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "00:00:00:00:00:00"):
+        with pytest.raises(ValueError, match="not a unicast MAC"):
+            unicast_mac(text)

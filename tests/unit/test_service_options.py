@@ -1,31 +1,76 @@
-"""What all daemons share: flags over a TOML file, log lines, addresses, signals.
+"""Options: one dataclass makes parser, file and checks.
 
-Oracle: argparse's own parse of the same words. Cannot see: any one daemon's options.
+Oracle: written cases, and argparse's own words for what is wrong. Cannot see: any one daemon's
+options.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import logging
-import os
-import signal
+import dataclasses
+import enum
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from kvcast.service import options as service
+from kvcast.service.addresses import parse_host_port
+from kvcast.service.options import (
+    CommonOptions,
+    OptionsError,
+    bare,
+    choice,
+    count,
+    either,
+    many,
+    option,
+    parse_options,
+    read_options,
+    required,
+    seconds,
+)
+from kvcast.service.values import parse_size
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("thing", formatter_class=service.HelpFormatter)
-    parser.add_argument("--grpc-addr", default="127.0.0.1:1")
-    parser.add_argument("--port", action="append", default=[])
-    parser.add_argument("--tick", type=float, default=0.5)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--strict", action=argparse.BooleanOptionalAction, default=True)
-    service.add_common_options(parser)
-    return parser
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """where it listens"""
+
+    grpc_addr: tuple[str, int] = option("address", default=("127.0.0.1", 1), parse=parse_host_port)
+    ports: tuple[str, ...] = many("a port", parse=str, metavar="N=SPEC", flag="port")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """the rest"""
+
+    tick_s: float = option("period, 100% of it", default=0.5, parse=float, unit="s", flag="tick")
+    size: int = option("memory", default=1 << 20, parse=parse_size)
+    wait_s: float = seconds("patience", default=0.0, high=9)
+    tries: int = count("attempts", default=3, unit="tries", low=1)
+    plain: bool = bare("no frills")
+    strict: bool = either("by the book", default=True)
+    auto: bool | None = either("by itself", default=None)
+    colour: Colour = choice("paint", default=Colour.RED, choices=Colour)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thing(Ports, Rest, CommonOptions):
+    """A thing."""
+
+    PROGRAM: ClassVar[str] = "kvcast thing"
+    DESCRIPTION: ClassVar[str] = "Does things."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(Thing):
+    """name"""
+
+    name: str = required("what it is called", parse=str)
 
 
 def _file(tmp_path: Path, text: str) -> str:
@@ -34,109 +79,146 @@ def _file(tmp_path: Path, text: str) -> str:
     return f"--config={path}"
 
 
+def test_without_flags_every_option_has_its_default() -> None:
+    assert parse_options(Thing, []) == Thing()
+
+
+def test_flags_say_what_fields_become() -> None:
+    words = ["--grpc-addr", "[::1]:7", "--port=a", "--port=b", "--tick=2", "--size=1.5KiB"]
+    words += ["--plain", "--no-strict", "--auto", "--colour=blue"]
+    assert parse_options(Thing, words) == Thing(
+        grpc_addr=("::1", 7),
+        ports=("a", "b"),
+        tick_s=2.0,
+        size=1536,
+        plain=True,
+        strict=False,
+        auto=True,
+        colour=Colour.BLUE,
+    )
+
+
 def test_a_files_values_are_taken_and_flags_win(tmp_path: Path) -> None:
     config = _file(
         tmp_path,
-        'grpc_addr = "1.2.3.4:5"\nport = ["1=a", "2=b"]\ntick = 2\nplain = true\nstrict = false\n',
+        'grpc_addr = "1.2.3.4:5"\nport = ["1=a", "2=b"]\ntick = 2\nplain = true\nstrict = false\n'
+        'colour = "blue"\nsize = "2M"\n',
     )
-    options = service.parse_with_config(_parser(), [config, "--tick", "7"])
-    assert options.grpc_addr == "1.2.3.4:5"
-    assert options.port == ["1=a", "2=b"]
-    assert options.tick == 7.0
+    options = parse_options(Thing, [config, "--tick", "7", "--port=3=c"])
+    assert options.grpc_addr == ("1.2.3.4", 5)
+    assert options.ports == ("1=a", "2=b", "3=c")
+    assert options.tick_s == 7.0
     assert options.plain is True
     assert options.strict is False
+    assert options.auto is None
+    assert options.colour is Colour.BLUE
+    assert options.size == 2 << 20
+    assert parse_options(Thing, [config, "--strict"]).strict is True
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("colour = 1", "unknown key 'colour'"),
+        ("colour_of = 1", "unknown key 'colour_of' (is it 'colour'?)"),
+        ("zzz = 1", "unknown key 'zzz'"),
+        ("tick_s = 1", "unknown key 'tick_s'"),
         ("tick = 'soon'", "--tick: invalid float value"),
+        ("wait = 10", "--wait: 10 is outside 0 to 9"),
+        ("tries = 0", "--tries: 0 must be a number, 1 or more"),
+        ("tries = 1.5", "--tries: '1.5' is not an integer"),
+        ("size = 'lots'", "--size: 'lots' is no size"),
         ("plain = 3", "plain must be true or false"),
+        ("strict = 'yes'", "strict must be true or false"),
         ("[tick]\nx = 1", "tick must not be a table"),
+        ("port = [{}]", "port must not be a table"),
+        ("tick = [1, 2]", "tick must be one value, not a list"),
         ("tick = ", "not TOML"),
         ("config = 'x'", "unknown key 'config'"),
+        ("help = true", "unknown key 'help'"),
         ("log_level = 'loud'", "invalid choice"),
     ],
 )
-def test_a_bad_file_ends_with_its_reason(
+def test_a_bad_file_ends_with_its_name_and_the_reason(
     tmp_path: Path, text: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = _file(tmp_path, text)
     with pytest.raises(SystemExit) as ended:
-        service.parse_with_config(_parser(), [_file(tmp_path, text)])
+        read_options(Thing, [config], lambda options: options)
     assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("usage: kvcast thing")
+    assert said[1].startswith(f"kvcast thing: error: --config {tmp_path}/thing.toml: ")
+    assert complaint in said[1]
+    assert len(said) == 2
 
 
 def test_a_missing_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        service.parse_with_config(_parser(), ["--config", "/no/such.toml"])
+        read_options(Thing, ["--config", "/no/such.toml"], lambda options: options)
     assert "No such file" in capsys.readouterr().err
 
 
-def test_log_lines_as_json_and_as_text() -> None:
-    record = logging.LogRecord("kvcast.x", logging.INFO, "f", 1, "hello %s", ("you",), None)
-    record.node = "node-1"
-    line = json.loads(service.JsonFormatter().format(record))
-    assert (line["level"], line["logger"], line["message"]) == ("info", "kvcast.x", "hello you")
-    assert line["node"] == "node-1"
-    assert service.TextFormatter().format(record).endswith("kvcast.x hello you node=node-1")
-
-
-def test_a_log_line_is_one_line_whatever_a_peer_had_put_into_it() -> None:
-    forged = "\n12:00:00.000 error   kvcast.agent all is lost\r\x1b[2J\x00\u2028\x85"
-    record = logging.LogRecord("kvcast.x", logging.INFO, "f", 1, "no message: %s", (forged,), None)
-    record.peer = "a\nb"
-    line = service.TextFormatter().format(record)
-    assert len(line.splitlines()) == 1
-    assert line.isprintable()
-    assert r"\n12:00:00.000 error" in line
-    assert r"peer=a\nb" in line
-    umlauts = logging.LogRecord("kvcast.x", logging.INFO, "f", 1, "für Ω", (), None)
-    assert service.TextFormatter().format(umlauts).endswith("kvcast.x für Ω")
-    try:
-        raise ValueError("one\ntwo")
-    except ValueError as error:
-        info = (ValueError, error, error.__traceback__)
-    traced = logging.LogRecord("kvcast.x", logging.ERROR, "f", 1, "it broke", (), info)
-    assert "Traceback (most recent call last)" in service.TextFormatter().format(traced)
-
-
-def test_the_ready_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    service.announce_ready(port=7)
-    assert json.loads(capsys.readouterr().out) == {"event": "ready", "port": 7}
-
-
 @pytest.mark.parametrize(
-    ("text", "address"),
+    ("words", "complaint"),
     [
-        ("1.2.3.4:5", ("1.2.3.4", 5)),
-        (":80", ("127.0.0.1", 80)),
-        ("80", ("127.0.0.1", 80)),
-        ("[::1]:80", ("::1", 80)),
+        (["--tick=soon"], "argument --tick: invalid float value: 'soon'"),
+        (["--size=lots"], "argument --size: 'lots' is no size like"),
+        (["--fly"], "unrecognized arguments: --fly"),
+        (["--colour=green"], "invalid choice: 'green'"),
     ],
 )
-def test_addresses(text: str, address: tuple[str, int]) -> None:
-    assert service.parse_host_port(text) == address
+def test_a_bad_flag_is_named_without_a_file(words: list[str], complaint: str) -> None:
+    with pytest.raises(OptionsError) as error:
+        parse_options(Thing, words)
+    assert complaint in str(error.value)
+    assert "--config" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", "host:70000", "host:-1", "host:²"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        service.parse_host_port(text)
+def test_what_has_no_default_must_be_given(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match="--name is required"):
+        parse_options(Named, [])
+    assert parse_options(Named, ["--name=n"]).name == "n"
+    assert parse_options(Named, [_file(tmp_path, "name = 'f'")]).name == "f"
 
 
-def test_loopback_is_known_by_name_and_number() -> None:
-    assert all(service.is_loopback(host) for host in ("localhost", "127.64.3.1", "::1"))
-    assert not any(service.is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "example.org"))
+def test_what_does_not_go_together_ends_as_a_bad_flag_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def settle(options: Thing) -> int:
+        raise OptionsError("--plain and --strict quarrel")
+
+    with pytest.raises(SystemExit) as ended:
+        read_options(Thing, ["--plain"], settle)
+    assert ended.value.code == 2
+    assert "kvcast thing: error: --plain and --strict quarrel" in capsys.readouterr().err
+    assert read_options(Thing, ["--tick=3"], lambda options: options.tick_s) == 3.0
 
 
-async def test_signals_set_the_stop_event() -> None:
-    loop = asyncio.get_running_loop()
-    event = service.stop_event(loop)
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(event.wait(), 10)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+def test_help_shows_groups_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(Named, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    lines = " ".join(text.split())
+    assert "Does things." in text
+    titles = ["name:", "where it listens:", "the rest:", "common:"]
+    assert sorted(titles, key=text.index) == titles
+    for shown in (
+        "--name NAME what it is called (required)",
+        "--grpc-addr HOST:PORT address (default: 127.0.0.1:1)",
+        "--port N=SPEC a port (repeatable)",
+        "--tick SECONDS period, 100% of it (default: 0.5 s)",
+        "--size SIZE memory (default: 1 MiB)",
+        "--wait SECONDS patience (default: 0 s)",
+        "--tries TRIES attempts (default: 3 tries)",
+        "--plain no frills",
+        "--strict, --no-strict by the book (default: yes)",
+        "--auto, --no-auto by itself",
+        "--colour {red,blue} paint (default: red)",
+    ):
+        assert shown in lines
+
+
+def test_options_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Thing().plain = True  # type: ignore[misc]

@@ -7,13 +7,15 @@ see: the process (tests/p4runtime/test_switch_daemon.py).
 from __future__ import annotations
 
 import pytest
+from kvcast.service.options import parse_options
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.bmv2_flags import Bmv2FlagsError, looks_like_bmv2, translate
-from kvcast.switchsim.daemon import DaemonOptions, bmv2_main, build_parser, options_from
+from kvcast.switchsim.daemon import bmv2_main
+from kvcast.switchsim.flags import DaemonOptions, settled
 
 
 def options_of(line: str) -> DaemonOptions:
-    return options_from(build_parser().parse_args(translate(line.split()).argv))
+    return settled(parse_options(DaemonOptions, translate(line.split()).argv))
 
 
 TUTORIALS = (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.protocol.messages.wire import UDP_PORT
-from kvcast.topologies.star import KVCAST_UDP_PORT, Host, Star, TopologyError
+from kvcast.topologies.star import Host, Star, TopologyError
 
 
 def test_node_names_addresses_and_ports_follow_the_convention() -> None:
@@ -19,7 +19,7 @@ def test_node_names_addresses_and_ports_follow_the_convention() -> None:
 
 
 def test_the_udp_port_is_the_protocols() -> None:
-    assert KVCAST_UDP_PORT == UDP_PORT
+    assert Star.of(1).hosts[0].udp_port == UDP_PORT
 
 
 @given(st.integers(1, 32))
@@ -34,11 +34,11 @@ def test_a_star_has_one_to_32_hosts(nodes: int) -> None:
         Star.of(nodes)
 
 
-def test_the_graph_has_an_edge_a_host_with_its_port() -> None:
-    graph = Star.of(5).graph()
-    assert sorted(graph["switch"]) == [f"node-{i}" for i in range(1, 6)]
-    assert graph.edges["switch", "node-3"]["port"] == 3
-    assert graph.nodes["node-3"]["host"].ip == "10.77.0.3"
+def test_hosts_have_names_ports_and_addresses_by_their_number() -> None:
+    hosts = Star.of(5).hosts
+    assert sorted(host.node_id for host in hosts) == [f"node-{i}" for i in range(1, 6)]
+    third = Star.of(5).host("node-3")
+    assert (third.switch_port, third.ip) == (3, "10.77.0.3")
 
 
 def test_a_toml_file_may_name_its_hosts(tmp_path: Path) -> None:

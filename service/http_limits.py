@@ -1,4 +1,4 @@
-"""Limits of the HTTP API's clients: how often they may ask, and how failures slow them.
+"""Limits of an HTTP server's clients: how often they may ask, and how failures slow them.
 
 Owns: a bucket of requests a client, and the count of its failed authentications. Must not know:
 HTTP, tokens, clocks; every call is given `now`, in seconds.
@@ -10,8 +10,9 @@ Both tables are bounded: beyond the bound the client that was seen longest ago i
 from __future__ import annotations
 
 import ipaddress
-from collections import OrderedDict
 from typing import Final
+
+from kvcast.protocol.bounded_map import BoundedMap
 
 MAX_CLIENTS: Final = 4096
 FREE_FAILURES: Final = 3
@@ -40,7 +41,7 @@ class RateLimit:
     def __init__(self, rate_per_s: float) -> None:
         self._rate = rate_per_s
         self._burst = max(1.0, 2 * rate_per_s)
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: BoundedMap[str, tuple[float, float]] = BoundedMap(MAX_CLIENTS)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -53,9 +54,6 @@ class RateLimit:
         left = min(self._burst, left + (now - since) * self._rate)
         short = left < 1.0
         self._buckets[client] = (left if short else left - 1.0, now)
-        self._buckets.move_to_end(client)
-        if len(self._buckets) > MAX_CLIENTS:
-            self._buckets.popitem(last=False)
         return (1.0 - left) / self._rate if short else 0.0
 
 
@@ -64,7 +62,7 @@ class Failures:
     long, up to a bound. Success, or five minutes of peace, is forgiveness."""
 
     def __init__(self) -> None:
-        self._failures: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._failures: BoundedMap[str, tuple[int, float]] = BoundedMap(MAX_CLIENTS)
 
     def __len__(self) -> int:
         return len(self._failures)
@@ -74,9 +72,6 @@ class Failures:
         count, at = self._failures.get(client, (0, now))
         count = 1 if now - at > FORGIVEN_AFTER_S else count + 1
         self._failures[client] = (count, now)
-        self._failures.move_to_end(client)
-        if len(self._failures) > MAX_CLIENTS:
-            self._failures.popitem(last=False)
         if count <= FREE_FAILURES:
             return 0.0
         return float(min(MOST_DELAY_S, FIRST_DELAY_S * 2 ** min(count - FREE_FAILURES - 1, 16)))

@@ -1,0 +1,212 @@
+"""The asyncio client: a `Conversation` over a Unix socket, for many calls at once.
+
+Owns: the stream, which call waits for which reply, cancellation and time-outs. Must not know: what
+is said (`conversation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from kvcast.hostagent.client.conversation import READ_BYTES, Ask, Call, Conversation
+from kvcast.hostagent.client.errors import AgentGoneError
+from kvcast.protocol.messages import local
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _asynchronous(
+    call: Callable[Concatenate[Conversation, P], Call[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """A call of the conversation as a coroutine method."""
+
+    @functools.wraps(call)
+    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await client._run(call(client._conversation, *args, **kwargs))
+
+    return method
+
+
+class AsyncClient:
+    """A client for asyncio; many requests may be under way at once, on one connection.
+
+    ``async with await AsyncClient.connect(path) as pool: ...``. Methods, results and errors are
+    those of `Client`; cancelling a call forgets its answer (blocks that come all the same are
+    released).
+    """
+
+    def __init__(self) -> None:
+        """For `connect`, which is how a client is made."""
+        self._conversation = Conversation(self._post)
+        self._waiting: dict[int, asyncio.Future[local.AgentReply]] = {}
+        self._gone = ""
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._task: asyncio.Task[None]
+
+    @property
+    def connected(self) -> bool:
+        """False once the agent is gone or the client was closed; then make a new client."""
+        return not self._gone
+
+    @property
+    def node_id(self) -> str:
+        """The name of the agent's node."""
+        return self._conversation.node_id
+
+    @classmethod
+    async def connect(
+        cls, socket_path: str, *, name: str = "", timeout_s: float = 5.0
+    ) -> AsyncClient:
+        """Connect to the agent at `socket_path`; errors as for `Client`."""
+        client = cls()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client._shake_hands(sock, socket_path, name)
+            client._reader, client._writer = await asyncio.open_unix_connection(sock=sock)
+        except BaseException as error:
+            sock.close()
+            client._conversation.close()
+            if isinstance(error, OSError):  # TimeoutError is one
+                raise AgentGoneError(f"{socket_path}: {str(error) or 'no answer'}") from error
+            raise
+        client._task = asyncio.create_task(client._read())
+        return client
+
+    async def _shake_hands(self, sock: socket.socket, socket_path: str, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, socket_path)
+        await loop.sock_sendall(sock, self._conversation.hello(name))
+        while not self._conversation.welcomed(*await _receive_fds(loop, sock)):
+            pass
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                for reply in self._conversation.replies(await self._reader.read(READ_BYTES)):
+                    self._answered(reply)
+        except AgentGoneError as error:
+            self._end(str(error))
+        except OSError as error:
+            self._end(f"the connection to the agent broke: {error}")
+
+    def _answered(self, reply: local.AgentReply) -> None:
+        future = self._waiting.pop(reply.request, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+        else:
+            self._conversation.give_back(reply)
+
+    def _end(self, reason: str) -> None:
+        self._gone = self._gone or reason
+        self._writer.close()
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(AgentGoneError(reason))
+
+    async def _run(self, call: Call[T]) -> T:
+        with contextlib.closing(call):
+            try:
+                ask = next(call)
+                while True:
+                    reply = await self._exchange(ask)
+                    try:
+                        ask = call.send(reply)
+                    except AgentGoneError as error:  # the answer makes no sense
+                        self._end(str(error))
+                        raise
+            except StopIteration as end:
+                return cast(T, end.value)
+
+    async def _exchange(self, ask: Ask) -> local.AgentReply:
+        """Ask, and wait for the answer."""
+        if self._gone:
+            raise AgentGoneError(self._gone)
+        number = ask.request.request
+        future: asyncio.Future[local.AgentReply] = asyncio.get_running_loop().create_future()
+        data = self._conversation.encode(ask.request)
+        self._waiting[number] = future
+        self._writer.write(data)
+        reply: local.AgentReply | None = None
+        try:
+            async with asyncio.timeout(ask.patience_s):
+                await self._writer.drain()
+                reply = await future
+            return reply
+        except TimeoutError:
+            raise AgentGoneError(f"the agent did not answer within {ask.patience_s} s") from None
+        except OSError as error:
+            raise AgentGoneError(f"the connection to the agent broke: {error}") from error
+        finally:
+            # Nobody waits for the answer any more. If it still comes, what it holds is given back.
+            if self._waiting.get(number) is future:
+                del self._waiting[number]
+            if future.cancel() or future.cancelled():
+                pass  # it did not come
+            elif future.exception() is None and reply is None:
+                # It came at the moment at which we were cancelled.
+                self._conversation.give_back(future.result())
+
+    def _post(self, message: local.Request) -> None:
+        if not self._gone and not self._writer.is_closing():
+            self._writer.write(self._conversation.encode(message))
+
+    get = _asynchronous(Conversation.get)
+    get_outcomes = _asynchronous(Conversation.get_outcomes)
+    prefetch = _asynchronous(Conversation.prefetch)
+    put = _asynchronous(Conversation.put)
+    exists = _asynchronous(Conversation.exists)
+    drop = _asynchronous(Conversation.drop)
+    pin = _asynchronous(Conversation.pin)
+    unpin = _asynchronous(Conversation.unpin)
+    stats = _asynchronous(Conversation.stats)
+    namespace = _asynchronous(Conversation.namespace)
+    group = _asynchronous(Conversation.group)
+    describe = _asynchronous(Conversation.describe)
+
+    async def close(self) -> None:
+        """Disconnect; the agent unpins all that this client held. Its blocks are useless."""
+        self._end("the client was closed")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await self._writer.wait_closed()
+        except OSError:
+            pass
+        self._conversation.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+async def _receive_fds(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket
+) -> tuple[bytes, list[int]]:
+    """Bytes, and the descriptors that came with them."""
+    while True:
+        readable = asyncio.Event()
+        loop.add_reader(sock.fileno(), readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(sock.fileno())
+        with contextlib.suppress(BlockingIOError):
+            return socket.recv_fds(sock, READ_BYTES, 4)[:2]

@@ -1,0 +1,150 @@
+"""The blocking client: a `Conversation` over a Unix socket, for threads.
+
+Owns: the socket, its time-outs, and that threads take turns. Must not know: what is said
+(`conversation`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from kvcast.hostagent.client.conversation import READ_BYTES, Ask, Call, Conversation
+from kvcast.hostagent.client.errors import AgentGoneError
+from kvcast.protocol.messages import local
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    call: Callable[Concatenate[Conversation, P], Call[T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """A call of the conversation as a method that waits for it."""
+
+    @functools.wraps(call)
+    def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._run(call(client._conversation, *args, **kwargs))
+
+    return method
+
+
+class Client:
+    """A blocking client of the agent at `socket_path`.
+
+    May be used from several threads; they take turns, a whole request each. `timeout_s` is how
+    long to wait for the agent's Welcome. Raises AgentGoneError where no agent listens, and
+    AgentRejectedError where it does not let us in.
+    """
+
+    def __init__(self, socket_path: str, *, name: str = "", timeout_s: float = 5.0) -> None:
+        self._lock = threading.Lock()
+        self._conversation = Conversation(self._post)
+        self._replies: deque[local.AgentReply] = deque()
+        self._posted: deque[local.Request] = deque()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.connect(socket_path)
+            self._socket.sendall(self._conversation.hello(name))
+            while not self._conversation.welcomed(
+                *socket.recv_fds(self._socket, READ_BYTES, 4)[:2]
+            ):
+                pass
+        except OSError as error:
+            self.close()
+            raise AgentGoneError(f"{socket_path}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self.node_id = self._conversation.node_id
+
+    def _run(self, call: Call[T]) -> T:
+        with contextlib.closing(call):
+            try:
+                ask = next(call)
+                while True:
+                    ask = call.send(self._exchange(ask))
+            except StopIteration as end:
+                return cast(T, end.value)
+            except AgentGoneError:
+                with self._lock:  # also where it is the answer that makes no sense
+                    self._socket.close()
+                raise
+
+    def _exchange(self, ask: Ask) -> local.AgentReply:
+        """Ask, and wait for the answer."""
+        with self._lock:
+            try:
+                self._socket.settimeout(ask.patience_s)
+                self._send_posted()
+                self._socket.sendall(self._conversation.encode(ask.request))
+                while (reply := self._reply_to(ask.request.request)) is None:
+                    self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
+                return reply
+            except OSError as error:
+                self._socket.close()
+                raise AgentGoneError(f"the agent does not answer: {error}") from error
+            except AgentGoneError:
+                self._socket.close()
+                raise
+
+    def _reply_to(self, number: int) -> local.AgentReply | None:
+        """The answer to request `number`, if it is there. Answers to requests that an interrupt
+        abandoned are undone on the way."""
+        while self._replies:
+            reply = self._replies.popleft()
+            if reply.request == number:
+                return reply
+            self._conversation.give_back(reply)
+        return None
+
+    def _post(self, message: local.Request) -> None:
+        # deque.append is atomic; a garbage collector may call this in the middle of _exchange.
+        self._posted.append(message)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_posted()
+            except OSError:
+                pass  # the agent is gone, and our pins with it
+            finally:
+                self._lock.release()
+
+    def _send_posted(self) -> None:
+        while self._posted:
+            self._socket.sendall(self._conversation.encode(self._posted.popleft()))
+
+    get = _blocking(Conversation.get)
+    get_outcomes = _blocking(Conversation.get_outcomes)
+    prefetch = _blocking(Conversation.prefetch)
+    put = _blocking(Conversation.put)
+    exists = _blocking(Conversation.exists)
+    drop = _blocking(Conversation.drop)
+    pin = _blocking(Conversation.pin)
+    unpin = _blocking(Conversation.unpin)
+    stats = _blocking(Conversation.stats)
+    namespace = _blocking(Conversation.namespace)
+    group = _blocking(Conversation.group)
+    describe = _blocking(Conversation.describe)
+
+    def close(self) -> None:
+        """Disconnect; the agent unpins all that this client held. Its blocks are useless."""
+        self._socket.close()
+        self._conversation.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,126 @@
+"""Blocks as an engine holds them, and the agent's arena that they lie in, mapped into this process.
+
+Owns: views of the arena, and when they may be used. Must not know: sockets; a block is told how it
+is released.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+from kvcast.hostagent.client.errors import AgentGoneError, ReleasedError
+from kvcast.protocol.messages.wire import digest_of
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Block:
+    """A block in the arena of this node, pinned until `release`.
+
+    Use it as a context manager, or call `release`; a forgotten block stays pinned until its
+    client closes. `tier` says where it came from: "local" (this node's arena), "switch" (at
+    least partly from the switch's memory), "shared" (an answer that several readers got),
+    "home" (one that only this node got), or "bulk" (TCP).
+    """
+
+    __slots__ = ("_data", "_release", "digest", "key", "size_bytes", "tier")
+
+    def __init__(
+        self, key: bytes, data: memoryview, digest: int, tier: str, release: Callable[[], None]
+    ) -> None:
+        self.key = key
+        self.size_bytes = len(data)
+        self.digest = digest
+        self.tier = tier
+        self._data: memoryview | None = data
+        self._release = release
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, shape (size_bytes,), format "B", read-only; ReleasedError once released.
+        Views taken from it must not be used after `release`."""
+        if self._data is None:
+            raise ReleasedError(f"block {self.key.hex()} was released")
+        return self._data
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def verify(self) -> bool:
+        """Whether the bytes still have their digest (xxh3_64). The agent has checked a block
+        that it fetched; this checks once more, after everybody who can write the arena."""
+        return digest_of(self.data) == self.digest
+
+    def release(self) -> None:
+        """Let the agent evict the block; harmless when repeated."""
+        if self._data is not None:
+            self._data = None
+            self._release()
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<Block {self.key.hex()} {self.size_bytes} B from {self.tier}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One key of `get_outcomes`: the block, or why there is none. `status` and `reason` are as
+    in `kvcast.protocol.messages.local.GotBlock`."""
+
+    block: Block | None
+    status: str
+    reason: str
+
+
+class Arena:
+    """The agent's arena, mapped into this process."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        try:
+            if os.fstat(fd).st_size < size_bytes:
+                raise AgentGoneError("the arena is smaller than the agent says")
+            self._map = mmap.mmap(fd, size_bytes)
+        finally:
+            os.close(fd)
+        self.size_bytes = size_bytes
+        self._memory = memoryview(self._map)
+        self._readable = self._memory.toreadonly()
+
+    def read(self, offset: int, size_bytes: int) -> memoryview:
+        """A read-only view; AgentGoneError if it is not inside the arena."""
+        self._check(offset, size_bytes)
+        return self._readable[offset : offset + size_bytes]
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Copy `data` there; AgentGoneError as for `read`."""
+        size_bytes = len(data)
+        self._check(offset, size_bytes)
+        self._memory[offset : offset + size_bytes] = data
+
+    def _check(self, offset: int, size_bytes: int) -> None:
+        if offset + size_bytes > len(self._memory):
+            raise AgentGoneError("the agent named bytes outside the arena")
+
+    def close(self) -> None:
+        """Unmap it, or leave that to the last view that is still used."""
+        self._readable.release()
+        self._memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # the caller still has views; the mapping goes with them

@@ -1,0 +1,409 @@
+"""What a client says to its agent and what the answers mean, for both clients, without I/O.
+
+Owns: the handshake, every call (a generator of questions that is sent their answers and returns the
+call's result), batches of keys and of bytes, and that a call which fails leaves nothing held. Must
+not know: sockets, threads, event loops (`blocking` and `asynchronous` are those), or anything of
+the agent but the local API (`kvcast.protocol.messages.local`).
+
+A driver encodes and sends each `Ask`, and sends the generator the reply of the same number; where
+none comes it closes the generator, which undoes what it can. What needs no answer is given to
+`post`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
+
+from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome
+from kvcast.hostagent.client.errors import (
+    ERROR_BY_STATUS,
+    AgentGoneError,
+    AgentRejectedError,
+    KvcastError,
+    PutError,
+)
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_KEYS, MAX_LOCAL_MESSAGE_BYTES
+from kvcast.protocol.messages.wire import KEY_BYTES
+
+READ_BYTES: Final = 256 * 1024
+"""How much a driver reads at once."""
+PUT_BATCH_BYTES: Final = 16 << 20
+PUT_BATCH_SHARE: Final = 8
+"""A put writes this many bytes, or an eighth of the arena, before it commits them, so that a large
+put needs no large part of the arena at once."""
+GRACE_S: Final = 5.0
+"""Beyond a request's own deadline, how long the agent may take to answer."""
+SLOW_REQUEST_S: Final = 60.0
+"""How long the agent may take to answer requests without a deadline of their own."""
+_MAX_NAME_CHARS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question to the agent, and how long its answer may take."""
+
+    request: local.Numbered
+    patience_s: float
+
+
+T = TypeVar("T")
+R = TypeVar("R", bound=local.AgentReply)
+Call: TypeAlias = Generator[Ask, local.AgentReply, T]
+"""A call under way: yields questions, is sent their answers, returns the result."""
+
+
+class Conversation:
+    """One connection's conversation. `post` sends a message whose answer nobody waits for, at once
+    or before the next question, and never raises; blocks call it when they are released, from
+    whatever thread or garbage collector that is."""
+
+    def __init__(self, post: Callable[[local.Request], None]) -> None:
+        self._post = post
+        self._codec = MessageCodec[local.ServerMessage](
+            local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
+        )
+        self._numbers = itertools.count(1)
+        self._fds: list[int] = []
+        self._arena: Arena | None = None
+        self.node_id = ""
+
+    # --- the connection -------------------------------------------------------------------------
+
+    def hello(self, name: str) -> bytes:
+        """What to send first. `name` of this client is for the agent's log."""
+        name = (name or f"pid {os.getpid()}")[:_MAX_NAME_CHARS]
+        return self.encode(local.Hello(LOCAL_PROTOCOL_VERSION, name))
+
+    def welcomed(self, data: bytes, fds: Sequence[int]) -> bool:
+        """Hear the first bytes of the agent, and the descriptors that came with them, which are
+        ours from now on; whether the handshake is over."""
+        self._fds += fds
+        messages = self._heard(data)
+        if not messages:
+            return False
+        welcome = messages[0]
+        if isinstance(welcome, local.Rejected):
+            raise AgentRejectedError(welcome.reason)
+        if not isinstance(welcome, local.Welcome):
+            raise AgentGoneError(f"the agent began with {type(welcome).__name__}")
+        if len(self._fds) != 1 or len(messages) != 1:
+            raise AgentGoneError("the agent's welcome is not understood")
+        self._arena = Arena(self._fds.pop(), welcome.arena_bytes)
+        self.node_id = welcome.node_id
+        return True
+
+    def replies(self, data: bytes) -> list[local.AgentReply]:
+        """The replies that these bytes complete."""
+        replies: list[local.AgentReply] = []
+        for message in self._heard(data):
+            if isinstance(message, (local.Welcome, local.Rejected)):
+                raise AgentGoneError(f"the agent answered with {type(message).__name__}")
+            replies.append(message)
+        return replies
+
+    def _heard(self, data: bytes) -> list[local.ServerMessage]:
+        if not data:
+            raise AgentGoneError("the agent closed the connection")
+        try:
+            return list(self._codec.feed(data))
+        except FramingError as error:
+            raise AgentGoneError(f"the agent is not understood: {error}") from error
+
+    def encode(self, message: local.ClientMessage) -> bytes:
+        """A message as bytes."""
+        return self._codec.encode(message)
+
+    def close(self) -> None:
+        """Let go of the arena, and of descriptors that came without a welcome."""
+        while self._fds:
+            os.close(self._fds.pop())
+        if self._arena is not None:
+            self._arena.close()
+
+    def give_back(self, reply: local.AgentReply) -> None:
+        """Nobody takes this answer: let the agent have back what it holds."""
+        if isinstance(reply, local.Got):
+            handles = [got.handle for got in reply.blocks if got.status == local.OK]
+            if handles:
+                self._post(local.Release(handles))
+        elif isinstance(reply, local.Allocated):
+            self._abort([e.ticket for e in reply.extents if e.status == local.OK])
+
+    def _abort(self, tickets: list[int]) -> None:
+        if tickets:
+            self._post(local.Abort(next(self._numbers), tickets))
+
+    # --- parts of calls -------------------------------------------------------------------------
+
+    @property
+    def _memory(self) -> Arena:
+        assert self._arena is not None
+        return self._arena
+
+    def _ask(self, request: local.Numbered, kind: type[R], patience_s: float) -> Call[R]:
+        reply = yield Ask(request, patience_s)
+        if isinstance(reply, local.Failed):
+            error = ERROR_BY_STATUS.get(reply.status, KvcastError)
+            raise error(reply.reason or reply.status)
+        if not isinstance(reply, kind):
+            raise AgentGoneError(f"the agent answered with {type(reply).__name__}")
+        return reply
+
+    def _count(self, request: local.Numbered, patience_s: float) -> Call[int]:
+        return (yield from self._ask(request, local.Ack, patience_s)).count
+
+    def _outcome(self, key: bytes, got: local.GotBlock) -> Outcome:
+        if got.status != local.OK:
+            return Outcome(None, got.status, got.reason)
+        handle = got.handle
+        block = Block(
+            key,
+            self._memory.read(got.offset, got.size_bytes),
+            got.digest,
+            got.tier,
+            lambda: self._post(local.Release([handle])),
+        )
+        return Outcome(block, got.status, got.reason)
+
+    # --- what both clients offer ----------------------------------------------------------------
+
+    def get(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float = 1.0,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> Call[list[Block | None]]:
+        """Get blocks, pinned in the arena; None for each that could not be had in time.
+
+        Waits at most `deadline_s` for the slowest of them. `gather_ms` (0 to 255): how long a
+        home may hold its answer so that others can join; worth it where many nodes read the same
+        at about the same time. `group`: a reader group of `namespace` (see `group`), all of whose
+        members get the answer; with `expect`, another member is known to read these blocks, and
+        this node only asks for what then is missing.
+
+        Raises UnknownNamespaceError, ForbiddenError or UnavailableError for the namespace;
+        BusyError, NoRoomError or QuotaError never: such a block counts as a miss, and
+        `get_outcomes` says why. A call that fails leaves nothing pinned.
+        """
+        outcomes = yield from self.get_outcomes(
+            namespace, keys, deadline_s, gather_ms=gather_ms, group=group, expect=expect
+        )
+        return [outcome.block for outcome in outcomes]
+
+    def get_outcomes(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float = 1.0,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> Call[list[Outcome]]:
+        """As `get`, with the reason for every block that is missing."""
+        outcomes: list[Outcome] = []
+        try:
+            for batch in _batches(keys):
+                request = local.Get(
+                    next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+                )
+                got = yield from self._ask(request, local.Got, deadline_s + GRACE_S)
+                outcomes += map(self._outcome, batch, _one_each(batch, got.blocks))
+        except BaseException:
+            for outcome in outcomes:
+                if outcome.block is not None:
+                    outcome.block.release()
+            raise
+        return outcomes
+
+    def prefetch(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float = 10.0,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> Call[int]:
+        """Have blocks fetched into the arena, without waiting and without pinning them; returns
+        how many of them were not there yet."""
+        count = 0
+        for batch in _batches(keys):
+            request = local.Prefetch(
+                next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+            )
+            count += yield from self._count(request, GRACE_S)
+        return count
+
+    def put(self, namespace: int, blocks: Mapping[bytes, Buffer]) -> Call[None]:
+        """Put blocks (16-byte key to bytes) into the pool; returns when each is at its home (or,
+        with the agent's `--put-ack local`, when it is on this node).
+
+        The bytes are copied once, into the arena. Raises PutError if some were not taken, and
+        what `get` raises for the namespace.
+        """
+        failed: dict[bytes, str] = {}
+        batch_bytes = min(PUT_BATCH_BYTES, self._memory.size_bytes // PUT_BATCH_SHARE)
+        _check_keys(list(blocks))
+        for batch in _put_batches(blocks, batch_bytes):
+            keys = [key for key, _ in batch]
+            sizes = [len(view) for _, view in batch]
+            alloc = local.Alloc(next(self._numbers), namespace, keys, sizes)
+            allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
+            taken = self._write(batch, allocated, failed)
+            if taken:
+                commit = local.Commit(next(self._numbers), list(taken))
+                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
+                results = _one_each(keys := list(taken.values()), committed.blocks)
+                for key, result in zip(keys, results, strict=True):
+                    if result.status != local.OK:
+                        failed[key] = result.status
+        if failed:
+            raise PutError(failed)
+
+    def _write(
+        self,
+        batch: list[tuple[bytes, memoryview]],
+        allocated: local.Allocated,
+        failed: dict[bytes, str],
+    ) -> dict[int, bytes]:
+        """Write a batch's blocks to their extents; the keys to commit, by ticket."""
+        taken: dict[int, bytes] = {}
+        try:
+            for (key, view), extent in zip(batch, _one_each(batch, allocated.extents), strict=True):
+                if extent.status == local.OK:
+                    self._memory.write(extent.offset, view)
+                    taken[extent.ticket] = key
+                else:
+                    failed[key] = extent.status
+        except BaseException:
+            self.give_back(allocated)
+            raise
+        return taken
+
+    def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
+        """How many of `keys`, counted from the first without a gap, the pool holds now."""
+        total = 0
+        for batch in _batches(keys):
+            request = local.Exists(next(self._numbers), namespace, batch, deadline_s)
+            count = yield from self._count(request, deadline_s + GRACE_S)
+            total += count
+            if count < len(batch):
+                break
+        return total
+
+    def drop(self, namespace: int, keys: Sequence[bytes]) -> Call[int]:
+        """Forget blocks here and at their homes; returns how many are now forgotten by every
+        one of their homes. Copies that other nodes or the switch have cached stay until they are
+        evicted: a key is never to be used again for other bytes."""
+        count = 0
+        for batch in _batches(keys):
+            request = local.Drop(next(self._numbers), namespace, batch)
+            count += yield from self._count(request, SLOW_REQUEST_S)
+        return count
+
+    def pin(self, namespace: int, keys: Sequence[bytes]) -> Call[int]:
+        """Keep blocks that are in this node's arena there, until `unpin` or `close`; returns how
+        many were there and within this client's bounds. A call that fails leaves nothing pinned.
+        """
+        count = 0
+        asked: list[list[bytes]] = []
+        try:
+            for batch in _batches(keys):
+                asked.append(batch)
+                request = local.Pin(next(self._numbers), namespace, batch)
+                count += yield from self._count(request, GRACE_S)
+        except BaseException as error:
+            if isinstance(error, KvcastError):
+                asked.pop()  # that one was refused; one that was given up is done all the same
+            for batch in asked:
+                self._post(local.Unpin(next(self._numbers), namespace, batch))
+            raise
+        return count
+
+    def unpin(self, namespace: int, keys: Sequence[bytes]) -> Call[int]:
+        """Undo one `pin` of each block; returns how many there were."""
+        count = 0
+        for batch in _batches(keys):
+            request = local.Unpin(next(self._numbers), namespace, batch)
+            count += yield from self._count(request, GRACE_S)
+        return count
+
+    def stats(self) -> Call[dict[str, float]]:
+        """The agent's counters and present values, by name (`kvcast.hostagent.core.metrics`)."""
+        request = local.GetStats(next(self._numbers))
+        return (yield from self._ask(request, local.Stats, GRACE_S)).counters
+
+    def namespace(self, tenant: str, model: str, version: str, layout: str) -> Call[int]:
+        """The namespace's number, made by the controller if it is new. `layout` must say all
+        that decides what the bytes mean (dtype, block size, and the parallel rank where ranks
+        hold different bytes). Raises UnavailableError without a controller."""
+        request = local.FindNamespace(next(self._numbers), tenant, model, version, layout)
+        found = yield from self._ask(request, local.FoundNamespace, SLOW_REQUEST_S)
+        return found.info.namespace
+
+    def group(self, namespace: int, nodes: Sequence[str]) -> Call[int]:
+        """The number of the reader group of these nodes (node ids), made if it is new."""
+        request = local.FindGroup(next(self._numbers), namespace, list(nodes))
+        return (yield from self._ask(request, local.FoundGroup, SLOW_REQUEST_S)).info.group
+
+    def describe(
+        self, namespace: int = 0, keys: Sequence[bytes] = ()
+    ) -> Call[local.PoolDescription]:
+        """What the agent knows of the pool, and which of `keys` this node holds."""
+        request = local.DescribePool(next(self._numbers), namespace, _check_keys(keys))
+        return (yield from self._ask(request, local.PoolDescription, GRACE_S))
+
+
+def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    checked = [bytes(key) for key in keys]
+    for key in checked:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, not {len(key)}")
+    return checked
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
+    checked = _check_keys(keys)
+    for start in range(0, len(checked), MAX_KEYS):
+        yield checked[start : start + MAX_KEYS]
+
+
+def _put_batches(
+    blocks: Mapping[bytes, Buffer], batch_bytes: int
+) -> Iterator[list[tuple[bytes, memoryview]]]:
+    batch: list[tuple[bytes, memoryview]] = []
+    size_bytes = 0
+    for key, data in blocks.items():
+        view = _as_bytes(data)
+        if batch and (len(batch) == MAX_KEYS or size_bytes + len(view) > batch_bytes):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append((key, view))
+        size_bytes += len(view)
+    if batch:
+        yield batch
+
+
+def _as_bytes(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    if view.nbytes == 0:
+        raise ValueError("a block has at least one byte")
+    return view.cast("B") if view.format != "B" or view.ndim != 1 else view
+
+
+def _one_each(asked: Sequence[object], answered: list[T]) -> list[T]:
+    if len(asked) != len(answered):
+        raise AgentGoneError(f"the agent answered {len(answered)} of {len(asked)} keys")
+    return answered

@@ -1,0 +1,359 @@
+"""What `kvcast agent` can be told, and the options of the agent that it becomes.
+
+Owns: the flags, and what must go together. Must not know: what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvcast.hostagent.agent import ArenaOptions, NetworkOptions, Options
+from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
+from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.core.writes import ACK_HOME, ACK_LOCAL, WriteOptions
+from kvcast.hostagent.network.control_link import ControlOptions
+from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
+from kvcast.protocol.requester import RequesterConfig
+from kvcast.protocol.responder import ResponderConfig
+from kvcast.service.addresses import parse_host_port
+from kvcast.service.options import (
+    CommonOptions,
+    OptionsError,
+    address,
+    choice,
+    count,
+    either,
+    many,
+    option,
+    read_options,
+    required,
+    seconds,
+    size,
+)
+from kvcast.service.tls import Credentials
+from kvcast.service.tls_options import TlsOptions, credentials_of, refuse_open_addresses
+from kvcast.service.values import TextError, number, parse_node_id, parse_size, whole_number
+
+
+def _tunnel(text: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    parts = text.split(":")
+    if len(parts) != 4:
+        raise TextError(f"{text!r} is not LOCALIP:LPORT:PEERIP:PPORT")
+    return parse_host_port(":".join(parts[:2])), parse_host_port(":".join(parts[2:]))
+
+
+def _ip(text: str) -> str:
+    parse_ip(text)
+    return text
+
+
+def _quota(text: str) -> tuple[int, int]:
+    namespace, _, size = text.partition("=")
+    if not namespace.isascii() or not namespace.isdigit() or not 0 <= int(namespace) <= 0xFFFF:
+        raise TextError(f"{text!r} is not NAMESPACE=SIZE")
+    return int(namespace), parse_size(size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityFlags:
+    """identity"""
+
+    node_id: str = required("name of this node in the pool", parse=parse_node_id)
+    controller: tuple[str, int] = address(
+        "the controller's address for agents", default=("127.0.0.1", 9600)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFlags:
+    """network"""
+
+    transport: str = choice("see above", default="tunnel", choices=("tunnel", "udp"))
+    tunnel: tuple[tuple[str, int], tuple[str, int]] | None = option(
+        "this end and the switch's end of the tunnel (--transport tunnel)",
+        default=None,
+        parse=_tunnel,
+        metavar="LOCALIP:LPORT:PEERIP:PPORT",
+    )
+    ip: str = required("this node's IPv4 address behind the switch", parse=_ip)
+    mac: str = required("this node's MAC address", parse=unicast_mac)
+    switch_port: int = required(
+        "the switch's port that this node is at, 1 to 32", parse=whole_number(1, 32), metavar="N"
+    )
+    udp_port: int = option(
+        "port for READ and DATA",
+        default=NetworkOptions.udp_port,
+        parse=whole_number(0, 65535),
+        metavar="N",
+    )
+    bulk_addr: tuple[str, int] = address(
+        "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
+        default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
+    )
+    socket_buffer_bytes: int = size(
+        "socket buffers to ask the kernel for",
+        default=NetworkOptions.buffer_bytes,
+        flag="socket-buffer",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """memory"""
+
+    arena_bytes: int = size("size of the DRAM tier", default=ArenaOptions.size_bytes)
+    arena_path: str | None = option(
+        "the arena's file; by default one in /dev/shm, or in the temporary directory",
+        default=None,
+        parse=str,
+        metavar="FILE",
+    )
+    arena_reserve: bool = either(
+        "take the arena's memory at the start, not when it is first used",
+        default=ArenaOptions.reserve,
+    )
+    slab_bytes: int = size("unit of the arena's allocator", default=ArenaOptions.slab_bytes)
+    namespace_quota_bytes: int = size(
+        "arena bytes that each namespace may take; 0 = no limit",
+        default=ArenaOptions.default_quota_bytes,
+        flag="namespace-quota",
+    )
+    quota: tuple[tuple[int, int], ...] = many(
+        "quota of one namespace", parse=_quota, metavar="NAMESPACE=SIZE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalFlags:
+    """local API"""
+
+    socket: str = required("path of the Unix socket for engines", parse=str, metavar="PATH")
+    allow_uid: tuple[tuple[int, Tenants], ...] = many(
+        "user that may connect besides this process's own and root; with tenants, for their "
+        "namespaces only",
+        parse=parse_rule,
+        metavar="UID[=TENANT,…]",
+    )
+    allow_gid: tuple[tuple[int, Tenants], ...] = many(
+        "the same for the members of a group", parse=parse_rule, metavar="GID[=TENANT,…]"
+    )
+    max_clients: int = count("clients at once", default=LocalOptions.max_clients, unit="clients")
+    client_share: float = option(
+        "share of the arena that one client may hold pinned or reserved, above 0 and at most 1",
+        default=AgentOptions.client_share,
+        parse=number(0, 1),
+        unit="of the arena",
+        metavar="SHARE",
+    )
+    metrics_addr: tuple[str, int] | None = option(
+        "serve the counters for Prometheus here", default=None, parse=parse_host_port
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutFlags:
+    """puts"""
+
+    put_ack: str = choice(
+        "what a put waits for: its first home, or this node only",
+        default=WriteOptions.put_ack,
+        choices=(ACK_HOME, ACK_LOCAL),
+    )
+    replicate_timeout_s: float = seconds(
+        "longest for one copy to one home", default=WriteOptions.replicate_timeout_s
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFlags:
+    """reads"""
+
+    max_block_bytes: int = size(
+        "largest block", default=RequesterConfig.max_block_bytes, flag="max-block"
+    )
+    max_fetches: int = count(
+        "blocks on their way", default=RequesterConfig.max_fetches, unit="blocks", low=1
+    )
+    credit_segments: int = count(
+        "segments in flight to this node; lowered to what the receive buffer holds",
+        default=RequesterConfig.credit_segments,
+        unit="segments",
+        low=1,
+    )
+    window_initial: int = count(
+        "segments in flight from one home at first",
+        default=RequesterConfig.window_initial,
+        unit="segments",
+        low=1,
+    )
+    rto_initial_s: float = seconds(
+        "time-out towards a home before its first answer", default=RequesterConfig.rto_initial_s
+    )
+    rto_min_s: float = seconds("shortest time-out", default=RequesterConfig.rto_min_s)
+    rto_max_s: float = seconds("longest time-out", default=RequesterConfig.rto_max_s)
+    quiet_s: float = seconds(
+        "how long no further chunk comes until a segment's end counts as lost",
+        default=RequesterConfig.quiet_s,
+    )
+    tries_per_home: int = count(
+        "time-outs in a row before another home is asked",
+        default=RequesterConfig.tries_per_home,
+        unit="time-outs",
+        low=1,
+    )
+    gather_ms: int = count(
+        "how long homes may hold answers for joiners, 0 to 255 ms, unless a get says otherwise",
+        default=RequesterConfig.gather_ms,
+        unit="ms",
+        high=255,
+    )
+    expect_wait_s: float = seconds(
+        "how long a get waits for its group's answer before it asks itself",
+        default=RequesterConfig.expect_wait_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags:
+    """answers"""
+
+    responder_rate_per_s: float = option(
+        "frames to all readers together; 0 = no limit",
+        default=ResponderConfig.rate_frames_per_s,
+        parse=number(0),
+        unit="frames/s",
+        flag="responder-rate",
+    )
+    responder_burst: int = count(
+        "frames at once after a pause", default=ResponderConfig.burst_frames, unit="frames"
+    )
+    responder_jobs: int = count(
+        "segments that wait to be sent; more are refused as overload",
+        default=ResponderConfig.max_jobs,
+        unit="segments",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentFlags(
+    IdentityFlags,
+    NetworkFlags,
+    TlsOptions,
+    MemoryFlags,
+    LocalFlags,
+    PutFlags,
+    ReadFlags,
+    AnswerFlags,
+    CommonOptions,
+):
+    """What `kvcast agent` can be told."""
+
+    PROGRAM: ClassVar[str] = "kvcast agent"
+    DESCRIPTION: ClassVar[str] = """\
+The kvcast agent: runs on every inference node, keeps blocks in a shared-memory arena, answers
+other nodes' reads, and serves engines on this node through a Unix socket.
+
+Two transports:
+  --transport tunnel   Ethernet frames in UDP datagrams to a port of `kvcast switch`; no root
+  --transport udp      the kernel's UDP on --ip, for a real or virtual network
+
+Example (a software switch's port 1 at 127.0.0.1:20001, its peer at 127.0.0.1:21001):
+  kvcast agent --node-id node-1 --controller 127.0.0.1:9600 --transport tunnel \\
+    --tunnel 127.0.0.1:21001:127.0.0.1:20001 --ip 10.77.0.1 --mac 02:6b:76:00:00:01 \\
+    --switch-port 1 --socket /tmp/kvcast-node-1.sock
+"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Checked flags, and the certificates that they name."""
+
+    flags: AgentFlags
+    credentials: Credentials | None
+
+
+def parse(argv: Sequence[str] | None) -> Setup:
+    """Flags and file, checked; exits with status 2 and a message on an error."""
+    return read_options(AgentFlags, argv, _settle)
+
+
+def _settle(flags: AgentFlags) -> Setup:
+    if flags.transport == "tunnel" and flags.tunnel is None:
+        raise OptionsError("--transport tunnel needs --tunnel")
+    if flags.transport == "udp" and flags.tunnel is not None:
+        raise OptionsError("--tunnel goes with --transport tunnel")
+    if flags.bulk_addr[0] in ("0.0.0.0", "::", ""):
+        raise OptionsError("--bulk-addr must be an address that other agents can connect to")
+    addresses = [("--controller", flags.controller[0]), ("--bulk-addr", flags.bulk_addr[0])]
+    if flags.metrics_addr is not None:
+        addresses.append(("--metrics-addr", flags.metrics_addr[0]))
+    refuse_open_addresses(flags, addresses)
+    if flags.slab_bytes < 1:
+        raise OptionsError("--slab-bytes must be at least 1")
+    if flags.arena_bytes < flags.slab_bytes:
+        raise OptionsError("--arena-bytes is smaller than a slab")
+    if not flags.client_share:
+        raise OptionsError("--client-share must be above 0 and at most 1")
+    return Setup(flags, credentials_of(flags.tls))
+
+
+def options_of(setup: Setup) -> Options:
+    """The agent's options from its flags."""
+    flags = setup.flags
+    requester = RequesterConfig(
+        max_fetches=flags.max_fetches,
+        max_block_bytes=min(flags.max_block_bytes, flags.arena_bytes),
+        credit_segments=flags.credit_segments,
+        window_initial=flags.window_initial,
+        rto_initial_s=flags.rto_initial_s,
+        rto_min_s=flags.rto_min_s,
+        quiet_s=flags.quiet_s,
+        rto_max_s=flags.rto_max_s,
+        tries_per_home=flags.tries_per_home,
+        gather_ms=flags.gather_ms,
+        expect_wait_s=flags.expect_wait_s,
+    )
+    responder = ResponderConfig(
+        rate_frames_per_s=flags.responder_rate_per_s,
+        burst_frames=flags.responder_burst,
+        max_jobs=flags.responder_jobs,
+    )
+    return Options(
+        agent=AgentOptions(
+            node_id=flags.node_id,
+            requester=requester,
+            responder=responder,
+            writes=WriteOptions(
+                put_ack=flags.put_ack, replicate_timeout_s=flags.replicate_timeout_s
+            ),
+            client_share=flags.client_share,
+        ),
+        network=NetworkOptions(
+            ip=flags.ip,
+            mac=flags.mac,
+            switch_port=flags.switch_port,
+            udp_port=flags.udp_port,
+            tunnel=flags.tunnel,
+            buffer_bytes=flags.socket_buffer_bytes,
+            bulk_host=flags.bulk_addr[0],
+            bulk_port=flags.bulk_addr[1],
+        ),
+        control=ControlOptions(*flags.controller),
+        local=LocalOptions(
+            socket_path=flags.socket,
+            access=AccessRules(dict(flags.allow_uid), dict(flags.allow_gid)),
+            max_clients=flags.max_clients,
+        ),
+        arena=ArenaOptions(
+            size_bytes=flags.arena_bytes // flags.slab_bytes * flags.slab_bytes,
+            path=flags.arena_path,
+            reserve=flags.arena_reserve,
+            slab_bytes=flags.slab_bytes,
+            default_quota_bytes=flags.namespace_quota_bytes,
+            quotas=dict(flags.quota),
+        ),
+        credentials=setup.credentials,
+    )

@@ -1,0 +1,33 @@
+"""Addresses as people write them: HOST:PORT, and whether a host is this machine.
+
+Owns: the one parser and the one printer of HOST:PORT. Must not know: sockets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from kvcast.service.values import TextError
+
+
+def parse_host_port(text: str, *, default_host: str = "127.0.0.1") -> tuple[str, int]:
+    """ "HOST:PORT", ":PORT" or "PORT" as (host, port); TextError otherwise."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]") or default_host
+    if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+        raise TextError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def format_host_port(address: tuple[str, int]) -> str:
+    """(host, port) as `parse_host_port` reads it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,461 @@
+"""One contract for both clients: every test here runs over `Client` and over `AsyncClient`.
+
+Oracle: a small agent that counts what its client holds (handles, tickets, pins), answers by the
+local API, and refuses or garbles the n-th request when told to. Cannot see: what a real agent
+decides (tests/integration/test_hostagent_pool.py), and cancellation, which only asyncio has
+(test_hostagent_client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcast.hostagent.client import (
+    AgentGoneError,
+    AgentRejectedError,
+    AsyncClient,
+    BusyError,
+    Client,
+    ForbiddenError,
+    InvalidRequestError,
+    KvcastError,
+    NoRoomError,
+    PutError,
+    QuotaError,
+    UnavailableError,
+    UnknownNamespaceError,
+)
+from kvcast.hostagent.client import blocks as client_blocks
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.wire import digest_of
+
+ARENA_BYTES = 1 << 20
+KEYS = [number.to_bytes(16, "big") for number in range(2 * local.MAX_KEYS + 1)]
+CALLS = ("describe", "drop", "exists", "get", "get_outcomes", "group", "namespace", "pin",
+         "prefetch", "put", "stats", "unpin")  # fmt: skip
+
+Answer = Callable[[Any], Any]
+
+
+class CountingAgent:
+    """Serves one client in a thread, and keeps account of what that client holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.heard: list[Any] = []
+        self.handles: set[int] = set()
+        self.tickets: set[int] = set()
+        self.pins: Counter[bytes] = Counter()
+        self.answers: dict[type, Answer] = {}
+        """Instead of the agent's own answer to such a request; None: as usual."""
+        self.welcome: Any = local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", ARENA_BYTES)
+        self.arena = os.memfd_create("arena")
+        os.ftruncate(self.arena, ARENA_BYTES)
+        self._codec: MessageCodec[Any] = MessageCodec(local.ClientMessage)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._numbers = iter(range(1, 1 << 30))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return  # nobody came
+        with peer, contextlib.suppress(ConnectionError):  # it may leave without hearing us out
+            welcomed = False
+            while data := peer.recv(1 << 16):
+                for message in self._codec.feed(data):
+                    if not welcomed:
+                        fds = [self.arena] if isinstance(self.welcome, local.Welcome) else []
+                        socket.send_fds(peer, [self._codec.encode(self.welcome)], fds)
+                        welcomed = True
+                        continue
+                    self.heard.append(message)
+                    answer = self.answers.get(type(message), lambda _: None)(message)
+                    answer = answer or self._answer(message)
+                    if answer is not None:
+                        peer.sendall(self._codec.encode(answer))
+        self.handles.clear()  # the client left
+        self.tickets.clear()
+        self.pins.clear()
+
+    def _answer(self, message: Any) -> Any:
+        if isinstance(message, local.Release):
+            self.handles -= set(message.handles)
+            return None
+        number = message.request
+        if isinstance(message, local.Get):
+            blocks = [
+                local.GotBlock(
+                    local.OK, "", "home", next(self._numbers), 0, 8, digest_of(b"\0" * 8)
+                )
+                for _ in message.keys
+            ]
+            self.handles |= {block.handle for block in blocks}
+            return local.Got(number, blocks)
+        if isinstance(message, local.Alloc):
+            extents = []
+            offset = 0
+            for size_bytes in message.sizes:
+                extents.append(local.Extent(local.OK, next(self._numbers), offset))
+                offset += size_bytes
+            self.tickets |= {extent.ticket for extent in extents}
+            return local.Allocated(number, extents)
+        if isinstance(message, (local.Commit, local.Abort)):
+            self.tickets -= set(message.tickets)
+            if isinstance(message, local.Abort):
+                return local.Ack(number, len(message.tickets))
+            return local.Committed(number, [local.PutBlock(local.OK, 1) for _ in message.tickets])
+        if isinstance(message, local.Pin):
+            self.pins.update(message.keys)
+        if isinstance(message, local.Unpin):
+            self.pins -= Counter(message.keys)
+        if isinstance(message, local.GetStats):
+            return local.Stats(number, {"gets_total": 3.0})
+        if isinstance(message, local.FindNamespace):
+            return local.FoundNamespace(number, NamespaceInfo(7, "t", "m", "v", "l"))
+        if isinstance(message, local.FindGroup):
+            return local.FoundGroup(number, GroupInfo(7, 9, ["node-1", "node-2"]))
+        if isinstance(message, local.DescribePool):
+            return local.PoolDescription(number, "node-1", 0, 1, True, [], [], [], [])
+        return local.Ack(number, len(message.keys))
+
+    @property
+    def held(self) -> int:
+        """What it keeps for its client."""
+        return len(self.handles) + len(self.tickets) + self.pins.total()
+
+    def asked(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        os.close(self.arena)
+
+
+class InAThread:
+    """An AsyncClient whose methods wait, its loop in a thread."""
+
+    def __init__(self, path: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        try:
+            self._client = self._wait(AsyncClient.connect(path))
+        except BaseException:
+            self._end()
+            raise
+
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._client, name)
+        if name not in CALLS:
+            return value
+        return lambda *args, **kwargs: self._wait(value(*args, **kwargs))
+
+    def close(self) -> None:
+        self._wait(self._client.close())
+        self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[CountingAgent]:
+    agent = CountingAgent(tmp_path / "agent.sock")
+    yield agent
+    agent.close()
+
+
+@pytest.fixture(params=[Client, InAThread], ids=["blocking", "asyncio"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    return lambda: request.param(str(tmp_path / "agent.sock"))
+
+
+@pytest.fixture
+def client(agent: CountingAgent, connect: Callable[[], Any]) -> Iterator[Any]:
+    client = connect()
+    yield client
+    client.close()
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_both_clients_offer_the_same() -> None:
+    for client in (Client, AsyncClient):
+        public = {name for name in vars(client) if not name.startswith("_")}
+        assert set(CALLS) <= public
+        assert public - set(CALLS) <= {"close", "connect", "connected", "node_id"}
+    for name in CALLS:
+        blocking, asynchronous = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(blocking) == inspect.signature(asynchronous)
+        assert blocking.__doc__
+        assert inspect.iscoroutinefunction(asynchronous)
+        assert not inspect.iscoroutinefunction(blocking)
+
+
+def test_every_call_asks_and_returns_what_it_says(client: Any, agent: CountingAgent) -> None:
+    keys = KEYS[:3]
+    assert client.node_id == "node-1"
+    blocks = client.get(7, keys, 0.5, gather_ms=4, group=9, expect=True)
+    assert [block.key for block in blocks] == keys
+    assert all(block.verify() and block.tier == "home" and len(block) == 8 for block in blocks)
+    (asked,) = agent.asked(local.Get)
+    assert asked == local.Get(asked.request, 7, keys, 0.5, 4, 9, True)
+    assert agent.held == 3
+    for block in blocks:
+        block.release()
+        block.release()
+    assert until(lambda: agent.held == 0)
+    assert [len(release.handles) for release in agent.asked(local.Release)] == [1, 1, 1]
+    client.put(7, {keys[0]: b"ab", keys[1]: bytearray(b"cde")})
+    assert os.pread(agent.arena, 5, 0) == b"abcde"
+    assert agent.asked(local.Alloc)[0].sizes == [2, 3]
+    assert client.prefetch(7, keys, 0.5, gather_ms=4, group=9, expect=True) == 3
+    (asked,) = agent.asked(local.Prefetch)
+    assert asked == local.Prefetch(asked.request, 7, keys, 0.5, 4, 9, True)
+    assert (client.exists(7, keys), client.drop(7, keys)) == (3, 3)
+    assert (client.pin(7, keys), agent.held) == (3, 3)
+    assert (client.unpin(7, keys), agent.held) == (3, 0)
+    assert client.stats() == {"gets_total": 3.0}
+    assert client.namespace("t", "m", "v", "l") == 7
+    assert client.group(7, ["node-1", "node-2"]) == 9
+    assert client.describe(7, keys).node_id == "node-1"
+    numbers = [m.request for m in agent.heard if not isinstance(m, local.Release)]
+    assert sorted(set(numbers)) == numbers
+
+
+def test_more_keys_than_a_message_takes_are_asked_for_in_several(
+    client: Any, agent: CountingAgent
+) -> None:
+    assert len(client.get(7, KEYS)) == len(KEYS)
+    assert [len(get.keys) for get in agent.asked(local.Get)] == [local.MAX_KEYS, local.MAX_KEYS, 1]
+    for call in (client.prefetch, client.exists, client.drop, client.pin, client.unpin):
+        assert call(7, KEYS) == len(KEYS)
+    client.put(7, dict.fromkeys(KEYS, b"x"))
+    assert [len(alloc.keys) for alloc in agent.asked(local.Alloc)] == [4096, 4096, 1]
+    # An eighth of the arena at once.
+    client.put(7, dict.fromkeys(KEYS[:9], bytes(ARENA_BYTES // 16)))
+    assert [len(alloc.keys) for alloc in agent.asked(local.Alloc)[3:]] == [2, 2, 2, 2, 1]
+    assert agent.tickets == set()
+
+
+def test_a_prefix_ends_where_it_ends(client: Any, agent: CountingAgent) -> None:
+    agent.answers[local.Exists] = lambda asked: local.Ack(asked.request, 5)
+    assert client.exists(7, KEYS) == 5
+    assert len(agent.asked(local.Exists)) == 1
+
+
+MULTI = {
+    "get": (local.Get, KEYS),
+    "get_outcomes": (local.Get, KEYS),
+    "put": (local.Alloc, dict.fromkeys(KEYS, b"x")),
+    "exists": (local.Exists, KEYS),
+    "prefetch": (local.Prefetch, KEYS),
+    "drop": (local.Drop, KEYS),
+    "pin": (local.Pin, KEYS),
+    "unpin": (local.Unpin, KEYS),
+}
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_a_call_whose_later_message_is_refused_leaves_nothing_held(
+    name: str, client: Any, agent: CountingAgent
+) -> None:
+    kind, argument = MULTI[name]
+
+    def refuse_the_last(asked: Any) -> Any:
+        if len(agent.asked(kind)) == 3:
+            return local.Failed(asked.request, local.BUSY, "too many")
+        return None
+
+    agent.answers[kind] = refuse_the_last
+    with pytest.raises(BusyError, match="too many"):
+        getattr(client, name)(7, argument)
+    assert len(agent.asked(kind)) == 3
+    assert until(lambda: agent.held == 0), f"{agent.held} are held"
+    agent.answers.clear()
+    assert client.exists(7, KEYS[:1]) == 1
+
+
+def test_a_pin_that_was_there_before_outlives_one_that_is_refused(
+    client: Any, agent: CountingAgent
+) -> None:
+    before = [KEYS[0], KEYS[local.MAX_KEYS]]  # one of the first message, one of the second
+    assert client.pin(7, before) == 2
+    agent.answers[local.Pin] = lambda asked: (
+        local.Failed(asked.request, local.BUSY, "") if len(agent.asked(local.Pin)) == 3 else None
+    )
+    with pytest.raises(BusyError):
+        client.pin(7, KEYS)
+    client.stats()  # by its answer the agent has heard all that was said before
+    assert agent.pins == Counter(before)
+
+
+def test_a_put_that_fails_while_it_writes_gives_its_room_back(
+    client: Any, agent: CountingAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no page")
+
+    monkeypatch.setattr(client_blocks.Arena, "write", fails)
+    with pytest.raises(MemoryError):
+        client.put(7, {KEYS[0]: b"ab", KEYS[1]: b"c"})
+    assert until(lambda: bool(agent.asked(local.Abort)) and agent.held == 0)
+    assert client.exists(7, KEYS[:1]) == 1
+
+
+@pytest.mark.parametrize("name", ["get", "put"])
+def test_what_comes_for_a_blocking_call_that_was_interrupted_is_given_back(
+    name: str, agent: CountingAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Cancelled calls of the asyncio client: test_hostagent_client.py.)"""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client(str(tmp_path / "agent.sock")) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_reply_to", interrupt)  # what comes first after sending
+            with pytest.raises(KeyboardInterrupt):
+                getattr(client, name)(7, dict.fromkeys(KEYS[:3], b"x"))
+        assert until(lambda: agent.held == 3)
+        client.stats()  # reads what came for the other call
+        client.stats()  # sends what there was to say about it
+        assert agent.held == 0
+
+
+def test_what_a_put_could_not_place_is_named(client: Any, agent: CountingAgent) -> None:
+    extents = [
+        local.Extent(local.OK, 1, 0),
+        local.Extent(local.QUOTA),
+        local.Extent(local.OK, 2, 8),
+    ]
+    agent.answers[local.Alloc] = lambda asked: local.Allocated(asked.request, extents)
+    results = [local.PutBlock(local.UNAVAILABLE), local.PutBlock(local.OK)]
+    agent.answers[local.Commit] = lambda asked: local.Committed(asked.request, results)
+    with pytest.raises(PutError, match="2 blocks were not put: quota, unavailable") as error:
+        client.put(7, dict.fromkeys(KEYS[:3], b"x"))
+    assert error.value.failed == {KEYS[0]: local.UNAVAILABLE, KEYS[1]: local.QUOTA}
+
+
+def test_a_miss_says_why(client: Any, agent: CountingAgent) -> None:
+    agent.answers[local.Get] = lambda asked: local.Got(
+        asked.request, [local.GotBlock(local.MISS, "not_found")]
+    )
+    assert client.get(7, KEYS[:1]) == [None]
+    (outcome,) = client.get_outcomes(7, KEYS[:1])
+    assert (outcome.block, outcome.status, outcome.reason) == (None, local.MISS, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (local.BUSY, BusyError),
+        (local.NO_ROOM, NoRoomError),
+        (local.QUOTA, QuotaError),
+        (local.UNKNOWN_NAMESPACE, UnknownNamespaceError),
+        (local.FORBIDDEN, ForbiddenError),
+        (local.UNAVAILABLE, UnavailableError),
+        (local.INVALID, InvalidRequestError),
+        ("new in a later version", KvcastError),
+    ],
+)
+def test_a_refusal_is_an_error_by_its_status(
+    status: str, error: type[KvcastError], client: Any, agent: CountingAgent
+) -> None:
+    agent.answers[local.Get] = lambda asked: local.Failed(asked.request, status, "why")
+    with pytest.raises(KvcastError, match="why") as raised:
+        client.get(7, KEYS[:1])
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("keys", [[b"short"], [KEYS[0], b""]])
+def test_what_is_no_key_is_not_sent(client: Any, agent: CountingAgent, keys: list[bytes]) -> None:
+    for name in ("get", "get_outcomes", "exists", "prefetch", "drop", "pin", "unpin", "describe"):
+        with pytest.raises(ValueError, match="a key is 16 bytes"):
+            getattr(client, name)(7, keys)
+    with pytest.raises(ValueError, match="a key is 16 bytes"):
+        client.put(7, dict.fromkeys(keys, b"x"))
+    with pytest.raises(ValueError, match="at least one byte"):
+        client.put(7, {KEYS[0]: b""})
+    assert agent.heard == []
+
+
+NONSENSE: dict[str, tuple[str, type, Answer]] = {
+    "fewer blocks than keys": ("get", local.Get, lambda a: local.Got(a.request, [])),
+    "another answer": ("get", local.Get, lambda a: local.Ack(a.request, 1)),
+    "bytes outside the arena": (
+        "get",
+        local.Get,
+        lambda a: local.Got(a.request, [local.GotBlock(local.OK, "", "", 1, ARENA_BYTES, 1)]),
+    ),
+    "a second welcome": (
+        "exists",
+        local.Exists,
+        lambda a: local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_an_answer_without_sense_ends_the_connection(
+    what: str, client: Any, agent: CountingAgent
+) -> None:
+    name, kind, answer = NONSENSE[what]
+    agent.answers[kind] = answer
+    with pytest.raises(AgentGoneError):
+        getattr(client, name)(7, KEYS[:1])
+    with pytest.raises(AgentGoneError):
+        client.stats()
+    assert agent.asked(local.GetStats) == []
+
+
+@pytest.mark.parametrize(
+    ("welcome", "error"),
+    [
+        (local.Rejected("not you"), AgentRejectedError),
+        (local.Ack(1, 1), AgentGoneError),
+        (local.Welcome(local.LOCAL_PROTOCOL_VERSION, "node-1", 2 * ARENA_BYTES), AgentGoneError),
+    ],
+)
+def test_a_client_that_is_not_let_in_keeps_nothing_open(
+    welcome: Any, error: type[KvcastError], agent: CountingAgent, connect: Callable[[], Any]
+) -> None:
+    agent.welcome = welcome
+    with pytest.raises(error):
+        connect()
+    assert until(lambda: not agent._thread.is_alive())
+
+
+def test_where_nobody_listens_there_is_no_agent(connect: Callable[[], Any]) -> None:
+    with pytest.raises(AgentGoneError, match=r"agent\.sock"):
+        connect()

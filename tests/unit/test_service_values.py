@@ -1,0 +1,95 @@
+"""Values as people write them. Oracle: written cases. Cannot see: which flag takes which."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from kvcast.service.values import (
+    TextError,
+    format_size,
+    number,
+    parse_node_id,
+    parse_size,
+    whole_number,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("0", 0),
+        ("64KiB", 65536),
+        ("64kb", 65536),
+        ("1M", 1 << 20),
+        ("1m", 1 << 20),
+        ("2 GiB", 2 << 30),
+        ("1.5GiB", 3 << 29),
+        ("3T", 3 << 40),
+        ("12B", 12),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "KiB", "-1", "4 parsecs", "nan", "1e9", "0x10", "\u0661", "1.", "4iB", "9" * 500]
+)
+def test_what_is_no_size_is_refused_with_examples_of_one(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is no size like 4096, 64KiB or 1\.5GiB"):
+        parse_size(text)
+
+
+def test_a_size_beyond_what_a_file_can_have_is_refused() -> None:
+    assert parse_size(str((1 << 63) - 1)) == (1 << 63) - 1
+    with pytest.raises(TextError, match="more than"):
+        parse_size("8388608T")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1000, "1000 bytes"), (65536, "64 KiB"), (3 << 29, "1536 MiB")],
+)
+def test_a_size_is_shown_in_its_largest_whole_unit(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@pytest.mark.parametrize("text", ["0.5", "10.1", "nan", "inf", "-inf", "x", ""])
+def test_numbers_are_kept_within_their_bounds(text: str) -> None:
+    with pytest.raises(TextError, match=r"outside 1 to 10|is not a number"):
+        number(1, 10)(text)
+
+
+def test_a_bound_itself_is_within() -> None:
+    assert [number(1, 10)(text) for text in ("1", "2.5", "10")] == [1.0, 2.5, 10.0]
+    assert [whole_number(1, 10)(text) for text in ("1", "10")] == [1, 10]
+    assert whole_number(0, 2**64 - 1)(str(2**64 - 1)) == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("0", "outside"), ("11", "outside"), ("1.5", "not an integer"), ("9" * 5000, "not an int")],
+)
+def test_whole_numbers_are_whole_and_within(text: str, complaint: str) -> None:
+    with pytest.raises(TextError, match=complaint):
+        whole_number(1, 10)(text)
+
+
+@pytest.mark.parametrize("text", ["-1", "inf", "nan"])
+def test_without_an_upper_bound_a_number_is_still_finite(text: str) -> None:
+    with pytest.raises(TextError, match="0 or more"):
+        number(0)(text)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a/b", "node-1\n", "n" * 65, "knöte"])
+def test_what_is_no_nodes_name_is_refused(text: str) -> None:
+    with pytest.raises(TextError, match="1 to 64 letters"):
+        parse_node_id(text)
+
+
+def test_an_error_serves_argparse_and_everybody_else() -> None:
+    assert issubclass(TextError, ValueError)
+    assert issubclass(TextError, argparse.ArgumentTypeError)
