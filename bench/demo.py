@@ -25,7 +25,7 @@ from kvcast.hostagent.client import AsyncClient
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
-from kvcast.workloads import content, generators
+from kvcast.workloads import content, generators, traces
 from kvcast.workloads.generators import Demand, Request, WorkloadOptions, chain
 
 CHUNK_BYTES = 1024
@@ -43,6 +43,11 @@ _ARENA_BYTES = 192 << 20
 _CALIBRATION_PUTS = 6
 """Blocks that each node puts to begin with."""
 _CALIBRATION_BYTES = 65536
+_HOW: dict[Runner, str] = {
+    "processes": "as processes that UDP tunnels join",
+    "namespaces": "in network namespaces",
+    "mininet": "on the hosts of a Mininet network",
+}
 _KILL_AT_SHARE = 0.3
 """When a part is killed, as a share of the requests; the longer rest shows the recovery."""
 
@@ -112,17 +117,19 @@ class Reporter:
         """The replay has ended."""
 
 
-async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
-    """Run the demo and return its report.
+async def run(
+    options: DemoOptions, reporter: Reporter, so_far: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run the demo and return its report; `so_far` gets the plain replay's part of it.
 
     PoolError if a pool does not start or dies, WorkloadError for a trace that cannot be read.
     """
     began = time.monotonic()
-    lines = None if options.trace is None else generators.read_trace(options.trace)
+    lines = None if options.trace is None else traces.read_trace(options.trace)
     replay_s = max(5.0, (options.seconds_budget - 3 * _STARTUP_S) / 2)
     reporter.say(
-        f"starting {len(options.star.hosts)} nodes, a controller and a switch, as processes; "
-        "first the switch only forwards"
+        f"starting {len(options.star.hosts)} nodes, a controller and a switch, "
+        f"{_HOW[options.runner]}; first the switch only forwards"
     )
     async with _pool(options, plain=True) as pool, _links(pool) as links:
         speed = await calibrate(links)
@@ -134,6 +141,9 @@ async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
         reporter.say(plan.scaling)
         plain = await _replay(pool, links, plan, reporter, "plain switch")
         plain_switch = await _switch_counters(pool)
+    runs = {"plain": plain.report(plan.block_bytes) | {"switch": plain_switch}}
+    if so_far is not None:
+        so_far |= _head(options, plan, speed) | {"runs": runs}
     done = [request for request in plan.requests if request.number in plain.done]
     if len(done) < len(plan.requests):
         reporter.say(
@@ -145,11 +155,8 @@ async def run(options: DemoOptions, reporter: Reporter) -> dict[str, Any]:
     async with _pool(options, plain=False) as pool, _links(pool) as links:
         kvcast, outage = await _second_replay(pool, links, plan, reporter, options.kill)
         kvcast_switch = await _switch_counters(pool)
-    runs = {
-        "plain": plain.report(plan.block_bytes) | {"switch": plain_switch},
-        "kvcast": kvcast.report(plan.block_bytes) | {"switch": kvcast_switch},
-    }
-    report = _report(options, plan, speed, runs, time.monotonic() - began)
+    runs["kvcast"] = kvcast.report(plan.block_bytes) | {"switch": kvcast_switch}
+    report = _head(options, plan, speed) | _report(runs, time.monotonic() - began)
     return report if outage is None else report | {"outage": outage_report(kvcast, outage)}
 
 
@@ -213,7 +220,7 @@ async def calibrate(links: list[NodeLink]) -> Speed:
 
 def make_plan(
     options: DemoOptions,
-    lines: list[generators.TraceLine] | None,
+    lines: list[traces.TraceLine] | None,
     speed: Speed,
     replay_s: float,
 ) -> Plan:
@@ -240,7 +247,7 @@ def make_plan(
     else:
         assert options.trace is not None
         scale = options.time_scale or 1.0
-        stream = generators.trace_requests(lines, wanted, scale)
+        stream = traces.trace_requests(lines, wanted, scale)
         if options.time_scale is not None:
             stream = itertools.takewhile(lambda request: request.time_s <= span_s, stream)
         requests, demand = generators.take(stream, **bounds)
@@ -271,7 +278,7 @@ def _block_bytes(chunks: float) -> int:
     return BLOCK_SIZES[0]
 
 
-def _span_s(lines: list[generators.TraceLine]) -> float:
+def _span_s(lines: list[traces.TraceLine]) -> float:
     return (lines[-1].timestamp - lines[0].timestamp) / 1000
 
 
@@ -352,21 +359,10 @@ async def _switch_counters(pool: Pool) -> dict[str, Any]:
     return {name: status.get(name) for name in ("decisions", "fills")}
 
 
-def _report(
-    options: DemoOptions, plan: Plan, speed: Speed, runs: dict[str, Any], seconds: float
-) -> dict[str, Any]:
-    """The kvcast run's numbers on top, both runs in full below; wrong_bytes of both runs."""
-    plain, kvcast = runs["plain"], runs["kvcast"]
+def _head(options: DemoOptions, plan: Plan, speed: Speed) -> dict[str, Any]:
+    """What is known before the replays."""
     return {
         "bench": "demo",
-        "gets": kvcast["gets"],
-        "misses": kvcast["misses"],
-        "wrong_bytes": plain["wrong_bytes"] + kvcast["wrong_bytes"],
-        "home_egress_ratio": kvcast["home_egress_ratio"],
-        "plain_home_egress_ratio": plain["home_egress_ratio"],
-        "hits": kvcast["hits"],
-        "fetch_ms": {name: run["fetch_ms"] for name, run in runs.items()},
-        "runs": runs,
         "workload": {
             "name": plan.name,
             "description": plan.description,
@@ -389,6 +385,21 @@ def _report(
             "chunks_per_s": round(speed.chunks_per_s),
             "puts_per_s": round(speed.puts_per_s),
         },
-        "seconds": round(seconds, 1),
         **provenance.provenance(),
+    }
+
+
+def _report(runs: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The kvcast run's numbers on top, both runs in full below; wrong_bytes of both runs."""
+    plain, kvcast = runs["plain"], runs["kvcast"]
+    return {
+        "gets": kvcast["gets"],
+        "misses": kvcast["misses"],
+        "wrong_bytes": plain["wrong_bytes"] + kvcast["wrong_bytes"],
+        "home_egress_ratio": kvcast["home_egress_ratio"],
+        "plain_home_egress_ratio": plain["home_egress_ratio"],
+        "hits": kvcast["hits"],
+        "fetch_ms": {name: run["fetch_ms"] for name, run in runs.items()},
+        "runs": runs,
+        "seconds": round(seconds, 1),
     }

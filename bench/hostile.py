@@ -1,7 +1,8 @@
 """The question: does anything break when every entry point of a pool gets bytes that nobody meant?
 
 Owns: the entry points, what is watched, and the sums that must come out. Must not know: how any
-part defends itself. What is sent is in `mutations`, clients of streams are in `hostile_streams`.
+part defends itself. What is sent is in `hostile_bytes`, clients of streams are in
+`hostile_streams`.
 
 Four entry points, one after the other, on one running pool of separate processes:
 - `switch port`: frames into a port of the switch, as its own node (whose agent was killed);
@@ -135,8 +136,9 @@ def resident_mib(pid: int) -> float:
     return int(fields["RssAnon"][0]) / 1024
 
 
-async def run(options: HostileOptions) -> dict[str, Any]:
-    """Attack a pool at every entry point; the report, whose `passed` says whether all held."""
+async def run(options: HostileOptions, so_far: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Attack a pool at every entry point; the report, whose `passed` says whether all held.
+    `so_far` gets the entry points as they come."""
     pool = Pool(
         Star.of(options.nodes),
         PoolOptions(
@@ -148,25 +150,11 @@ async def run(options: HostileOptions) -> dict[str, Any]:
         options.run_dir,
     )
     problems: list[str] = []
-    entry_points: list[EntryPoint] = []
-    async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
-        attack = _Attack(pool, links, options)
-        await attack.prepare()
-        for entry_point in (
-            attack.switch_port,
-            attack.agent_port,
-            attack.local_socket,
-            attack.http,
-        ):
-            entry_points.append(await entry_point())
-            problems += entry_points[-1].problems
-            problems += await attack.aftermath(entry_points[-1])
-        problems += tracebacks(pool)
-    return {
+    report = {} if so_far is None else so_far
+    report |= {
         "bench": "hostile",
-        "passed": not problems,
         "problems": problems,
-        "entry_points": [entry_point.as_dict() for entry_point in entry_points],
+        "entry_points": [],
         "parameters": {
             "frames": options.frames,
             "nodes": options.nodes,
@@ -175,6 +163,21 @@ async def run(options: HostileOptions) -> dict[str, Any]:
         },
         **provenance.provenance(),
     }
+    async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
+        attack = _Attack(pool, links, options)
+        await attack.prepare()
+        for attack_at in (
+            attack.switch_port,
+            attack.agent_port,
+            attack.local_socket,
+            attack.http,
+        ):
+            entry_point = await attack_at()
+            problems += entry_point.problems
+            problems += await attack.aftermath(entry_point)
+            report["entry_points"].append(entry_point.as_dict())
+        problems += tracebacks(pool)
+    return report | {"passed": not problems}
 
 
 class _Attack:

@@ -35,6 +35,7 @@ from kvcast.controller.core.placement import place
 from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
 from kvcast.protocol.messages.wire import CHUNK_BYTES, bucket_of
 from kvcast.service import provenance
+from kvcast.service.statistics import ratio, summary
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import MAX_HOSTS, Star
 from kvcast.workloads import content
@@ -122,7 +123,7 @@ class Outcome:
 
     @property
     def egress_ratio(self) -> float | None:
-        return provenance.ratio(self.home_sent_bytes, self.distinct_bytes)
+        return ratio(self.home_sent_bytes, self.distinct_bytes)
 
     def report(self) -> dict[str, Any]:
         """The numbers as plain data."""
@@ -134,21 +135,32 @@ class Outcome:
             "home_egress_bytes": int(self.home_sent_bytes),
             "home_egress_ratio": self.egress_ratio,
             "distinct_bytes": self.distinct_bytes,
-            "fetch_ms": provenance.summary_ms(self.fetch_ms),
+            "fetch_ms": summary(self.fetch_ms),
             "switch": self.switch,
         }
 
 
-async def run(options: IncastOptions) -> dict[str, Any]:
-    """Run the incast and return its report; PoolError if a pool does not start or dies."""
+async def run(options: IncastOptions, so_far: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run the incast and return its report; PoolError if a pool does not start or dies. `so_far`
+    gets the runs' numbers as they come."""
+    so_far = {} if so_far is None else so_far
+    so_far |= {
+        "bench": "incast-resident" if options.resident else "incast",
+        "runs": {},
+        "parameters": _parameters(options),
+        **provenance.provenance(),
+    }
+    runs: dict[str, Any] = so_far["runs"]
+    outcomes: dict[str, Outcome] = {}
     if options.resident:
-        return await _run_resident(options)
-    alone = None
-    if options.link_rate:
-        alone = await _run_pool(replace(options, readers=1), "one-reader", plain=False)
-    plain = await _run_pool(options, "plain", plain=True)
-    kvcast = await _run_pool(options, "kvcast", plain=False)
-    return _report(options, kvcast, plain, alone)
+        outcomes["kvcast"] = await _run_resident(options)
+    else:
+        asked = {"plain": options, "kvcast": options}
+        if options.link_rate:
+            asked = {"one_reader": replace(options, readers=1), **asked}
+        for name, run_options in asked.items():
+            outcomes[name] = await _run_pool(run_options, name, runs)
+    return so_far | _report(outcomes)
 
 
 def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
@@ -174,9 +186,10 @@ def _slab(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length()
 
 
-async def _run_pool(options: IncastOptions, name: str, *, plain: bool) -> Outcome:
-    pool = _pool(options, options.readers + 1, name, plain=plain, admit="off")
+async def _run_pool(options: IncastOptions, name: str, runs: dict[str, Any]) -> Outcome:
+    """Play all rounds on a pool; after each, `runs` has what was counted."""
     outcome = Outcome()
+    pool = _pool(options, options.readers + 1, name, plain=name == "plain", admit="off")
     async with pool, links_to([pool.sockets[h.node_id] for h in pool.star.hosts]) as links:
         namespace = await _namespace(links[0], options)
         for round_number in range(options.rounds):
@@ -184,11 +197,12 @@ async def _run_pool(options: IncastOptions, name: str, *, plain: bool) -> Outcom
             await _put(links[0], namespace, keys, options.block_bytes)
             await _read_at_once(options, outcome, links[0], links[1:], namespace, keys)
             pool.check_alive()
+            runs[name] = outcome.report()
         outcome.switch = await _switch_counters(pool)
     return outcome
 
 
-async def _run_resident(options: IncastOptions) -> dict[str, Any]:
+async def _run_resident(options: IncastOptions) -> Outcome:
     # A long lease: the stopped home shall still count as a member, and its READs go its way.
     pool = _pool(options, options.readers + 2, "resident", admit="pin", lease_s=30.0)
     outcome = Outcome()
@@ -207,7 +221,7 @@ async def _run_resident(options: IncastOptions) -> dict[str, Any]:
             options, outcome, links[0], links[2:], namespace, keys, stopped=(pool, "node-1")
         )
         outcome.switch = await _switch_counters(pool)
-    return _report(options, outcome, None, None)
+    return outcome
 
 
 def home_keys(pool: Pool, node_id: str, count: int, label: object) -> list[bytes]:
@@ -318,22 +332,35 @@ async def _switch_counters(pool: Pool) -> dict[str, Any]:
     return {name: status.get(name) for name in ("decisions", "fills")}
 
 
-def _report(
-    options: IncastOptions, kvcast: Outcome, plain: Outcome | None, alone: Outcome | None
-) -> dict[str, Any]:
-    """The report: the kvcast run's numbers on top, all runs' in full below.
+def _parameters(options: IncastOptions) -> dict[str, Any]:
+    return {
+        "readers": options.readers,
+        "blocks": options.blocks,
+        "block_bytes": options.block_bytes,
+        "rounds": options.rounds,
+        "loss": options.loss,
+        "seed": options.seed,
+        "gather_ms": options.gather_allowed_ms,
+        "home_rate": options.home_rate,
+        "link_rate_bits_per_s": options.link_rate,
+        "deadline_s": options.deadline_s,
+        "resident": options.resident,
+        "runner": options.runner,
+        "switch": options.switch,
+        "replicas": 0,
+    }
 
-    `wrong_bytes` counts those of all runs.
-    """
-    named = {"kvcast": kvcast, "plain": plain, "one_reader": alone}
-    outcomes = {name: outcome for name, outcome in named.items() if outcome is not None}
+
+def _report(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """The kvcast run's numbers on top, all runs' in full below; `wrong_bytes` of all runs."""
+    kvcast, plain, alone = (outcomes.get(name) for name in ("kvcast", "plain", "one_reader"))
+    assert kvcast is not None
     over_one = {
         name: round(max(outcome.fetch_ms) / max(alone.fetch_ms), 4)
         for name, outcome in outcomes.items()
         if alone is not None and outcome is not alone
     }
     return {
-        "bench": "incast-resident" if options.resident else "incast",
         "home_egress_ratio": kvcast.egress_ratio,
         "plain_home_egress_ratio": None if plain is None else plain.egress_ratio,
         "home_egress_bytes": int(kvcast.home_sent_bytes),
@@ -341,26 +368,9 @@ def _report(
         "misses": kvcast.misses,
         "wrong_bytes": sum(outcome.wrong_bytes for outcome in outcomes.values()),
         "hits": kvcast.hits,
-        "fetch_ms": {name: provenance.summary_ms(o.fetch_ms) for name, o in outcomes.items()},
+        "fetch_ms": {name: summary(o.fetch_ms) for name, o in outcomes.items()},
         "over_one_reader": over_one or None,
         "start_spread_ms": {name: round(o.start_spread_ms, 2) for name, o in outcomes.items()},
         "distinct_bytes": kvcast.distinct_bytes,
         "runs": {name: outcome.report() for name, outcome in outcomes.items()},
-        "parameters": {
-            "readers": options.readers,
-            "blocks": options.blocks,
-            "block_bytes": options.block_bytes,
-            "rounds": options.rounds,
-            "loss": options.loss,
-            "seed": options.seed,
-            "gather_ms": options.gather_allowed_ms,
-            "home_rate": options.home_rate,
-            "link_rate_bits_per_s": options.link_rate,
-            "deadline_s": options.deadline_s,
-            "resident": options.resident,
-            "runner": options.runner,
-            "switch": options.switch,
-            "replicas": 0,
-        },
-        **provenance.provenance(),
     }

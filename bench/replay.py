@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcast.hostagent.client import AgentGoneError, AsyncClient, KvcastError, PutError
-from kvcast.service import provenance
+from kvcast.service.statistics import ratio, summary
 from kvcast.workloads import content
 from kvcast.workloads.generators import Request
 
@@ -123,12 +123,12 @@ class Tally:
             "put_failures": self.put_failures,
             "hits": {tier: self.hits[tier] for tier in TIERS},
             "miss_reasons": dict(self.miss_reasons),
-            "fetch_ms": provenance.summary_ms(self.fetch_ms),
+            "fetch_ms": summary(self.fetch_ms),
             "fetches": len(self.fetch_ms),
             "distinct_blocks_fetched": len(self.fetched),
             "distinct_bytes_fetched": distinct,
             "home_egress_bytes": int(self.egress_bytes),
-            "home_egress_ratio": provenance.ratio(self.egress_bytes, distinct),
+            "home_egress_ratio": ratio(self.egress_bytes, distinct),
             "seconds": round(self.seconds, 2),
             "egress_samples": [[round(t, 2), int(b)] for t, b in self.egress_samples],
         }

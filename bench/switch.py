@@ -24,7 +24,9 @@ since it forwards less when it is flooded: its best counts. Before anything is m
 through one by one and must come out as the reference engine says.
 
 Rates are frames out a second. Of repeated measurements the median is given, and beside it the
-least and the greatest.
+least and the greatest. What cannot be measured here, or a peer that does not start, is named under
+`skipped` with the reason. Where a part fails, the others are measured all the same; `incomplete`
+then says why, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -45,7 +48,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import finsy as fy
 import grpc
@@ -53,9 +56,12 @@ from kvcast.bench import switch_programs as programs
 from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
 from kvcast.bench.switch_programs import Arrival, Setup
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
+from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvcast.service.statistics import ratio
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
+from kvcast.topologies.pool import find_simple_switch
 
 NOW_US = 10_000_000
 REPEATS = 5
@@ -73,6 +79,9 @@ JOINED = 56
 _START_TIMEOUT_S = 30.0
 _BMV2_OFFERS = (60_000.0, 100_000.0, 0.0)
 """Frames a second offered to BMv2; 0 = as many as go."""
+
+_TAIL_BYTES, _TAIL_LINES = 4096, 4
+"""How much of what a process said before it failed is told."""
 
 _CLONE_NEWNET: Final = 0x40000000
 _IGNORE_OUTGOING: Final = 23
@@ -122,9 +131,8 @@ def scenarios() -> list[Scenario]:
     ]
 
 
-def measure_memory(seconds: float, repeats: int) -> dict[str, Any]:
+def measure_memory(report: dict[str, Any], seconds: float, repeats: int) -> None:
     """Every scenario on the compiled engine, and once on the reference engine."""
-    report: dict[str, Any] = {}
     for scenario in scenarios():
         reference, compiled = Switch(), CompiledSwitch()
         for switch in (reference, compiled):
@@ -148,7 +156,6 @@ def measure_memory(seconds: float, repeats: int) -> dict[str, Any]:
         }
         rate = _reference_rate(reference, scenario, seconds)
         report[f"{scenario.name}_reference_pps"] = round(rate)
-    return report
 
 
 def _reference_rate(switch: Switch, scenario: Scenario, seconds: float) -> float:
@@ -181,11 +188,16 @@ class Processors:
 
 
 class Started:
-    """A process that is being measured, or that sends."""
+    """A process that is being measured, or that sends. Its output is kept, for when it fails."""
 
-    def __init__(self, command: Sequence[str], where: set[int], log: IO[str], **more: Any) -> None:
+    def __init__(self, command: Sequence[str], where: set[int], *, tells_on_stdout: bool) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1, **more
+            command,
+            stdout=subprocess.PIPE if tells_on_stdout else self._output,
+            stderr=self._output,
+            text=True,
+            bufsize=1,
         )
         os.sched_setaffinity(self.process.pid, where)
 
@@ -194,10 +206,32 @@ class Started:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise BenchError(f"{self.process.args!r} ended with {self.process.wait()}")
+            self.process.wait()
+            raise BenchError(self.failure())
         made = json.loads(line)
         assert isinstance(made, dict)
         return made
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """BenchError where the process ends before, or that takes too long."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                raise BenchError(self.failure())
+            time.sleep(0.05)
+
+    def failure(self) -> str:
+        """What became of it, and the last that it said."""
+        command, code = self.process.args, self.process.poll()
+        assert isinstance(command, list)
+        size = os.fstat(self._output.fileno()).st_size
+        last = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        lines = last.decode(errors="replace").split("\n")
+        said = " | ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
+        became = f"is not ready after {_START_TIMEOUT_S:g} s"
+        if code is not None:
+            became = f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
+        return f"{command[0]} {became}; its last words: {said or 'none'}"
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -209,6 +243,7 @@ class Started:
             self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        self._output.close()
 
     def processor_time_s(self) -> float:
         """What all threads of the process have used so far."""
@@ -221,9 +256,9 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], where: set[int], log: IO[str], **more: Any
+    command: Sequence[str], where: set[int], *, tells_on_stdout: bool = True
 ) -> Iterator[Started]:
-    made = Started(command, where, log, **more)
+    made = Started(command, where, tells_on_stdout=tells_on_stdout)
     try:
         yield made
     finally:
@@ -304,13 +339,12 @@ def free_udp_ports(count: int) -> list[int]:
         return [int(endpoint.getsockname()[1]) for endpoint in made]
 
 
-def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
+def measure_tunnels(report: dict[str, Any], repeats: int) -> None:
     """Frames from tunnel to tunnel through the switch process, on the loopback."""
     processors = Processors.of_this_machine()
     ours, theirs, sink_port = free_udp_ports(2), free_udp_ports(1)[0], 0
     setup = programs.kvcast()
     frames = [frame for _, frame in programs.ordinary(4 * JOINED)]
-    measured: dict[str, list[Run]] = {}
     with socket.socket(type=socket.SOCK_DGRAM) as sink:
         sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
         sink.bind(("127.0.0.1", 0))
@@ -319,7 +353,7 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
             f"1=udp:127.0.0.1:{ours[0]}:127.0.0.1:{theirs}",
             f"2=udp:127.0.0.1:{ours[1]}:127.0.0.1:{sink_port}",
         ]
-        with started(switch_command(ports), processors.switch, log) as switch:
+        with started(switch_command(ports), processors.switch) as switch:
             address = switch.ready()["grpc"]
             asyncio.run(program_switch(address, setup))
             with socket.socket(type=socket.SOCK_DGRAM) as source:
@@ -336,18 +370,17 @@ def measure_tunnels(repeats: int, log: IO[str]) -> dict[str, Any]:
                         return counter.received // programs.FRAME_BYTES
 
                     for name, joined in (("udp_tunnel", 1), ("udp_tunnel_joined", JOINED)):
-                        measured[name] = [
+                        runs = [
                             offered(source, frames, arrived, processors, switch, joined=joined)
                             for _ in range(repeats)
                         ]
-                    half = statistics.median(r.pps for r in measured["udp_tunnel"]) / 2
+                        report[name] = Run.summary(runs)
+                        report[f"{name}_pps"] = report[name]["median"]
+                    half = report["udp_tunnel_pps"] / 2
                     source.setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
-                    writes = _writes_under_load(address, source, frames, half, counter, processors)
-    report: dict[str, Any] = {"table_writes": writes}
-    for name, runs in measured.items():
-        report[f"{name}_pps"] = round(statistics.median(run.pps for run in runs))
-        report[name] = Run.summary(runs)
-    return report
+                    report["table_writes"] = _writes_under_load(
+                        address, source, frames, half, counter, processors
+                    )
 
 
 def _writes_under_load(
@@ -416,6 +449,8 @@ class Candidate:
     inputs: list[Arrival]
     setup: Setup | None
     offers: Sequence[float] = (0.0,)
+    may_fail: bool = False
+    """Without it the others are compared all the same."""
 
     def expected(self) -> list[bytes]:
         """What the checked frames must become."""
@@ -470,15 +505,21 @@ def _exchange(candidate: Candidate) -> None:
                 raise BenchError(f"{candidate.name}: a frame came out wrong")
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Field:
     """The candidates, standing ready in this process's own network namespace."""
 
-    def __init__(self, stack: contextlib.ExitStack, log: IO[str], folder: Path) -> None:
+    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack = stack
-        self._log = log
         self._folder = folder
         self.processors = Processors.of_this_machine()
         self.candidates: list[Candidate] = []
+        self.found: dict[str, list[Run]] = {}
+        self.skipped: dict[str, str] = {}
 
     def _links(self, name: str) -> tuple[str, str]:
         for end in ("1", "2"):
@@ -493,11 +534,11 @@ class Field:
         inputs: list[Arrival],
         setup: Setup | None,
         *,
-        everywhere: bool = False,
+        peer: bool = False,
         offers: Sequence[float] = (0.0,),
     ) -> Candidate:
-        where = self.processors.all if everywhere else self.processors.switch
-        made = self._stack.enter_context(started(command, where, self._log))
+        where = self.processors.all if peer else self.processors.switch
+        made = self._stack.enter_context(started(command, where, tells_on_stdout=not peer))
         source, sink = (f"g{link[1:]}" for link in links)
         candidate = Candidate(name, made, source, sink, inputs, setup, offers)
         self.candidates.append(candidate)
@@ -520,39 +561,54 @@ class Field:
     def bmv2(self, program: str, setup: Setup, inputs: list[Arrival], letter: str) -> None:
         links = self._links(letter)
         ports = [f for n, link in enumerate(links, start=1) for f in ("-i", f"{n}@{link}")]
-        address = f"unix:{self._folder / f'bmv2-{letter}'}"
-        # Each instance opens a Thrift server and a notification socket as well.
-        aside = ["--thrift-port", str(9090 + len(self.candidates))]
-        aside += ["--notifications-addr", f"ipc://{self._folder / f'notes-{letter}'}"]
+        # The namespace is this bench's own, and so are all of its ports.
+        grpc_port = 50051 + len(self.candidates)
+        # Each instance opens a Thrift server and a notification socket as well, if it can.
+        aside = {
+            "--thrift-port": str(9090 + len(self.candidates)),
+            "--notifications-addr": f"ipc://{self._folder / f'notes-{letter}'}",
+        }
+        known = bmv2_help(program)
         command = [
-            *(program, "--no-p4", "--device-id", "1", *ports, *aside),
-            *("--", "--grpc-server-addr", address, "--cpu-port", "255"),
+            *(program, "--no-p4", "--device-id", "1", *ports),
+            *(word for pair in aside.items() if pair[0] in known for word in pair),
+            *("--", "--grpc-server-addr", f"127.0.0.1:{grpc_port}", "--cpu-port", "255"),
         ]
-        candidate = self._enter(
-            f"bmv2_{setup.name}",
-            command,
-            links,
-            inputs,
-            setup,
-            everywhere=True,
-            offers=_BMV2_OFFERS,
-        )
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not (self._folder / f"bmv2-{letter}").exists():
-            if candidate.process.process.poll() is not None or time.monotonic() > deadline_s:
-                raise BenchError(f"{program} does not start")
-            time.sleep(0.05)
-        asyncio.run(program_switch(address, setup))
+        name = f"bmv2_{setup.name}"
+        candidate = self._enter(name, command, links, inputs, setup, peer=True, offers=_BMV2_OFFERS)
+        candidate.process.wait_until(lambda: _listens(grpc_port))
+        asyncio.run(program_switch(f"127.0.0.1:{grpc_port}", setup))
 
-    def measure(self, repeats: int) -> dict[str, list[Run]]:
-        """All candidates in turns; of several offers, each candidate's best."""
-        for candidate in self.candidates:
-            _exchange(candidate)
-        found: dict[str, list[Run]] = {c.name: [] for c in self.candidates}
-        for _ in range(repeats):
-            for candidate in self.candidates:
-                found[candidate.name].append(max(self._runs(candidate)))
-        return found
+    def attempt(self, name: str, enter: Callable[[], None]) -> None:
+        """Have somebody enter who may be missing: whoever cannot is skipped, with the reason."""
+        before = len(self.candidates)
+        try:
+            enter()
+        except Exception as error:  # of a peer, it may be anything
+            self.skipped[name] = _reason(error, self.candidates[before:])
+            del self.candidates[before:]
+        for candidate in self.candidates[before:]:
+            candidate.may_fail = True
+
+    def measure(self, repeats: int) -> None:
+        """All candidates in turns; who may fail and does is skipped."""
+        for step in (_exchange, *[self._measure] * repeats):
+            for candidate in list(self.candidates):
+                try:
+                    step(candidate)
+                except BenchError as error:
+                    if not candidate.may_fail:
+                        raise
+                    self.skipped[candidate.name] = _reason(error, [candidate])
+                    self.candidates.remove(candidate)
+                    self.found.pop(candidate.name, None)
+
+    def _measure(self, candidate: Candidate) -> None:
+        """Of several offers, the best."""
+        best = max(self._runs(candidate))
+        if candidate.process.process.poll() is not None:
+            raise BenchError(f"{candidate.name} ended while it was measured")
+        self.found.setdefault(candidate.name, []).append(best)
 
     def _runs(self, candidate: Candidate) -> Iterator[Run]:
         frames = [frame for _, frame in candidate.inputs]
@@ -568,32 +624,41 @@ class Field:
                 )
 
 
-def measure_veth(repeats: int, log: IO[str]) -> dict[str, Any]:
+def _reason(error: Exception, whose: Sequence[Candidate]) -> str:
+    """Why somebody is skipped: the error, and if the process has ended, what it said at last."""
+    text = reports.why(error)
+    ended = [c.process.failure() for c in whose if c.process.process.poll() is not None]
+    return "; ".join([text, *(said for said in ended if said != text)])
+
+
+def measure_veth(report: dict[str, Any], repeats: int) -> None:
     """The comparison on veth; this process must be in a network namespace of its own."""
     _ip("link", "set", "lo", "up")
     for which in ("all", "default"):
         Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
-    bmv2 = find_bmv2()
+    bmv2 = find_simple_switch()
     kvcast, router = programs.kvcast(), programs.router()
+    ordinary, routed = programs.ordinary(), programs.routed()
     with tempfile.TemporaryDirectory(prefix="kvcast-bench-") as folder, contextlib.ExitStack() as s:
-        field = Field(s, log, Path(folder))
+        field = Field(s, Path(folder))
+        report["skipped"] = field.skipped
         field.bare()
-        field.switchsim(kvcast, programs.ordinary(), "b")
-        field.switchsim(router, programs.routed(), "c")
-        refused = ""
-        try:
-            field.switchsim(kvcast, programs.ordinary(), "x", kind="xdp")
-        except BenchError as error:
-            field.candidates.pop()
-            refused = f"the kernel gives no AF_XDP port: {error}"
+        field.switchsim(kvcast, ordinary, "b")
+        field.switchsim(router, routed, "c")
+        field.attempt("kvcast_xdp", lambda: field.switchsim(kvcast, ordinary, "x", kind="xdp"))
         if bmv2 is not None:
-            field.bmv2(bmv2, programs.kvcast("bmv2"), programs.ordinary(), "d")
-            field.bmv2(bmv2, router, programs.routed(), "e")
-        found = field.measure(repeats)
-    report = _veth_report(found)
-    if refused:
-        report["veth_xdp_refused"] = refused
-    return report
+            on_bmv2 = programs.kvcast("bmv2")
+            field.attempt("bmv2_kvcast", lambda: field.bmv2(bmv2, on_bmv2, ordinary, "d"))
+            field.attempt("bmv2_l3", lambda: field.bmv2(bmv2, router, routed, "e"))
+        try:
+            field.measure(repeats)
+        finally:
+            whole = min(len(field.found.get(c.name, [])) for c in field.candidates)
+            if whole:
+                report |= _veth_report({name: runs[:whole] for name, runs in field.found.items()})
+            if "kvcast_xdp" in field.skipped:
+                refused = field.skipped.pop("kvcast_xdp")
+                report["veth_xdp_refused"] = f"the kernel gives no AF_XDP port: {refused}"
 
 
 def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
@@ -626,26 +691,49 @@ def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
     # Where one processor both sends and takes over what the kernel does on delivery, the sender
     # may be the limit; the processor time that a frame costs the forwarder itself is not.
     costs = {name: one["processor_ns_a_frame"] for name, one in report["veth"].items()}
-    report["veth_processor_time_bare_over_kvcast"] = provenance.ratio(
-        costs["bare"], costs["kvcast"]
-    )
+    report["veth_processor_time_bare_over_kvcast"] = ratio(costs["bare"], costs["kvcast"])
     return report
 
 
-def find_bmv2() -> str | None:
-    """simple_switch_grpc: KVCAST_SIMPLE_SWITCH_GRPC, else the PATH's."""
-    return shutil.which(os.environ.get("KVCAST_SIMPLE_SWITCH_GRPC") or "simple_switch_grpc")
+def bmv2_help(program: str) -> str:
+    """The flags that this BMv2 was built with, as it explains them."""
+    try:
+        ran = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{program} --help: {error}") from error
+    return ran.stdout + ran.stderr
 
 
-def _veth_in_a_namespace(repeats: int) -> dict[str, Any]:
+def _veth_in_a_namespace(report: dict[str, Any], repeats: int) -> None:
     """Run the veth part in a child with a network namespace that ends with it."""
     command = [sys.executable, "-m", "kvcast.bench.switch", "--inside", "--repeats", str(repeats)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if ran.returncode != 0:
-        raise BenchError(f"the veth part failed with {ran.returncode}")
-    report = json.loads(ran.stdout)
-    assert isinstance(report, dict)
-    return report
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            said, _ = child.communicate()
+        except KeyboardInterrupt:
+            child.terminate()  # it ends whom it has started, and tells what it has
+            said, _ = child.communicate()
+            raise
+        finally:
+            part = json.loads(said) if said else {"incomplete": f"ended with {child.returncode}"}
+            report["skipped"] |= part.pop("skipped", {})
+            failed = part.pop("incomplete", None)
+            report |= part
+    if failed:
+        raise BenchError(failed)
+
+
+def _inside(repeats: int) -> int:
+    """What the child does: its part of the report on standard output, whole or not."""
+    report: dict[str, Any] = {}
+    try:
+        _enter_namespace()
+        measure_veth(report, repeats)
+    except (Exception, KeyboardInterrupt) as error:
+        report["incomplete"] = reports.why(error)
+    print(json.dumps(report))
+    return 1 if "incomplete" in report else 0
 
 
 def _enter_namespace() -> None:
@@ -658,37 +746,46 @@ def _enter_namespace() -> None:
 
 
 def run(
-    *, repeats: int = REPEATS, memory_seconds: float = MEMORY_SECONDS, quiet: bool = True
+    *,
+    repeats: int = REPEATS,
+    memory_seconds: float = MEMORY_SECONDS,
+    quiet: bool = True,
+    report: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All parts; what cannot be measured here is named under "skipped", with the reason."""
+    """All parts, into `report`; what cannot be measured here is named under "skipped", and where
+    a part fails, "incomplete" says why."""
     start_s = time.monotonic()
+    report = {} if report is None else report
     skipped: dict[str, str] = {}
-    report: dict[str, Any] = {
+    report |= {
         "bench": "switch",
         "provenance": provenance.provenance(),
         "load_before": os.getloadavg(),
         "engine": "llvm",
+        "skipped": skipped,
     }
-
-    def say(text: str) -> None:
-        if not quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    with open(os.devnull, "w") as log:
-        say("in memory ...")
-        report.update(measure_memory(memory_seconds, repeats))
-        say("UDP tunnels ...")
-        report.update(measure_tunnels(repeats, log))
+    parts: dict[str, Callable[[dict[str, Any]], None]] = {
+        "in memory": lambda report: measure_memory(report, memory_seconds, repeats),
+        "UDP tunnels": lambda report: measure_tunnels(report, repeats),
+    }
     if os.geteuid() != 0:
         skipped["veth"] = "needs root (network namespaces, AF_PACKET)"
     elif shutil.which("ip") is None:
         skipped["veth"] = "needs the ip command (iproute2)"
     else:
-        say("veth ...")
-        report.update(_veth_in_a_namespace(repeats))
-        if find_bmv2() is None:
+        parts["veth"] = lambda report: _veth_in_a_namespace(report, repeats)
+        if find_simple_switch() is None:
             skipped["bmv2"] = "no simple_switch_grpc (PATH or KVCAST_SIMPLE_SWITCH_GRPC)"
-    report["skipped"] = skipped
+    failed = []
+    for name, measure in parts.items():
+        if not quiet:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            measure(report)
+        except Exception as error:  # whatever it is, the other parts can be measured
+            failed.append(f"{name}: {reports.why(error)}")
+    if failed:
+        report["incomplete"] = "; ".join(failed)
     report["load_after"] = os.getloadavg()
     report["seconds"] = round(time.monotonic() - start_s, 1)
     return report
@@ -709,7 +806,7 @@ def table(report: dict[str, Any]) -> str:
             f"{writes['updates_per_s']:,} updates/s; of {writes['sent_with_writes']:,} frames lost "
             f"{writes['lost_with_writes']:,} (without writes {writes['lost_without_writes']:,})"
         )
-    lines += [f"skipped: {name}: {why}" for name, why in report["skipped"].items()]
+    lines += [f"skipped: {name}: {reason}" for name, reason in report["skipped"].items()]
     return "\n".join(lines)
 
 
@@ -718,7 +815,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m kvcast.bench.switch",
         description="Frames a second: in memory, through UDP tunnels, veth to veth.",
     )
-    parser.add_argument("--json", metavar="FILE", help='where the report goes; "-" = output')
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="where the report goes (- = stdout); one that ended early says why (incomplete)",
+    )
     parser.add_argument("--repeats", type=int, default=REPEATS, help="measurements of each")
     parser.add_argument(
         "--memory-seconds", type=float, default=MEMORY_SECONDS, help="length of each in memory"
@@ -727,19 +828,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.repeats < 1:
         parser.error("measure at least once")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if arguments.inside:
+        return _inside(arguments.repeats)
     try:
-        if arguments.inside:
-            _enter_namespace()
-            print(json.dumps(measure_veth(arguments.repeats, sys.stderr)))
-            return 0
-        report = run(
-            repeats=arguments.repeats, memory_seconds=arguments.memory_seconds, quiet=False
-        )
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    provenance.report_to(arguments.json, report, lambda measured: print(table(measured)))
-    return 0
+        with reports.in_the_making(arguments.json) as so_far:
+            report = run(
+                repeats=arguments.repeats,
+                memory_seconds=arguments.memory_seconds,
+                quiet=False,
+                report=so_far,
+            )
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    reports.report_to(arguments.json, report, lambda measured: print(table(measured)))
+    if "incomplete" in report:
+        print(f"error: {report['incomplete']}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 if __name__ == "__main__":

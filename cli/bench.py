@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcast.service import reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.values import parse_size
@@ -46,24 +47,31 @@ printed, and one that does not come out fails the bench."""
 
 
 _SOAK = """\
-A whole pool under load and faults for as long as you like: does anything grow, hang, sink, or come
-back wrong? Parts are killed and stopped, clients die with pins, frames are lost, hostile frames and
-bytes go into every entry point, an operator makes namespaces and pins; a seeded plan says when.
-The load is the demo's mix, without end, as fast as this machine allows; every byte is checked.
+--what pool: a whole pool under load and faults for as long as you like: does anything grow, hang,
+sink, or come back wrong? Parts are killed and stopped, clients die with pins, frames are lost,
+hostile frames and bytes go into every entry point, an operator makes namespaces and pins; a seeded
+plan says when. The load is the demo's mix, without end, as fast as this machine allows; every byte
+is checked.
 
 Of every process: memory of its own (MiB), descriptors, threads. Of the load: hit rate = blocks that
 came / blocks that a pool which loses and evicts nothing would have held, wrong bytes, blocks a
-second, fetch times. It ends with a table of criteria, and with status 1 where one does not hold."""
+second, fetch times. It ends with a table of criteria, and with status 1 where one does not hold.
+
+--what switch: one switch process under a flood of frames, damaged ones among them: does its memory
+stay flat? Status 1 where it grows."""
 
 _SOAK_EXAMPLES = """\
 examples:
   kvcast bench soak --minutes 60 --json soak.json --out soak-out      the hour
   kvcast bench soak --minutes 10 --seed 7
+  kvcast bench soak --what switch --frames 100000000
 soak.png in --out shows memory, descriptors and threads by part, hit rate, and the faults as marks;
 --out keeps the logs, too. A process is judged for growth if it lived for 15 minutes; so that takes
-about 20 minutes for the switch and half of the agents, and 40 for the controller.
+about 20 minutes for the switch and half of the agents, and 40 for the controller."""
 
-python -m kvcast.bench.soak.switch does the same for one switch process and 100 million packets."""
+
+_SOAK_FLAGS = {"pool": ("minutes", "nodes", "loss", "arena_bytes", "out"), "switch": ("frames",)}
+"""What goes with one --what only."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -179,39 +187,51 @@ def build_parser() -> argparse.ArgumentParser:
     _report_options(hostile)
     soak = benches.add_parser(
         "soak",
-        help="a pool under load and faults for an hour: is it flat?",
+        help="a pool under load and faults, or a switch under a flood, for long: is it flat?",
         description=_SOAK,
         epilog=_SOAK_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    soak.add_argument("--minutes", type=float, default=10.0, help="how long faults and load go on")
-    soak.add_argument(
+    soak.add_argument("--what", choices=["pool", "switch"], default="pool", help="see above")
+    soak.add_argument("--seed", type=int, default=1, help="seeds the plan of faults and the load")
+    of_pool = soak.add_argument_group("of a pool")
+    of_pool.add_argument(
+        "--minutes", type=float, default=10.0, help="how long faults and load go on"
+    )
+    of_pool.add_argument(
         "--nodes", type=int, default=6, help="nodes with an agent; one more is the attacker's"
     )
-    soak.add_argument("--seed", type=int, default=1, help="seeds the plan of faults and the load")
-    soak.add_argument(
+    of_pool.add_argument(
         "--loss",
         type=float,
         default=0.002,
         metavar="P",
         help="probability of losing a frame each time it crosses a link",
     )
-    soak.add_argument(
+    of_pool.add_argument(
         "--arena-bytes",
         type=parse_size,
         default="32MiB",
         metavar="SIZE",
         help="memory of each agent for blocks; small, so that it evicts all the time",
     )
-    soak.add_argument(
+    of_pool.add_argument(
         "--out", type=Path, default=Path("kvcast-soak"), metavar="DIR", help="picture and logs"
+    )
+    of_switch = soak.add_argument_group("of a switch")
+    of_switch.add_argument(
+        "--frames", type=int, default=2_000_000, metavar="N", help="frames to process"
     )
     _report_options(soak, run_dir=False)
     return parser
 
 
 def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report there (- = stdout); one that ended early says why (incomplete)",
+    )
     if run_dir:
         parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
     parser.add_argument(
@@ -224,7 +244,14 @@ def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a bench; 1 if it failed or delivered a wrong byte."""
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.bench == "soak":
+        defaults = vars(parser.parse_args(["soak"]))
+        for what, flags in _SOAK_FLAGS.items():
+            for flag in flags:
+                if what != options.what and getattr(options, flag) != defaults[flag]:
+                    parser.error(f"--{flag.replace('_', '-')} goes with --what {what}")
     command = {
         "incast": _run_incast,
         "incast-simulation": _run_simulation,
@@ -236,31 +263,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run_incast(options: argparse.Namespace) -> int:
     from kvcast.bench import incast
-    from kvcast.service import provenance
 
-    report = await incast.run(
-        incast.IncastOptions(
-            readers=options.readers,
-            blocks=options.blocks,
-            block_bytes=options.block_size,
-            rounds=options.rounds,
-            loss=options.loss,
-            seed=options.seed,
-            gather_ms=options.gather_ms,
-            home_rate=options.home_rate,
-            link_rate=options.link_rate,
-            resident=options.resident,
-            runner=options.runner,
-            switch=options.switch,
-            run_dir=options.run_dir,
+    with reports.in_the_making(options.json) as so_far:
+        report = await incast.run(
+            incast.IncastOptions(
+                readers=options.readers,
+                blocks=options.blocks,
+                block_bytes=options.block_size,
+                rounds=options.rounds,
+                loss=options.loss,
+                seed=options.seed,
+                gather_ms=options.gather_ms,
+                home_rate=options.home_rate,
+                link_rate=options.link_rate,
+                resident=options.resident,
+                runner=options.runner,
+                switch=options.switch,
+                run_dir=options.run_dir,
+            ),
+            so_far,
         )
-    )
-    provenance.report_to(options.json, report, _print_incast)
+    reports.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
 async def _run_simulation(options: argparse.Namespace) -> int:
-    from kvcast.service import provenance
     from kvcast.simulation import incast as incast_simulation
 
     report = incast_simulation.run(
@@ -275,7 +302,7 @@ async def _run_simulation(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     )
-    provenance.report_to(options.json, report, _print_simulation)
+    reports.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
@@ -348,14 +375,18 @@ def _print_incast(report: dict[str, Any]) -> None:
 
 async def _run_hostile(options: argparse.Namespace) -> int:
     from kvcast.bench import hostile
-    from kvcast.service import provenance
 
-    report = await hostile.run(
-        hostile.HostileOptions(
-            frames=options.frames, nodes=options.nodes, seed=options.seed, run_dir=options.run_dir
+    with reports.in_the_making(options.json) as so_far:
+        report = await hostile.run(
+            hostile.HostileOptions(
+                frames=options.frames,
+                nodes=options.nodes,
+                seed=options.seed,
+                run_dir=options.run_dir,
+            ),
+            so_far,
         )
-    )
-    provenance.report_to(options.json, report, _print_hostile)
+    reports.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
 
@@ -392,9 +423,16 @@ def _side(counts: dict[str, int]) -> str:
 
 
 async def _run_soak(options: argparse.Namespace) -> int:
+    run = _soak_switch if options.what == "switch" else _soak_pool
+    with reports.in_the_making(options.json) as so_far:
+        return await run(options, so_far, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+async def _soak_pool(
+    options: argparse.Namespace, so_far: dict[str, Any], tell: Callable[[str], None]
+) -> int:
     from kvcast.bench.soak import picture as soak_picture
     from kvcast.bench.soak import pool
-    from kvcast.service import provenance
 
     report = await pool.run(
         pool.SoakOptions(
@@ -405,15 +443,31 @@ async def _run_soak(options: argparse.Namespace) -> int:
             arena_bytes=options.arena_bytes,
             run_dir=options.out / "logs",
         ),
-        lambda line: print(line, file=sys.stderr, flush=True),
+        tell,
+        so_far,
     )
-    if options.json:
-        provenance.write_json(options.json, report)
+    reports.report_to(options.json, report, _print_soak)
     picture = soak_picture.draw(report, options.out)
     if options.json != "-":
-        _print_soak(report)
         print(f"picture: {picture}")
     return EXIT_OK if report["passed"] else EXIT_FAILED
+
+
+async def _soak_switch(
+    options: argparse.Namespace, so_far: dict[str, Any], tell: Callable[[str], None]
+) -> int:
+    from kvcast.bench.soak import switch
+
+    report = await switch.run(options.frames, tell, seed=options.seed, so_far=so_far)
+    reports.report_to(options.json, report, _print_switch_soak)
+    return EXIT_OK if report["growth_mib"] <= switch.GROWTH_LIMIT_MIB else EXIT_FAILED
+
+
+def _print_switch_soak(report: dict[str, Any]) -> None:
+    print(
+        f"{report['frames']:,} frames in {report['seconds']} s; resident memory "
+        f"{report['resident_mib_early']} MiB early, {report['resident_mib_last']} MiB at last"
+    )
 
 
 def _print_soak(report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcast.bench import outage
 from kvcast.bench.demo import DemoOptions, Reporter, run
+from kvcast.service import reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.values import parse_size
@@ -26,9 +27,9 @@ _KILL_BUDGET_S = 40.0
 """Less leaves no requests behind the restart."""
 
 _DESCRIPTION = """\
-Starts a whole pool as processes (one software switch, one controller, an agent for every node),
-replays a workload through a plain switch, then again through kvcast, checks every byte, and ends
-with a table and a picture. Block size and count are scaled to this machine, and said.
+Starts a whole pool (one software switch, one controller, an agent for every node; --runner says in
+what), replays a workload through a plain switch, then again through kvcast, checks every byte, and
+ends with a table and a picture. Block size and count are scaled to this machine, and said.
 
 workloads (--workload):
 """
@@ -103,7 +104,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="kill that part with SIGKILL in the middle of the second replay, start it again two "
         "seconds later, and show the hit rate before, during and after; agent: one node's",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there (- = stdout)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report there (- = stdout); one that ended early says why (incomplete)",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("kvcast-out"), metavar="DIR", help="picture, page, logs"
     )
@@ -136,33 +141,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _demo(options: argparse.Namespace) -> int:
-    from kvcast.service import provenance
     from rich.console import Console
 
     # With the report on standard output, everything for people goes to standard error.
     console = Console(stderr=options.json == "-")
-    report = await run(
-        DemoOptions(
-            workload=options.workload,
-            trace=options.trace,
-            star=Star.from_file(options.topology) if options.topology else Star.of(options.nodes),
-            seconds_budget=options.seconds_budget,
-            seed=options.seed,
-            dispatch=options.dispatch,
-            time_scale=options.time_scale,
-            block_bytes=options.block_size,
-            runner=options.runner,
-            switch=options.switch,
-            run_dir=options.out / "logs",
-            kill=options.kill,
-        ),
-        _TerminalReporter(console) if console.is_terminal else _LineReporter(console),
-    )
+    with reports.in_the_making(options.json) as so_far:
+        report = await run(
+            DemoOptions(
+                workload=options.workload,
+                trace=options.trace,
+                star=Star.from_file(options.topology)
+                if options.topology
+                else Star.of(options.nodes),
+                seconds_budget=options.seconds_budget,
+                seed=options.seed,
+                dispatch=options.dispatch,
+                time_scale=options.time_scale,
+                block_bytes=options.block_size,
+                runner=options.runner,
+                switch=options.switch,
+                run_dir=options.out / "logs",
+                kill=options.kill,
+            ),
+            _TerminalReporter(console) if console.is_terminal else _LineReporter(console),
+            so_far,
+        )
     from kvcast.bench import picture
 
     png, page = picture.draw(report, options.out)
     if options.json:
-        provenance.write_json(options.json, report)
+        reports.write_json(options.json, report)
     _print_table(console, report)
     console.print(f"picture: {png}\npage:    {page}", highlight=False, soft_wrap=True)
     recovered = report.get("outage", {"recovered": True})["recovered"]

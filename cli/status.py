@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _status(options: argparse.Namespace) -> int:
-    from kvcast.service import provenance
+    from kvcast.service import reports
     from rich.console import Console
 
     access = access_of(options.tls, options.token_file)
     status = await asyncio.to_thread(fetch_status, options.http, access)
     if options.json:
-        provenance.write_json(options.json, status)
+        reports.write_json(options.json, status)
         if options.json == "-":
             return EXIT_OK
     console = Console()

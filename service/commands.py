@@ -94,7 +94,8 @@ def explain(error: BaseException) -> str:
         error = error.exceptions[0]
     text = str(error).strip()
     module = type(error).__module__
-    if text and (module.startswith("kvcast.") or isinstance(error, OSError)):
+    ours = module.startswith("kvcast.") or module == "__main__"
+    if text and (ours or isinstance(error, OSError)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What stands beside every number: machine, commit, versions; and percentiles.
+"""What stands beside every number: machine, commit, versions.
 
 Owns: how a report says where it was measured. Must not know: what was measured.
 """
@@ -6,13 +6,10 @@ Owns: how a report says where it was measured. Must not know: what was measured.
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -69,55 +66,6 @@ def provenance() -> dict[str, Any]:
         "commit": commit(),
         "versions": versions(),
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile (share 0 to 1); None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered), max(1, math.ceil(share * len(ordered)))) - 1]
-
-
-def summary_ms(values_ms: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99 and max of milliseconds, to a hundredth."""
-    return summary(values_ms)
-
-
-def summary(values: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99 and max, to a hundredth."""
-    picked = {
-        "p50": percentile(values, 0.50),
-        "p99": percentile(values, 0.99),
-        "max": max(values, default=None),
-    }
-    return {name: None if value is None else round(value, 2) for name, value in picked.items()}
-
-
-def ratio(part: float, whole: float) -> float | None:
-    """part ÷ whole to a ten-thousandth; None where there is no whole."""
-    return round(part / whole, 4) if whole else None
-
-
-def report_to(
-    path: str | Path | None, report: dict[str, Any], show: Callable[[dict[str, Any]], None]
-) -> None:
-    """Write a report where --json says, if it does, and show it to people unless standard output
-    has it already."""
-    if path:
-        write_json(path, report)
-    if str(path) != "-":
-        show(report)
-
-
-def write_json(path: str | Path, report: Mapping[str, Any]) -> None:
-    """Write a report where --json says; "-" is standard output."""
-    text = json.dumps(report, indent=2, default=str) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def _processor() -> str:

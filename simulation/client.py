@@ -1,7 +1,7 @@
 """The simulated client: an engine that puts, reads and lets go, through the agent's local API.
 
 Owns: what a client does with the answers, and telling the model of all of it. Must not know: what
-is right (`simulation_model`). It talks to the real `Session`, and reads and writes the arena in
+is right (`model.py`). It talks to the real `Session`, and reads and writes the arena in
 place.
 """
 

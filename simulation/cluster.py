@@ -1,8 +1,7 @@
 """A simulated pool: hosts, a switch, controllers, the cables between them, and one run of a plan.
 
 Owns: putting the parts together, and the phases of a run: form, calm, chaos, heal, and a last look
-at everything. Must not know: how a fault is made (`simulation_faults`), or what is right
-(`simulation_model`).
+at everything. Must not know: how a fault is made (`faults.py`), or what is right (`model.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
@@ -24,11 +23,9 @@ from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
-from kvcast.simulation import faults
 from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
-from kvcast.simulation.hostile import Hostile
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
 from kvcast.simulation.network import Link, Stream
 from kvcast.simulation.plan import (
@@ -41,6 +38,7 @@ from kvcast.simulation.plan import (
     Fault,
     Op,
     Plan,
+    PlanFault,
 )
 from kvcast.simulation.switch import Engine, SimSwitch
 from kvcast.simulation.world import World
@@ -66,11 +64,32 @@ class Product:
     make_core: CoreFactory = agent_core
 
 
+Begin = Callable[["Cluster", Fault], Callable[[], None] | None]
+"""Does the damage; gives what undoes it, to be called when the fault's time is over."""
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """`plan`: which hosts, how much, and for how long; `begin`: see `Begin`. `disturbs`: whether
+    it may cost more frames and copies than can be counted one by one."""
+
+    plan: PlanFault
+    begin: Begin
+    disturbs: bool = True
+
+
+class Hostile(Protocol):
+    """A hostile host, where it may strike in time with others."""
+
+    def strike(self, victim: int, names: list[Name]) -> None: ...
+
+
 class Cluster:
     """One run; see the module's text."""
 
-    def __init__(self, plan: Plan, product: Product) -> None:
+    def __init__(self, plan: Plan, product: Product, faults: dict[str, FaultKind]) -> None:
         self.plan = plan
+        self._fault_kinds = faults
         self.world = World(plan.seed)
         self.spoilers: list[Callable[[Any], Any]] = []
         self.hosts: dict[int, SimHost] = {}
@@ -255,7 +274,7 @@ class Cluster:
         return self._severe_on == 0 and self.world.now - self._last_severe_at > HEAL_S - 1.0
 
     def _owed(self, reader: int, name: Name) -> frozenset[tuple[int, int]]:
-        """See `simulation_client.Owed`: the copies at homes that acknowledged the block, hold it
+        """See `client.Owed`: the copies at homes that acknowledged the block, hold it
         and are homes of it still; nothing in times when anything may be wrong."""
         if not self._calm() or not self.model.may_use(reader, name[0]):
             return frozenset()
@@ -336,7 +355,7 @@ class Cluster:
     # --- faults -----------------------------------------------------------------------------
 
     def _fault_begins(self, fault: Fault) -> None:
-        kind = faults.FAULTS[fault.kind]
+        kind = self._fault_kinds[fault.kind]
         end = kind.begin(self, fault)
         if end is None and fault.kind != "host_gone":
             return  # nobody there to be hit
@@ -346,16 +365,16 @@ class Cluster:
         if kind.disturbs:
             self.model.disturbed()
         self._faults_on += 1
-        self._severe_on += not faults.is_mild(fault)
+        self._severe_on += not fault.mild
         self.world.after(fault.for_s, lambda: self._fault_ends(fault, end))
 
     def _fault_ends(self, fault: Fault, end: Callable[[], None] | None) -> None:
         if end is not None:
             end()
-        if faults.FAULTS[fault.kind].disturbs:
+        if self._fault_kinds[fault.kind].disturbs:
             self.model.disturbed()
         self._faults_on -= 1
-        if not faults.is_mild(fault):
+        if not fault.mild:
             self._severe_on -= 1
             self._last_severe_at = self.world.now
 

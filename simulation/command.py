@@ -1,19 +1,8 @@
-"""Does anything that may go wrong in a pool make it lose, mix up, or give away a block?
+"""`python -m kvcast.simulation`: does anything that may go wrong in a pool make it lose, mix up or
+give away a block?
 
-Question: over many seeds, each a pool of its own with its own faults, does an independent model
-ever see an invariant of the design violated? How many blocks were delivered, how many faults of
-each kind had an effect, and how many seeds a minute are that?
-
-    python -m kvcast.simulation --seeds 1000 --json simulation.json
-    python -m kvcast.simulation --first-seed 17 --seeds 1     # one seed again
-
-The real cores of requester, responder, agent and controller and the real compiled P4 program run in
-one process under a seeded network and a virtual clock (`simulation_cluster`); `simulation_model`
-judges them. A violation prints its seed, a smaller form of the same failure, and the command that
-repeats it.
-
-A simulation (after TigerBeetle's simulator of that name) finds only what its model looks for; what
-that is, stands in `simulation_model` and docs/simulation.md.
+Owns: the command, its report, and which processes run which seeds. Must not know: what a run does
+(`cluster.py`) or what is right (`model.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +11,7 @@ import argparse
 import json
 import logging
 import multiprocessing
+import signal
 import sys
 import time
 from collections import Counter
@@ -29,23 +19,43 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcast.service import provenance
+from kvcast.service import provenance, reports
+from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvcast.service.options import HelpFormatter
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import Outcome, run_seed
 from kvcast.simulation.shrink import shrink
 from kvcast.simulation.switch import engines, product_program
 
-PROGRESS_EVERY = 500
-"""Seeds after which a line tells how far the run is."""
+PROGRESS_S = 10.0
+"""How often a line on standard error tells how far the run is."""
+
+_DESCRIPTION = """\
+Runs whole pools in virtual time, each from a seed: the real cores of requester, responder, agent
+and controller and the real compiled P4 program, on a network that loses, delays, repeats, reorders
+and damages, with hosts, controllers and a switch that crash and come back. An independent model
+looks at every frame and every block (docs/simulation.md: what it looks for, and what it does not).
+
+A seed that violates an invariant ends the run: it is printed with a smaller form of the same
+failure and with the command that repeats it, and the exit status is 1."""
+
+_EXAMPLES = """\
+examples:
+  python -m kvcast.simulation --seeds 1000 --jobs 2 --json simulation.json
+  python -m kvcast.simulation --seeds 1000000 --for 60          as many as an hour has time for
+  python -m kvcast.simulation --first-seed 17 --seeds 1         one seed again
+  python -m kvcast.simulation --first-seed 17 --seeds 1 --without hosts=3,o4-9,f0
+                    without hosts 4 and up, what clients do as number 4 to 9, and the first fault"""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m kvcast.simulation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=100, metavar="N", help="seeds to run")
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="the first of them")
@@ -54,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--engine",
         choices=sorted(engines()),
         default=next(iter(engines())),
-        help="the engine that runs the switch's program (default: %(default)s)",
+        help="the engine that runs the switch's program",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work")
     parser.add_argument(
@@ -63,9 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--without",
         type=Mask.parse,
-        default=Mask(),
         metavar="PARTS",
-        help="what to leave out, as a failure prints it: hosts=N, oN (actions), fN (faults)",
+        help="what to leave out, as a failure prints it: hosts beyond hosts=N, oN (what clients "
+        "do), fN (faults)",
     )
     parser.add_argument(
         "--no-shrink", action="store_true", help="do not look for a smaller form of a failure"
@@ -93,6 +103,11 @@ def _work(job: tuple[int, str, Mask]) -> Outcome:
     return run_seed(seed, product(engine), mask)
 
 
+def _heed_only_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     """The seeds' outcomes, as they come."""
     seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -101,7 +116,7 @@ def outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
     if options.jobs <= 1:
         yield from map(_work, jobs)
         return
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(options.jobs, _heed_only_the_parent) as pool:
         # Not `imap`, which would draw all seeds at once, whatever the time.
         batch: list[tuple[int, str, Mask]] = []
         for job in jobs:
@@ -149,60 +164,88 @@ def tell_violation(outcome: Outcome, options: argparse.Namespace) -> dict[str, A
     }
 
 
+class _Total:
+    """What all seeds came to."""
+
+    def __init__(self) -> None:
+        self.seeds = self.delivered = self.hosts = 0
+        self.violations: list[dict[str, Any]] = []
+        self._counts: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._tiers: Counter[str] = Counter()
+        self._simulated_s = self._data_plane_s = self._took_s = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        self.seeds += 1
+        self.delivered += outcome.delivered
+        self.hosts += outcome.hosts
+        self._simulated_s += outcome.simulated_s
+        self._data_plane_s += outcome.data_plane_s
+        self._took_s += outcome.took_s
+        self._counts.update(outcome.counts)
+        self._faults.update(outcome.faults)
+        self._tiers.update(outcome.delivered_by_tier)
+
+    def report(self, options: argparse.Namespace, minutes: float) -> dict[str, Any]:
+        """The numbers as plain data."""
+        counts = self._counts
+        return {
+            "seeds": self.seeds,
+            "first_seed": options.first_seed,
+            "violations": self.violations,
+            "blocks_delivered": self.delivered,
+            "blocks_delivered_by_tier": dict(sorted(self._tiers.items())),
+            "faults": dict(sorted(self._faults.items())),
+            "seeds_per_minute": round(self.seeds / minutes, 1),
+            "minutes": round(minutes, 2),
+            "jobs": options.jobs,
+            "engine": options.engine,
+            "simulated_hours": round(self._simulated_s / 3600, 2),
+            "switch_frames_in": counts["switch_frames_in"],
+            "switch_frames_out": counts["switch_frames_out"],
+            "switch_updates": counts["switch_updates"],
+            "hosts_per_seed": round(self.hosts / max(1, self.seeds), 2),
+            "data_plane_share_of_time": round(self._data_plane_s / max(1e-9, self._took_s), 3),
+            "gets": {k[4:]: n for k, n in sorted(counts.items()) if k.startswith("get.")},
+            "misses": {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("miss.")},
+            "puts": {k[4:]: n for k, n in sorted(counts.items()) if k.startswith("put.")},
+            "blocks_held_by_no_home_of_today": counts["strays"],
+            "machine": provenance.machine(),
+            "commit": provenance.commit(),
+        }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run seeds, report, and exit with 1 where an invariant did not hold."""
+    """Run seeds, report, and exit with 1 where an invariant did not hold; interrupted, report on
+    the seeds that have run."""
     options = build_parser().parse_args(argv)
+    options.without = options.without or Mask()
     started = time.monotonic()
-    total: Counter[str] = Counter()
-    faults: Counter[str] = Counter()
-    tiers: Counter[str] = Counter()
-    violations: list[dict[str, Any]] = []
-    seeds = delivered = hosts = 0
-    simulated_s = data_plane_s = took_s = 0.0
-    for outcome in outcomes(options):
-        seeds += 1
-        delivered += outcome.delivered
-        hosts += outcome.hosts
-        simulated_s += outcome.simulated_s
-        data_plane_s += outcome.data_plane_s
-        took_s += outcome.took_s
-        total.update(outcome.counts)
-        faults.update(outcome.faults)
-        tiers.update(outcome.delivered_by_tier)
-        if outcome.violation is not None:
-            violations.append(tell_violation(outcome, options))
-            if not options.keep_going:
-                break
-        if seeds % PROGRESS_EVERY == 0:
-            so_far = f"{seeds} seeds, {delivered} blocks, {len(violations)} violations"
-            print(so_far, file=sys.stderr)
-    minutes = (time.monotonic() - started) / 60
-    report = {
-        "seeds": seeds,
-        "first_seed": options.first_seed,
-        "violations": violations,
-        "blocks_delivered": delivered,
-        "blocks_delivered_by_tier": dict(sorted(tiers.items())),
-        "faults": dict(sorted(faults.items())),
-        "seeds_per_minute": round(seeds / minutes, 1),
-        "minutes": round(minutes, 2),
-        "jobs": options.jobs,
-        "engine": options.engine,
-        "simulated_hours": round(simulated_s / 3600, 2),
-        "switch_frames_in": total["switch_frames_in"],
-        "switch_frames_out": total["switch_frames_out"],
-        "switch_updates": total["switch_updates"],
-        "hosts_per_seed": round(hosts / max(1, seeds), 2),
-        "data_plane_share_of_time": round(data_plane_s / max(1e-9, took_s), 3),
-        "gets": {k[4:]: n for k, n in sorted(total.items()) if k.startswith("get.")},
-        "misses": {k[5:]: n for k, n in sorted(total.items()) if k.startswith("miss.")},
-        "puts": {k[4:]: n for k, n in sorted(total.items()) if k.startswith("put.")},
-        "blocks_held_by_no_home_of_today": total["strays"],
-        "machine": provenance.machine(),
-        "commit": provenance.commit(),
-    }
-    text = json.dumps(report, indent=2)
+    next_line = started + PROGRESS_S
+    total = _Total()
+    interrupted = {}
+    try:
+        for outcome in outcomes(options):
+            total.add(outcome)
+            if outcome.violation is not None:
+                total.violations.append(tell_violation(outcome, options))
+                if not options.keep_going:
+                    break
+            now = time.monotonic()
+            if now >= next_line:
+                next_line = now + PROGRESS_S
+                print(
+                    f"{total.seeds:,} of {options.seeds:,} seeds, {total.delivered:,} blocks, "
+                    f"{len(total.violations)} violations, "
+                    f"{60 * total.seeds / (now - started):.0f} seeds a minute",
+                    file=sys.stderr,
+                )
+    except KeyboardInterrupt as error:
+        interrupted = {"incomplete": reports.why(error)}
+    report = total.report(options, (time.monotonic() - started) / 60) | interrupted
     if options.json is not None:
-        options.json.write_text(text + "\n")
-    print(text)
-    return 1 if violations else 0
+        reports.write_json(options.json, report)
+    print(json.dumps(report, indent=2))
+    if total.violations:
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if interrupted else EXIT_OK

@@ -1,55 +1,27 @@
 """What can go wrong: every kind of fault, how it is chosen, begun and ended.
 
-Owns: the table `FAULTS`. Must not know: when (`simulation_plan`), or what must hold all the same
-(`simulation_model`).
+Owns: the table `FAULTS`. Must not know: when (`plan.py`), or what must hold all the same
+(`model.py`).
 
 **The seam.** What is added to kvcast later joins the simulation at one of three places, and all
 else follows: the plan draws it, reports count it, failures shrink by it.
 
 - a kind of fault: an entry in `FAULTS` here;
-- a transport (RDMA): `simulation_bulk`, which makes the calls that a core asks for;
-- a tier (a disk): `simulation_agent.agent_core`, which makes the core of a new process over what
-  its
-  machine still holds, and `SimHost`, which is what outlives a process.
+- a transport (RDMA): `bulk.py`, which makes the calls that a core asks for;
+- a tier (a disk): `agent.agent_core`, which makes the core of a new process over what its machine
+  still holds, and `SimHost`, which is what outlives a process.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from kvcast.simulation.cluster import Begin, Cluster, FaultKind
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
-from kvcast.simulation.plan import Fault, PlanFault
-
-if TYPE_CHECKING:
-    from kvcast.simulation.cluster import Cluster
-
-Begin = Callable[["Cluster", Fault], Callable[[], None] | None]
-"""Does the damage; gives what undoes it, to be called when the fault's time is over."""
-
-
-@dataclass(frozen=True)
-class FaultKind:
-    """`plan`: which hosts, how much, and for how long; `begin`: see `Begin`. `disturbs`: whether
-    it may cost more frames and copies than can be counted one by one."""
-
-    plan: PlanFault
-    begin: Begin
-    disturbs: bool = True
-
-
-MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
-"""Faults of links that, in their smallest amount, no patient get may fail for."""
-LEAST: Final = 0.1
-
-
-def is_mild(fault: Fault) -> bool:
-    """Whether a patient get of a block that is there succeeds all the same."""
-    return fault.kind in MILD and fault.amount == LEAST
-
+from kvcast.simulation.plan import LEAST, Fault, PlanFault
 
 # --- links ------------------------------------------------------------------------------------
 
@@ -285,5 +257,5 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "hostile_spoofer": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.SPOOFER)),
     "hostile_tenant": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.TENANT), disturbs=False),
 }
-"""Every kind of fault by its name. Beside them, `simulation_plan` gives hosts skewed clocks,
+"""Every kind of fault by its name. Beside them, `plan.py` gives hosts skewed clocks,
 arenas that are too small, and different bytes of one block."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.bulk import (
@@ -19,11 +19,9 @@ from kvcast.protocol.messages.bulk import (
     BulkPut,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
+from kvcast.simulation.agent import SimHost
+from kvcast.simulation.cluster import Cluster
 from kvcast.simulation.model import Name, ViolationError
-
-if TYPE_CHECKING:
-    from kvcast.simulation.agent import SimHost
-    from kvcast.simulation.cluster import Cluster
 
 PAUSE_S: Final = 0.02
 
@@ -33,8 +31,8 @@ class HostileKind(enum.Enum):
 
     LIAR: as a home, sends wrong bytes, digests, sizes and chunks of its own blocks. FORGER:
     answers under its own address for blocks that are not its own. SPOOFER: the same, under a true
-    home's address, and asks under readers' addresses. TENANT: reads and
-    answers in namespaces to which it has no right.
+    home's address, and asks under readers' addresses. TENANT: reads and answers in namespaces to
+    which it has no right.
     """
 
     LIAR = "liar"

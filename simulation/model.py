@@ -1,4 +1,5 @@
-"""The model: what must be true of a pool, whatever happens to it (DESIGN section 9).
+"""The model: what must be true of a pool, whatever happens to it (docs/architecture.md,
+"Invariants").
 
 Owns: the invariants, and everything that they are judged by: which bytes were put under which key
 and by whom, who acknowledged what, who has rights to which namespace, and what was seen to be
@@ -61,8 +62,8 @@ GRACE_S: Final = 0.05
 
 
 class ViolationError(Exception):
-    """An invariant does not hold. `number` is that of DESIGN section 9; 0 = the product failed in
-    a way of its own (an exception, a leak)."""
+    """An invariant does not hold. `number` is that of docs/architecture.md; 0 = the product failed
+    in a way of its own (an exception, a leak)."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(f"invariant {number}: {text}")

@@ -4,8 +4,8 @@ Owns: when, and in what state, what was sent arrives. Must not know: what is in 
 it is; whoever is told of losses (`lost`) may look.
 
 A link is one direction of one cable. Frames keep their order on it unless a fault says otherwise,
-and cross it in `DELAY_S` and the time that they take at its rate; a queue of `QUEUE_FRAMES` stands
-before it, and what comes beyond is lost, as in a switch.
+and cross it in its delay and the time that they take at its rate; a queue stands before it, and
+what comes beyond is lost, as in a switch.
 
 A stream is what TCP makes of a network: messages arrive whole and in order, late while it is
 blocked, and both ends learn in the end that it is broken.
@@ -21,9 +21,6 @@ from typing import Any, Final
 
 from kvcast.simulation.world import World
 
-DELAY_S: Final = 40e-6
-RATE_BITS_PER_S: Final = 10e9
-QUEUE_FRAMES: Final = 512
 STREAM_DELAY_S: Final = 150e-6
 STREAM_GIVES_UP_S: Final = 2.0
 """A stream that was blocked for so long is broken, like a TCP connection whose keep-alives go
@@ -31,6 +28,16 @@ unanswered."""
 
 LATE_S: Final = 0.02
 """A frame that is delayed by more than this may be taken for lost."""
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """A cable and the queue before it."""
+
+    delay_s: float = 40e-6
+    rate_bits_per_s: float = 10e9
+    """math.inf: a frame takes no time."""
+    queue_frames: int = 512
 
 
 @dataclass(eq=False)
@@ -51,13 +58,22 @@ Lost = Callable[["Link", bytes, str], None]
 class Link:
     """One direction between a host and its port of the switch."""
 
-    def __init__(self, world: World, name: str, arrive: Callable[[bytes], None], lost: Lost):
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        arrive: Callable[[bytes], None],
+        lost: Lost,
+        options: LinkOptions = LinkOptions(),
+    ) -> None:
         self.name = name
+        self.options = options
+        self.free_at = 0.0
+        """When the last frame that was put on the link will have left."""
         self.faults: list[LinkFault] = []
         self._world = world
         self._arrive = arrive
         self._lost = lost
-        self._busy_until = 0.0
         self._last_arrival = 0.0
         self._queued = 0
 
@@ -66,16 +82,16 @@ class Link:
         if self.faults:
             self._send_badly(frame)
         else:
-            self._carry(frame, RATE_BITS_PER_S, 0.0, in_order=True)
+            self._carry(frame, self.options.rate_bits_per_s, 0.0, in_order=True)
 
     def _carry(self, frame: bytes, rate: float, extra_s: float, *, in_order: bool) -> None:
         world = self._world
-        if self._queued >= QUEUE_FRAMES:
+        if self._queued >= self.options.queue_frames:
             world.counts["fault.queue_overflow"] += 1
             self._lost(self, frame, "queue_overflow")
             return
-        self._busy_until = max(world.now, self._busy_until) + len(frame) * 8 / rate
-        arrival = self._busy_until + DELAY_S + extra_s
+        self.free_at = max(world.now, self.free_at) + len(frame) * 8 / rate
+        arrival = self.free_at + self.options.delay_s + extra_s
         if in_order:
             arrival = self._last_arrival = max(arrival, self._last_arrival)
         if arrival - world.now > LATE_S:
@@ -88,7 +104,7 @@ class Link:
         self._arrive(frame)
 
     def _send_badly(self, frame: bytes) -> None:
-        rate, extra_s, in_order, copies = RATE_BITS_PER_S, 0.0, True, 1
+        rate, extra_s, in_order, copies = self.options.rate_bits_per_s, 0.0, True, 1
         counts = self._world.counts
         for fault in self.faults:
             if fault.chance < 1.0 and fault.rng.random() >= fault.chance:

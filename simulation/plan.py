@@ -60,10 +60,15 @@ class Op:
     """Afterwards hosts that are no home forget the block, so that the next read is a real one."""
 
 
+MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
+"""Faults of links that, in their smallest amount, no patient get may fail for."""
+LEAST: Final = 0.1
+
+
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong from `at` seconds of the chaos phase on, for `for_s`; what `hosts` and
-    `amount` mean is up to the kind (`simulation_faults`)."""
+    `amount` mean is up to the kind (`faults.py`)."""
 
     number: int
     kind: str
@@ -71,6 +76,11 @@ class Fault:
     for_s: float
     hosts: tuple[int, ...] = ()
     amount: float = 0.0
+
+    @property
+    def mild(self) -> bool:
+        """Whether a patient get of a block that is there succeeds all the same."""
+        return self.kind in MILD and self.amount == LEAST
 
 
 @dataclass(frozen=True)

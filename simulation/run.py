@@ -71,7 +71,7 @@ def run_seed(seed: int, product: Product, mask: Mask | None = None) -> Outcome:
     is a violation too, of number 0."""
     started = time.perf_counter()
     plan = plan_of(seed, mask or Mask())
-    cluster = Cluster(plan, product)
+    cluster = Cluster(plan, product, FAULTS)
     violation: tuple[int, str] | None = None
     detail = ""
     try:

@@ -3,12 +3,16 @@
 Owns: the order of everything. Must not know: what any event is. All randomness of a run comes
 from `stream(name)`, each name its own generator, so that leaving out one fault or one client's
 action moves no other; nothing here or above may depend on a hash seed, an address or a real clock.
+
+Three set-ups stand on it: whole pools under faults (`cluster.py`), one incast on fast links
+(`incast.py`), and requesters and responders alone (`tests/property/protocol_network.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import random
 import struct
 from collections import Counter
@@ -51,9 +55,11 @@ class World:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay_s, action)
 
-    def run(self, until: float) -> None:
-        """Let everything happen that is due by `until`."""
+    def run(self, until: float = math.inf, *, max_steps: int | None = None) -> None:
+        """Let everything happen that is due by `until`, or until nothing is left to happen.
+        RestlessError where that takes more than `max_steps`."""
         queue = self._queue
+        last_step = math.inf if max_steps is None else self.steps + max_steps
         while queue and queue[0][0] <= until:
             now, _, action = heapq.heappop(queue)
             if now > self.now:
@@ -61,9 +67,12 @@ class World:
                 self._steps_then = self.steps
             elif self.steps - self._steps_then > MAX_STEPS_AT_ONCE:
                 raise RestlessError(f"{action} and others at {now} s, without end")
+            if self.steps >= last_step:
+                raise RestlessError(f"not at rest after {max_steps} events, at {now} s")
             self.steps += 1
             action()
-        self.now = max(self.now, until)
+        if until < math.inf:
+            self.now = max(self.now, until)
 
     def note(self, what: int, data: bytes) -> None:
         """Make this part of the trace."""
@@ -74,3 +83,23 @@ class World:
     def trace(self) -> str:
         """What happened so far, in 32 hexadecimal digits: the same for the same run."""
         return self._trace.hexdigest()
+
+
+class Alarm:
+    """Somebody's next wake-up: the earliest time that was asked for since the last one."""
+
+    def __init__(self, world: World, action: Callable[[], None]) -> None:
+        self._world = world
+        self._action = action
+        self._at = math.inf
+
+    def set(self, when: float | None) -> None:
+        """Wake at `when`, if not earlier anyway; None asks for nothing."""
+        if when is not None and when < self._at:
+            self._at = when
+            self._world.at(when, lambda: self._ring(when))
+
+    def _ring(self, when: float) -> None:
+        if self._at == when:
+            self._at = math.inf
+            self._action()

@@ -1,12 +1,13 @@
-"""What inference engines ask of a pool: seeded generators, and traces in Mooncake's form.
+"""What inference engines ask of a pool: seeded generators, and how much they ask for.
 
 Owns: who reads which prefix when, and what the engines know beforehand (a reader group, a storm).
-Must not know: pools, clients, clocks; replay.py plays the requests.
+Must not know: pools, clients, clocks; bench/replay.py plays the requests. traces.py makes the same
+requests of a trace.
 
 A request is one engine's turn on one node: it asks for the longest prefix of its keys that the
 pool holds, gets it, computes the rest and (if `writes`) puts it. Keys are chained: a key names
-its block and everything before it. DESIGN §1 says which workloads make reads coincide, and that
-independent chats do not: `chat` is the honest counter-case.
+its block and everything before it. docs/architecture.md ("The problem") says which workloads make
+reads coincide, and that independent chats do not: `chat` is the honest counter-case.
 
 Every generator is endless, in order of `time_s`, and gives the same requests for the same
 options; replay and demo take as many as fit their budget.
@@ -20,10 +21,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 Dispatch = Literal["round-robin", "affinity"]
 DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "affinity")
@@ -43,8 +41,6 @@ MAX_CONVERSATION_PREFIXES = 8
 shall not be made of ever longer ones."""
 _NUMBERS_REMEMBERED = 10_000
 """Requests of one kind in a mix on which a later one may still depend."""
-
-MAX_TRACE_LINE_BYTES = 4 * 1024 * 1024
 
 
 class WorkloadError(ValueError):
@@ -364,74 +360,6 @@ def generate(name: str, options: WorkloadOptions) -> Iterator[Request]:
     if generator is None:
         raise WorkloadError(f"no workload {name!r}; there are {', '.join(NAMES)}")
     return generator(_Arrivals(options, name))
-
-
-# --- traces -------------------------------------------------------------------------------------
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class TraceLine(msgspec.Struct, frozen=True):
-    """One line of a trace in Mooncake's form; other fields are ignored.
-
-    `timestamp`: ms from the trace's start; lengths in tokens; `hash_ids`: one id for each block
-    of the prompt, equal ids mean an equal prefix up to and including that block.
-    """
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: _Count
-    output_length: _Count
-    hash_ids: list[_Count]
-
-
-def read_trace(path: str | Path) -> list[TraceLine]:
-    """All lines of a trace, in order of time; WorkloadError names the first bad line and field."""
-    path = Path(path)
-    decoder = msgspec.json.Decoder(TraceLine)
-    lines: list[TraceLine] = []
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while text := file.readline(MAX_TRACE_LINE_BYTES + 1):
-                number += 1
-                if len(text) > MAX_TRACE_LINE_BYTES:
-                    raise WorkloadError(f"{path}, line {number}: longer than 4 MiB")
-                if not text.strip():
-                    continue
-                try:
-                    lines.append(decoder.decode(text))
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise WorkloadError(f"{path}, line {number}: {_explain(error)}") from error
-    except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror or error}") from error
-    if not lines:
-        raise WorkloadError(f"{path}: no request in it")
-    return sorted(lines, key=lambda line: line.timestamp)
-
-
-def _explain(error: Exception) -> str:
-    """msgspec's message with the field's name in words: `$.hash_ids[3]` is hash_ids[3]."""
-    text, _, place = str(error).partition(" - at `$.")
-    return f"{place.removesuffix('`')}: {text}" if place else text
-
-
-def trace_requests(
-    lines: Iterable[TraceLine], options: WorkloadOptions, time_scale: float = 1.0
-) -> Iterator[Request]:
-    """A trace as requests: `time_scale` seconds of trace in one second of replay."""
-    if not time_scale > 0:
-        raise WorkloadError(f"a time scale of {time_scale} is not positive")
-    dispatcher = Dispatcher(options.dispatch, options.nodes)
-    start: float | None = None
-    number = 0
-    for line in lines:
-        if not line.hash_ids:
-            continue
-        start = line.timestamp if start is None else start
-        keys = tuple(chain(b"trace", one) for one in dict.fromkeys(line.hash_ids))
-        at = (line.timestamp - start) / 1000 / time_scale
-        yield Request(number, at, dispatcher.node(keys), keys, "trace", namespace="trace")
-        number += 1
 
 
 # --- how much a workload asks for ---------------------------------------------------------------

@@ -3,7 +3,7 @@
 Owns: the command line, and files of finds and inputs. Must not know: how inputs are made.
 
     python -m kvcast.bench.fuzz --target codec --seconds 600 --seed 7
-    python -m kvcast.bench.fuzz --target p4runtime --replay finds/p4runtime-0123456789abcdef
+    python -m kvcast.bench.fuzz --target p4runtime --replay FOLDER/p4runtime-0123456789abcdef
 
 Exit status: 0 nothing found, 1 something was. A find is written to --finds, made small, with the
 command that repeats it.
@@ -12,13 +12,14 @@ command that repeats it.
 from __future__ import annotations
 
 import argparse
-import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvcast.bench.fuzz import arena, entry_points  # noqa: F401 - they register their targets
 from kvcast.bench.fuzz.engine import Options, Report, Target, fuzz, tell
 from kvcast.bench.fuzz.targets import TARGETS
+from kvcast.service import reports
 
 _EXAMPLES = """\
 A find is an exception other than the entry point's named errors, a traceback in its log, an input
@@ -50,7 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=5.0, help="seconds that an input may take")
     parser.add_argument("--growth", type=float, default=48.0, help="MiB that memory may grow by")
     parser.add_argument("--corpus", type=Path, help="folder of further inputs to begin with")
-    parser.add_argument("--finds", type=Path, default=Path("finds"), help="folder for finds")
+    parser.add_argument(
+        "--finds",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "kvcast-finds"),
+        metavar="FOLDER",
+        help="where finds go (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="write the report there")
     parser.add_argument(
         "--replay", type=Path, help="tell one input to one target, and say how it went"
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(targets) != 1:
             parser.error("--replay needs one --target")
         return _replay(targets[0], options.replay, options.limit)
-    reports = []
+    found = []
     for target in targets:
         report = fuzz(
             target,
@@ -89,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
             _inputs_in(options.corpus),
         )
-        reports.append(report)
+        found.append(report)
         _tell_of(report, options.finds)
-    if options.json is not None:
-        options.json.write_text(json.dumps([report.as_dict() for report in reports], indent=2))
-    return int(any(report.finds for report in reports))
+        if options.json is not None:
+            reports.write_json(options.json, [report.as_dict() for report in found])
+    return int(any(report.finds for report in found))
 
 
 def _inputs_in(folder: Path | None) -> list[bytes]:

@@ -57,8 +57,7 @@ class Harness(Protocol):
 @dataclass(frozen=True)
 class Target:
     """An entry point to be fuzzed: its name, what it is, and how to stand before it. `modules` are
-    traced
-    for coverage."""
+    traced for coverage."""
 
     name: str
     what: str

@@ -1,7 +1,7 @@
 """What can be fuzzed: the registry, and the entry points that are functions of bytes.
 
 Owns: the seam (`register`) by which a tier or a transport that is added later joins the fuzzers,
-and the readers of files and frames. Must not know: how inputs are found (`fuzz_engine`). Entry
+and the readers of files and frames. Must not know: how inputs are found (`engine`). Entry
 points with event loops are in `entry_points`, one of the file system in `arena`.
 """
 
@@ -32,7 +32,7 @@ from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.ir import ProgramError
 from kvcast.switchsim.reference.switch import Switch
 from kvcast.topologies.star import Star
-from kvcast.workloads import generators as workloads
+from kvcast.workloads import traces
 from kvcast.workloads.generators import WorkloadError, WorkloadOptions
 
 TARGETS: dict[str, Target] = {}
@@ -368,7 +368,7 @@ def _trace_harness() -> Harness:
     options = WorkloadOptions(nodes=4)
 
     def play(path: Path) -> None:
-        for request in workloads.trace_requests(workloads.read_trace(path), options):
+        for request in traces.trace_requests(traces.read_trace(path), options):
             assert request.keys
             assert 0 <= request.node < 4
             assert request.time_s >= 0
@@ -376,7 +376,7 @@ def _trace_harness() -> Harness:
     return FileHarness(play, [_TRACE, b"\n\n{}"], (WorkloadError,), _spoil_lines)
 
 
-register(Target("trace", "trace files of requests", _trace_harness, (workloads,)))
+register(Target("trace", "trace files of requests", _trace_harness, (traces,)))
 
 
 _CONFIGS: Final = (

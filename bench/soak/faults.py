@@ -1,7 +1,7 @@
 """Strikes a running pool with the faults of a plan.
 
 Owns: how each kind of fault is done, on whom, what was done how often, and which part is away at
-the moment. Must not know: what the load makes of it, or when which fault is due (soak_plan.py).
+the moment. Must not know: what the load makes of it, or when which fault is due (plan.py).
 
 One node of the star has no agent: it is the attacker's. Hostile frames come from its place, from
 the place of an agent that is dead at the moment, and, while the switch is dead, from the switch's.

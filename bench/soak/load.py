@@ -23,7 +23,7 @@ from functools import partial
 from kvcast.bench.replay import IdealPool, NodeLink, Player, Reads, ReplayOptions, Tally, Turn
 from kvcast.bench.soak.verdict import Window
 from kvcast.hostagent.client import KvcastError
-from kvcast.service import provenance
+from kvcast.service.statistics import percentile
 from kvcast.workloads.generators import Request
 
 _STUCK_S = 240.0
@@ -114,8 +114,8 @@ class Load:
             wrong_bytes=tally.wrong_bytes,
             put_blocks=tally.put_blocks,
             put_failures=tally.put_failures,
-            fetch_p50_ms=provenance.percentile(tally.fetch_ms, 0.50),
-            fetch_p99_ms=provenance.percentile(tally.fetch_ms, 0.99),
+            fetch_p50_ms=percentile(tally.fetch_ms, 0.50),
+            fetch_p99_ms=percentile(tally.fetch_ms, 0.99),
         )
         self._window_s = now_s
         return window

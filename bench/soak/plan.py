@@ -1,7 +1,7 @@
 """Which faults strike a pool in a soak, when and whom: a function of a seed.
 
 Owns: the kinds of faults, how often each strikes, and which parts are spared. Must not know: pools,
-processes, sockets; soak_faults.py does what stands here.
+processes, sockets; faults.py does what stands here.
 
 Faults come in lanes. Those of one lane strike one after the other, at the planned time or as soon
 as the one before is over; lanes run side by side. So at most one part is dead and one stopped at a

@@ -3,7 +3,7 @@
     kvcast bench soak --minutes 60 --json soak.json --out FOLDER
 
 Owns: what runs beside what, what is watched, and the report. Must not know: how a fault is done
-(soak_faults), planned (plan) or judged (soak_verdict).
+(faults.py), planned (plan.py) or judged (verdict.py).
 
 A real pool of processes: one switch (kvcast's own, compiled), one controller, an agent a node, and
 one node without an agent, which is the attacker's. Over it the workload `mix` without end, as fast
@@ -20,7 +20,7 @@ times.
 
 At the end the faults stop, and the pool has to be whole: every block put then is read everywhere,
 no agent holds bytes for a client that is gone, and nothing is left in /dev/shm or the temporary
-folders. The criteria, with their bounds, stand in soak_verdict and in the report; one that does not
+folders. The criteria, with their bounds, stand in verdict.py and in the report; one that does not
 hold fails the soak.
 """
 
@@ -103,9 +103,12 @@ class SoakOptions:
             raise PoolError(f"a soak needs 2 to {MAX_HOSTS - 1} nodes, and one for the attacker")
 
 
-async def run(options: SoakOptions, tell: Callable[[str], None]) -> dict[str, Any]:
+async def run(
+    options: SoakOptions, tell: Callable[[str], None], so_far: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Soak a pool; the report, whose `passed` says whether every criterion holds. `tell` gets a
-    line every ten seconds. PoolError if the pool does not start."""
+    line every ten seconds. Where the soak is interrupted, `so_far` has what was counted until
+    then. PoolError if the pool does not start."""
     star = Star.of(options.nodes + 1)
     attacker = star.hosts[-1]
     pool = Pool(
@@ -126,8 +129,13 @@ async def run(options: SoakOptions, tell: Callable[[str], None]) -> dict[str, An
         sockets = [pool.sockets[host.node_id] for host in star.hosts[:-1]]
         async with links_to(sockets, patient=False) as links:
             soak = _Soak(pool, links, options, tell)
-            await soak.run()
-            end = await soak.end(without)
+            try:
+                await soak.run()
+                end = await soak.end(without)
+            except BaseException:
+                if so_far is not None:
+                    so_far |= soak.counted() | began
+                raise
         logged = tracebacks(pool)
         log_bytes = sum(part.log_path.stat().st_size for part in pool.parts.values())
     left = leftovers(pool.process_name)
@@ -353,8 +361,20 @@ class _Soak:
         self, end: _End, logged: list[str], log_bytes: int, left: list[str]
     ) -> dict[str, Any]:
         """All numbers as plain data."""
-        windows, faults = self._windows, self._faults
         criteria = self._criteria(end, logged, left)
+        counted = self.counted()
+        return counted | {
+            "passed": all(criterion.holds for criterion in criteria),
+            "criteria": [asdict(criterion) for criterion in criteria],
+            "wrong_bytes": counted["wrong_bytes"] + end.wrong_bytes,
+            "evictions_of_spared_agents": end.evictions,
+            "switch": end.switch,
+            "log_bytes": log_bytes,
+        }
+
+    def counted(self) -> dict[str, Any]:
+        """What was counted while load and faults went on, as plain data."""
+        windows, faults = self._windows, self._faults
         counts = {**faults.counts, plan.LOST_FRAMES: self._loss.total}
         seconds = windows[-1].ended_s if windows else 0.0
         delivered = sum(window.delivered for window in windows)
@@ -362,8 +382,6 @@ class _Soak:
         lives = [life for life in self._watch.lives if life.part != BENCH]
         return {
             "bench": "soak",
-            "passed": all(criterion.holds for criterion in criteria),
-            "criteria": [asdict(criterion) for criterion in criteria],
             "seconds": round(seconds, 1),
             "requests": sum(window.requests for window in windows),
             "failed_requests": sum(window.failed_requests for window in windows),
@@ -373,16 +391,13 @@ class _Soak:
             "puts_refused": sum(window.put_failures for window in windows),
             "misses": sum(window.missed for window in windows),
             "miss_reasons": dict(sorted(self._load.miss_reasons.items())),
-            "wrong_bytes": sum(window.wrong_bytes for window in windows) + end.wrong_bytes,
+            "wrong_bytes": sum(window.wrong_bytes for window in windows),
             "hits": dict(sorted(self._load.hits.items())),
             "blocks_per_s": round((delivered + puts) / max(1e-9, seconds), 1),
             "mib_per_s": round((delivered + puts) * BLOCK_BYTES / 2**20 / max(1e-9, seconds), 2),
             "faults": {kind: counts.get(kind, 0) for kind in plan.KINDS},
             "faults_left_out": dict(sorted(faults.left_out.items())),
             "pins_not_at_once": dict(faults.refused),
-            "evictions_of_spared_agents": end.evictions,
-            "switch": end.switch,
-            "log_bytes": log_bytes,
             "growth": [asdict(growth) for growth in judged(lives, self._options.bounds)],
             "windows": [window.as_dict() for window in windows],
             "strikes": [asdict(strike) for strike in faults.strikes],

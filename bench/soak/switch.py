@@ -1,6 +1,6 @@
 """The question: does the switch's memory stay flat over a hundred million packets?
 
-    python -m kvcast.bench.soak.switch --frames 100000000 --json FILE
+    kvcast bench soak --what switch --frames 100000000 --json FILE
 
 Owns: the mixture of frames, and what is watched. Must not know: the switch's insides. One switch
 process, kvcast's program, nine hosts behind UDP tunnels. Host 1 sends what goes to host 2; every
@@ -11,17 +11,15 @@ hundredth and then a hundred times; the packets are those that the switch says i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
 import random
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,8 @@ from kvcast.bench.switch import BenchError
 from kvcast.service import provenance
 
 GROWTH_LIMIT_MIB = 8.0
+FRAMES_AT_LEAST = 1000
+_PROGRESS_S = 10.0
 _TURN_S = 1.0
 _SETTLE_S = 0.3
 """So that the flood has gone, and the few frames behind it are not lost in its queue."""
@@ -63,12 +63,20 @@ def resident_mib(pid: int) -> float:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2)
 
 
-def run(frames: int, seed: int = 1) -> dict[str, Any]:
-    """Send until the switch has processed that many frames; BenchError if it dies meanwhile."""
+async def run(
+    frames: int, tell: Callable[[str], None], *, seed: int = 1, so_far: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send until the switch has processed that many frames; the report, whose samples are in
+    `so_far` all the time. `tell` gets a line every ten seconds. BenchError if the switch dies."""
+    if frames < FRAMES_AT_LEAST:
+        raise BenchError(f"send at least {FRAMES_AT_LEAST:,} frames")
     rng = random.Random(seed)
     processors = switch.Processors.of_this_machine()
     samples: list[tuple[int, float]] = []
+    report = {} if so_far is None else so_far
+    report |= {"bench": "soak", "provenance": provenance.provenance(), "samples": samples}
     start_s = time.monotonic()
+    next_line_s = start_s + _PROGRESS_S
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcast-soak-")))
         hosts = {}
@@ -81,11 +89,10 @@ def run(frames: int, seed: int = 1) -> dict[str, Any]:
             f"{host}=udp:127.0.0.1:{ours[host]}:127.0.0.1:{endpoint.getsockname()[1]}"
             for host, endpoint in hosts.items()
         ]
-        log = stack.enter_context(open(os.devnull, "w"))
         stats = folder / "stats.json"
         command = switch.switch_command(flags, "--stats-json", str(stats))
-        process = stack.enter_context(switch.started(command, processors.switch, log))
-        asyncio.run(switch.program_switch(process.ready()["grpc"], programs.kvcast()))
+        process = stack.enter_context(switch.started(command, processors.switch))
+        await switch.program_switch(process.ready()["grpc"], programs.kvcast())
         for host, endpoint in hosts.items():
             endpoint.connect(("127.0.0.1", ours[host]))
         ordinary = [frame for _, frame in programs.ordinary(4 * switch.JOINED, _FRAME_BYTES)]
@@ -101,59 +108,30 @@ def run(frames: int, seed: int = 1) -> dict[str, Any]:
         while processed < frames or turns < _TURNS_AT_LEAST:
             turns += 1
             with traffic.Sender(hosts[1], ordinary, 0, processors.sender, switch.JOINED):
-                time.sleep(_TURN_S)
-            time.sleep(_SETTLE_S)
+                await asyncio.sleep(_TURN_S)
+            await asyncio.sleep(_SETTLE_S)
             hosts[1].setsockopt(traffic.SOL_UDP, traffic.UDP_SEGMENT, 0)
             for host, frame in few + [damaged(rng) for _ in range(_DAMAGED_A_TURN)]:
                 with contextlib.suppress(OSError):
                     hosts[host].send(frame)
             if process.process.poll() is not None:
-                raise BenchError(f"the switch ended with {process.process.returncode}")
+                raise BenchError(process.failure())
             counted = json.loads(stats.read_text())
             processed = counted["loop"]["processed"]
             if not samples or processed - samples[-1][0] >= frames // 100:
                 samples.append((processed, resident_mib(process.process.pid)))
-        time.sleep(1.5)
+            if time.monotonic() >= next_line_s:
+                next_line_s += _PROGRESS_S
+                tell(f"{processed:,} of {frames:,} frames: {samples[-1][1]} MiB")
+        await asyncio.sleep(1.5)
         counted = json.loads(stats.read_text())
     early = next(mib for count, mib in samples if count >= frames // 100)
-    return {
-        "bench": "soak",
-        "provenance": provenance.provenance(),
+    return report | {
         "frames": counted["loop"]["processed"],
         "frames_out": counted["switch"]["frames_out"],
         "seconds": round(time.monotonic() - start_s, 1),
         "resident_mib_early": early,
         "resident_mib_last": samples[-1][1],
         "growth_mib": round(samples[-1][1] - early, 2),
-        "samples": samples,
         "switch": counted["switch"],
     }
-
-
-def _show(report: dict[str, Any]) -> None:
-    print(
-        f"{report['frames']:,} frames in {report['seconds']} s; resident memory "
-        f"{report['resident_mib_early']} MiB early, {report['resident_mib_last']} MiB at last"
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvcast.bench.soak.switch", description="Memory over many packets."
-    )
-    parser.add_argument("--frames", type=int, default=2_000_000, help="packets to process")
-    parser.add_argument("--json", metavar="FILE", help='where the report goes; "-" = output')
-    arguments = parser.parse_args(argv)
-    if arguments.frames < 1000:
-        parser.error("send at least 1000 frames")
-    try:
-        report = run(arguments.frames)
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    provenance.report_to(arguments.json, report, _show)
-    return 0 if report["growth_mib"] <= GROWTH_LIMIT_MIB else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

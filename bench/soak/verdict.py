@@ -13,7 +13,7 @@ The fifths are fifths of that life; the first is its warming up and counts nowhe
   bound stays unseen.
 - descriptors, threads: the maximum and the median of the last fifth against the second fifth's.
 - hit rate: blocks that came / blocks wanted (outage.py) over the windows of the soak's last fifth
-  against those of its second fifth. Faults strike both alike (soak_plan.py).
+  against those of its second fifth. Faults strike both alike (plan.py).
 
 Everything else is a count that must be zero, or must not be.
 """

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Final
 
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import BlockId, segments_of
 from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.events import (
@@ -53,7 +54,7 @@ class Lifecycle:
         # By namespace, the size of the block fetched last: a guess for the next, since an
         # engine's blocks are of one size. It saves a round trip, and lets readers of the same
         # blocks ask in the same order from the start.
-        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self._sizes: BoundedMap[int, int] = BoundedMap(_SIZE_GUESSES)
         self._ended: deque[Story] = deque(maxlen=_STORIES)
 
     # --- beginning and ending -----------------------------------------------------------------
@@ -78,9 +79,6 @@ class Lifecycle:
     def note_size(self, fetch: Fetch, size: int) -> None:
         """Remember what the size of a namespace's blocks is."""
         self._sizes[fetch.block.namespace] = size
-        self._sizes.move_to_end(fetch.block.namespace)
-        if len(self._sizes) > _SIZE_GUESSES:
-            self._sizes.popitem(last=False)
 
     def plan(self, fetch: Fetch) -> None:
         """Begin the assembly: nothing is pinned, nothing asked for."""

@@ -1,7 +1,8 @@
 """The home: answers READs for the blocks that a node holds.
 
 Owns: which answer goes out next, and how fast. Must not know: sockets, clocks, where a block's
-bytes lie (a lookup is handed in), or whether a switch is on the way. Follows DESIGN section 4.
+bytes lie (a lookup is handed in), or whether a switch is on the way. Follows docs/architecture.md,
+"On the path, never in the way".
 
 A caller passes on READs (`receive`), and takes what is to be sent (`frames_to_send`) whenever
 `get_timer` says so. A READ becomes a *job*: the chunks of one segment, for one reader, with the

@@ -7,8 +7,10 @@ for which it is too short (tests/unit/test_bench_soak.py judges series made by h
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvcast.bench.soak import picture as soak_picture
@@ -65,3 +67,21 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
     picture = soak_picture.draw(json.loads(json.dumps(report)), tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size < 200_000
+
+
+@pytest.mark.slow
+async def test_a_soak_that_is_interrupted_keeps_what_it_counted() -> None:
+    so_far: dict[str, Any] = {}
+    soak: asyncio.Task[dict[str, Any]]
+
+    def interrupt(_line: str) -> None:
+        soak.cancel()
+
+    options = SoakOptions(minutes=10, nodes=NODES, arena_bytes=4 << 20)
+    soak = asyncio.create_task(run(options, interrupt, so_far))
+    with pytest.raises(asyncio.CancelledError):
+        await soak
+    assert so_far["blocks_delivered"] > 0
+    assert so_far["windows"]
+    assert {life["part"] for life in so_far["lives"]} >= {"switch", "controller", "node-1"}
+    assert so_far["parameters"]["minutes"] == 10

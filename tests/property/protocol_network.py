@@ -1,13 +1,14 @@
-"""A tiny seeded network between requesters and homes, for the property tests of the cores.
+"""Requesters and homes alone on the simulated world's links, for the property tests of the cores.
 
-Time is a number, and every frame crosses as bytes, so that corruption meets the codec. Nodes are
-integers. A switch, if there is one, sits in the middle of every path: a frame crosses one link
-to it and one from it, and each link loses, repeats, delays and damages on its own.
+Every frame crosses as bytes, so that corruption meets the codec. Nodes are integers. A switch, if
+there is one, sits in the middle of every path: a frame crosses one link to it and one from it,
+and each link loses, repeats, delays and damages on its own.
 """
 
 from __future__ import annotations
 
-import heapq
+import functools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +28,11 @@ from kvcast.protocol.requester import (
 )
 from kvcast.protocol.requester.events import ANSWER_OUTCOMES
 from kvcast.protocol.responder import READ_OUTCOMES, Responder, ResponderConfig
+from kvcast.simulation.network import Link, LinkFault, LinkOptions
+from kvcast.simulation.world import Alarm, World
 
 Delivery = tuple[int, int, Frame]  # source, destination, frame
+Arrive = Callable[[int, int, bytes], None]  # source, destination, an encoded frame
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,18 @@ class Faults:
     corruption: float = 0.0
     delay_s: float = 0.0005
     jitter_s: float = 0.0001
+
+    def drawn_from(self, rng: random.Random) -> list[LinkFault]:
+        """The same as a link of the simulation has them; jitter reorders."""
+        faults = [
+            LinkFault("loss", rng, self.loss),
+            LinkFault("duplication", rng, self.duplication),
+            LinkFault("corruption", rng, self.corruption),
+        ]
+        faults = [fault for fault in faults if fault.chance]
+        if self.jitter_s:
+            faults.append(LinkFault("reordering", rng, extra_s=self.jitter_s))
+        return faults
 
 
 class Middle(Protocol):
@@ -56,8 +72,9 @@ class PlainSwitch:
 
 @dataclass
 class CoalescingSwitch:
-    """The pending table of DESIGN section 5, without its hash: a READ of a full segment waits if
-    somebody waits for the same segment, and the answer goes to all who wait."""
+    """The switch program's pending table (docs/architecture.md, "The switch program"), without its
+    hash: a READ of a full segment waits if somebody waits for the same segment, and the answer goes
+    to all who wait."""
 
     lease_s: float = 0.25
     groups: dict[int, set[int]] = field(default_factory=dict)
@@ -190,9 +207,9 @@ class Network:
         requester: RequesterConfig = RequesterConfig(),  # noqa: B008 (frozen)
         responder: ResponderConfig = ResponderConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        self.rng = random.Random(seed)
-        self.now = 0.0
-        self.faults = faults
+        self.world = World(seed)
+        self.at = self.world.at
+        self.rng = self.world.stream("network")
         self.middle = middle or PlainSwitch()
         self.readers: dict[int, Reader] = {}
         self.responders: dict[int, Responder] = {}
@@ -201,31 +218,37 @@ class Network:
         self.on_bulk: Callable[[Reader, TryBulk | OfferReceived], None] | None = None
         self.sent: Counter[tuple[int, int]] = Counter()  # (node, op) -> frames
         self.received: Counter[Requester | Responder] = Counter()
-        self.lost = 0
         self._requester = requester
         self._responder = responder
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = 0
-        self._wakes: dict[tuple[str, int], float] = {}
+        self._faults = faults.drawn_from(self.rng)
+        self._cable = LinkOptions(faults.delay_s, rate_bits_per_s=math.inf, queue_frames=1 << 30)
+        self._links: dict[tuple[Arrive, int, int], Link] = {}
+        self._alarms: dict[Requester | Responder, Alarm] = {}
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    @property
+    def lost(self) -> int:
+        return self.world.counts["fault.loss"]
 
     def add_responder(self, index: int, *, offers: bool = False) -> Store:
         store = self.stores[index] = Store()
         offer = Offer(wire.OFFER_TCP, 1, 2, 3, 4)
-        self.responders[index] = Responder(
+        responder = self.responders[index] = Responder(
             self._responder,
             lookup=store.lookup,
             make_offer=(lambda _block, _held: offer) if offers else None,
         )
+        self._alarms[responder] = Alarm(self.world, lambda: self._run_responder(index))
         return store
 
     def add_reader(self, index: int) -> Reader:
         rng = random.Random(self.rng.getrandbits(64))
         reader = self.readers[index] = Reader(index, self._requester, rng)
+        self._alarms[reader.core] = Alarm(self.world, lambda: self._run_timer(reader))
         return reader
-
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (when, self._sequence, action))
 
     def fetch(
         self, reader: Reader, block: BlockId, homes: list[int], *, within_s: float, **rest: object
@@ -252,37 +275,30 @@ class Network:
         reader.core.bulk_done(self.now, event.fetch_id, copy)
         self.after_reader(reader)
 
-    def run(self, *, until: float = 1e9, max_steps: int = 2_000_000) -> None:
-        """Let everything happen; fails if it does not come to rest."""
-        for _ in range(max_steps):
-            if not self._queue or self._queue[0][0] > until:
-                self.now = max(self.now, min(until, self.now if until == 1e9 else until))
-                return
-            when, _, action = heapq.heappop(self._queue)
-            self.now = max(self.now, when)
-            action()
-        raise AssertionError(f"not at rest after {max_steps} steps, at {self.now} s")
+    def run(self) -> None:
+        """Let everything happen until nothing is left to; RestlessError if there is no end."""
+        self.world.run(max_steps=2_000_000)
 
     # --- links ----------------------------------------------------------------------------
 
     def send(self, source: int, destination: int, frame: Frame) -> None:
         self.sent[source, frame.op] += 1
-        self._link(wire.encode(frame), lambda data: self._middle(source, destination, data))
+        self._link(self._middle, source, destination).send(wire.encode(frame))
 
-    def _link(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
-        faults, rng = self.faults, self.rng
-        if rng.random() < faults.loss:
-            self.lost += 1
-            return
-        copies = 2 if rng.random() < faults.duplication else 1
-        for _ in range(copies):
-            arriving = data
-            if rng.random() < faults.corruption:
-                damaged = bytearray(data)
-                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-                arriving = bytes(damaged)
-            delay = faults.delay_s + faults.jitter_s * rng.random()
-            self.at(self.now + delay, lambda arriving=arriving: arrive(arriving))  # type: ignore[misc]
+    def _link(self, arrive: Arrive, source: int, destination: int) -> Link:
+        """The half of the way between two nodes that ends at `arrive`. Cables have room for any
+        number of frames, so that it makes no difference who shares one."""
+        link = self._links.get((arrive, source, destination))
+        if link is None:
+            link = self._links[arrive, source, destination] = Link(
+                self.world,
+                f"{source} to {destination}",
+                functools.partial(arrive, source, destination),
+                lambda _link, _frame, _kind: None,
+                self._cable,
+            )
+            link.faults = self._faults
+        return link
 
     def _middle(self, source: int, destination: int, data: bytes) -> None:
         try:
@@ -292,10 +308,7 @@ class Network:
         for out_source, out_destination, out in self.middle.cross(
             self.now, source, destination, frame
         ):
-            self._link(
-                wire.encode(out),
-                lambda data, s=out_source, d=out_destination: self._arrive(s, d, data),  # type: ignore[misc]
-            )
+            self._link(self._arrive, out_source, out_destination).send(wire.encode(out))
 
     def _arrive(self, source: int, destination: int, data: bytes) -> None:
         if source in self.down or destination in self.down:
@@ -319,24 +332,9 @@ class Network:
 
     # --- adapters -------------------------------------------------------------------------
 
-    def _wake(self, name: tuple[str, int], when: float | None, action: Callable[[], None]) -> None:
-        if when is None or self._wakes.get(name, 1e18) <= when:
-            return
-        self._wakes[name] = when
-
-        def wake() -> None:
-            if self._wakes.get(name) == when:
-                del self._wakes[name]
-                action()
-
-        self.at(when, wake)
-
     def wake_responder(self, index: int) -> None:
-        self._wake(
-            ("responder", index),
-            self.responders[index].get_timer(self.now),
-            lambda: self._run_responder(index),
-        )
+        responder = self.responders[index]
+        self._alarms[responder].set(responder.get_timer(self.now))
 
     def _run_responder(self, index: int) -> None:
         for reader, frame in self.responders[index].frames_to_send(self.now, 64):
@@ -359,11 +357,7 @@ class Network:
                 self.on_bulk(reader, event)
         for home, frame in reader.core.frames_to_send():
             self.send(reader.index, home, frame)
-        self._wake(
-            ("reader", reader.index),
-            reader.core.get_timer(),
-            lambda: self._run_timer(reader),
-        )
+        self._alarms[reader.core].set(reader.core.get_timer())
 
     def _run_timer(self, reader: Reader) -> None:
         reader.core.handle_timer(self.now)

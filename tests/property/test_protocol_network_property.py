@@ -1,8 +1,8 @@
 """Requesters and homes over a network that loses, repeats, reorders, delays and damages.
 
-Oracle: the bytes that the homes hold, and the deadline. Invariants 1, 2, 4 and 6 of DESIGN
-section 9. Cannot see: the real switch program (a model of its pending table stands for it) and
-the adapters. A failure prints the parameters; the seed in them repeats it.
+Oracle: the bytes that the homes hold, and the deadline. Invariants 1, 2, 4 and 6 of
+docs/architecture.md. Cannot see: the real switch program (a model of its pending table stands for
+it) and the adapters. A failure prints the parameters; the seed in them repeats it.
 """
 
 from __future__ import annotations

@@ -776,7 +776,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             KeyError,
         ),
         _nameless(
-            "kvcast.workloads.generators.read_trace",
+            "kvcast.workloads.traces.read_trace",
             "kvcast.workloads.generators.WorkloadError",
             KeyError,
         ),

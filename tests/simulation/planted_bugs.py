@@ -48,8 +48,8 @@ Plant = Callable[[Engine], AbstractContextManager[Product]]
 
 @dataclass(frozen=True)
 class Bug:
-    """`name` says what is wrong; `invariants`: which of DESIGN section 9 it may violate; `faults`:
-    it cannot show without one of these (`a+b`: without both), if there are any."""
+    """`name` says what is wrong; `invariants`: which of docs/architecture.md it may violate;
+    `faults`: it cannot show without one of these (`a+b`: without both), if there are any."""
 
     name: str
     invariants: frozenset[int]

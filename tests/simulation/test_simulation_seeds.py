@@ -18,7 +18,7 @@ from kvcast.simulation import command
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import FAULTS
 from kvcast.simulation.plan import Mask
-from kvcast.simulation.run import plan_of, run_seed
+from kvcast.simulation.run import Outcome, plan_of, run_seed
 from kvcast.simulation.shrink import shrink
 from kvcast.simulation.switch import engines, product_program
 from planted_bugs import BUGS
@@ -107,6 +107,25 @@ def test_the_command_reports_what_it_ran(tmp_path: Path) -> None:
     assert report["blocks_delivered"] > 0
     assert report["seeds_per_minute"] > 0
     assert set(report["faults"]) <= {*FAULTS, *BESIDE}
+
+
+def test_an_interrupted_run_reports_the_seeds_that_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_whole_seed = command.run_seed
+
+    def run_two_seeds(seed: int, product: Product, mask: Mask) -> Outcome:
+        if seed == 11:
+            raise KeyboardInterrupt
+        return run_whole_seed(seed, product, mask)
+
+    monkeypatch.setattr(command, "run_seed", run_two_seeds)
+    monkeypatch.setattr(command, "PROGRESS_S", 0.0)
+    file = tmp_path / "report.json"
+    assert command.main(["--first-seed", "9", "--seeds", "50", "--json", str(file)]) == 130
+    report = json.loads(file.read_text())
+    assert (report["seeds"], report["incomplete"]) == (2, "interrupted")
+    assert "2 of 50 seeds" in capsys.readouterr().err
 
 
 BESIDE = {

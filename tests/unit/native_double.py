@@ -1,6 +1,6 @@
 """A program for the packet loop that needs no P4: it forwards by the last byte of the destination.
 
-It keeps the contract of `switchsim.llvm_abi` as the engine does, and its behaviour can be stated in
+It keeps the contract of `switchsim.llvm.abi` as the engine does, and its behaviour can be stated in
 one sentence, which makes it the double of the tests: a frame leaves at the port whose number is the
 last byte of its destination, with the low three bits of the byte behind the Ethernet header as
 priority; a broadcast (last byte 255) leaves at ports 1 to `flood_ports`. One digest is counted for

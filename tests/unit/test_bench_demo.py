@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import picture
-from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Speed, make_plan
+from kvcast.bench import demo, picture
+from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Reporter, Speed, make_plan
 from kvcast.bench.replay import Tally
 from kvcast.cli.demo import verdict
-from kvcast.service import provenance
-from kvcast.workloads.generators import TraceLine
+from kvcast.service import provenance, reports
+from kvcast.service.statistics import ratio, summary
+from kvcast.topologies.pool import PoolError, Runner
+from kvcast.workloads.traces import TraceLine
 
 SLOW, FAST = Speed(800.0, 60.0), Speed(200_000.0, 20_000.0)
 
@@ -74,10 +76,10 @@ def test_a_slow_trace_is_told_to_be_stretched_when_it_is() -> None:
 
 def test_percentiles_are_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
-    assert provenance.summary_ms(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
-    assert provenance.summary_ms([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
-    assert provenance.summary_ms([]) == {"p50": None, "p99": None, "max": None}
-    assert provenance.ratio(1, 0) is None
+    assert summary(values) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
+    assert summary([7.0]) == {"p50": 7.0, "p99": 7.0, "max": 7.0}
+    assert summary([]) == {"p50": None, "p99": None, "max": None}
+    assert ratio(1, 0) is None
 
 
 def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
     assert told["machine"]["cores"] >= 1
     assert told["commit"]
     assert "numpy" in told["versions"]
-    provenance.write_json(tmp_path / "deep" / "report.json", told)
+    reports.write_json(tmp_path / "deep" / "report.json", told)
     assert json.loads((tmp_path / "deep" / "report.json").read_text())["commit"] == told["commit"]
 
 
@@ -142,3 +144,30 @@ def test_the_verdict_says_what_was_gained_or_that_nothing_was() -> None:
     assert "75 % less" in verdict(_report(4.0, 1.0))
     assert "gained nothing" in verdict(_report(1.02, 1.0))
     assert "nothing for a switch to do" in verdict(_report(None, None))
+
+
+@pytest.mark.parametrize(
+    ("runner", "told"),
+    [
+        ("processes", "as processes that UDP tunnels join"),
+        ("namespaces", "in network namespaces"),
+        ("mininet", "on the hosts of a Mininet network"),
+    ],
+)
+async def test_the_demo_says_the_runner_that_it_uses(
+    runner: Runner, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Heard(Reporter):
+        text = ""
+
+        def say(self, text: str) -> None:
+            self.text += text
+
+    def no_pool(*_: Any, **__: Any) -> None:
+        raise PoolError("no pool in this test")
+
+    monkeypatch.setattr(demo, "Pool", no_pool)
+    heard = Heard()
+    with pytest.raises(PoolError, match="in this test"):
+        await demo.run(DemoOptions(runner=runner), heard)
+    assert f"8 nodes, a controller and a switch, {told};" in heard.text

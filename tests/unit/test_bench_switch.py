@@ -10,7 +10,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from kvcast.bench import l3, switch, traffic
 from kvcast.bench import switch_programs as programs
 from kvcast.bench.memory import Driver
 from kvcast.bench.soak import switch as soak
+from kvcast.cli import bench
 from kvcast.p4.build import Compilers
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
@@ -120,7 +123,7 @@ def test_medians_and_ratios_are_of_neighbouring_measurements() -> None:
 def test_the_whole_bench_runs_and_names_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(switch, "find_bmv2", lambda: None)
+    monkeypatch.setattr(switch, "find_simple_switch", lambda: None)
     monkeypatch.setenv("KVCAST_SIMPLE_SWITCH_GRPC", "/proc/nonexistent")
     path = tmp_path / "switch.json"
     arguments = ["--json", str(path), "--repeats", "1", "--memory-seconds", "0.02"]
@@ -139,10 +142,105 @@ def test_the_whole_bench_runs_and_names_what_it_measured(
     assert "frames/s" in switch.table(report)
 
 
+def simple_switch(folder: Path, *lines: str) -> Path:
+    """A script in place of simple_switch_grpc."""
+    script = folder / "simple_switch_grpc"
+    script.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    script.chmod(0o755)
+    return script
+
+
+def measure_veth(monkeypatch: pytest.MonkeyPatch, script: Path) -> dict[str, Any]:
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("needs root and the ip command")
+    monkeypatch.setenv("KVCAST_SIMPLE_SWITCH_GRPC", str(script))
+    report: dict[str, Any] = {"skipped": {}}
+    switch._veth_in_a_namespace(report, repeats=1)
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_bmv2_without_nanomsg_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = simple_switch(
+        tmp_path,
+        'case "$*" in',
+        '*--help*) echo "  --thrift-port arg   TCP port of the runtime server"; exit 0 ;;',
+        """*--notifications-addr*) echo "unrecognised option '--notifications-addr'"; exit 1 ;;""",
+        "esac",
+        f"exec {sys.executable} -c 'from kvcast.switchsim.daemon import bmv2_main as m; "
+        """raise SystemExit(m())' "$@" """,
+    )
+    assert "--notifications-addr" not in switch.bmv2_help(str(refusing))
+    report = measure_veth(monkeypatch, refusing)
+    assert report["skipped"] == {}
+    assert report["veth_bmv2_kvcast_pps"] > 0
+    assert report["veth_over_bmv2"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_peer_that_does_not_start_is_skipped_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = simple_switch(
+        tmp_path, 'case "$*" in *--help*) exit 0 ;; esac', "echo no such interface", "exit 3"
+    )
+    report = measure_veth(monkeypatch, dying)
+    for name in ("bmv2_kvcast", "bmv2_l3"):
+        assert report["skipped"][name] == f"{dying} ended with 3; its last words: no such interface"
+    assert report["veth_pps"] > 0
+    assert report["veth_over_bmv2"] is None
+
+
+def test_a_part_that_fails_leaves_what_the_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(report: dict[str, Any], *_: Any) -> None:
+        report["udp_tunnel_pps"] = 7
+        raise switch.BenchError("a frame came out changed")
+
+    def measures(report: dict[str, Any], *_: Any) -> None:
+        report["veth_pps"] = 8
+
+    monkeypatch.setattr(switch, "measure_memory", lambda report, *_: report.update(a_pps=6))
+    monkeypatch.setattr(switch, "measure_tunnels", fails)
+    monkeypatch.setattr(switch, "_veth_in_a_namespace", measures)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    path = tmp_path / "switch.json"
+    assert switch.main(["--json", str(path), "--repeats", "1"]) == 1
+    report = json.loads(path.read_text())
+    assert (report["a_pps"], report["udp_tunnel_pps"], report["veth_pps"]) == (6, 7, 8)
+    assert report["incomplete"] == "UDP tunnels: a frame came out changed"
+    assert "a frame came out changed" in capsys.readouterr().err
+
+
+def test_an_interrupted_bench_leaves_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(report: dict[str, Any], *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(switch, "measure_memory", lambda report, *_: report.update(a_pps=6))
+    monkeypatch.setattr(switch, "measure_tunnels", interrupted)
+    path = tmp_path / "switch.json"
+    try:
+        assert switch.main(["--json", str(path), "--repeats", "1"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    report = json.loads(path.read_text())
+    assert (report["a_pps"], report["incomplete"]) == (6, "interrupted")
+
+
 @pytest.mark.slow
 def test_the_soak_counts_its_frames_and_watches_memory(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    assert soak.main(["--frames", "200000", "--json", str(path)]) == 0
+    arguments = ["soak", "--what", "switch", "--frames", "200000", "--json", str(path)]
+    assert bench.main(arguments) == 0
     report: dict[str, Any] = json.loads(path.read_text())
     assert report["frames"] >= 200_000
     assert report["frames_out"] > 0

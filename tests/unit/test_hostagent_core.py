@@ -1,7 +1,7 @@
 """The agent's cores without I/O: a virtual clock, frames and calls delivered by hand.
 
-Oracle: what DESIGN section 7 and the modules' own descriptions promise. Cannot see: sockets,
-asyncio, timing of real machines.
+Oracle: what docs/architecture.md ("The agent") and the modules' own descriptions promise. Cannot
+see: sockets, asyncio, timing of real machines.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Oracle: v1model's P4Info, the one that the rest of the suite runs. Compared by name, since finsy
 resolves names; ids differ between compilers. Blind to what the programs do with their tables
-(tests/p4, tests/unit/test_tna_model.py).
+(tests/p4).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.workloads.generators import WorkloadError, WorkloadOptions, read_trace, trace_requests
+from kvcast.workloads.generators import WorkloadError, WorkloadOptions
+from kvcast.workloads.traces import read_trace, trace_requests
 
 _LINE = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
 
