@@ -101,6 +101,16 @@ class _Held:
         pass
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Memory of a reader's for one block."""
+
+    view: memoryview
+
+    def abort(self) -> None:
+        pass
+
+
 class _Switch:
     """The switch: program, tables, and the compiled loop with its ports, in the world's time.
 
@@ -200,8 +210,7 @@ class _Host:
         run.switch.hosts[port] = self._receive
         self.requester = Requester(
             RequesterConfig(),
-            allocate=lambda _block, size: memoryview(bytearray(size)),
-            discard=lambda _block, _buffer: None,
+            allocate=lambda _block, size: _Room(memoryview(bytearray(size))),
             rng=run.world.stream(str(index)),
         )
         self.responder = Responder(ResponderConfig(), lookup=self._lookup)
