@@ -30,19 +30,23 @@ from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
+from kvcast.protocol.links.bulk_callee import BulkCallee
+from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
+from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
+from kvcast.protocol.requester.failover import Candidates
 from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
-from kvcast.simulation.switch import Engine, product_program
+from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
 from p4_edits import Json
 
-Plant = Callable[[Engine], AbstractContextManager[Product]]
+Plant = Callable[[EngineMaker], AbstractContextManager[Product]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def bug(
 
     def register(patch: Callable[[], Any]) -> Callable[[], Any]:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             with patch():
                 yield Product(engine, product_program())
 
@@ -93,7 +97,7 @@ def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callabl
 
     def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, product_program(), make)
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -118,7 +122,7 @@ def p4_bug(
             return loader.load(after.encode(), "kvcast")
 
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, program())
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -131,6 +135,7 @@ ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
 FORGERS = ["hostile_forger"]
 LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
+CUT_OFF = ["control_cut", "controller_crash", "controller_wiped", "controller_failover"]
 CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger"]
 
@@ -159,28 +164,32 @@ def _any_source() -> Any:
         def __contains__(self, _node: object) -> bool:
             return True
 
-    original = requester._Fetch.__init__
+    original = Candidates.__init__
 
     def init(self: Any, *arguments: Any) -> None:
         original(self, *arguments)
         self.sources = Everybody()
 
-    return mock.patch.object(requester._Fetch, "__init__", init)
+    return mock.patch.object(Candidates, "__init__", init)
 
 
 @bug("a READ that is not answered is never repeated", 3)
 def _no_retransmission() -> Any:
-    return mock.patch.object(requester.Requester, "_flight_timer", return_value=None)
+    def came_up(self: Any, now: float, _fetch: Any, segment: Any) -> bool:
+        self._timers.arm(segment, now + 1e6)
+        return True
+
+    return mock.patch.object(Asker, "came_up", came_up)
 
 
 @bug("a repeated READ is not marked as one, and joins its own wait", 2, 3)
 def _retry_not_marked() -> Any:
-    original = requester.Requester._send_read
+    original = Asker._send_read
 
-    def send(self: Any, flight: Any, flags: int, wanted: int, gather_ms: int) -> None:
-        original(self, flight, flags & ~FLAG_RETRY, wanted, gather_ms)
+    def send(self: Any, fetch: Any, segment: Any, flags: int, *rest: Any) -> None:
+        original(self, fetch, segment, flags & ~FLAG_RETRY, *rest)
 
-    return mock.patch.object(requester.Requester, "_send_read", send)
+    return mock.patch.object(Asker, "_send_read", send)
 
 
 @bug("a MISS sends all who waited on with READs marked as repeats", 4)
@@ -417,6 +426,32 @@ def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=False, verify=False)
     return core
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+@bug("what a connection held when it broke is never given back", 0)
+def _held_for_ever() -> Any:
+    return mock.patch.object(BulkCallee, "_over", return_value=None)
+
+
+@bug("the second piece of a block that comes by TCP is written over the first", 1, 2, 3)
+def _pieces_overlap() -> Any:
+    def destination(self: BulkCallee[Any]) -> memoryview | None:
+        room = self._room
+        return None if room is None else room[: len(room) - self._filled_bytes]
+
+    return mock.patch.object(BulkCallee, "destination", destination)
+
+
+@bug("an agent that has lost the controller does not come back", 2, 3, 4, faults=CUT_OFF)
+def _never_back() -> Any:
+    def over(self: ControlCaller, _now: float, _connection: Any) -> None:
+        self.connection = None
+        self.agent.control_lost()
+
+    return mock.patch.object(ControlCaller, "over", over)
 
 
 # --- controller ---------------------------------------------------------------------------------
