@@ -6,7 +6,6 @@ Owns: the order in which parts are made, started and closed. Must not know: comm
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import random
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.network.bulk_link import BulkCaller, BulkOptions, BulkServer
-from kvcast.hostagent.network.control_link import ControlLink, ControlOptions
+from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
+from kvcast.hostagent.network.control_link import ControlLink
 from kvcast.hostagent.network.datagrams import (
     Transport,
     TunnelTransport,
@@ -27,6 +26,8 @@ from kvcast.hostagent.network.datagrams import (
     open_udp,
 )
 from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
+from kvcast.protocol.links.bulk import BulkOptions
+from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.wire import UDP_PORT
@@ -156,8 +157,8 @@ class Agent:
             self.core, options.control, register, rng, self.transport.pump, options.credentials
         )
         self.ready = self._control.ready
-        control_task = asyncio.create_task(self._control.run())
-        stack.push_async_callback(self._end, control_task)
+        self._control.start()
+        stack.push_async_callback(self._control.close)
 
     def _with_credit(self, buffer_bytes: int) -> AgentOptions:
         options = self._options.agent
@@ -171,12 +172,6 @@ class Agent:
                 )
             requester = replace(requester, credit_segments=credit)
         return replace(options, requester=requester)
-
-    async def _end(self, control_task: asyncio.Task[None]) -> None:
-        await self._control.leave()
-        control_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await control_task
 
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""

@@ -13,8 +13,8 @@ from kvcast.hostagent.agent import ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.writes import ACK_HOME, ACK_LOCAL, WriteOptions
-from kvcast.hostagent.network.control_link import ControlOptions
 from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig

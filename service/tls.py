@@ -184,7 +184,9 @@ def peer_of(transport: asyncio.BaseTransport | asyncio.StreamWriter) -> Identity
         raise PeerError(str(error)) from error
 
 
-def expect_peer(writer: asyncio.StreamWriter, role: str, name: str | None = None) -> Identity:
+def expect_peer(
+    writer: asyncio.BaseTransport | asyncio.StreamWriter, role: str, name: str | None = None
+) -> Identity:
     """The peer, which must have this role, and this name if one is given; PeerError else."""
     peer = peer_of(writer)
     if peer.role != role or (name is not None and peer.name != name):

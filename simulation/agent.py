@@ -14,30 +14,31 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.arena import Allocator
-from kvcast.hostagent.core.pool import Pool, PoolMapError
+from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Store
-from kvcast.protocol.messages.control import (
-    CONTROL_PROTOCOL_VERSION,
-    ControllerMessage,
-    Refused,
-    Register,
-    Registered,
+from kvcast.protocol.links.control_caller import (
+    ControlCaller,
+    ControlConnection,
+    ControlOptions,
 )
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
-from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.wire import OP_DATA, UDP_PORT, WireError, decode, encode, single
 from kvcast.simulation.bulk import BulkSide
-from kvcast.simulation.network import Link, Stream
+from kvcast.simulation.network import Link
+from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.world import World
 
 SEND_ROUND: Final = 64
 STALLED_FRAMES: Final = 256
 """What a socket keeps for a process that stands still."""
-CONTROL_RETRY_S: Final = (0.1, 1.0)
+CONTROL: Final = ControlOptions(
+    "controller", 0, retry_max_s=1.0, connect_timeout_s=1.0, register_timeout_s=1.0
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class HostOptions:
 class Network(Protocol):
     """The streams that a process can open."""
 
-    def open_control(self, host: SimHost) -> Stream | None: ...
+    def open_control(self, host: SimHost) -> StreamEnd: ...
 
-    def open_bulk(self, host: SimHost, to: str) -> Stream | None: ...
+    def open_bulk(self, host: SimHost, to: str) -> StreamEnd: ...
 
 
 class HostObserver(Protocol):
@@ -152,11 +153,12 @@ class SimHost:
         process.start()
         return process
 
-    def crash(self) -> None:
+    def crash(self, *, machine: bool = False) -> None:
+        """End the process where it stands, or the whole machine."""
         assert self.process is not None
         process, self.process = self.process, None
         self.stalled_until = 0.0
-        process.die()
+        process.die(machine=machine)
 
     def stall(self, seconds: float) -> None:
         """The process stands still for so long."""
@@ -208,10 +210,11 @@ class SimHost:
             process.take(frame)
 
 
-class SimAgent:
+class SimAgent(Process):
     """One life of an agent: the core, and what surrounds it."""
 
     def __init__(self, host: SimHost, core: AgentCore, rng: random.Random) -> None:
+        super().__init__(host.world)
         self.host = host
         self.core = core
         self.rng = rng
@@ -219,28 +222,44 @@ class SimAgent:
         self.waiting = 0
         """Frames in the socket while the process stands still."""
         self.on_death: list[Callable[[], None]] = []
-        self.bulk = BulkSide(self)
+        self.bulk = BulkSide(
+            host.world,
+            self,
+            core,
+            open_stream=lambda node_id: host.network.open_bulk(host, node_id),
+            pump=self.pump,
+            acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
+        )
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
         self._wake_at: float | None = None
-        self._control: Stream | None = None
-        self._control_pause_s = CONTROL_RETRY_S[0]
+        self._control = ControlCaller(
+            core, CONTROL, self._registration(), rng, core.metrics, self._flush
+        )
+        self._driver: StreamDriver | None = None
 
     def start(self) -> None:
-        self._connect()
+        self._control.start(self.now)
+        self._act()
 
-    def die(self) -> None:
-        """SIGKILL."""
+    def die(self, *, machine: bool) -> None:
+        """SIGKILL, or no electricity."""
         self.dead = True
         for action in self.on_death:
             action()
-        self.bulk.die()
-        if self._control is not None:
-            self._control.ends[0].close()
+        self.bulk.die(machine=machine)
+        if self._driver is not None:
+            self._driver.end.stream.reset(by=0, machine=machine)
 
     @property
     def now(self) -> float:
         return self.host.local()
+
+    def world_time(self, when: float) -> float:
+        return self.host.world_time(when)
+
+    def when_running(self, action: Callable[[], None]) -> None:
+        self.host.when_running(self, action)
 
     # --- datagrams --------------------------------------------------------------------------
 
@@ -321,83 +340,47 @@ class SimAgent:
 
     # --- the control link -------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        if self.dead:
-            return
-        stream = self.host.network.open_control(self.host)
-        if stream is None:
-            self._lost(registered=False)
-            return
-        self._control = stream
-        end = stream.ends[0]
-        codec: MessageCodec[ControllerMessage] = MessageCodec(ControllerMessage)
-        options = self.host.options
-        registered = False
-
-        def tell(message: Any) -> None:
-            end.send(codec.encode(message))
-
-        def received(data: bytes) -> None:
-            nonlocal registered
-            if self._control is not stream:
-                return
-            try:
-                for message in codec.feed(data):
-                    if registered:
-                        self.core.control_message(self.now, message)
-                    elif isinstance(message, Registered):
-                        registered = True
-                        self.core.registered(message)
-                        self.core.control_connected(tell)
-                        self._renew(stream, tell)
-                    elif isinstance(message, Refused):
-                        self._control_pause_s = CONTROL_RETRY_S[1]
-                        raise FramingError("refused")
-                    else:
-                        raise FramingError(f"{type(message).__name__} before Registered")
-            except (FramingError, PoolMapError):
-                self.host.world.counts["control_errors"] += 1
-                end.close()
-                closed()
-                return
-            self.pump()
-
-        def closed() -> None:
-            if self._control is stream:
-                self._control = None
-                self._lost(registered=registered)
-
-        end.received = lambda data: self.host.when_running(self, lambda: received(data))
-        end.closed = lambda: self.host.when_running(self, closed)
-        tell(
-            Register(
-                version=CONTROL_PROTOCOL_VERSION,
-                node_id=options.node_id,
-                incarnation=self.host.lives,
-                ip=options.ip,
-                mac=options.mac,
-                switch_port=options.number,
-                udp_port=UDP_PORT,
-                bulk_host=options.node_id,
-                bulk_port=7000,
-                arena_bytes=options.arena_bytes,
+    def _act(self) -> None:
+        """Do what the control link and the core want done."""
+        host = self.host
+        for attempt in self._control.attempts():
+            host.world.at(
+                host.world_time(attempt.when),
+                lambda attempt=attempt: self.when_running(  # type: ignore[misc]
+                    lambda: self._connect(attempt.connection)
+                ),
             )
-        )
-
-    def _renew(self, stream: Stream, tell: Callable[[Any], None]) -> None:
-        if self.dead or self._control is not stream:
-            return
-        tell(self.core.renewal())
-        pause_s = self.core.lease_s / 3 / self.host.options.clock_rate
-        self.host.world.after(
-            pause_s, lambda: self.host.when_running(self, lambda: self._renew(stream, tell))
-        )
-
-    def _lost(self, *, registered: bool) -> None:
-        self.core.metrics.control_errors_total += 1
-        self.core.control_lost()
         self.pump()
-        least, most = CONTROL_RETRY_S
-        self._control_pause_s = least if registered else min(2 * self._control_pause_s, most)
-        pause_s = self._control_pause_s * self.rng.uniform(0.5, 1.5)
-        self.host.world.after(pause_s, lambda: self.host.when_running(self, self._connect))
+
+    def _connect(self, connection: ControlConnection) -> None:
+        connection.connecting(self.now)
+        self._driver = StreamDriver(
+            self.host.world,
+            self,
+            self.host.network.open_control(self.host),
+            connection,
+            opened=lambda: connection.connected(self.now),
+            changed=self._act,
+        )
+        self._driver.flush()
+
+    def _flush(self) -> None:
+        """The core has something to say: it may be in the middle of an event."""
+        self.host.world.after(
+            0.0, lambda: self.when_running(lambda: self._driver.flush() if self._driver else None)
+        )
+
+    def _registration(self) -> Register:
+        options = self.host.options
+        return Register(
+            version=CONTROL_PROTOCOL_VERSION,
+            node_id=options.node_id,
+            incarnation=self.host.lives,
+            ip=options.ip,
+            mac=options.mac,
+            switch_port=options.number,
+            udp_port=UDP_PORT,
+            bulk_host=options.node_id,
+            bulk_port=7000,
+            arena_bytes=options.arena_bytes,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
@@ -27,7 +27,7 @@ from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_cor
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
-from kvcast.simulation.network import Link, Stream
+from kvcast.simulation.network import Link
 from kvcast.simulation.plan import (
     CALM_S,
     CHAOS_S,
@@ -40,7 +40,8 @@ from kvcast.simulation.plan import (
     Plan,
     PlanFault,
 )
-from kvcast.simulation.switch import Engine, SimSwitch
+from kvcast.simulation.streams import Stream, StreamEnd
+from kvcast.simulation.switch import EngineMaker, SimSwitch
 from kvcast.simulation.world import World
 from kvcast.switchsim.ir import Program
 
@@ -59,7 +60,7 @@ class Product:
     """What is being tested, where a test plants a bug in it: the switch's program, the agents'
     cores, and what is done to a controller's options."""
 
-    engine: Engine
+    engine: EngineMaker
     program: Program
     make_core: CoreFactory = agent_core
 
@@ -91,11 +92,12 @@ class Cluster:
         self.plan = plan
         self._fault_kinds = faults
         self.world = World(plan.seed)
-        self.spoilers: list[Callable[[Any], Any]] = []
+        self.spoilers: list[Callable[[bytes], bytes]] = []
         self.hosts: dict[int, SimHost] = {}
         self.links: dict[int, tuple[Link, Link]] = {}
         """By host: to the switch, from the switch."""
         self.hostiles: list[Hostile] = []
+        self._streams_made = 0
         self._cuts: list[tuple[str, frozenset[int]]] = []
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
@@ -180,47 +182,45 @@ class Cluster:
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         self.model.homes_are([[number[i] for i in bucket] for bucket in pool_map.buckets])
 
-    def open_control(self, host: SimHost) -> Stream | None:
+    def open_control(self, host: SimHost) -> StreamEnd:
         """An agent's connection to a controller: the primary's, or whoever listens."""
-        if self._is_cut("control", {host.number}):
-            return None
-        controller = self.primary_controller()
-        if controller is None or controller.process is None:
-            return None
-        stream = self._stream("control", frozenset({host.number}))
-        controller.process.accept(stream)
-        return stream
 
-    def open_bulk(self, host: SimHost, to: str) -> Stream | None:
+        def listen(end: StreamEnd) -> bool:
+            controller = self.primary_controller()
+            if controller is None or controller.process is None:
+                return False
+            controller.process.accept(end)
+            return True
+
+        return self._stream("control", frozenset({host.number})).connect(listen)
+
+    def open_bulk(self, host: SimHost, to: str) -> StreamEnd:
         """A connection to another agent's bulk port."""
-        other = self.hosts.get(int(to.removeprefix("node-")))
-        if other is None or other.process is None:
-            return None
-        between = frozenset({host.number, other.number})
-        if self._is_cut("bulk", between):
-            return None
-        stream = self._stream("bulk", between)
-        other.process.bulk.accept(stream)
-        return stream
+        other = self.hosts[int(to.removeprefix("node-"))]
+
+        def listen(end: StreamEnd) -> bool:
+            return other.process is not None and other.process.bulk.accept(end)
+
+        return self._stream("bulk", frozenset({host.number, other.number})).connect(listen)
 
     def _stream(self, kind: str, between: frozenset[int]) -> Stream:
-        stream = Stream(self.world)
+        self._streams_made += 1
+        stream = Stream(self.world, f"stream/{self._streams_made}")
         if kind == "bulk":
             stream.spoil = self._spoil
         for old in [s for s in self._streams if not s.open]:
             del self._streams[old]
         self._streams[stream] = (kind, between)
+        if (kind, between) in self._cuts:
+            stream.block()
         return stream
 
-    def _spoil(self, message: Any) -> Any:
+    def _spoil(self, data: bytes) -> bytes:
         for spoiler in self.spoilers:
-            message = spoiler(message)
-        return message
+            data = spoiler(data)
+        return data
 
     # --- what faults ask for ----------------------------------------------------------------
-
-    def _is_cut(self, kind: str, between: set[int] | frozenset[int]) -> bool:
-        return (kind, frozenset(between)) in self._cuts
 
     def cut(self, kind: str, between: frozenset[int]) -> Callable[[], None]:
         """Nothing passes between these on streams of this kind, until what is returned is
@@ -250,12 +250,13 @@ class Cluster:
         """Hosts with an agent."""
         return [host for host in self.hosts.values() if host.process is not None]
 
-    def crash_host(self, number: int) -> None:
-        """The agent's process is killed, and its clients' connections with it."""
+    def crash_host(self, number: int, *, machine: bool) -> None:
+        """The agent's process is killed, or the machine dies, and its clients' connections with
+        it."""
         client = self._clients.pop(number, None)
         if client is not None:
             client.closed = True  # nobody is left to tidy up after it
-        self.hosts[number].crash()
+        self.hosts[number].crash(machine=machine)
 
     def start_host(self, number: int) -> None:
         """Start the agent, and a client beside it."""

@@ -8,15 +8,16 @@ process, unless a fault says that it is lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
 from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import ControlLoop
-from kvcast.protocol.messages.control import AgentMessage, PoolMap
-from kvcast.protocol.messages.framing import FramingError, MessageCodec
-from kvcast.simulation.network import Stream, StreamEnd
+from kvcast.protocol.links.control_callee import ControlCallee
+from kvcast.protocol.messages.control import PoolMap
+from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
 from kvcast.simulation.world import World
 
@@ -78,13 +79,6 @@ class SimController:
     def process(self) -> _Process | None:
         return self._process
 
-    def connect(self, stream: Stream) -> bool:
-        """Take an agent's connection; False if nobody listens."""
-        if self._process is None:
-            return False
-        self._process.accept(stream)
-        return True
-
 
 class _WatchedPool(Pool):
     """A pool of which every map is known as soon as it is decided on: from then on the switch may
@@ -108,15 +102,15 @@ class _WatchedPool(Pool):
         return plan
 
 
-class _Process:
+class _Process(Process):
     """One life of a controller."""
 
     def __init__(self, world: World, machine: SimController, life: int) -> None:
-        self._world = world
+        super().__init__(world)
         self._machine = machine
         self._dead = False
-        self._links: dict[int, StreamEnd] = {}
-        self._codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
+        self.link_counts: Counter[str] = Counter()
+        self._links: dict[int, tuple[ControlCallee, StreamDriver]] = {}
         self._next_link = 1
         self._round_due = False
         self._running = False
@@ -152,8 +146,8 @@ class _Process:
         self._dead = True
         self._abandon()
         self.switch.close()
-        for end in self._links.values():
-            end.close()
+        for _, driver in self._links.values():
+            driver.end.stream.reset(by=1)
 
     # --- rounds -----------------------------------------------------------------------------
 
@@ -187,47 +181,43 @@ class _Process:
 
     # --- agents -----------------------------------------------------------------------------
 
-    def accept(self, stream: Stream) -> None:
+    def when_running(self, action: Callable[[], None]) -> None:
+        if not self._dead:
+            action()
+
+    def accept(self, end: StreamEnd) -> None:
+        """Take an agent's connection."""
         number = self._next_link
         self._next_link += 1
-        end = stream.ends[1]
-        codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
-        self._links[number] = end
 
-        def received(data: bytes) -> None:
-            try:
-                for message in codec.feed(data):
-                    if not self._dead and number in self._links:
-                        self.loop.received(number, message)
-            except FramingError as error:
-                self.close(number, str(error))
+        def over() -> None:
+            del self._links[number]
+            self.loop.disconnected(number)
 
-        def closed() -> None:
-            if not self._dead and self._links.pop(number, None) is not None:
-                self.loop.disconnected(number)
-
-        end.received = received
-        end.closed = closed
+        link = ControlCallee(
+            self.now,
+            3 * self._machine.options.lease_s,
+            lambda message: self.loop.received(number, message),
+            self.link_counts,
+        )
+        driver = StreamDriver(self._world, self, end, link, over=over)
+        self._links[number] = link, driver
+        driver.accept()
 
     def send(self, connection: int, message: Any) -> None:
         """The control loop's way to an agent."""
-        end = self._links.get(connection)
-        if end is None or self._dead:
-            return
-        end.send(self._codec.encode(message))
+        if connection in self._links and not self._dead:
+            link, driver = self._links[connection]
+            link.send(self.now, message)
+            driver.flush()
 
-    def close(self, connection: int, reason: str) -> None:
+    def close(self, connection: int, _reason: str) -> None:
         """The control loop ends a connection."""
-        if self._dead:
-            return
-        self._world.counts["control_links_closed"] += 1
-        end = self._links.pop(connection, None)
-        if end is not None:
-            end.close()
-            # The server's task for the connection ends, and says so, a little later.
-            self._world.after(
-                0.0, lambda: None if self._dead else self.loop.disconnected(connection)
-            )
+        if connection in self._links and not self._dead:
+            self._world.counts["control_links_closed"] += 1
+            link, driver = self._links[connection]
+            link.end(self.now)
+            driver.flush()
 
 
 def _nothing() -> None:

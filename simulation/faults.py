@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from kvcast.simulation.cluster import Begin, Cluster, FaultKind
 from kvcast.simulation.hostile import Hostile, HostileKind
@@ -98,7 +98,7 @@ def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
             return None
         if not comes_back and len(cluster.running()) <= 2:
             return None  # a pool of one host has nobody to read from
-        cluster.crash_host(host.number)
+        cluster.crash_host(host.number, machine=memory_lost)
         if memory_lost:
             rng = cluster.world.stream(f"fault/{fault.number}")
             host.memory[:] = rng.randbytes(1024) * (len(host.memory) // 1024)
@@ -196,14 +196,14 @@ def _reprogram_switch(cluster: Cluster, fault: Fault) -> Callable[[], None] | No
 
 
 def _spoil_bulk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
-    """Bytes flip between two agents where TCP's checksum does not see it."""
+    """Bits of blocks flip between two agents where TCP's checksum does not see it."""
     rng = cluster.world.stream(f"fault/{fault.number}")
 
-    def spoil(message: Any) -> Any:
-        if not isinstance(message, bytes) or rng.random() > 0.5:
-            return message
+    def spoil(data: bytes) -> bytes:
+        if rng.random() > 0.5:
+            return data
         cluster.world.counts["fault.bulk_corruption"] += 1
-        damaged = bytearray(message)
+        damaged = bytearray(data)
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         return bytes(damaged)
 

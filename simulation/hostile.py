@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import enum
 import random
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
+from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
+    MAX_BULK_MESSAGE_BYTES,
     BulkBlock,
     BulkGet,
     BulkHello,
     BulkPut,
+    CalleeMessage,
+    CallerMessage,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
 from kvcast.simulation.agent import SimHost
 from kvcast.simulation.cluster import Cluster
 from kvcast.simulation.model import Name, ViolationError
+from kvcast.simulation.streams import Process, StreamDriver
 
 PAUSE_S: Final = 0.02
 
@@ -210,30 +216,50 @@ class Hostile:
             self._call(name, f"node-{rng.choice(homes)}")
 
     def _call(self, name: Name, node_id: str) -> None:
-        """Ask by TCP, as ourselves, for the block, or to hold another."""
+        """Ask by TCP, as ourselves, for the block, or to hold another, or break the rules."""
         cluster, host = self._cluster, self._host
-        stream = cluster.open_bulk(host, node_id)
-        if stream is None:
-            return
-        end = stream.ends[0]
-        content = b"trespass" + self._rng.randbytes(8)
-
-        def received(message: Any) -> None:
-            if isinstance(message, BulkBlock):
-                raise ViolationError(
-                    5, f"host {host.number} was sent a block of namespace {name[0]} by TCP"
-                )
-            end.close()
-
-        end.received = received
-        end.send(BulkHello(BULK_PROTOCOL_VERSION, host.options.node_id))
-        if self._rng.random() < 0.5:
-            end.send(BulkGet(*name))
-        else:
+        content = b""
+        request: CallerMessage = BulkGet(*name)
+        way = self._rng.random()
+        if way < 0.2:
+            request = BulkHello(BULK_PROTOCOL_VERSION, host.options.node_id)  # once too often
+        elif way < 0.6:
+            content = b"trespass" + self._rng.randbytes(8)
             cluster.model.forged(host.number, name, content)
             size, digest = len(content), wire.digest_of(content)
             process = host.process
             pool = process.core.pool if process is not None else None
             meaning = pool.meaning_of(name[0]) if pool is not None else None
-            end.send(BulkPut(*name, size, digest, 1 << 40, meaning or 0))
-            end.send(content)
+            request = BulkPut(*name, size, digest, 1 << 40, meaning or 0)
+
+        def answered(message: CalleeMessage) -> None:
+            if isinstance(message, BulkBlock):
+                raise ViolationError(
+                    5, f"host {host.number} was sent a block of namespace {name[0]} by TCP"
+                )
+
+        link = _Trespasser(host.options.node_id, request, content, answered)
+        end = cluster.open_bulk(host, node_id)
+        StreamDriver(cluster.world, Process(cluster.world), end, link)
+
+
+class _Trespasser(LinkStream[CalleeMessage]):
+    """One request with its bytes, without waiting to be told that they may come, and its answer."""
+
+    def __init__(
+        self,
+        node_id: str,
+        request: CallerMessage,
+        content: bytes,
+        answered: Callable[[CalleeMessage], None],
+    ) -> None:
+        super().__init__(CalleeMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
+        self._answered = answered
+        self._send(BulkHello(BULK_PROTOCOL_VERSION, node_id))
+        self._send(request)
+        if content:
+            self._send_block(memoryview(content))
+
+    def _message(self, now: float, message: CalleeMessage) -> None:
+        self._answered(message)
+        self._close(now)

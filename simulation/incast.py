@@ -40,7 +40,8 @@ from kvcast.simulation.switch import SimSwitch, product_program
 from kvcast.simulation.world import Alarm, World
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import InProcessPort, Port, PortOptions
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import Port, PortOptions
 from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import MAX_HOSTS, Star
 from kvcast.workloads import content

@@ -1,4 +1,4 @@
-"""The simulated network: links that carry frames badly, and streams that carry messages.
+"""The simulated network: links that carry frames badly (`streams` has TCP).
 
 Owns: when, and in what state, what was sent arrives. Must not know: what is in a frame, or whose
 it is; whoever is told of losses (`lost`) may look.
@@ -6,25 +6,16 @@ it is; whoever is told of losses (`lost`) may look.
 A link is one direction of one cable. Frames keep their order on it unless a fault says otherwise,
 and cross it in its delay and the time that they take at its rate; a queue stands before it, and
 what comes beyond is lost, as in a switch.
-
-A stream is what TCP makes of a network: messages arrive whole and in order, late while it is
-blocked, and both ends learn in the end that it is broken.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kvcast.simulation.world import World
-
-STREAM_DELAY_S: Final = 150e-6
-STREAM_GIVES_UP_S: Final = 2.0
-"""A stream that was blocked for so long is broken, like a TCP connection whose keep-alives go
-unanswered."""
 
 LATE_S: Final = 0.02
 """A frame that is delayed by more than this may be taken for lost."""
@@ -134,92 +125,3 @@ class Link:
                 rate = fault.rate_bits_per_s
         for _ in range(copies):
             self._carry(frame, rate, extra_s, in_order=in_order)
-
-
-class StreamEnd:
-    """One end of a stream. Set `received` and `closed` before anything can arrive."""
-
-    def __init__(self, stream: Stream, side: int) -> None:
-        self.received: Callable[[Any], None] = _ignore
-        self.closed: Callable[[], None] = _ignore_end
-        self._stream = stream
-        self._side = side
-
-    def send(self, message: Any) -> None:
-        """Send a message; one sent on a broken stream is lost."""
-        self._stream.carry(1 - self._side, message)
-
-    def close(self) -> None:
-        """Close the stream; the other end learns of it after what was sent."""
-        self._stream.close(1 - self._side)
-
-
-class Stream:
-    """A connection between two processes: message by message, in order."""
-
-    def __init__(self, world: World) -> None:
-        self.ends = (StreamEnd(self, 0), StreamEnd(self, 1))
-        self.open = True
-        self.spoil: Callable[[Any], Any] | None = None
-        """What a fault makes of a message on its way."""
-        self._world = world
-        self._blocked_since: float | None = None
-        self._held: deque[Callable[[], None]] = deque()
-
-    def carry(self, to: int, message: Any) -> None:
-        if self.open:
-            if self.spoil is not None:
-                message = self.spoil(message)
-            self._later(lambda: self.ends[to].received(message) if self.open else None)
-
-    def close(self, told: int) -> None:
-        if self.open:
-            self._later(lambda: self._end(told))
-
-    def _end(self, told: int) -> None:
-        if self.open:
-            self.open = False
-            self.ends[told].closed()
-
-    def broken(self) -> None:
-        """Both ends learn now that nothing more will come."""
-        if self.open:
-            self.open = False
-            for end in self.ends:
-                end.closed()
-
-    def block(self) -> None:
-        """Nothing arrives until `unblock`; after `STREAM_GIVES_UP_S` the stream is broken."""
-        if self._blocked_since is None:
-            since = self._blocked_since = self._world.now
-            self._world.after(STREAM_GIVES_UP_S, lambda: self._give_up(since))
-
-    def unblock(self) -> None:
-        self._blocked_since = None
-        held, self._held = self._held, deque()
-        for action in held:
-            self._later(action)
-
-    def _give_up(self, since: float) -> None:
-        if self._blocked_since == since:
-            self.broken()
-
-    def _later(self, action: Callable[[], None]) -> None:
-        if self._blocked_since is not None:
-            self._held.append(action)
-        else:
-            self._world.after(STREAM_DELAY_S, lambda: self._now(action))
-
-    def _now(self, action: Callable[[], None]) -> None:
-        if self._blocked_since is not None:
-            self._held.append(action)
-        else:
-            action()
-
-
-def _ignore(_message: Any) -> None:
-    pass
-
-
-def _ignore_end() -> None:
-    pass

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import grpc
 from finsy.proto import p4i, p4r
@@ -26,6 +27,7 @@ from kvcast.bench.fuzz.shapes import spoil_bytes, spoil_proto, spoil_stream
 from kvcast.bench.fuzz.targets import (
     KEY,
     agent_messages,
+    callee_messages,
     caller_messages,
     client_messages,
     controller_messages,
@@ -35,7 +37,6 @@ from kvcast.bench.fuzz.targets import (
     stream_of,
 )
 from kvcast.bench.hostile_bytes import HttpStreams, Mutator
-from kvcast.controller.agent_links import MAX_MESSAGE_BYTES
 from kvcast.controller.core import membership, tiers
 from kvcast.controller.core import namespaces as names
 from kvcast.controller.core import pool as controller_pool
@@ -47,10 +48,20 @@ from kvcast.hostagent.core import sessions
 from kvcast.hostagent.core.access import Tenants
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.arena import Allocator
-from kvcast.hostagent.core.pool import PoolMapError
+from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.network import bulk_link, local_server
+from kvcast.hostagent.network import local_server
 from kvcast.p4 import artefact
+from kvcast.protocol.links import bulk_callee, bulk_caller, control_callee, control_caller, stream
+from kvcast.protocol.links.bulk import (
+    BulkCall,
+    BulkOptions,
+    DropCall,
+    ExistsCall,
+    GetCall,
+    PutCall,
+)
+from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     AgentMessage,
@@ -58,15 +69,17 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceSecret,
     NamespaceSecrets,
+    Register,
     Registered,
 )
-from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.service import http
 from kvcast.switchsim.p4runtime import entities as p4runtime_entities
 from kvcast.switchsim.p4runtime import service as p4runtime
 from kvcast.switchsim.p4runtime import tables as p4runtime_tables
 from kvcast.switchsim.p4runtime import values as p4runtime_values
+from kvcast.switchsim.reference.switch import Switch
 from prometheus_client.metrics_core import Metric
 
 SLAB: Final = 64 * 1024
@@ -233,17 +246,37 @@ register(
 # --- the bulk link --------------------------------------------------------------------------------
 
 
-class BulkLinkHarness(LoopHarness):
+def _pour(link: LinkStream[Any], data: bytes, now: float) -> float:
+    """Give a connection's core the bytes in pieces, straight to where it wants them if the input
+    is even, and take what it has to say; the time then."""
+    direct = len(data) % 2 == 0
+    left = data
+    while left and not link.closed:
+        room = link.destination() if direct else None
+        if room is not None:
+            size = min(len(room), len(left))
+            room[:size] = left[:size]
+            link.filled(now, size)
+        elif link.wants_bytes:
+            size = min(len(left), 1000)
+            link.received(now, left[:size])
+        else:
+            size = 0
+        left = left[size:]
+        while link.bytes_to_send(now, 1000):
+            link.check()
+        link.check()
+        now += 0.001
+    return now
+
+
+class BulkLinkHarness:
     """Another agent calls; the bytes of blocks are behind their messages."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._agent = _agent()
         _hold(self._agent, KEY[::-1], b"y" * 3000)
         self._fresh = one_of(caller_messages)
-        # A short patience: some inputs say that more is to come than comes.
-        self._options = bulk_link.BulkOptions(idle_s=2.0, transfer_timeout_s=2.0)
-        self._server = bulk_link.BulkServer(self._agent, self._options)
 
     def corpus(self) -> list[bytes]:
         hello, put, *others = caller_messages()
@@ -256,24 +289,108 @@ class BulkLinkHarness(LoopHarness):
         return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
-        self.complete(self._tell(data))
-
-    async def _tell(self, data: bytes) -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(data)
-        reader.feed_eof()
-        transport = _Transport()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        writer = asyncio.StreamWriter(transport, protocol, reader, self.loop)
-        await self._server._serve(reader, writer)
-        assert transport.closing
-        store = self._agent.store
+        agent = self._agent
+        link = bulk_callee.BulkCallee(0.0, agent.serving, BulkOptions(), agent.metrics)
+        now = _pour(link, data, 0.0)
+        if len(data) % 3:
+            link.lost(now)
+        while (when := link.get_timer()) is not None:
+            link.handle_timer(when)
+        assert link.closed
+        store = agent.store
         store.check()
         assert not [block for block in store.blocks() if _copy_of(store, block).pins]
 
+    def close(self) -> None:
+        self._agent.close()
+
+
+class BulkCallerHarness:
+    """Another agent answers our calls, one of each kind and two that wait their turn."""
+
+    def __init__(self) -> None:
+        self._fresh = one_of(callee_messages)
+
+    def corpus(self) -> list[bytes]:
+        done, go, block, held = callee_messages()
+        return [
+            stream_of([go, done, block]) + b"hello" + stream_of([held, done, done]),
+            *(stream_of([one]) for one in callee_messages()),
+        ]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, self._fresh)
+
+    def run(self, data: bytes) -> None:
+        ends: list[str] = []
+        room = bytearray(5)
+        node = pool_map().nodes[1]
+        link = bulk_caller.BulkCaller(
+            "node-1", BulkOptions(connections_per_peer=1), Metrics(), lambda copy: copy.data
+        )
+        link.use_nodes(0.0, {2: node})
+        copy = _Copy(BlockId(1, KEY), 5, 77, memoryview(b"hello"))
+
+        def done(_now: float, outcome: str) -> None:
+            ends.append(outcome)
+
+        def begin(size_bytes: int, _digest: int) -> memoryview | None:
+            return memoryview(room) if size_bytes == len(room) else None
+
+        calls: list[BulkCall] = [
+            PutCall(2, copy, 3, 9, 50.0, lambda: True, done),
+            GetCall(2, BlockId(1, KEY), 0, 50.0, begin, done),
+            ExistsCall(2, 1, [KEY], 50.0, lambda bits: ends.append(f"{len(bits)} bits"), done),
+            DropCall(2, 1, [KEY], 50.0, done),
+            DropCall(2, 1, [KEY], 0.0, done),
+        ]
+        for call in calls:
+            link.ask(-1.0, call)
+        left, now, connections = data, 0.0, 0
+        while instructions := link.instructions():
+            for instruction in instructions:
+                if isinstance(instruction, bulk_caller.Complete):
+                    instruction.call.done(now, instruction.outcome)
+                elif isinstance(instruction, bulk_caller.Connect):
+                    connection = instruction.connection
+                    connections += 1
+                    connection.connected(now)
+                    # The first gets half of the input, and is lost then.
+                    half = len(data) // 2 if connections == 1 else len(left)
+                    now = _pour(connection, left[:half], now)
+                    left = left[half:]
+                    connection.lost(now)
+            link.check()
+        assert len([end for end in ends if not end.endswith("bits")]) == len(calls), ends
+
+    def close(self) -> None:
+        pass
+
+
+class _Copy(NamedTuple):
+    """What a put sends."""
+
+    block: BlockId
+    size_bytes: int
+    digest: int
+    data: memoryview
+
 
 register(
-    Target("bulk-link", "what other agents say to an agent over TCP", BulkLinkHarness, (bulk_link,))
+    Target(
+        "bulk-link",
+        "what other agents say to an agent over TCP",
+        BulkLinkHarness,
+        (bulk_callee, stream),
+    )
+)
+register(
+    Target(
+        "bulk-link-caller",
+        "what other agents answer to an agent's calls over TCP",
+        BulkCallerHarness,
+        (bulk_caller, stream),
+    )
 )
 
 
@@ -314,20 +431,19 @@ class ControlLinkHarness:
             self._begin()
         self.now += 1.0
         self._connection += 1
-        codec = MessageCodec[AgentMessage](AgentMessage, max_message_bytes=MAX_MESSAGE_BYTES)
-        closed = False
-        with contextlib.suppress(FramingError):
-            for message in codec.feed(data):
-                if closed:
-                    break
-                actions = self.pool.received(self._connection, message, self.now)
-                closed = any(
-                    isinstance(action, controller_pool.Close)
-                    and action.connection == self._connection
-                    for action in actions
-                )
-                self._encode(actions)
-                self._encode(self.pool.advance(self.now))
+
+        def received(message: AgentMessage) -> None:
+            actions = self.pool.received(self._connection, message, self.now)
+            if any(
+                isinstance(action, controller_pool.Close) and action.connection == self._connection
+                for action in actions
+            ):
+                link.end(self.now)
+            self._encode(actions)
+            self._encode(self.pool.advance(self.now))
+
+        link = control_callee.ControlCallee(self.now, 9.0, received, Counter())
+        _pour(link, data, self.now)
         self.pool.disconnected(self._connection)
         plan = self.pool.plan()
         self._encode(self.pool.published(plan))
@@ -353,7 +469,7 @@ register(
         "control-link",
         "what agents say to the controller",
         ControlLinkHarness,
-        (controller_pool, membership, names, tiers),
+        (controller_pool, membership, names, tiers, control_callee, stream),
     )
 )
 
@@ -363,7 +479,6 @@ class ControlLinkAgentHarness:
 
     def __init__(self) -> None:
         self._agent = _agent()
-        self._agent.control_connected(lambda _message: None)
         self._fresh = one_of(controller_messages)
         self.now = 0.0
 
@@ -372,8 +487,8 @@ class ControlLinkAgentHarness:
         has_secret = NamespaceInfo(1, "t", "m", "1", "l", [], True)
         return [
             stream_of(messages),
-            stream_of([messages[3], pool_map([has_secret]), *messages[4:]]),
-            *(stream_of([one]) for one in messages),
+            stream_of([messages[0], messages[3], pool_map([has_secret]), *messages[4:]]),
+            *(stream_of([messages[0], one]) for one in messages),
         ]
 
     def spoil(self, data: bytes, rng: random.Random) -> bytes:
@@ -382,10 +497,21 @@ class ControlLinkAgentHarness:
     def run(self, data: bytes) -> None:
         self.now += 1.0
         agent = self._agent
-        codec = MessageCodec[ControllerMessage](ControllerMessage)
-        with contextlib.suppress(FramingError, PoolMapError):
-            for message in codec.feed(data):
-                agent.control_message(self.now, message)
+        options = control_caller.ControlOptions("controller", 0)
+        me = agent_messages()[0]
+        assert isinstance(me, Register)
+        link = control_caller.ControlCaller(
+            agent, options, me, random.Random(1), agent.metrics, lambda: None
+        )
+        link.start(self.now)
+        (attempt,) = link.attempts()
+        attempt.connection.connecting(self.now)
+        attempt.connection.connected(self.now)
+        _pour(attempt.connection, data, self.now)
+        attempt.connection.lost(self.now)
+        (again,) = link.attempts()
+        assert again.when > self.now
+        assert not agent.connected
         agent.renewal()
         agent.reads.get(self.now, 1, [KEY], self.now + 0.5, lambda _batch: None)
         agent.frames_to_send(self.now, 64)
@@ -404,7 +530,7 @@ register(
         "control-link-agent",
         "what the controller says to an agent",
         ControlLinkAgentHarness,
-        (core, agent_pool),
+        (core, agent_pool, control_caller),
     )
 )
 
@@ -562,6 +688,7 @@ class P4RuntimeHarness(LoopHarness):
         self._p4info = p4i.P4Info()
         text_format.Parse(program.p4info.read_text(encoding="utf-8"), self._p4info)
         self.service = p4runtime.P4RuntimeService(
+            new_switch=Switch,
             device_id=1, cpu_port=255, drop_port=511, packet_out=lambda _frame: True,
             now_us=lambda: 0,
         )  # fmt: skip

@@ -166,6 +166,16 @@ def caller_messages() -> list[bulk.CallerMessage]:
     ]
 
 
+def callee_messages() -> list[bulk.CalleeMessage]:
+    """One of each that another agent answers."""
+    return [
+        bulk.BulkDone(bulk.DONE),
+        bulk.BulkGo(),
+        bulk.BulkBlock(5, wire.digest_of(b"hello")),
+        bulk.BulkHeld(b"\1"),
+    ]
+
+
 def stream_of(messages: Sequence[msgspec.Struct]) -> bytes:
     """The messages as a stream's bytes."""
     return b"".join(framed(msgspec.msgpack.encode(message)) for message in messages)

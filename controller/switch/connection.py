@@ -40,6 +40,7 @@ from kvcast.controller.core.reconcile import (
 )
 from kvcast.controller.core.tiers import HeatSample
 from kvcast.controller.switch.control_loop import SwitchError
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.service.tls import TlsFiles
 
@@ -145,7 +146,7 @@ class SwitchLink:
 
     async def run(self) -> None:
         """Connect, and connect again, until cancelled."""
-        delay = RETRY_FIRST_S
+        backoff = Backoff(RETRY_FIRST_S, RETRY_MOST_S)
         while True:
             # A task of its own: finsy answers a failed push by cancelling its tasks, and that
             # cancellation comes out of `__aenter__`.
@@ -163,9 +164,8 @@ class SwitchLink:
                 # answer is the same: note it, and begin again with a new connection.
                 self._failed(error)
             elif session.result():
-                delay = RETRY_FIRST_S
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, RETRY_MOST_S)
+                backoff.worked()
+            await asyncio.sleep(backoff.next_pause_s())
 
     async def _session(self) -> bool:
         """One connection, until it breaks; whether it ever worked."""

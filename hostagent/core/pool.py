@@ -9,6 +9,7 @@ from __future__ import annotations
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
+from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.ethernet import parse_mac
@@ -17,7 +18,7 @@ from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of
 NO_NODE: Final = -1
 
 
-class PoolMapError(ValueError):
+class PoolMapError(LinkError):
     """A map that contradicts itself; the agent keeps the one that it has."""
 
 

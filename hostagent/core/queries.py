@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcast.hostagent.core.bulk_requests import DropCall, ExistsCall, Outbox
+from kvcast.hostagent.core.bulk_requests import Outbox
 from kvcast.hostagent.core.store import Store
+from kvcast.protocol.links.bulk import DropCall, ExistsCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.wire import BlockId
 

@@ -22,11 +22,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.core.bulk_requests import GetCall, Outbox
+from kvcast.hostagent.core.bulk_requests import Outbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
+from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.protocol.requester import (

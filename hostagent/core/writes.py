@@ -21,9 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.core.bulk_requests import EVICTED, Outbox, PutCall
+from kvcast.hostagent.core.bulk_requests import Outbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import COMMITTED, Copy, StaleReservationError, Store
+from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import digest_of
 

@@ -60,18 +60,23 @@ class MessageCodec(Generic[M]):
         of the stream's messages.
         """
         self._buffer += data
-        while True:
-            if len(self._buffer) < _LENGTH.size:
-                return
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if not 1 <= length <= self._limit:
-                raise FramingError(f"message length {length} is outside 1..{self._limit}")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield self.decode(body)
+        while (message := self.take(self._buffer)) is not None:
+            yield message
+
+    def take(self, buffer: bytearray) -> M | None:
+        """The first message of `buffer`, which is taken out of it; None if it is not whole yet.
+        FramingError as in `feed`."""
+        if len(buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(buffer)
+        if not 1 <= length <= self._limit:
+            raise FramingError(f"message length {length} is outside 1..{self._limit}")
+        end = _LENGTH.size + length
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[_LENGTH.size : end])
+        del buffer[:end]
+        return self.decode(body)
 
     def decode(self, body: bytes) -> M:
         """One message from its body, without the length prefix; FramingError if malformed."""

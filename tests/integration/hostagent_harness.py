@@ -19,8 +19,8 @@ import msgspec
 from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.core.agent import AgentOptions
-from kvcast.hostagent.network.control_link import ControlOptions
 from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,

@@ -760,7 +760,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             KeyError,
         ),
         replaced("kvcast.hostagent.network.local_server.FramingError", NoFramingError),
-        replaced("kvcast.hostagent.network.bulk_link.FramingError", NoFramingError),
+        replaced("kvcast.protocol.links.stream.FramingError", NoFramingError),
         replaced("kvcast.controller.core.pool.NameRequestError", NoFramingError),
         _nameless(
             "kvcast.hostagent.core.pool.Pool.__init__",

@@ -25,6 +25,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
     assert sorted(TARGETS) == [
         "arena",
         "bulk-link",
+        "bulk-link-caller",
         "codec",
         "config",
         "control-link",

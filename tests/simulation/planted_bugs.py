@@ -29,6 +29,8 @@ from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
+from kvcast.protocol.links.bulk_callee import BulkCallee
+from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
@@ -38,12 +40,12 @@ from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
-from kvcast.simulation.switch import Engine, product_program
+from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
 from p4_edits import Json
 
-Plant = Callable[[Engine], AbstractContextManager[Product]]
+Plant = Callable[[EngineMaker], AbstractContextManager[Product]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def bug(
 
     def register(patch: Callable[[], Any]) -> Callable[[], Any]:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             with patch():
                 yield Product(engine, product_program())
 
@@ -94,7 +96,7 @@ def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callabl
 
     def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, product_program(), make)
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -119,7 +121,7 @@ def p4_bug(
             return loader.load(after.encode(), "kvcast")
 
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, program())
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -132,6 +134,7 @@ ANSWERERS = ["hostile_forger", "hostile_spoofer", "hostile_tenant"]
 FORGERS = ["hostile_forger"]
 LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
+CUT_OFF = ["control_cut", "controller_crash", "controller_wiped", "controller_failover"]
 CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger"]
 
@@ -422,6 +425,32 @@ def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=False, verify=False)
     return core
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+@bug("what a connection held when it broke is never given back", 0)
+def _held_for_ever() -> Any:
+    return mock.patch.object(BulkCallee, "_over", return_value=None)
+
+
+@bug("the second piece of a block that comes by TCP is written over the first", 1, 2, 3)
+def _pieces_overlap() -> Any:
+    def destination(self: BulkCallee[Any]) -> memoryview | None:
+        room = self._room
+        return None if room is None else room[: len(room) - self._filled_bytes]
+
+    return mock.patch.object(BulkCallee, "destination", destination)
+
+
+@bug("an agent that has lost the controller does not come back", 2, 3, 4, faults=CUT_OFF)
+def _never_back() -> Any:
+    def over(self: ControlCaller, _now: float, _connection: Any) -> None:
+        self.connection = None
+        self.agent.control_lost()
+
+    return mock.patch.object(ControlCaller, "over", over)
 
 
 # --- controller ---------------------------------------------------------------------------------

@@ -13,7 +13,12 @@ import msgspec
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.arena import Allocator
-from kvcast.hostagent.core.bulk_requests import (
+from kvcast.hostagent.core.pool import Pool, PoolMapError
+from kvcast.hostagent.core.reads import GetBatch, GetItem
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.core.writes import PutBatch, WriteOptions
+from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
     BulkCall,
@@ -22,11 +27,6 @@ from kvcast.hostagent.core.bulk_requests import (
     GetCall,
     PutCall,
 )
-from kvcast.hostagent.core.pool import Pool, PoolMapError
-from kvcast.hostagent.core.reads import GetBatch, GetItem
-from kvcast.hostagent.core.sessions import Session
-from kvcast.hostagent.core.store import Store
-from kvcast.hostagent.core.writes import PutBatch, WriteOptions
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
 from kvcast.protocol.messages.control import (

@@ -1,0 +1,33 @@
+"""How long to wait before something that failed is tried again.
+
+Owns: the pause's growth and jitter. Must not know: what is tried, or the clock.
+"""
+
+from __future__ import annotations
+
+import random
+
+
+class Backoff:
+    """A pause that doubles from `min_s` to `max_s` with every failure in a row. With `rng` each is
+    multiplied by 0.5 to 1.5, so that those who failed together do not all come back together."""
+
+    def __init__(self, min_s: float, max_s: float, rng: random.Random | None = None) -> None:
+        self._min_s = min_s
+        self._max_s = max_s
+        self._rng = rng
+        self._pause_s = min_s
+
+    def next_pause_s(self) -> float:
+        """The pause after one more failure."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, self._max_s)
+        return pause_s if self._rng is None else pause_s * self._rng.uniform(0.5, 1.5)
+
+    def worked(self) -> None:
+        """It went well: begin with the shortest pause again."""
+        self._pause_s = self._min_s
+
+    def hopeless(self) -> None:
+        """Trying again soon would not help: go on with the longest pause."""
+        self._pause_s = self._max_s

@@ -1,0 +1,123 @@
+"""What both ends of the bulk link share: the calls, their outcomes, the bounds and the counters.
+
+Owns: the calls' types. A core of the agent appends a call to its outbox; the link makes it and
+reports through the call's own `done`, with the present time, exactly once. Must not know: why a
+call is made (the agent's cores do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvcast.protocol.messages.wire import BlockId
+
+UNREACHABLE: Final = "unreachable"
+"""Outcome of a call whose peer could not be asked, or did not answer in time; beside the
+statuses of `kvcast.protocol.messages.bulk`."""
+
+EVICTED: Final = "evicted"
+"""Outcome of a put whose copy was no longer there when its turn came."""
+
+Done = Callable[[float, str], None]
+"""(now, outcome)"""
+
+
+@dataclass(frozen=True)
+class BulkOptions:
+    """Bounds of the bulk link."""
+
+    connections_per_peer: int = 4
+    """Connections to one node, in the caller's role."""
+    queue_per_peer: int = 8192
+    """Calls to one node that wait for a connection; one more fails at once."""
+    max_connections: int = 256
+    """Connections from all nodes, in the callee's role."""
+    max_connections_per_address: int = 64
+    """Of them, from one address beyond loopback."""
+    connect_timeout_s: float = 2.0
+    """How long a connection may take to be made."""
+    idle_s: float = 60.0
+    """How long a connection without a request is kept."""
+    transfer_timeout_s: float = 30.0
+    """How long one block may take to arrive or to leave."""
+
+
+class HeldCopy(Protocol):
+    """A copy of a block, as far as a put says what it is."""
+
+    @property
+    def block(self) -> BlockId: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def digest(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class PutCall:
+    """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
+    it waited, and there is nothing to send. After it and whatever happens, `done`."""
+
+    node: int
+    copy: HeldCopy
+    epoch: int
+    meaning: int
+    deadline: float
+    begin: Callable[[], bool]
+    done: Done
+
+
+@dataclass(slots=True, eq=False)
+class GetCall:
+    """Fetch a block from a node. `begin(size, digest)` gives the view to write to, or None to
+    refuse; after it and whatever happens, `done`. The link does not look at the bytes."""
+
+    node: int
+    block: BlockId
+    digest: int
+    deadline: float
+    begin: Callable[[int, int], memoryview | None]
+    done: Done
+
+
+@dataclass(slots=True, eq=False)
+class DropCall:
+    """Have a node forget blocks of a namespace."""
+
+    node: int
+    namespace: int
+    keys: list[bytes]
+    deadline: float
+    done: Done
+
+
+@dataclass(slots=True, eq=False)
+class ExistsCall:
+    """Ask a node which blocks it holds; `answer` (one flag a key) comes before `done`."""
+
+    node: int
+    namespace: int
+    keys: list[bytes]
+    deadline: float
+    answer: Callable[[list[bool]], None]
+    done: Done
+
+
+BulkCall = PutCall | GetCall | DropCall | ExistsCall
+
+
+class BulkCounters(Protocol):
+    """What the link counts, by the names of the agent's metrics."""
+
+    bulk_requests_sent_total: int
+    bulk_requests_served_total: int
+    bulk_failures_total: int
+    bulk_protocol_errors_total: int
+    bulk_connections_refused_total: int
+    bulk_wrong_peers_total: int
+    payload_bytes_sent_bulk_put_total: int
+    payload_bytes_sent_bulk_get_total: int

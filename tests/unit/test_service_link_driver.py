@@ -1,0 +1,190 @@
+"""The driver between a link's core and an asyncio transport, over loopback.
+
+Oracle: a core that writes down what it is told. Cannot see: the links' conversations
+(`test_protocol_links_bulk`, `test_protocol_links_control`) and TLS (`test_security_links`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+from kvcast.protocol.links.stream import LinkStream
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.service.link_driver import PIECE_BYTES, ConnectingDriver, LinkDriver
+from kvcast.service.tls import PeerError
+
+BLOCK_BYTES = 8 << 20
+
+
+class Take(msgspec.Struct, tag="take"):
+    """Bytes follow."""
+
+
+class Give(msgspec.Struct, tag="give"):
+    """Send bytes."""
+
+
+class Core(LinkStream[Take | Give]):
+    """Takes a block, or gives one."""
+
+    one_at_a_time = True
+
+    def __init__(self) -> None:
+        super().__init__(Take | Give, max_message_bytes=1000)
+        self.block = bytearray(BLOCK_BYTES)
+        self.copied_bytes = 0
+        self.given_bytes = 0
+        self.blocks = 0
+        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def give_up_at(self, when: float) -> None:
+        self._deadline = when
+
+    def received(self, now: float, data: bytes) -> None:
+        self.copied_bytes += len(data)
+        super().received(now, data)
+
+    def _message(self, now: float, message: Take | Give) -> None:
+        if isinstance(message, Take):
+            self._receive_block(memoryview(self.block))
+        else:
+            self._send_block(memoryview(self.block))
+
+    def _block_came(self, now: float) -> None:
+        self.blocks += 1
+        self._send(Take())
+
+    def _block_sending(self, size_bytes: int) -> None:
+        self.given_bytes += size_bytes
+
+    def _over(self, now: float) -> None:
+        self.ended.set_result(now)
+
+
+def fail(error: PeerError) -> None:
+    raise error
+
+
+def driver_of(core: Core, refuse: bool = False) -> LinkDriver:
+    def opened(_transport: asyncio.Transport) -> Core:
+        if refuse:
+            raise PeerError("not for you")
+        return core
+
+    return LinkDriver(
+        memoryview(bytearray(PIECE_BYTES)), opened, changed=lambda: None,
+        refused=(lambda _error: None) if refuse else fail,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def calling(
+    make: Callable[[], LinkDriver],
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(make, "127.0.0.1", 0)
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        yield reader, writer
+        writer.transport.abort()
+        await asyncio.sleep(0.01)
+
+
+def said(message: msgspec.Struct) -> bytes:
+    return MessageCodec[Take | Give](Take | Give).encode(message)
+
+
+async def test_a_blocks_bytes_do_not_pass_through_the_core() -> None:
+    core = Core()
+    data = bytes(range(256)) * (BLOCK_BYTES // 256)
+    async with calling(lambda: driver_of(core)) as (reader, writer):
+        writer.write(said(Take()) + data)
+        assert await reader.readexactly(len(said(Take()))) == said(Take())
+        assert core.block == data
+        # What came together with the message may have been copied, and nothing after it.
+        assert core.copied_bytes <= PIECE_BYTES
+
+
+async def test_a_reader_that_does_not_read_is_not_written_to_without_end() -> None:
+    core = Core()
+    async with calling(lambda: driver_of(core)) as (reader, writer):
+        writer.write(said(Give()) * 3)
+        await asyncio.sleep(0.3)
+        held_back = core.given_bytes
+        assert 0 < held_back < 3 * BLOCK_BYTES, "all of it went into buffers"
+        await asyncio.sleep(0.1)
+        assert core.given_bytes == held_back
+        await reader.readexactly(3 * BLOCK_BYTES)
+        assert core.given_bytes == 3 * BLOCK_BYTES
+
+
+async def test_a_core_is_told_when_its_time_has_come_and_its_connection_is_closed() -> None:
+    core = Core()
+    async with calling(lambda: driver_of(core)) as (reader, writer):
+        loop = asyncio.get_running_loop()
+        when = loop.time() + 0.2
+        core.give_up_at(when)
+        writer.write(said(Take()))
+        assert await reader.read() == b""
+        assert when <= await core.ended < when + 2.0
+
+
+async def test_a_core_is_told_that_its_connection_is_lost() -> None:
+    core = Core()
+    async with calling(lambda: driver_of(core)) as (_reader, writer):
+        writer.write(said(Take()) + b"half")
+        writer.transport.close()
+        await core.ended
+        assert core.blocks == 0
+
+
+async def test_who_is_not_let_in_is_not_listened_to() -> None:
+    core = Core()
+    async with calling(lambda: driver_of(core, refuse=True)) as (reader, writer):
+        writer.write(said(Give()))
+        with suppress(OSError):  # a reset is no answer, either
+            assert await reader.read() == b""
+        assert core.given_bytes == 0
+
+
+async def test_a_connect_that_hangs_is_given_up_when_the_core_says_so() -> None:
+    core = Core()
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    driver = ConnectingDriver(
+        core,
+        memoryview(bytearray(PIECE_BYTES)),
+        lambda _transport: core,
+        changed=lambda: None,
+        refused=fail,
+        over=lambda: over.set_result(None),
+    )
+    with socket.socket() as deaf, socket.socket() as first, socket.socket() as second:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)  # its backlog is full after one or two: further SYNs are not answered
+        for filler in (first, second):
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        began = loop.time()
+        core.give_up_at(began + 0.1)
+        driver.connect(*deaf.getsockname(), None)
+        await asyncio.wait_for(over, 2.0)
+        assert 0.1 <= await core.ended - began < 1.0
+
+
+async def test_a_refused_connection_is_a_loss() -> None:
+    core = Core()
+    server = await asyncio.get_running_loop().create_server(lambda: driver_of(core), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    server.close()
+    await server.wait_closed()
+    driver = ConnectingDriver(
+        core, memoryview(bytearray(PIECE_BYTES)), lambda _transport: core,
+        changed=lambda: None, refused=fail,
+    )  # fmt: skip
+    driver.connect(host, port, None)
+    await asyncio.wait_for(core.ended, 2.0)
