@@ -458,7 +458,10 @@ def _switch_balances(
     engine = _grown(before["switch"], after["switch"])
     loop = _grown(before["loop"], after["loop"])
     decisions = _grown(before["decisions"], after["decisions"])
-    at_the_port = ("runts", "oversize", "loss", "foreign", "queue_drops", "kernel_drops", "errors")
+    at_the_port = (
+        *("runts", "oversize", "unsplit", "loss", "foreign"),
+        *("queue_drops", "kernel_drops", "errors"),
+    )
     arrived = here.get("rx_frames", 0)
     others = sum(each.get("rx_frames", 0) for each in ports) - arrived
     rounds = engine.get("recirculated", 0) + engine.get("resubmitted", 0)

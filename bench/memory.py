@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     U32,
     U64,
     Library,
@@ -26,6 +25,7 @@ from kvcast.switchsim.loop.compiler import (
     native,
     u64_at,
 )
+from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.ingress import call_program
 from kvcast.switchsim.loop.state import (
     FLUSH_BYTES,

@@ -11,10 +11,9 @@ in memory in `memory`.
   compiled engine; and of the reference engine, for scale.
 - Through UDP tunnels: the whole switch process; frames come one by one, and joined by the
   sender's kernel (UDP_SEGMENT), as agents send them. The far end counts bytes.
-- veth to veth (root): the whole switch process, by AF_PACKET and by AF_XDP, beside a bare
-  forwarder by recvmmsg and sendmmsg, and beside simple_switch_grpc where that is found (PATH or
-  KVCAST_SIMPLE_SWITCH_GRPC). All of them stand ready in one network namespace, each on links of
-  its own, and are measured in turns.
+- veth to veth (root): the whole switch process beside a bare forwarder by recvmmsg and sendmmsg,
+  and beside simple_switch_grpc where that is found (PATH or KVCAST_SIMPLE_SWITCH_GRPC). All of them
+  stand ready in one network namespace, each on links of its own, and are measured in turns.
 
 The sender is the same for all, compiled, on a processor of its own where there are two; it offers
 more than any of them can forward. What counts is what the far interface received, read while the
@@ -59,6 +58,7 @@ from kvcast.bench.switch_programs import Arrival, Setup
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvcast.service.statistics import ratio
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
 from kvcast.topologies.pool import find_simple_switch
@@ -135,7 +135,8 @@ def measure_memory(report: dict[str, Any], seconds: float, repeats: int) -> None
     """Every scenario on the compiled engine, and once on the reference engine."""
     for scenario in scenarios():
         reference, compiled = Switch(), CompiledSwitch()
-        for switch in (reference, compiled):
+        engines: tuple[Engine, ...] = (reference, compiled)
+        for switch in engines:
             programs.load(switch, scenario.setup)
             for port, frame in scenario.prepare:
                 switch.process(port, frame, NOW_US)
@@ -158,7 +159,7 @@ def measure_memory(report: dict[str, Any], seconds: float, repeats: int) -> None
         report[f"{scenario.name}_reference_pps"] = round(rate)
 
 
-def _reference_rate(switch: Switch, scenario: Scenario, seconds: float) -> float:
+def _reference_rate(switch: Engine, scenario: Scenario, seconds: float) -> float:
     count, start_s = 0, time.thread_time()
     while time.thread_time() - start_s < seconds:
         for port, frame in scenario.inputs:
@@ -549,13 +550,10 @@ class Field:
         command = [sys.executable, "-m", "kvcast.bench.traffic", *links]
         self._enter("bare", command, links, programs.ordinary(), None).process.ready()
 
-    def switchsim(
-        self, setup: Setup, inputs: list[Arrival], letter: str, *, kind: str = "if"
-    ) -> None:
+    def switchsim(self, setup: Setup, inputs: list[Arrival], letter: str) -> None:
         links = self._links(letter)
-        ports = [f"{number}={kind}:{link}" for number, link in enumerate(links, start=1)]
-        name = setup.name if kind == "if" else f"{setup.name}_{kind}"
-        candidate = self._enter(name, switch_command(ports), links, inputs, setup)
+        ports = [f"{number}=if:{link}" for number, link in enumerate(links, start=1)]
+        candidate = self._enter(setup.name, switch_command(ports), links, inputs, setup)
         asyncio.run(program_switch(candidate.process.ready()["grpc"], setup))
 
     def bmv2(self, program: str, setup: Setup, inputs: list[Arrival], letter: str) -> None:
@@ -645,7 +643,6 @@ def measure_veth(report: dict[str, Any], repeats: int) -> None:
         field.bare()
         field.switchsim(kvcast, ordinary, "b")
         field.switchsim(router, routed, "c")
-        field.attempt("kvcast_xdp", lambda: field.switchsim(kvcast, ordinary, "x", kind="xdp"))
         if bmv2 is not None:
             on_bmv2 = programs.kvcast("bmv2")
             field.attempt("bmv2_kvcast", lambda: field.bmv2(bmv2, on_bmv2, ordinary, "d"))
@@ -656,9 +653,6 @@ def measure_veth(report: dict[str, Any], repeats: int) -> None:
             whole = min(len(field.found.get(c.name, [])) for c in field.candidates)
             if whole:
                 report |= _veth_report({name: runs[:whole] for name, runs in field.found.items()})
-            if "kvcast_xdp" in field.skipped:
-                refused = field.skipped.pop("kvcast_xdp")
-                report["veth_xdp_refused"] = f"the kernel gives no AF_XDP port: {refused}"
 
 
 def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
@@ -681,9 +675,6 @@ def _veth_report(found: dict[str, list[Run]]) -> dict[str, Any]:
         "veth_l3_over_bmv2": over("l3", "bmv2_l3"),
         "veth_bare_forwarder_pps": round(median["bare"]),
     }
-    if "kvcast_xdp" in median:
-        report["veth_xdp_pps"] = round(median["kvcast_xdp"])
-        report["veth_xdp_over_bare_forwarder"] = over("kvcast_xdp", "bare")
     for name in ("bmv2_kvcast", "bmv2_l3"):
         if name in median:
             report[f"veth_{name}_pps"] = round(median[name])

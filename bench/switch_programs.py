@@ -21,8 +21,8 @@ from kvcast.bench import l3
 from kvcast.p4 import artefact
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.switchsim import loader
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm
-from kvcast.switchsim.reference.switch import Switch
 
 HOSTS = 9
 READERS = range(2, HOSTS + 1)
@@ -126,7 +126,7 @@ def router() -> Setup:
 # --- into a switch --------------------------------------------------------------------------------
 
 
-def load(switch: Switch, setup: Setup) -> None:
+def load(switch: Engine, setup: Setup) -> None:
     """Load a program and its entries by hand."""
     switch.load(loader.load(setup.program.read_bytes(), setup.name))
     tables = {name.split(".")[-1]: table for name, table in switch.tables.items()}
@@ -140,11 +140,11 @@ def load(switch: Switch, setup: Setup) -> None:
         tables[entry.table].set_default(names[entry.table][entry.action], entry.params)
 
 
-def _full_names(switch: Switch) -> dict[str, str]:
+def _full_names(switch: Engine) -> dict[str, str]:
     return {name.split(".")[-1]: name for name in switch.tables}
 
 
-def _action_names(switch: Switch, table: str) -> dict[str, str]:
+def _action_names(switch: Engine, table: str) -> dict[str, str]:
     program = switch.program
     assert program is not None
     spec = switch.tables[table].spec

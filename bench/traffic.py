@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,

@@ -308,6 +308,7 @@ class SimAgent(Process):
     def pump(self) -> None:
         """Send and call what the core wants sent and called; to be done after any event."""
         core = self.core
+        core.requester.check()
         if core.outbox.calls:
             self.bulk.dispatch()
         self._follow_pool()

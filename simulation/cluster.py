@@ -41,7 +41,7 @@ from kvcast.simulation.plan import (
     PlanFault,
 )
 from kvcast.simulation.streams import Stream, StreamEnd
-from kvcast.simulation.switch import Engine, SimSwitch
+from kvcast.simulation.switch import EngineMaker, SimSwitch
 from kvcast.simulation.world import World
 from kvcast.switchsim.ir import Program
 
@@ -60,7 +60,7 @@ class Product:
     """What is being tested, where a test plants a bug in it: the switch's program, the agents'
     cores, and what is done to a controller's options."""
 
-    engine: Engine
+    engine: EngineMaker
     program: Program
     make_core: CoreFactory = agent_core
 

@@ -138,8 +138,8 @@ def tell_violation(outcome: Outcome, options: argparse.Namespace) -> dict[str, A
     assert outcome.violation is not None
     number, text = outcome.violation
     print(f"seed {outcome.seed}: invariant {number} violated: {text}")
-    if outcome.detail:
-        print(outcome.detail)
+    for more in filter(None, (outcome.detail, outcome.stories)):
+        print(more)
     mask = options.without
     if not options.no_shrink:
 

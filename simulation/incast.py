@@ -40,7 +40,8 @@ from kvcast.simulation.switch import SimSwitch, product_program
 from kvcast.simulation.world import Alarm, World
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import InProcessPort, Port, PortOptions
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import Port, PortOptions
 from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import MAX_HOSTS, Star
 from kvcast.workloads import content
@@ -97,6 +98,16 @@ class _Held:
         self.digest = digest_of(data)
 
     def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory of a reader's for one block."""
+
+    view: memoryview
+
+    def abort(self) -> None:
         pass
 
 
@@ -199,8 +210,7 @@ class _Host:
         run.switch.hosts[port] = self._receive
         self.requester = Requester(
             RequesterConfig(),
-            allocate=lambda _block, size: memoryview(bytearray(size)),
-            discard=lambda _block, _buffer: None,
+            allocate=lambda _block, size: _Room(memoryview(bytearray(size))),
             rng=run.world.stream(str(index)),
         )
         self.responder = Responder(ResponderConfig(), lookup=self._lookup)

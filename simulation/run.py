@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from kvcast.simulation.cluster import Cluster, Product
 from kvcast.simulation.faults import FAULTS
@@ -33,12 +34,31 @@ class Outcome:
     data_plane_s: float
     detail: str = ""
     """Where in the product an exception came from."""
+    stories: str = ""
+    """What happened to the fetches of the blocks that the violation names."""
 
     @property
     def faults(self) -> dict[str, int]:
         """Faults that had an effect, by kind."""
         prefix = "fault."
         return {k[len(prefix) :]: n for k, n in self.counts.items() if k.startswith(prefix)}
+
+
+MAX_STORIES: Final = 6
+"""Fetches that are told of; the last ones."""
+
+
+def stories_of(cluster: Cluster, text: str) -> str:
+    """The stories of the fetches of blocks that `text` names; a name begins with eight digits of
+    the key."""
+    told = [
+        f"host {host.number}, {story}"
+        for host in cluster.hosts.values()
+        if host.process is not None
+        for story in host.process.core.requester.stories()
+        if story.block.key.hex()[:8] in text
+    ]
+    return "\n".join(told[-MAX_STORIES:])
 
 
 def plan_of(seed: int, mask: Mask) -> Plan:
@@ -61,6 +81,7 @@ def run_seed(seed: int, product: Product, mask: Mask | None = None) -> Outcome:
     except Exception as error:
         violation = (0, f"{type(error).__name__}: {error}")
         detail = traceback.format_exc()
+    stories = stories_of(cluster, violation[1]) if violation is not None else ""
     counts = cluster.world.counts
     for host in cluster.hosts.values():
         if host.process is not None:
@@ -81,4 +102,5 @@ def run_seed(seed: int, product: Product, mask: Mask | None = None) -> Outcome:
         took_s=time.perf_counter() - started,
         data_plane_s=cluster.switch.process_s,
         detail=detail,
+        stories=stories,
     )

@@ -35,9 +35,10 @@ from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.simulation.network import Link
 from kvcast.simulation.world import World
 from kvcast.switchsim import loader
+from kvcast.switchsim.control_plane.tables import Table
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm, Program
 from kvcast.switchsim.reference.switch import Switch
-from kvcast.switchsim.reference.tables import Table
 
 CROSSING_S: Final = 2e-6
 RPC_S: Final = 400e-6
@@ -54,15 +55,15 @@ def product_program() -> Program:
     return loader.load(artefact("v1model").json.read_bytes(), "kvcast")
 
 
-class Engine(Protocol):
+class EngineMaker(Protocol):
     """Makes an engine; see `engines`."""
 
-    def __call__(self, *, seed: int) -> Switch: ...
+    def __call__(self, *, seed: int) -> Engine: ...
 
 
-def engines() -> dict[str, Engine]:
+def engines() -> dict[str, EngineMaker]:
     """The engines by the names that the switch's daemon gives them, its default first."""
-    found: dict[str, Engine] = {}
+    found: dict[str, EngineMaker] = {}
     with contextlib.suppress(ImportError):  # without llvmlite there is only the reference
         found["llvm"] = importlib.import_module("kvcast.switchsim.llvm.switch").CompiledSwitch
     found["reference"] = Switch
@@ -91,7 +92,7 @@ class SimSwitch:
     """One switch. `ports` are the links to the hosts, by port number."""
 
     def __init__(
-        self, world: World, engine: Engine, program: Program, clock_offset_s: float
+        self, world: World, engine: EngineMaker, program: Program, clock_offset_s: float
     ) -> None:
         self.world = world
         self.up = True

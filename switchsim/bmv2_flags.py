@@ -118,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-file", metavar="FILE", help="log to this file too")
     add("-L", "--log-level", default="info", choices=sorted(_LEVELS), help="least level to log")
     add("--pcap", nargs="?", const=".", metavar="DIR", help="ignored: use tcpdump -i IF -w FILE")
+    add("--stats-json", metavar="FILE", help="(not BMv2's) rewritten every second: all counters")
     ignored = parser.add_argument_group("accepted without effect")
     for name in _IGNORED_WITH_VALUE:
         ignored.add_argument(f"--{name}", metavar="X")
@@ -146,6 +147,8 @@ def translate(argv: Sequence[str]) -> Translation:
         if not at or not number.isdigit() or not name:
             raise Bmv2FlagsError(f"-i {interface} is not PORT@INTERFACE")
         ours += ["--port", f"{number}=if:{name}"]
+    if options.stats_json is not None:
+        ours += ["--stats-json", options.stats_json]
     if options.program is not None and not options.no_p4:
         ours += ["--program", options.program]
     if options.grpc_server_ssl:

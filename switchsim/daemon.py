@@ -27,6 +27,7 @@ from kvcast.service.addresses import format_host_port, is_loopback
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, stop_event
 from kvcast.switchsim import bmv2_flags
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.flags import DaemonOptions, parse, port_options
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.compiled import NativePacketLoop
@@ -34,8 +35,9 @@ from kvcast.switchsim.loop.interpreted import PacketLoop
 from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
-from kvcast.switchsim.ports.ports import (
-    InProcessPort,
+from kvcast.switchsim.ports.drops import DropLog
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import (
     Port,
     PortError,
     PortOptions,
@@ -74,6 +76,7 @@ class Daemon:
         self._cpu: InProcessPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.time()
+        self._drops = DropLog()
 
     async def start(self) -> None:
         """Open everything; DaemonError says what failed, with nothing left open."""
@@ -132,6 +135,7 @@ class Daemon:
         self._tasks = [
             asyncio.create_task(self.loop.run(), name="packets"),
             asyncio.create_task(self.service.run_timers(), name="timers"),
+            asyncio.create_task(self._watch_drops(), name="drops"),
         ]
         if options.stats_json is not None:
             self._tasks.append(asyncio.create_task(self._write_stats(options.stats_json)))
@@ -150,7 +154,7 @@ class Daemon:
             queue_depth=self.options.queue_depth,
         )
 
-    def _adopt(self, switch: Switch) -> None:
+    def _adopt(self, switch: Engine) -> None:
         """The service has a new switch: the compiled loop must run it from now on."""
         if isinstance(self.loop, NativePacketLoop):
             assert isinstance(switch, CompiledSwitch)
@@ -178,9 +182,20 @@ class Daemon:
             with contextlib.suppress(OSError):
                 self._store_stats(self.options.stats_json)
         assert self.loop is not None
+        for port in self.ports:
+            self._drops.total(self._name(port), self.loop.read_counters(port))
         self.loop.close()
         for port in self.ports:
             port.close()
+
+    def _name(self, port: Port) -> str:
+        return f"{port.number} ({'cpu' if port is self._cpu else port.describe()})"
+
+    async def _watch_drops(self) -> None:
+        while self.loop is not None:
+            for port in self.ports:
+                self._drops.note(self._name(port), self.loop.read_counters(port))
+            await asyncio.sleep(STATS_INTERVAL_S)
 
     @property
     def grpc_address(self) -> str:

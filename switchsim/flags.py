@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, Literal, get_args
+from typing import ClassVar, Final, get_args
 
 from kvcast.service.addresses import is_loopback
 from kvcast.service.options import (
@@ -24,10 +24,11 @@ from kvcast.service.options import (
     read_options,
 )
 from kvcast.service.tls import TlsError, TlsFiles
-from kvcast.switchsim.ports.ports import PortError, PortOptions, PortSpec, parse_port
+from kvcast.switchsim.engine import EngineName
+from kvcast.switchsim.ports.port import PortError, PortOptions
+from kvcast.switchsim.ports.spec import PortSpec, parse_port
 
-Engine = Literal["llvm", "reference"]
-DEFAULT_ENGINE: Engine = "llvm"
+DEFAULT_ENGINE: EngineName = "llvm"
 MAX_PORT = 511  # bit<9>
 _PORT: Final = PortOptions()
 CPU_PORT: Final[int | None] = 255
@@ -45,10 +46,10 @@ def _port(text: str) -> PortSpec:
 class EngineFlags:
     """engine"""
 
-    engine: Engine = choice(
+    engine: EngineName = choice(
         "llvm runs the program as machine code, reference interprets it, plainly and slowly",
         default=DEFAULT_ENGINE,
-        choices=get_args(Engine),
+        choices=get_args(EngineName),
     )
 
 
@@ -148,7 +149,6 @@ Ports (--port, once for each):
   N=udp:LOCALIP:LPORT:PEERIP:PPORT  one UDP datagram is one Ethernet frame; no privilege needed
   N=udp:LOCALIP:LPORT               the same; the peer is whoever on this machine sends first
   N=if:NAME                         a network interface, e.g. one end of a veth pair; needs root
-  N=xdp:NAME                        the same past the kernel's stack, by AF_XDP; needs root
 """
     EXAMPLES: ClassVar[str] = """\
 examples:
@@ -193,8 +193,6 @@ def settled(options: DaemonOptions) -> DaemonOptions:
             raise OptionsError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
             raise OptionsError(f"port {number} is the {what} port")
-    if options.engine == "reference" and any(spec.kind == "xdp" for spec in options.ports):
-        raise OptionsError("xdp ports need --engine llvm")
     if options.cpu_port == options.drop_port:
         raise OptionsError("the CPU port and the drop port are the same")
     if options.device_id < 0 or options.device_id >= 1 << 64:

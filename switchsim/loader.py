@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, get_args
 
-from kvcast.switchsim import ir
+from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.ir import ProgramError, UnsupportedConstruct
-from kvcast.switchsim.reference import hashing
 
 Json: TypeAlias = Any
 
@@ -26,14 +25,6 @@ MAX_DEPTH = 100
 MAX_ARRAY_SIZE = 1 << 26
 """Cells of one register, counter or meter array; more is a malformed or hostile file."""
 
-_MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-    RecursionError,
-)
 _DATA = get_args(ir.DataExpr)
 _BOOL = get_args(ir.BoolExpr)
 _HEADER = get_args(ir.HeaderExpr)

@@ -79,6 +79,7 @@ from kvcast.switchsim.p4runtime import entities as p4runtime_entities
 from kvcast.switchsim.p4runtime import service as p4runtime
 from kvcast.switchsim.p4runtime import tables as p4runtime_tables
 from kvcast.switchsim.p4runtime import values as p4runtime_values
+from kvcast.switchsim.reference.switch import Switch
 from prometheus_client.metrics_core import Metric
 
 SLAB: Final = 64 * 1024
@@ -687,6 +688,7 @@ class P4RuntimeHarness(LoopHarness):
         self._p4info = p4i.P4Info()
         text_format.Parse(program.p4info.read_text(encoding="utf-8"), self._p4info)
         self.service = p4runtime.P4RuntimeService(
+            new_switch=Switch,
             device_id=1, cpu_port=255, drop_port=511, packet_out=lambda _frame: True,
             now_us=lambda: 0,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.queries import Asks
 from kvcast.hostagent.core.reads import ReadOptions, Reads
+from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.core.writes import WriteOptions, Writes
@@ -103,17 +104,24 @@ class AgentCore:
         self.memory = memory
         self.metrics = Metrics()
         self.outbox = Outbox()
-        self.reads = Reads(options.reads, options.node_id, store, memory, self.outbox, self.metrics)
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
         self.asks = Asks(store, self.outbox)
         self.serving = Serving(store, memory, self.outbox, self.metrics)
+        reservations = Reservations(store, memory)
         self.requester = Requester(
             replace(options.requester, bulk_available=True),
-            allocate=self.reads.allocate,
-            discard=self.reads.discard,
+            allocate=reservations.reserve,
             rng=rng,
         )
-        self.reads.use(self.requester)
+        self.reads = Reads(
+            options.reads,
+            options.node_id,
+            store,
+            reservations,
+            self.requester,
+            self.outbox,
+            self.metrics,
+        )
         self.responder = Responder(options.responder, lookup=self._lookup)
         self.connected = False
         self.lease_s = 3.0

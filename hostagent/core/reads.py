@@ -25,7 +25,8 @@ from typing import Final
 from kvcast.hostagent.core.bulk_requests import Outbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import NO_NODE
-from kvcast.hostagent.core.store import Copy, QuotaError, StaleReservationError, Store, StoreError
+from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
+from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import BlockId, digest_of
@@ -94,8 +95,6 @@ class _Fetch:
     fetch_id: int = -1
     waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
     keeps: list[Callable[[bool], None]] = field(default_factory=list)
-    refusal: str = local.NO_ROOM
-    """The status if the arena refuses the block: no room, or the quota."""
 
 
 class Reads:
@@ -106,55 +105,26 @@ class Reads:
         options: ReadOptions,
         node_id: str,
         store: Store,
-        memory: memoryview,
+        reservations: Reservations,
+        requester: Requester,
         outbox: Outbox,
         metrics: Metrics,
     ) -> None:
         self._options = options
         self._node_id = node_id
         self._store = store
-        self._memory = memory
+        self._reservations = reservations
+        self.requester = requester
+        """Makes its rooms by the same `reservations`."""
         self._outbox = outbox
         self._metrics = metrics
         self._fetches: dict[BlockId, _Fetch] = {}
-        self._buffers: dict[int, Copy] = {}  # reserved copies by id() of the view handed out
         self._timers = TimerQueue()
-        self._requester: Requester | None = None
-
-    def use(self, requester: Requester) -> None:
-        """Fetch by `requester`, which was made with this object's `allocate` and `discard`."""
-        self._requester = requester
-
-    @property
-    def requester(self) -> Requester:
-        """The requester given to `use`."""
-        assert self._requester is not None
-        return self._requester
 
     @property
     def waiting(self) -> int:
         """Blocks on their way here."""
         return len(self._fetches)
-
-    # --- memory for the requester -------------------------------------------------------------
-
-    def allocate(self, block: BlockId, size_bytes: int) -> memoryview | None:
-        """Reserve room for a block that begins to arrive (the requester's `Allocate`)."""
-        try:
-            copy = self._store.reserve(block, size_bytes)
-        except StoreError as error:
-            fetch = self._fetches.get(block)
-            if fetch is not None:
-                fetch.refusal = local.QUOTA if isinstance(error, QuotaError) else local.NO_ROOM
-            return None
-        view = self._memory[copy.offset : copy.offset + copy.size_bytes]
-        self._buffers[id(view)] = copy
-        return view
-
-    def discard(self, _block: BlockId, view: memoryview) -> None:
-        """Give such room back (the requester's `Discard`)."""
-        self._store.abort(self._buffers.pop(id(view)))
-        view.release()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -324,11 +294,12 @@ class Reads:
     def _fetched(self, now: float, event: Fetched) -> None:
         fetch = self._fetches.pop(event.block)
         pool = self._outbox.pool
-        reserved = self._buffers.pop(id(event.buffer))
-        event.buffer.release()
+        self._reservations.end(event.block)
+        reservation = event.reservation
+        assert isinstance(reservation, ArenaReservation)
         home = pool is not None and pool.is_home(event.block)
         try:
-            copy = self._store.commit(reserved, event.digest, home=home)
+            copy = reservation.commit(event.digest, home=home)
         except StaleReservationError:
             self._end_without(fetch, MissReason.CANCELLED)
             return
@@ -353,8 +324,9 @@ class Reads:
 
     def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
         status = _STATUS_OF_MISS.get(reason, local.MISS)
+        refusal = self._reservations.end(fetch.block)
         if status == local.NO_ROOM:
-            status = fetch.refusal
+            status = refusal
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
                 self._missed(batch, position, status, reason)
@@ -383,35 +355,35 @@ class Reads:
         if not homes:
             self.requester.bulk_done(now, fetch_id, None)
             return
-        view: memoryview | None = None
+        reservation: ArenaReservation | None = None
         promised = 0
 
         def begin(size_bytes: int, with_digest: int) -> memoryview | None:
-            nonlocal view, promised
+            nonlocal reservation, promised
             promised = with_digest
             if block not in self._fetches or size_bytes > self.requester.config.max_block_bytes:
                 return None
-            view = self.allocate(block, size_bytes)
-            return view
+            reservation = self._reservations.reserve(block, size_bytes)
+            return None if reservation is None else reservation.view
 
         def done(now: float, outcome: str) -> None:
             copy = None
-            if view is not None and outcome == bulk.DONE:
-                if digest_of(view) == promised:
-                    copy = BulkCopy(view, promised)
+            if reservation is not None and outcome == bulk.DONE:
+                if digest_of(reservation.view) == promised:
+                    copy = BulkCopy(reservation, promised)
                 else:
                     self._metrics.bulk_wrong_digest_total += 1
             fetch = self._fetches.get(block)
             ours = fetch is not None and fetch.fetch_id == fetch_id
             if copy is None and ours and homes:
-                if view is not None:
-                    self.discard(block, view)
+                if reservation is not None:
+                    reservation.abort()
                 self._bulk_get(now, fetch_id, block, homes, digest)
                 self.drain(now)
                 return
             taken = self.requester.bulk_done(now, fetch_id, copy)
-            if view is not None and not taken:
-                self.discard(block, view)
+            if reservation is not None and not taken:
+                reservation.abort()
             self.drain(now)
 
         deadline = self._fetches[block].deadline

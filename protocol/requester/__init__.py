@@ -1,9 +1,8 @@
 """The requester: fetches blocks from their homes."""
 
-from kvcast.protocol.requester.requester import (
+from kvcast.protocol.requester.events import (
     Allocate,
     BulkCopy,
-    Discard,
     DuplicateFetchError,
     Event,
     Fetched,
@@ -11,25 +10,29 @@ from kvcast.protocol.requester.requester import (
     Missed,
     MissReason,
     OfferReceived,
-    Requester,
     RequesterConfig,
     RequesterCounters,
+    Reservation,
     TryBulk,
 )
+from kvcast.protocol.requester.requester import Requester
+from kvcast.protocol.requester.story import ImpossibleEventError, Story
 
 __all__ = [
     "Allocate",
     "BulkCopy",
-    "Discard",
     "DuplicateFetchError",
     "Event",
     "FetchReport",
     "Fetched",
+    "ImpossibleEventError",
     "MissReason",
     "Missed",
     "OfferReceived",
     "Requester",
     "RequesterConfig",
     "RequesterCounters",
+    "Reservation",
+    "Story",
     "TryBulk",
 ]

@@ -60,7 +60,8 @@ class Assembly:
             if missing & bit:
                 missing ^= bit
                 start = start_of_segment + chunk * CHUNK_BYTES
-                length = min(CHUNK_BYTES, size - start)
+                # Not by `min`: this runs for every chunk that a node receives.
+                length = CHUNK_BYTES if start + CHUNK_BYTES <= size else size - start
                 buffer[start : start + length] = data[at : at + length]
             at += stride
         if missing != before:

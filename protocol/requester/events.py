@@ -9,14 +9,25 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.messages.wire import BlockId, Offer
 
-Allocate: TypeAlias = Callable[[BlockId, int], memoryview | None]
-"""A writable view of exactly so many bytes for a block that is about to arrive, or None."""
-Discard: TypeAlias = Callable[[BlockId, memoryview], None]
-"""Takes back a view that `Allocate` gave and that no `Fetched` has handed on."""
+
+class Reservation(Protocol):
+    """Room for one block. Whoever makes it decides what else it can do; in the end it is either
+    handed on by `Fetched`, or given back by `abort`."""
+
+    @property
+    def view(self) -> memoryview:
+        """The room: writable, and of exactly as many bytes as were asked for."""
+
+    def abort(self) -> None:
+        """Give the room back."""
+
+
+Allocate: TypeAlias = Callable[[BlockId, int], Reservation | None]
+"""Room of exactly so many bytes for a block that is about to arrive, or None."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +188,19 @@ class FetchReport:
 
 
 class Fetched(NamedTuple):
-    """The block is whole and has its digest; `buffer` is the caller's from now on."""
+    """The block is whole and has its digest; `reservation` is the caller's from now on."""
 
     fetch_id: int
     block: BlockId
-    buffer: memoryview
+    reservation: Reservation
     size: int
     digest: int
     report: FetchReport
+
+    @property
+    def buffer(self) -> memoryview:
+        """The block's bytes."""
+        return self.reservation.view
 
 
 class Missed(NamedTuple):
@@ -220,7 +236,7 @@ class OfferReceived(NamedTuple):
 class BulkCopy(NamedTuple):
     """What came the bulk way: all bytes of the block, and the digest that they should have."""
 
-    buffer: memoryview
+    reservation: Reservation
     digest: int
 
 

@@ -1,7 +1,7 @@
-"""`python -m kvcast.switchsim.difftest`: see `kvcast.switchsim.difftest.compare`."""
+"""`python -m kvcast.switchsim.difftest`: see `kvcast.switchsim.difftest.run`."""
 
 import sys
 
-from kvcast.switchsim.difftest.compare import main
+from kvcast.switchsim.difftest.run import main
 
 sys.exit(main())

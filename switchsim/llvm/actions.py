@@ -1,9 +1,9 @@
 """Statements and actions to IR: the primitives of v1model.
 
-The counterpart of `actions`: what each statement does to a packet and to the externs. What the
-switch does about a clone, a digest or a drop comes after the pipeline (`llvm.traffic`); here such a
-statement only leaves its request in a packet register. A target that is only known at run time (an
-element of a stack) becomes a switch over all that it can be.
+The counterpart of `reference.actions`: what each statement does to a packet and to the externs.
+What the switch does about a clone, a digest or a drop comes after the pipeline (`llvm.traffic`);
+here such a statement only leaves its request in a packet register. A target that is only known at
+run time (an element of a stack) becomes a switch over all that it can be.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import NULL, Block, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.externs import Runtime
@@ -33,9 +34,7 @@ from kvcast.switchsim.llvm.layout import (
 )
 from kvcast.switchsim.llvm.log import write_message
 from kvcast.switchsim.llvm.scope import Number, Scope, round_bits
-from kvcast.switchsim.llvm.writer import NULL, Block, Value, integer
-from kvcast.switchsim.reference.actions import MAX_STEPS
-from kvcast.switchsim.reference.phv import CLONE_REQUESTED, SESSION_MASK
+from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK
 
 
 class Toolbox:

@@ -1,31 +1,45 @@
 """Boolean expressions to IR: comparisons, validity, equality of headers and unions.
 
-The counterpart of the second half of `expressions`. Nothing here has an effect, so both sides of
-`and` and `or` are computed.
+The counterpart of the second half of `reference.expressions`. Nothing here has an effect, so both
+sides of `and` and `or` are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.llvm.scope import Number, bits_of, round_bits
-from kvcast.switchsim.llvm.writer import FALSE, TRUE, Block, Value, integer
-
-if TYPE_CHECKING:
-    from kvcast.switchsim.llvm.expressions import Expressions
-
+from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.switchsim.llvm.layout import PhvLayout
+from kvcast.switchsim.llvm.scope import Number, Scope, bits_of, round_bits
 
 _Numbered = tuple[int | Value, Sequence[int]]
 """The number of a header or union, as `Expressions` gives it, and what it may be."""
 
 
+class Operands(Protocol):
+    """The expressions that booleans are about; `expressions.Expressions` compiles them."""
+
+    scope: Scope
+    f: Function
+    layout: PhvLayout
+    program: ir.Program
+
+    def exact(self, e: ir.DataExpr) -> Number: ...
+    def extend(self, number: Number, bits: int) -> Value: ...
+    def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number: ...
+    def header(self, e: ir.HeaderExpr) -> int | Value: ...
+    def union(self, e: ir.UnionExpr) -> int | Value: ...
+    def candidates(self, e: ir.HeaderExpr) -> tuple[int, ...]: ...
+    def union_candidates(self, e: ir.UnionExpr) -> tuple[int, ...]: ...
+
+
 class Conditions:
     """Compiles booleans in the scope of `expressions`."""
 
-    def __init__(self, expressions: Expressions) -> None:
+    def __init__(self, expressions: Operands) -> None:
         self.expressions = expressions
         self.scope = expressions.scope
         self.f = expressions.f

@@ -2,9 +2,10 @@
 
     i1 ingress.control(context, phv), i1 egress.control(context, phv)     true: abandon
 
-The counterpart of `tables.Table.apply` and the loop over nodes in `switch`. Whatever decides on an
-action (an entry, a member of a profile, the default entry) leads to that action's block, with the
-address of its arguments; an action that is short or used once is written there, others are called.
+The counterpart of `reference.tables.Table.apply` and of the loop over nodes in `reference.switch`.
+Whatever decides on an action (an entry, a member of a profile, the default entry) leads to that
+action's block, with the address of its arguments; an action that is short or used once is written
+there, others are called.
 """
 
 from __future__ import annotations
@@ -13,6 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import (
+    FALSE,
+    NULL,
+    TRUE,
+    Block,
+    Function,
+    Module,
+    Value,
+    integer,
+)
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Packer
 from kvcast.switchsim.llvm.layout import (
@@ -27,7 +38,6 @@ from kvcast.switchsim.llvm.layout import (
 from kvcast.switchsim.llvm.parser import POINTERS
 from kvcast.switchsim.llvm.scope import ConstantArguments, Number, RecordArguments, Scope, Shared
 from kvcast.switchsim.llvm.tables import InlineEntries, Lookup, is_inline
-from kvcast.switchsim.llvm.writer import FALSE, NULL, TRUE, Block, Function, Module, Value, integer
 
 SHORT = 3
 """Statements of an action that is written out wherever it is used."""

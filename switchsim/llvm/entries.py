@@ -1,9 +1,9 @@
 """Tables and action profiles whose entries live in native memory.
 
-The rules of the control plane are those of `tables.Table` and `Profile`, which these classes
-extend: what is added, changed or removed there is mirrored in records (`llvm.records`) and in the
-structures that lookups read (`llvm.index`). A change writes a new record and publishes it with one
-store; what it replaces is used again after a time of grace.
+The rules are those of `control_plane.tables`, whose classes these extend: what is added, changed or
+removed there is mirrored in records (`llvm.records`) and in the structures that lookups read
+(`llvm.index`). A change writes a new record and publishes it with one store; what it replaces is
+used again after a time of grace.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.control_plane.tables import (
+    BoundAction,
+    Entry,
+    Profile,
+    Table,
+    TableError,
+)
 from kvcast.switchsim.ir import MatchValue, Range
 from kvcast.switchsim.llvm.control import TablePlan
 from kvcast.switchsim.llvm.index import ExactIndex, GroupIndex, Index, NoIndex, RangeIndex
@@ -27,16 +34,6 @@ from kvcast.switchsim.llvm.layout import (
 )
 from kvcast.switchsim.llvm.memory import Region, Slots
 from kvcast.switchsim.llvm.records import SPARE_RECORDS, Native, NativeEntry, Records
-from kvcast.switchsim.reference.actions import Actions, Step
-from kvcast.switchsim.reference.phv import Layout
-from kvcast.switchsim.reference.tables import (
-    ActionTable,
-    BoundAction,
-    Entry,
-    Profile,
-    Table,
-    TableError,
-)
 
 _HEAD = struct.Struct("<IIIIqQ")
 
@@ -71,9 +68,6 @@ class _Mirror:
         entry.detach()
         entry.record = 0
 
-    def find(self, key: int) -> Entry | None:
-        raise NotImplementedError("compiled code looks entries up")
-
 
 # --- tables and profiles ------------------------------------------------------------------------
 
@@ -81,11 +75,12 @@ class _Mirror:
 class NativeTable(Table):
     """A table that compiled code looks things up in."""
 
+    _index: _Mirror
+
     def __init__(
         self,
         plan: TablePlan,
         native: Native,
-        layout: Layout,
         actions: Sequence[ir.Action],
         profile: NativeProfile | None,
     ) -> None:
@@ -94,10 +89,9 @@ class NativeTable(Table):
         self.records = Records(native, plan)
         self._numbers = {actions[n].name: n for n in reversed(plan.actions)}
         self._native_profile = profile
-        runs: list[Step] = [_never] * len(actions)
-        super().__init__(plan.spec, layout, actions, runs, profile)
+        super().__init__(plan.spec, actions, profile)
 
-    def _new_index(self) -> _Mirror:  # type: ignore[override]
+    def _new_index(self) -> _Mirror:
         index: Index
         if self.plan.inline or (not self.spec.key and self.spec.action_profile is None):
             index = NoIndex()
@@ -118,37 +112,19 @@ class NativeTable(Table):
             raise TableError(f"{self.name}: {priority} is not a priority")
         return NativeEntry(handle, key, priority, self.native.heap)
 
-    def _point(
-        self,
-        entry: Entry,
-        action: str | None,
-        arguments: Sequence[int],
-        member: int | None,
-        group: int | None,
-    ) -> None:
-        super()._point(entry, action, arguments, member, group)
+    def _pointed(self, entry: Entry) -> None:
         assert isinstance(entry, NativeEntry)
         if entry.record:
             _, value, mask = self._canonical(entry.key)
-            mirror = self._index
-            assert isinstance(mirror, _Mirror)
-            mirror.change(entry, value, mask)
+            self._index.change(entry, value, mask)
 
-    def _make_default(self, action: BoundAction) -> None:
-        super()._make_default(action)
-        self._mirror_default()
-
-    def reset_default(self) -> None:
-        super().reset_default()
-        self._mirror_default()
-
-    def _mirror_default(self) -> None:
+    def _default_changed(self) -> None:
         default = self._default
         if default is None:
             self.records.set_default(None)
         else:
             words = bytes(8 * self.plan.record.words)
-            self.records.set_default(self._record(words, default.action, 0, 0, 0, 0, 0, b""))
+            self.records.set_default(self._record(words, default, 0, 0, 0, 0, 0, b""))
 
     def record_of(self, entry: NativeEntry, value: int, mask: int) -> bytes:
         layout = self.plan.record
@@ -199,10 +175,6 @@ class NativeTable(Table):
         return data.ljust(layout.bytes, b"\0")
 
 
-def _never(*_: object) -> None:
-    raise NotImplementedError("compiled code runs actions")
-
-
 @dataclass(slots=True)
 class _GroupState:
     slot: int
@@ -213,24 +185,11 @@ class _GroupState:
 class NativeProfile(Profile):
     """An action profile: members have slots that name their records, groups have member lists."""
 
-    def __init__(
-        self,
-        number: int,
-        spec: ir.ActionProfile,
-        native: Native,
-        actions: Actions,
-        choices: ActionTable,
-    ) -> None:
-        super().__init__(spec, actions, choices)
+    def __init__(self, number: int, program: ir.Program, native: Native) -> None:
+        super().__init__(number, program)
+        spec = program.action_profiles[number]
         self._native = native
-        self._program = actions.program
-        self._action_numbers = {
-            s.name: n for n, s in enumerate(actions.program.actions) if s.name in choices.by_name
-        }
-        users = [t for t in actions.program.tables() if t.action_profile == number]
-        for table in users:
-            for n in table.actions:
-                self._action_numbers[actions.program.actions[n].name] = n
+        self._action_numbers = {program.actions[n].name: n for n in self.action_numbers}
         self._stride = align(native.plan.member_bytes[number], 16)
         capacity = spec.size + SPARE_RECORDS
         self._records = Region((capacity + 1) * self._stride)

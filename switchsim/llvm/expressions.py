@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.conditions import Conditions
 from kvcast.switchsim.llvm.layout import (
@@ -24,8 +25,7 @@ from kvcast.switchsim.llvm.layout import (
     stored_bytes,
 )
 from kvcast.switchsim.llvm.scope import Bytes, ConstantArguments, Number, Scope, bits_of, round_bits
-from kvcast.switchsim.llvm.writer import FALSE, TRUE, Block, Function, Value, integer
-from kvcast.switchsim.reference.expressions import MAX_SHIFT
+from kvcast.switchsim.semantics import MAX_SHIFT
 
 
 class Expressions:

@@ -1,14 +1,14 @@
 """Helpers in IR that programs call: the arena, meters, random numbers.
 
-The arithmetic is that of `externs`, and the random numbers are those of Python's generator
-(MT19937 as `random.Random` uses it), so that both engines draw the same.
+The arithmetic is that of `reference.externs`, and the random numbers are those of Python's
+generator (MT19937 as `random.Random` uses it), so that both engines draw the same.
 """
 
 from __future__ import annotations
 
+from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
-from kvcast.switchsim.llvm.writer import NULL, Function, Module, Value, integer
 
 RANDOM_WORDS = 624
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
 from kvcast.switchsim.llvm.scope import Scope
-from kvcast.switchsim.llvm.writer import TRUE, Function, Module, Value, integer
 
 SPARE_BYTES = 24
 """Behind the data: zero bytes for the algorithms, and room for writing in large units."""

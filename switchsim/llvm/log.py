@@ -12,11 +12,11 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.memory import Region
-from kvcast.switchsim.llvm.writer import integer
-from kvcast.switchsim.reference.actions import _format_pieces
+from kvcast.switchsim.semantics import format_pieces
 
 log = logging.getLogger("kvcast.switchsim.ir")
 
@@ -68,7 +68,7 @@ class LogReader:
 
     def __init__(self, program: ir.Program) -> None:
         self._messages = messages_of(program)
-        self._pieces = [_format_pieces(m.format) for m in self._messages]
+        self._pieces = [format_pieces(m.format) for m in self._messages]
         self._bytes = slot_bytes(self._messages)
         self.region = Region(SLOTS * self._bytes if self._messages else 1)
 

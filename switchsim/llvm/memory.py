@@ -127,10 +127,6 @@ class Slots:
         self._reclaimer.wait()
         return self._free.pop()
 
-    def give_back(self, number: int) -> None:
-        """At once: nobody can have seen it."""
-        self._free.append(number)
-
     def retire(self, number: int) -> None:
         self._reclaimer.retire(lambda: self._free.append(number))
 

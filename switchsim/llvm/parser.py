@@ -1,7 +1,7 @@
 """Parser, checksums and deparser to IR: bytes to a packet, and back.
 
-The counterpart of `parser`, which says where BMv2 is departed from. The parser becomes one function
-whose states are blocks; extracting a header is one copy of bytes.
+The counterpart of `reference.parser`, which says where BMv2 is departed from. The parser becomes
+one function whose states are blocks; extracting a header is one copy of bytes.
 
     i64 parse(context, phv, frame, length)      position behind the headers, or -1: abandon
     i1 deparse.prepare(context, phv, frame, length, at)      true: abandon
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
 from kvcast.switchsim.llvm.layout import (
@@ -21,8 +22,7 @@ from kvcast.switchsim.llvm.layout import (
     REG_TRUNCATE,
 )
 from kvcast.switchsim.llvm.scope import Number, Scope, Shared, round_bits
-from kvcast.switchsim.llvm.writer import TRUE, Block, Function, Module, Value, integer
-from kvcast.switchsim.reference.parser import MAX_STATES, Errors
+from kvcast.switchsim.semantics import MAX_STATES, Errors
 
 POINTERS = [("ptr noalias", "context"), ("ptr noalias", "phv")]
 FRAME = [("ptr noalias readonly", "frame"), ("i64", "length")]

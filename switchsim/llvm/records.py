@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcast.switchsim.control_plane.externs import Meter
+from kvcast.switchsim.control_plane.tables import Entry
 from kvcast.switchsim.ir import MatchValue
 from kvcast.switchsim.llvm.control import ProgramPlan, TablePlan
 from kvcast.switchsim.llvm.layout import STATE_BYTES, ContextLayout
 from kvcast.switchsim.llvm.memory import Heap, Reclaimer, Region, Slots
 from kvcast.switchsim.llvm.state import NativeMeter
-from kvcast.switchsim.reference.externs import Meter
-from kvcast.switchsim.reference.tables import Entry
 
 SPARE_RECORDS = 1024
 """Records and states beyond a table's size, for those that wait for their time of grace."""
@@ -52,7 +52,6 @@ class NativeEntry(Entry):
         self.key = key
         self.priority = priority
         self.action = None
-        self.next = None
         self.member = None
         self.group = None
         self.record = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import TRUE, Function, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import (
     ArgumentsLayout,
@@ -19,7 +20,6 @@ from kvcast.switchsim.llvm.layout import (
     Place,
     container_bits,
 )
-from kvcast.switchsim.llvm.writer import TRUE, Function, Value, integer
 
 MAX_BITS = 8192
 """Widest integer that is computed with; moving wider fields is no computation."""

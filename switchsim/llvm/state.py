@@ -1,6 +1,6 @@
 """Registers, counters, meters and statistics that live in native memory.
 
-Each looks to the control plane like its namesake in `externs` or `switch`; compiled code reads and
+Each looks to the control plane like its namesake in `control_plane`; compiled code reads and
 writes the same bytes. A register or counter is changed in place (64 bits at once; a wider cell may
 be seen half written); the rates of a meter are published with one store.
 """
@@ -13,17 +13,16 @@ from dataclasses import fields
 from typing import Literal, overload
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.llvm.layout import pack_value, stored_bytes, unpack_value
-from kvcast.switchsim.llvm.memory import Heap, Region
-from kvcast.switchsim.reference.externs import (
+from kvcast.switchsim.control_plane.externs import (
     CounterArray,
-    ExternError,
     Meter,
     MeterArray,
     Rate,
     RegisterArray,
 )
-from kvcast.switchsim.reference.switch import SwitchStats
+from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.llvm.layout import pack_value, stored_bytes, unpack_value
+from kvcast.switchsim.llvm.memory import Heap, Region
 
 _U64 = (1 << 64) - 1
 _FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -90,13 +89,9 @@ class _Cells(MutableSequence[int]):
 
 class NativeRegisters(RegisterArray):
     def __init__(self, spec: ir.RegisterArray) -> None:
-        self.name = spec.name
-        self.width = spec.width
-        self.mask = (1 << spec.width) - 1
-        self._size = spec.size
         size = stored_bytes(spec.width)
         self.region = Region(spec.size * size)
-        self.cells = _Cells(self.region, spec.size, size, 0, spec.width)  # type: ignore[assignment]
+        super().__init__(spec, _Cells(self.region, spec.size, size, 0, spec.width))
 
     def reset(self) -> None:
         self.region.zero()
@@ -106,10 +101,9 @@ class NativeCounters(CounterArray):
     """packets and bytes side by side."""
 
     def __init__(self, spec: ir.CounterArray) -> None:
-        self.name = spec.name
         self.region = Region(16 * spec.size)
-        self.packets = _Cells(self.region, spec.size, 16, 0, 64)  # type: ignore[assignment]
-        self.bytes = _Cells(self.region, spec.size, 16, 8, 64)  # type: ignore[assignment]
+        packets, bytes_ = (_Cells(self.region, spec.size, 16, at, 64) for at in (0, 8))
+        super().__init__(spec, packets, bytes_)
 
     def reset(self) -> None:
         self.region.zero()
@@ -137,9 +131,6 @@ class NativeMeter(Meter):
         super().clear()
         self._publish(0)
 
-    def execute(self, amount: int, now_us: int) -> int:
-        raise NotImplementedError("compiled code executes this meter")
-
     def _publish(self, address: int) -> None:
         if self._region is not None:
             self._region.set_u64(self._offset, address)
@@ -164,28 +155,8 @@ class NativeMeters(MeterArray):
         self.region = Region(8 * spec.size)
         self._heap = heap
 
-    def configure(self, index: int, rates: Sequence[Rate]) -> None:
-        self.rates(index)  # checks the index
-        if len(rates) != self.rate_count:
-            raise ExternError(f"{self.name} takes {self.rate_count} rates")
-        meter = self._meters.get(index)
-        if meter is None:
-            meter = NativeMeter(self._heap, self.region, 8 * index)
-        meter.configure(rates)
-        self._meters[index] = meter
-
-    def clear(self, index: int) -> None:
-        meter = self._meters.get(index)
-        super().clear(index)
-        if meter is not None:
-            meter.clear()
-
-    def reset(self) -> None:
-        for index in list(self._meters):
-            self.clear(index)
-
-    def execute(self, index: int, length_bytes: int, now_us: int) -> int:
-        raise NotImplementedError("compiled code executes this meter")
+    def _new_meter(self, index: int) -> NativeMeter:
+        return NativeMeter(self._heap, self.region, 8 * index)
 
 
 class NativeStats(SwitchStats):

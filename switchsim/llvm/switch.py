@@ -1,9 +1,9 @@
-"""The compiled engine: a `Switch` that runs the program as machine code.
+"""The compiled engine: the program as machine code.
 
-`CompiledSwitch` has the interface of the reference engine and gives the same results; a packet loop
-in machine code calls `native_entry` instead of `process`. This module puts the parts together:
-layouts and code (`layout` to `jit`), and the state behind them (`memory` to
-`entries`). Like the reference engine it opens nothing and reads no clock.
+`CompiledSwitch` is an `Engine` and gives the results of the reference engine; a packet loop in
+machine code calls `native_entry` instead of `process`. This module puts the parts together:
+layouts and code (`layout` to `traffic`), and the state behind them (`memory` to
+`entries`). It opens nothing and reads no clock.
 
 The control plane may write while another thread runs packets through `native_entry`; two threads
 must not write at once. What a program logs through `native_entry` is written out when digests are
@@ -15,13 +15,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.jit import Library, default_cache, load
+from kvcast.switchsim.codegen.writer import Module
+from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest, SwitchStats
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm.actions import Toolbox
@@ -29,7 +32,6 @@ from kvcast.switchsim.llvm.control import ProgramPlan
 from kvcast.switchsim.llvm.entries import NativeProfile, NativeTable
 from kvcast.switchsim.llvm.externs import RANDOM_WORDS, Runtime
 from kvcast.switchsim.llvm.hashes import Hashes
-from kvcast.switchsim.llvm.jit import Library, default_cache, load
 from kvcast.switchsim.llvm.layout import ContextLayout, PhvLayout, stored_bytes, unpack_value
 from kvcast.switchsim.llvm.log import LogReader, log
 from kvcast.switchsim.llvm.memory import Heap, Reclaimer, Region
@@ -49,12 +51,7 @@ from kvcast.switchsim.llvm.traffic import (
     digest_offsets,
     digest_slot_bytes,
 )
-from kvcast.switchsim.llvm.writer import Module
-from kvcast.switchsim.reference.actions import Actions
-from kvcast.switchsim.reference.expressions import Expressions
-from kvcast.switchsim.reference.phv import Layout
-from kvcast.switchsim.reference.switch import CloneSession, Digest, Switch, SwitchStats, _target
-from kvcast.switchsim.reference.tables import ActionTable
+from kvcast.switchsim.semantics import check_ports
 
 ARENA_BYTES = 256 << 20
 """Memory for the copies and further passes of one frame; pages are taken as they are needed."""
@@ -93,7 +90,8 @@ def _engine_version() -> str:
     """Changes whenever the sources do that decide on the code."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256((package / "ir.py").read_bytes())
-    for folder in ("reference", "llvm"):
+    digest.update((package / "semantics.py").read_bytes())
+    for folder in ("codegen", "llvm"):
         for source in sorted((package / folder).glob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -239,7 +237,7 @@ class _Instance:
         self.heap.retire(old)
 
 
-class CompiledSwitch(Switch):
+class CompiledSwitch(ControlPlane):
     """A switch without ports or clock whose program is machine code."""
 
     def __init__(
@@ -261,8 +259,9 @@ class CompiledSwitch(Switch):
         loaded, and not page by page while packets wait for it."""
         self._stats: SwitchStats = SwitchStats()
         super().__init__(
-            cpu_port=cpu_port, drop_port=drop_port, seed=seed, digest_queue_size=digest_queue_size
+            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
         )
+        self._rng = random.Random(seed)
         self.checked = checked
         self._cache_folder = (cache_folder or default_cache()) if use_cache else None
         self._populate = populate
@@ -292,8 +291,7 @@ class CompiledSwitch(Switch):
     # --- the control plane ------------------------------------------------------------------
 
     def load(self, program: Program) -> None:
-        layout = Layout(program)
-        _target(program, layout)
+        check_ports(program)
         code = compile_program(
             program,
             drop_port=self.drop_port,
@@ -317,21 +315,15 @@ class CompiledSwitch(Switch):
                 if region.size <= left:
                     left -= region.size
                     region.populate()
-        # Only what packs selectors' fields; actions themselves are compiled.
-        actions = Actions(
-            Expressions(layout, registers), registers, counters, meters, 0, self._rng, self._faults
-        )
         profiles = [
-            NativeProfile(number, spec, native, actions, _choices(program, number))
-            for number, spec in enumerate(program.action_profiles)
+            NativeProfile(number, program, native) for number in range(len(program.action_profiles))
         ]
         tables: dict[str, NativeTable] = {}
-        for number, plan in code.plan.tables.items():
-            del number
+        for plan in code.plan.tables.values():
             spec = plan.spec
             profile = None if spec.action_profile is None else profiles[spec.action_profile]
-            table = NativeTable(plan, native, layout, program.actions, profile)
-            table.link([None] * len(spec.next_by_action), None, None, None, "")
+            table = NativeTable(plan, native, program.actions, profile)
+            table.fill()
             tables[spec.name] = table
         stats = NativeStats(instance.context, code.context[f"stats.{STATS[0]}"])
         for name in STATS:
@@ -341,14 +333,7 @@ class CompiledSwitch(Switch):
         # Nothing above touched the switch; from here on nothing can fail.
         self._stats = stats
         self._instance = instance
-        self.program = program
-        self.tables = dict(tables)
-        self.counters = {c.name: c for c in counters if c is not None}
-        self.meters = {m.name: m for m in meters if m is not None}
-        self.registers = {r.name: r for r in registers}
-        self.action_profiles = {a.name: a for a in profiles}
-        self.multicast_groups = {}
-        self.clone_sessions = {}
+        self._adopt(program, tables, registers, counters, meters, profiles)
 
     def _seed_random(self, instance: _Instance) -> None:
         old = self._instance
@@ -429,7 +414,10 @@ class CompiledSwitch(Switch):
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
         instance = self._instance
         if instance is None:
-            return super().process(port, frame, now_us)
+            self._stats.frames_in += 1
+            self._stats.bytes_in += len(frame)
+            self._stats.dropped_no_program += 1
+            return []
         if len(frame) > MAX_FRAME_BYTES:
             self._stats.frames_in += 1
             self._stats.bytes_in += len(frame)
@@ -454,19 +442,3 @@ class CompiledSwitch(Switch):
             offset, length, to = struct.unpack("<QII", descs.read(24 * n, 16))
             sent.append((to, data.read(offset, length)))
         return sent
-
-    def push_digest(self, digest: Digest) -> None:
-        raise NotImplementedError("compiled code raises digests")
-
-
-def _choices(program: Program, profile: int) -> ActionTable:
-    """The actions of all tables that share the profile."""
-    numbers = sorted(
-        {n for t in program.tables() if t.action_profile == profile for n in t.actions}
-    )
-    specs: list[ir.Action] = [program.actions[n] for n in numbers]
-    return ActionTable(specs, [_no_run] * len(specs), program.action_profiles[profile].name)
-
-
-def _no_run(*_: object) -> None:
-    raise NotImplementedError("compiled code runs actions")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.llvm.layout import (
     NATIVE_BITS,
     RecordLayout,
@@ -27,7 +28,6 @@ from kvcast.switchsim.llvm.layout import (
     stored_bytes,
 )
 from kvcast.switchsim.llvm.scope import Scope
-from kvcast.switchsim.llvm.writer import TRUE, Block, Function, Module, Value, integer
 
 DELETED = 0xFFFFFFFF
 INLINE_ENTRIES = 256

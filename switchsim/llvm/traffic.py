@@ -1,4 +1,4 @@
-"""The way of a frame through the switch, in IR: what `switch._Run` does.
+"""The way of a frame through the switch, in IR: what `reference.switch` does there.
 
 Ingress, the decision after it (clone, digest, resubmit, multicast, drop, unicast, in this order),
 replication, egress, and the ways back. Copies wait in two queues, linked lists in the arena that a
@@ -12,6 +12,7 @@ egress can change is put back: the head, and the headers that it writes.
 from __future__ import annotations
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.writer import FALSE, NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm.abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm.actions import Toolbox
 from kvcast.switchsim.llvm.control import PipelineWriter, ProgramPlan, written_headers
@@ -34,10 +35,7 @@ from kvcast.switchsim.llvm.layout import (
 )
 from kvcast.switchsim.llvm.parser import FRAME, POINTERS, DeparserWriter, ParserWriter
 from kvcast.switchsim.llvm.scope import Scope, Shared
-from kvcast.switchsim.llvm.writer import FALSE, NULL, Function, Module, Value, integer
-from kvcast.switchsim.reference.parser import Errors
-from kvcast.switchsim.reference.phv import SESSION_MASK
-from kvcast.switchsim.reference.switch import (
+from kvcast.switchsim.semantics import (
     EGRESS_CLONE,
     INGRESS_CLONE,
     MAX_PASSES,
@@ -45,6 +43,8 @@ from kvcast.switchsim.reference.switch import (
     RECIRCULATED,
     REPLICATION,
     RESUBMITTED,
+    SESSION_MASK,
+    Errors,
 )
 
 REPLICA_SETS = 1 << 16

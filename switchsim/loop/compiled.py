@@ -1,9 +1,9 @@
-"""The compiled packet loop beside asyncio: what the daemon runs in place of `loop.interpreted`.
+"""The compiled packet loop beside asyncio: what the daemon runs in place of `interpreted`.
 
 Owns: the life of the loop's thread as a task, and what becomes of punted frames and digests on the
 event loop. Must not know: how frames are moved; P4Runtime.
 
-Interface: that of `packetloop.PacketLoop`, as far as the daemon uses it, and `use` for programs.
+Interface: that of `interpreted.PacketLoop`, as far as the daemon uses it, and `use` for programs.
 Frames for the CPU port are handed to `packet_in` here, on the event loop; what it refuses counts
 among that port's tx_queue_drops, as does what the ring between the threads had no room for.
 """
@@ -15,12 +15,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.interpreted import LoopCounters
-from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.ports import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port, UdpTunnelPort
+from kvcast.switchsim.loop.counters import LoopCounters
+from kvcast.switchsim.loop.runner import NativeEntry, NativeLoop
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
-log = logging.getLogger("kvcast.switchsim.loop.interpreted")
+log = logging.getLogger("kvcast.switchsim.loop.compiled")
 
 # Frames handed to the controller between two looks at everything else.
 _PUNTS_A_TURN = 64

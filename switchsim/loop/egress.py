@@ -14,7 +14,7 @@ loop is not woken for each; when they left is reckoned without it.
 
 from __future__ import annotations
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     U64,
     address_of,
     copy,
@@ -43,7 +43,6 @@ from kvcast.switchsim.loop.rings import ring_push
 from kvcast.switchsim.loop.state import (
     KIND_RING,
     KIND_UDP_LEARNING,
-    KIND_XDP,
     NEVER,
     PRIORITIES,
     SEGMENTS_AT_MOST,
@@ -53,7 +52,6 @@ from kvcast.switchsim.loop.state import (
     Port,
     QueuedFrame,
 )
-from kvcast.switchsim.loop.xdp_rings import gather_xdp, kick
 
 
 @native
@@ -95,9 +93,6 @@ def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
         else:
             port.tx_queue_drops += 1
         return
-    if port.kind == KIND_XDP:
-        gather_xdp(loop, port, frame, length)
-        return
     if port.kind == KIND_UDP_LEARNING and port.peer[0].address == 0:
         port.tx_no_peer += 1
         return
@@ -113,9 +108,6 @@ def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
 @native
 def flush_port(port: Port) -> None:
     """Send what is gathered. What the kernel does not take is dropped and counted."""
-    if port.kind == KIND_XDP:
-        kick(port)
-        return
     frame = 0
     while frame < port.pending:
         frame = send_messages(port, frame, pack(port, frame))

@@ -9,7 +9,7 @@ the program but the kernel's buffer, which drops when it is full (rx_kernel_drop
 
 from __future__ import annotations
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,
@@ -31,8 +31,11 @@ from kvcast.switchsim.loop.linux import (
     EINTR,
     MSG_DONTWAIT,
     PACKET_AUXDATA,
+    SO_ERROR,
     SOL_PACKET,
+    SOL_SOCKET,
     SOL_UDP,
+    TP_STATUS_COPY,
     TP_STATUS_KERNEL,
     TP_STATUS_USER,
     TP_STATUS_VLAN_TPID_VALID,
@@ -47,6 +50,7 @@ from kvcast.switchsim.loop.linux import (
     SockAddrIn,
     TpacketHeader,
     error_number,
+    getsockopt,
     recvmmsg,
     swap16,
 )
@@ -56,16 +60,13 @@ from kvcast.switchsim.loop.state import (
     FLUSH_FRAMES,
     KIND_PACKET,
     KIND_UDP_LEARNING,
-    KIND_XDP,
     PORT_NUMBERS,
     RECEIVE_BATCH,
     Loop,
     Outbox,
     Port,
-    XdpDesc,
 )
-from kvcast.switchsim.loop.xdp_rings import produced, return_chunk
-from kvcast.switchsim.ports.ports import MAX_FRAME_BYTES, MIN_FRAME_BYTES
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 
 
 @indirect
@@ -129,13 +130,8 @@ def run_program(loop: Loop, number: U64, frame: U64, length: U64, now_ns: U64) -
 @native
 def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
     """Take one batch from a socket; returns how many frames came."""
-    if port.kind == KIND_XDP:
-        return receive_xdp(loop, port, now_ns)
     if port.packet_ring != 0:
-        mapped = receive_mapped(loop, port, now_ns)
-        if mapped != 0:
-            return mapped
-        # Readable, and no frame: an error is pending, which only a receive takes off.
+        return receive_mapped(loop, port, now_ns)
     arrived = recvmmsg(
         port.receive_fd, port.receive_messages, port.receive_at_once, MSG_DONTWAIT, 0
     )
@@ -213,8 +209,10 @@ def receive_mapped(loop: Loop, port: Port, now_ns: U64) -> U64:
             if status & TP_STATUS_VLAN_TPID_VALID:
                 tpid = 0 + header.vlan_tpid
         frame = base + header.mac
-        if header.snapped < header.length:
-            port.rx_oversize += 1
+        if status & TP_STATUS_COPY:
+            accept_copy(loop, port, now_ns)
+        elif header.snapped < header.length:
+            port.rx_kernel_drops += 1  # the socket had no room for the copy
         else:
             accept_unfinished(
                 loop, port, frame - VNET_HEADER_BYTES, frame, header.length, tci, tpid, now_ns
@@ -225,28 +223,32 @@ def receive_mapped(loop: Loop, port: Port, now_ns: U64) -> U64:
         if port.packet_ring_at == port.packet_ring_frames:
             port.packet_ring_at = 0
         arrived += 1
+    if arrived == 0:
+        take_error(loop, port)
     return arrived
 
 
 @native
-def receive_xdp(loop: Loop, port: Port, now_ns: U64) -> U64:
-    """Take one batch from an AF_XDP port; returns how many frames came."""
-    ring = port.xdp_receive
-    count = produced(ring)
-    if count > RECEIVE_BATCH:
-        count = RECEIVE_BATCH
-    for i in range(count):
-        desc = XdpDesc.at(ring.entries + ((ring.position + i) & ring.mask) * size_of(XdpDesc))
-        if desc.length > port.longest:
-            port.rx_oversize += 1
-        else:
-            accept(loop, port, port.xdp_memory + desc.address, desc.length, now_ns)
-        return_chunk(port, i, desc.address)
-    ring.position += count
-    atomic_store(u32_at(ring.consumer)[0], ring.position)
-    port.xdp_fill.position += count
-    atomic_store(u32_at(port.xdp_fill.producer)[0], port.xdp_fill.position)
-    return count
+def take_error(loop: Loop, port: Port) -> None:
+    """A socket is readable without a frame: an error is pending (the interface went down)."""
+    u32_at(loop.scratch)[2] = 4  # sizeof(int)
+    getsockopt(port.receive_fd, SOL_SOCKET, SO_ERROR, loop.scratch, loop.scratch + 8)
+    if u32_at(loop.scratch)[0] != 0:
+        port.rx_errors += 1
+
+
+@native
+def accept_copy(loop: Loop, port: Port, now_ns: U64) -> None:
+    """A frame that is longer than the ring's places, which were made for a smaller MTU: the
+    socket holds all of it, in the ring's order (PACKET_COPY_THRESH)."""
+    arrived = recvmmsg(port.receive_fd, port.receive_messages, 1, MSG_DONTWAIT, 0)
+    if arrived < 0:
+        port.rx_errors += 1  # an error that was pending comes first, once
+        arrived = recvmmsg(port.receive_fd, port.receive_messages, 1, MSG_DONTWAIT, 0)
+    if arrived == 1:
+        accept_from_interface(loop, port, port.receive_messages[0], now_ns)
+    else:
+        port.rx_kernel_drops += 1
 
 
 @native
@@ -303,8 +305,8 @@ def accept_unfinished(
     flags = bytes_at(header)
     numbers = u16_at(header)
     # struct virtio_net_hdr: u8 flags, gso_type; u16 hdr_len, gso_size, csum_start, csum_offset
-    if flags[1] != 0 or length > port.longest:
-        port.rx_oversize += 1
+    if flags[1] != 0:
+        port.rx_unsplit += 1
         return
     if flags[0] & VNET_NEEDS_CSUM:
         complete_checksum(frame, length, numbers[3], numbers[4])

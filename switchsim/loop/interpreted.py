@@ -22,9 +22,9 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from kvcast.switchsim.ports.ports import Port
+from kvcast.switchsim.loop.counters import LoopCounters
+from kvcast.switchsim.ports.port import Port
 
 log = logging.getLogger("kvcast.switchsim.loop.interpreted")
 
@@ -35,24 +35,6 @@ SLICE_S = 0.0003
 LOGGED_ERRORS = 10
 
 Process = Callable[[int, bytes, int], list[tuple[int, bytes]]]
-
-
-@dataclass(slots=True)
-class LoopCounters:
-    """What the loop did since it was made."""
-
-    processed: int = 0
-    """Frames given to the program."""
-    emitted: int = 0
-    """Frames that the program sent to a port that exists."""
-    no_such_port: int = 0
-    """Frames that the program sent to a port that does not."""
-    process_errors: int = 0
-    """Frames lost because the program failed with an exception."""
-    slices: int = 0
-    """Times that the loop yielded to the control plane while it had work."""
-    busy_us: int = 0
-    """Time spent moving and processing frames."""
 
 
 class PacketLoop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     I64,
     U16,
@@ -22,13 +22,8 @@ from kvcast.switchsim.loop.compiler import (
 
 # errno.h
 EINTR = 4
-EIO = 5
 EAGAIN = 11
-EBUSY = 16
-EINVAL = 22
 EMSGSIZE = 90
-ENOPROTOOPT = 92
-EOPNOTSUPP = 95
 ENETDOWN = 100
 ENOBUFS = 105
 ECONNREFUSED = 111
@@ -37,6 +32,8 @@ ECONNREFUSED = 111
 MSG_TRUNC = 0x20
 MSG_DONTWAIT = 0x40
 EPOLLIN = 1
+SOL_SOCKET = 1
+SO_ERROR = 4
 SOL_PACKET = 263
 PACKET_AUXDATA = 8
 CLOCK_MONOTONIC = 1
@@ -54,6 +51,7 @@ VNET_HEADER_BYTES = 10
 # linux/if_packet.h
 TP_STATUS_KERNEL = 0
 TP_STATUS_USER = 1
+TP_STATUS_COPY = 1 << 1
 TP_STATUS_VLAN_VALID = 1 << 4
 TP_STATUS_VLAN_TPID_VALID = 1 << 6
 
@@ -201,12 +199,7 @@ def write(fd: I32, buffer: U64, size: U64) -> I64:
 
 
 @external
-def sendto(fd: I32, buffer: U64, size: U64, flags: I32, address: U64, length: U32) -> I64:
-    raise NotImplementedError
-
-
-@external
-def recvfrom(fd: I32, buffer: U64, size: U64, flags: I32, address: U64, length: U64) -> I64:
+def getsockopt(fd: I32, level: I32, name: I32, value: U64, size: U64) -> I32:
     raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
 """The compiled packet loop as Python sees it: set up, start, stop, swap programs, pass frames.
 
-Owns: the memory and descriptors of `native_state.Loop`, the thread that runs `loop.cycle`, and
+Owns: the memory and descriptors of `state.Loop`, the thread that runs `main_loop`, and
 the tables of ports. Must not know: P4Runtime; what is done per frame.
 
 The thread stays in compiled code from start to stop and never takes the interpreter lock. It and
@@ -26,17 +26,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
+from kvcast.switchsim.codegen.subset import Library, ctypes_of, size_of
 from kvcast.switchsim.loop import state
-from kvcast.switchsim.loop.compiler import Library, ctypes_of, size_of
-from kvcast.switchsim.loop.cycle import (
-    TIMER,
-    WAKE,
-    adopt_program,
-    close_loop,
-    offer_program,
-    run_loop,
-    run_virtual,
-)
 from kvcast.switchsim.loop.egress import prepare_send
 from kvcast.switchsim.loop.linux import (
     VNET_HEADER_BYTES,
@@ -48,18 +39,20 @@ from kvcast.switchsim.loop.linux import (
     SockAddrIn,
     TimerSpec,
 )
-from kvcast.switchsim.loop.rings import ring_peek, ring_pop, ring_push, take_notice
-from kvcast.switchsim.loop.xdp_rings import prepare_xdp
-from kvcast.switchsim.ports.ports import (
-    MAX_FRAME_BYTES,
-    InProcessPort,
-    InterfacePort,
-    Port,
-    PortCounters,
-    PortOptions,
-    UdpTunnelPort,
+from kvcast.switchsim.loop.main_loop import (
+    TIMER,
+    WAKE,
+    adopt_program,
+    close_loop,
+    offer_program,
+    run_loop,
+    run_virtual,
 )
-from kvcast.switchsim.ports.xdp import RING_ENTRIES, XdpPort
+from kvcast.switchsim.loop.rings import ring_peek, ring_pop, ring_push, take_notice
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.interface import InterfacePort
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortCounters, PortOptions
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
 _COUNTER_NAMES: Final = tuple(PortCounters.__dataclass_fields__)
 _SLOT_BYTES: Final = 65_664
@@ -102,7 +95,6 @@ def library() -> Library:
         ring_peek,
         ring_pop,
         prepare_send,
-        prepare_xdp,
     )
 
 
@@ -158,7 +150,7 @@ class NativeLoop:
             function.__name__: compiled.call(function)
             for function in (
                 *(run_loop, run_virtual, close_loop, adopt_program, offer_program),
-                *(take_notice, ring_push, ring_peek, ring_pop, prepare_send, prepare_xdp),
+                *(take_notice, ring_push, ring_peek, ring_pop, prepare_send),
             )
         }
         self._memory = _Memory()
@@ -224,14 +216,11 @@ class NativeLoop:
         for index, (port, native) in enumerate(zip(self.ports, self._port_states, strict=True)):
             loop.by_number[port.number] = index + 1
             native.number = port.number
-            native.longest = MAX_FRAME_BYTES
             self._set_up_options(native, port.number, port.options)
             if isinstance(port, UdpTunnelPort):
                 self._set_up_tunnel(native, port)
             elif isinstance(port, InterfacePort):
                 self._set_up_interface(native, port)
-            elif isinstance(port, XdpPort):
-                self._set_up_xdp(native, port)
             else:
                 assert isinstance(port, InProcessPort)
                 native.kind = state.KIND_RING
@@ -260,29 +249,10 @@ class NativeLoop:
         native.kind = state.KIND_PACKET
         native.receive_fd = port.fileno()
         native.send_fd = port.open_sender()
-        native.longest = port.max_frame_bytes
         ring = port.map_ring()
         if ring is not None:
             native.packet_ring = ring.address
             native.packet_ring_frames, native.packet_ring_stride = ring.frames, ring.stride
-
-    def _set_up_xdp(self, native: Any, port: XdpPort) -> None:
-        native.kind = state.KIND_XDP
-        native.receive_fd = native.send_fd = port.fileno()
-        native.longest = port.max_frame_bytes
-        native.xdp_memory, native.xdp_chunk_bytes = port.memory, port.chunk_bytes
-        native.xdp_free = self._memory.pages(8 * 2 * RING_ENTRIES)
-        for name, addresses in (
-            ("xdp_receive", port.receive_ring),
-            ("xdp_fill", port.fill_ring),
-            ("xdp_send", port.send_ring),
-            ("xdp_completion", port.completion_ring),
-        ):
-            (ring,), address = self._one(state.XdpRing)
-            ring.producer, ring.consumer = addresses.producer, addresses.consumer
-            ring.entries, ring.mask = addresses.entries, RING_ENTRIES - 1
-            setattr(native, name, address)
-        self._call["prepare_xdp"](ctypes.addressof(native), RING_ENTRIES)
 
     def _set_up_messages(self, native: Any) -> None:
         memory, count = self._memory, state.RECEIVE_BATCH
@@ -290,7 +260,7 @@ class NativeLoop:
         native.send_vectors = memory.struct(IoVec, state.SEND_BATCH)[1]
         native.send_controls = memory.struct(SegmentMessage, state.SEND_BATCH)[1]
         self._call["prepare_send"](ctypes.addressof(native))
-        if native.kind in (state.KIND_RING, state.KIND_XDP):
+        if native.kind == state.KIND_RING:
             return
         messages, native.receive_messages = memory.struct(MsgHdr, count)
         vectors, vectors_at = memory.struct(IoVec, 2 * count)
@@ -322,7 +292,7 @@ class NativeLoop:
         index = self._state.by_number[number] - 1
         native, port = self._port_states[index], self.ports[index]
         counts = {name: int(getattr(native, name)) for name in _COUNTER_NAMES}
-        counts["rx_kernel_drops"] = port.read_counters()["rx_kernel_drops"]
+        counts["rx_kernel_drops"] += port.read_counters()["rx_kernel_drops"]
         return counts
 
     def egress_backlog(self, number: int) -> int:

@@ -1,7 +1,7 @@
 """What the compiled packet loop keeps: its ports, queues, rings and buffers, as C structures.
 
 Owns: the layout that Python and compiled code share. Must not know: what is done with it. Python
-allocates these (as the ctypes mirrors of `native_compiler.ctypes_of`) and sets them up before the
+allocates these (as the ctypes mirrors of `codegen.subset.ctypes_of`) and sets them up before the
 loop runs; from then on the loop writes them, and Python reads the counters. The exceptions are the
 fields that say "set by Python", and the rings, which have one writer and one reader each.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,
@@ -60,7 +60,7 @@ OUTBOX_FRAMES = 16_384
 NEVER = (1 << 64) - 1
 """A time that does not come; the epoch of a loop that sleeps."""
 
-KIND_RING, KIND_UDP, KIND_UDP_LEARNING, KIND_PACKET, KIND_XDP = range(5)
+KIND_RING, KIND_UDP, KIND_UDP_LEARNING, KIND_PACKET = range(4)
 
 
 class Desc(Struct):
@@ -122,28 +122,8 @@ class Queue(Struct):
     frames: U64
 
 
-class XdpRing(Struct):
-    """A ring shared with the kernel (AF_XDP): one side produces, the other consumes."""
-
-    producer: U64
-    consumer: U64
-    entries: U64
-    """Addresses."""
-    mask: U64
-    position: U64
-    """This side's position."""
-
-
-class XdpDesc(Struct):
-    """struct xdp_desc"""
-
-    address: U64
-    length: U32
-    options: U32
-
-
 class Port(Struct):
-    """One port. The counters are those of `ports.PortCounters`, by the same names."""
+    """One port. The counters are those of `ports.port.PortCounters`, by the same names."""
 
     rx_frames: U64
     rx_bytes: U64
@@ -152,6 +132,7 @@ class Port(Struct):
     rx_kernel_drops: U64
     rx_runts: U64
     rx_oversize: U64
+    rx_unsplit: U64
     rx_foreign: U64
     rx_errors: U64
     tx_frames: U64
@@ -168,8 +149,6 @@ class Port(Struct):
     kind: U64
     receive_fd: I32
     send_fd: I32
-    longest: U64
-    """Bytes of the longest frame that may come in; more is an unsplit segment."""
 
     local_address: U32
     """Network order, as all addresses here."""
@@ -215,17 +194,6 @@ class Port(Struct):
     packet_ring_frames: U64
     packet_ring_stride: U64
     packet_ring_at: U64
-
-    xdp_receive: XdpRing
-    xdp_fill: XdpRing
-    xdp_send: XdpRing
-    xdp_completion: XdpRing
-    xdp_memory: U64
-    """What the addresses in the rings count from."""
-    xdp_chunk_bytes: U64
-    xdp_free: Ptr[U64]
-    """Chunks that can be sent from: a stack of `xdp_free_count`."""
-    xdp_free_count: U64
 
 
 class Loop(Struct):
@@ -299,4 +267,4 @@ class Loop(Struct):
     max_events: U64
     timer: TimerSpec
     scratch: U64
-    """Address of a few bytes that nobody reads."""
+    """Address of 16 bytes for system calls to write to."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from finsy.proto import p4r
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
     already_exists,
@@ -47,7 +48,6 @@ from kvcast.switchsim.p4runtime.state import (
 )
 from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
 from kvcast.switchsim.p4runtime.values import decode_bytes, decode_port, encode_bytes
-from kvcast.switchsim.reference.switch import Switch
 
 __all__ = ["EntityStore", "Undo"]
 
@@ -61,7 +61,7 @@ class EntityStore:
     """The control-plane state of one pipeline."""
 
     def __init__(
-        self, schema: Schema, switch: Switch, *, strict: bool, now_us: Callable[[], int]
+        self, schema: Schema, switch: Engine, *, strict: bool, now_us: Callable[[], int]
     ) -> None:
         self._schema = schema
         self._switch = switch

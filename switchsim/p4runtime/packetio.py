@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finsy.proto import p4i, p4r
+from finsy.proto import p4r
 from kvcast.switchsim.p4runtime.errors import invalid_argument
 from kvcast.switchsim.p4runtime.values import decode_bytes, encode_bytes
 
@@ -46,14 +46,6 @@ class ControllerHeader:
             field = _Field(field_id, name, width, shift)
             self._fields.append(field)
             self._by_id[field_id] = field
-
-    @staticmethod
-    def from_p4info(p4info: p4i.P4Info, name: str) -> ControllerHeader:
-        """The header called `name`, or the absent header."""
-        for header in p4info.controller_packet_metadata:
-            if header.preamble.name == name:
-                return ControllerHeader([(m.id, m.name, m.bitwidth) for m in header.metadata])
-        return ControllerHeader([])
 
     def build(self, packet: p4r.PacketOut) -> bytes:
         """The frame that a PacketOut asks to inject: header, then payload.

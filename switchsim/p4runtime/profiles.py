@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
+from kvcast.switchsim.control_plane.tables import Profile, Table
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
     already_exists,
     invalid_argument,
@@ -29,8 +31,6 @@ from kvcast.switchsim.p4runtime.errors import (
 from kvcast.switchsim.p4runtime.schema import ProfileSchema, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import Undo, decode_arguments, engine_errors
 from kvcast.switchsim.p4runtime.values import encode_bytes
-from kvcast.switchsim.reference.switch import Switch
-from kvcast.switchsim.reference.tables import Profile, Table
 
 # Controllers' ids have 32 bits; the engine's ids of what a one-shot needs lie above.
 _FIRST_HIDDEN_ID = 1 << 32
@@ -174,7 +174,7 @@ class _State:
 class ProfileStore:
     """All action profiles of a pipeline."""
 
-    def __init__(self, schema: Schema, switch: Switch, *, strict: bool) -> None:
+    def __init__(self, schema: Schema, switch: Engine, *, strict: bool) -> None:
         self._strict = strict
         self._states = {
             profile.id: _State(profile, switch.action_profiles[profile.name])

@@ -98,9 +98,6 @@ class TableSchema:
     has_meter: bool
     idle_timeout: bool
 
-    def action_by_index(self, index: int) -> ActionSchema | None:
-        return next((a for a in self.actions.values() if a.index == index), None)
-
 
 @dataclass(frozen=True, slots=True)
 class ProfileSchema:

@@ -8,7 +8,7 @@ primaries are chosen (`p4runtime.arbitration`).
 Everything runs on one event loop with the packet loop; nothing here blocks it for long: writes
 yield between updates, reads between chunks, and a program is compiled in a thread.
 
-A push makes a new `Switch` beside the running one and puts it in its place when it is complete,
+A push makes a new engine beside the running one and puts it in its place when it is complete,
 so that a refused config changes nothing, and VERIFY_AND_SAVE has a place to write to.
 
 Specification: P4Runtime 1.4. Where it leaves a choice, as BMv2's server (p4lang/PI) does it;
@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 from finsy.proto import p4i, p4r, p4r_grpc, rpc_code
 from kvcast.switchsim import ir
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.loader import load as load_program
 from kvcast.switchsim.p4runtime.arbitration import Arbiter, Notification
 from kvcast.switchsim.p4runtime.digest import SampleList
@@ -47,7 +48,6 @@ from kvcast.switchsim.p4runtime.errors import (
 )
 from kvcast.switchsim.p4runtime.schema import Schema, build_schema
 from kvcast.switchsim.p4runtime.tls import admit
-from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.p4runtime.service")
 
@@ -71,9 +71,9 @@ MAX_REQUEST_BYTES = 256 << 20
 
 
 class NewSwitch(Protocol):
-    """Makes an engine: a `Switch`, or what does the same."""
+    """Makes an engine."""
 
-    def __call__(self, *, cpu_port: int | None, drop_port: int, seed: int) -> Switch: ...
+    def __call__(self, *, cpu_port: int | None, drop_port: int, seed: int) -> Engine: ...
 
 
 _Config = p4r.ForwardingPipelineConfig
@@ -118,7 +118,7 @@ class ServiceCounters:
 class Pipeline:
     """One pushed configuration, and the switch that holds its state."""
 
-    switch: Switch
+    switch: Engine
     schema: Schema
     store: EntityStore
     p4info: p4i.P4Info
@@ -150,8 +150,8 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         strict: bool = False,
         seed: int = 0,
         now_us: Callable[[], int],
-        new_switch: NewSwitch = Switch,
-        adopt: Callable[[Switch], None] | None = None,
+        new_switch: NewSwitch,
+        adopt: Callable[[Engine], None] | None = None,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`packet_out` injects a frame at the CPU port and returns whether it was taken;
@@ -476,7 +476,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     # --- pipelines ----------------------------------------------------------------------------
 
-    def _new_switch(self) -> Switch:
+    def _new_switch(self) -> Engine:
         return self._make_switch(
             cpu_port=self._cpu_port, drop_port=self._drop_port, seed=self._seed
         )

@@ -10,6 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from finsy.proto import p4r, rpc_code
+from kvcast.switchsim.control_plane import tables
+from kvcast.switchsim.control_plane.externs import ExternError, Rate
+from kvcast.switchsim.control_plane.switch import ReplicationError
 from kvcast.switchsim.p4runtime.errors import (
     P4RuntimeError,
     invalid_argument,
@@ -18,9 +21,6 @@ from kvcast.switchsim.p4runtime.errors import (
 )
 from kvcast.switchsim.p4runtime.schema import ActionSchema, CounterUnits
 from kvcast.switchsim.p4runtime.values import decode_bytes
-from kvcast.switchsim.reference import tables
-from kvcast.switchsim.reference.externs import ExternError, Rate
-from kvcast.switchsim.reference.switch import ReplicationError
 
 Undo = Callable[[], None]
 """Puts back what one update changed. Undo steps run in the reverse order of their updates."""

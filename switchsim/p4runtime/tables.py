@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
+from kvcast.switchsim.control_plane.tables import Entry, Table
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
     already_exists,
     invalid_argument,
@@ -41,8 +43,6 @@ from kvcast.switchsim.p4runtime.values import (
     encode_match,
     wildcard,
 )
-from kvcast.switchsim.reference.switch import Switch
-from kvcast.switchsim.reference.tables import Entry, Table
 
 # In the engine (as in BMv2) the lowest number wins, in P4Runtime the highest.
 _MAX_PRIORITY = (1 << 31) - 1
@@ -578,7 +578,7 @@ class TableStore:
 
 
 def make_table_stores(
-    schema: Schema, switch: Switch, profiles: ProfileStore, now_us: Callable[[], int]
+    schema: Schema, switch: Engine, profiles: ProfileStore, now_us: Callable[[], int]
 ) -> dict[int, TableStore]:
     """One store for each table that P4Info names."""
     return {

@@ -1,1 +1,1 @@
-"""The ports of the software switch: in process, UDP tunnel, AF_PACKET, AF_XDP."""
+"""The ports of the software switch: in process, UDP tunnel, AF_PACKET."""

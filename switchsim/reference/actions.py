@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvcast.switchsim import ir
-from kvcast.switchsim.reference import hashing
+from kvcast.switchsim import hashing, ir
+from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
 from kvcast.switchsim.reference.expressions import Arguments, Bool, Data, Expressions
-from kvcast.switchsim.reference.externs import CounterArray, MeterArray, RegisterArray
+from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.phv import (
     CLONE_FIELD_LIST,
-    CLONE_REQUESTED,
     CLONE_SESSION,
     EXIT,
     INGRESS_LENGTH,
@@ -28,21 +27,18 @@ from kvcast.switchsim.reference.phv import (
     PACKET_LENGTH,
     RECIRCULATE_LIST,
     RESUBMIT_LIST,
-    SESSION_MASK,
     TRUNCATE_TO,
     Layout,
     Phv,
     to_signed,
 )
+from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK, format_pieces
 
 log = logging.getLogger("kvcast.switchsim.ir")
 
 Step: TypeAlias = Callable[[Phv, Arguments], None]
 Setter: TypeAlias = Callable[[Phv, Arguments, int], None]
 Digester: TypeAlias = Callable[[Phv, bytes], bytes]
-
-MAX_STEPS = 1_000_000
-"""Statements that one call of an action with jumps may execute, so that no program hangs."""
 
 _U16 = 0xFFFF
 _U32 = 0xFFFFFFFF
@@ -635,7 +631,7 @@ def _check(kind: str, condition: Data) -> Step:
 
 
 def _log_message(text: str, arguments: Sequence[Data]) -> Step:
-    pieces = _format_pieces(text)
+    pieces = format_pieces(text)
 
     def log_message(p: Phv, a: Arguments) -> None:
         if not log.isEnabledFor(logging.INFO):
@@ -648,23 +644,6 @@ def _log_message(text: str, arguments: Sequence[Data]) -> Step:
         log.info("%s", "".join(out))
 
     return log_message
-
-
-def _format_pieces(text: str) -> list[str]:
-    r"""The text around each {}; \{ and \} are braces."""
-    pieces, at, current = [], 0, ""
-    while at < len(text):
-        if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):
-            current += text[at + 1]
-            at += 2
-        elif text[at] == "{" and "}" in text[at:]:
-            pieces.append(current)
-            current = ""
-            at = text.index("}", at) + 1
-        else:
-            current += text[at]
-            at += 1
-    return [*pieces, current]
 
 
 def _jump(target: int) -> Callable[[Phv, Arguments], int]:

@@ -16,17 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.reference.externs import RegisterArray
+from kvcast.switchsim.control_plane.externs import RegisterArray
 from kvcast.switchsim.reference.phv import Layout, Phv, to_signed
+from kvcast.switchsim.semantics import MAX_SHIFT
 
 Arguments: TypeAlias = Sequence[int]
 Data: TypeAlias = Callable[[Phv, Arguments], int]
 Bool: TypeAlias = Callable[[Phv, Arguments], bool]
 HeaderAt: TypeAlias = Callable[[Phv, Arguments], int]
 """Number of a header, or -1 where a stack has no such element."""
-
-MAX_SHIFT = 1 << 16
-"""A left shift beyond the widest field leaves nothing in any field; so it gives 0 at once."""
 
 
 def _divide(left: int, right: int) -> int:

@@ -25,6 +25,7 @@ from kvcast.switchsim.reference.phv import (
     Phv,
     to_signed,
 )
+from kvcast.switchsim.semantics import MAX_STATES, Errors
 
 # An operation takes the PHV, the frame and the position, and gives the new position.
 Op: TypeAlias = Callable[[Phv, bytes, int], int]
@@ -32,21 +33,8 @@ KeyOf: TypeAlias = Callable[[Phv, bytes, int], int]
 Extractor: TypeAlias = Callable[[Phv, bytes, int], int]
 Emitter: TypeAlias = Callable[[Phv], bytes]
 
-MAX_STATES = 65536
-"""States that one packet may pass, so that a loop that extracts nothing ends."""
-
 WIDE_BYTES = 64
 """Runs of fields up to this long are converted as one integer; longer ones are split."""
-
-_CORE_ERRORS = (
-    "NoError",
-    "PacketTooShort",
-    "NoMatch",
-    "StackOutOfBounds",
-    "HeaderTooShort",
-    "ParserTimeout",
-    "ParserInvalidArgument",
-)
 
 
 class ParserFailure(Exception):  # noqa: N818 - an error in P4's sense, not in Python's
@@ -55,23 +43,6 @@ class ParserFailure(Exception):  # noqa: N818 - an error in P4's sense, not in P
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
-
-
-class Errors:
-    """Numbers of P4's core errors in this program."""
-
-    def __init__(self, program: ir.Program) -> None:
-        numbers = dict(program.errors)
-        unused = max([n for _, n in program.errors], default=-1) + 1
-        for name in _CORE_ERRORS:
-            if name not in numbers:
-                numbers[name] = unused
-                unused += 1
-        self.no_error = numbers["NoError"]
-        self.packet_too_short = numbers["PacketTooShort"]
-        self.stack_out_of_bounds = numbers["StackOutOfBounds"]
-        self.header_too_short = numbers["HeaderTooShort"]
-        self.invalid_argument = numbers["ParserInvalidArgument"]
 
 
 class _State:

@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.ir import Program, ProgramError
+from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
+from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest
+from kvcast.switchsim.ir import Program
 from kvcast.switchsim.reference.actions import Actions, Faults, PacketAbandoned
 from kvcast.switchsim.reference.expressions import Expressions
-from kvcast.switchsim.reference.externs import CounterArray, MeterArray, RegisterArray
+from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.parser import Deparser, Parser
 from kvcast.switchsim.reference.phv import (
     CHECKSUM_ERROR,
@@ -46,82 +47,23 @@ from kvcast.switchsim.reference.phv import (
     PARSER_ERROR,
     RECIRCULATE_LIST,
     RESUBMIT_LIST,
-    SESSION_MASK,
     TRUNCATE_TO,
     UNLIMITED,
     Layout,
     Phv,
 )
-from kvcast.switchsim.reference.tables import ActionTable, Node, Profile, Table
-
-MAX_PASSES = 4096
-"""Passes of ingress, and egress clones, that one frame may cause; the rest are dropped."""
-
-MAX_GROUP = 32767
-"""Highest multicast group and clone session, as in BMv2."""
-
-MAX_REPLICAS = 4096
-"""Replicas of one group or session."""
-
-# PktInstanceType of simple_switch.
-NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
-RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6
-
-
-class ReplicationError(ValueError):
-    """A multicast group or clone session that the switch refuses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """One message of the data plane to the control plane.
-
-    `name` is the learn list's in the JSON file; `fields` and `widths` (bits) are parallel.
-    """
-
-    name: str
-    fields: tuple[int, ...]
-    widths: tuple[int, ...]
-
-
-@dataclass
-class SwitchStats:
-    """Counts since the switch was made. `dropped_*` are frames that went no further."""
-
-    frames_in: int = 0
-    bytes_in: int = 0
-    frames_out: int = 0
-    bytes_out: int = 0
-    dropped_no_program: int = 0
-    dropped_ingress: int = 0
-    dropped_egress: int = 0
-    dropped_recirculation_bound: int = 0
-    dropped_unknown_group: int = 0
-    dropped_priority: int = 0
-    dropped_abandoned: int = 0
-    dropped_unknown_port: int = 0
-    """For the ports' adapter to count: the program chose a port that does not exist."""
-    parser_errors: int = 0
-    checksum_errors: int = 0
-    unknown_clone_session: int = 0
-    index_out_of_range: int = 0
-    ingress_passes: int = 0
-    egress_passes: int = 0
-    resubmitted: int = 0
-    recirculated: int = 0
-    cloned: int = 0
-    digests: int = 0
-    digests_overflowed: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class CloneSession:
-    replicas: tuple[tuple[int, int], ...]
-    packet_length_bytes: int
-    """0: the whole packet."""
+from kvcast.switchsim.reference.tables import Node, Profile, Table
+from kvcast.switchsim.semantics import (
+    EGRESS_CLONE,
+    INGRESS_CLONE,
+    MAX_PASSES,
+    NORMAL,
+    RECIRCULATED,
+    REPLICATION,
+    RESUBMITTED,
+    SESSION_MASK,
+    check_ports,
+)
 
 
 @dataclass(slots=True)
@@ -169,7 +111,7 @@ class _Pipeline:
     timestamp_mask: int = field(default=(1 << 48) - 1)
 
 
-class Switch:
+class Switch(ControlPlane):
     """A switch without ports or clock: frames in, frames out."""
 
     def __init__(
@@ -180,22 +122,10 @@ class Switch:
         seed: int = 0,
         digest_queue_size: int = 65536,
     ) -> None:
-        self.cpu_port = cpu_port
-        """For the adapters; to the data plane it is a port like any other."""
-        self.drop_port = drop_port
-        self.program: Program | None = None
-        self.stats = SwitchStats()
-        self.tables: dict[str, Table] = {}
-        self.counters: dict[str, CounterArray] = {}
-        """Indirect counters; direct ones are in the entries of their tables."""
-        self.meters: dict[str, MeterArray] = {}
-        self.registers: dict[str, RegisterArray] = {}
-        self.action_profiles: dict[str, Profile] = {}
-        self.multicast_groups: dict[int, list[tuple[int, int]]] = {}
-        """(port, replication id) of each group; change it with the methods below."""
-        self.clone_sessions: dict[int, CloneSession] = {}
+        super().__init__(
+            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
+        )
         self._digests: deque[Digest] = deque()
-        self._digest_queue_size = digest_queue_size
         self._rng = random.Random(seed)
         self._faults = Faults()
         self._pipeline: _Pipeline | None = None
@@ -222,8 +152,7 @@ class Switch:
         )
         runs = [actions.action(a) for a in program.actions]
         profiles = [
-            Profile(a, actions, _profile_actions(program, number, runs))
-            for number, a in enumerate(program.action_profiles)
+            Profile(number, actions, runs) for number in range(len(program.action_profiles))
         ]
         nodes = _control_nodes(program, actions, runs, profiles)
         field_lists = {
@@ -248,72 +177,16 @@ class Switch:
             drop=self.drop_port,
         )
         # Nothing above touched the switch; from here on nothing can fail.
-        self.program = program
+        tables = {n.name: n for n in nodes if isinstance(n, Table)}
+        self._adopt(program, tables, registers, counters, meters, profiles)
         self._pipeline = pipeline
-        self.tables = {n.name: n for n in nodes if isinstance(n, Table)}
-        self.counters = {c.name: c for c in counters if c is not None}
-        self.meters = {m.name: m for m in meters if m is not None}
-        self.registers = {r.name: r for r in registers}
-        self.action_profiles = {a.name: a for a in profiles}
-        self.multicast_groups = {}
-        self.clone_sessions = {}
         self._digests.clear()
-
-    def set_multicast_group(self, group: int, replicas: Sequence[tuple[int, int]]) -> None:
-        """Create or replace a group. Copies leave in the order given: (port, rid)."""
-        if not 1 <= group <= MAX_GROUP:
-            raise ReplicationError(f"multicast group {group} is not in 1..{MAX_GROUP}")
-        self.multicast_groups[group] = _replicas(replicas)
-
-    def delete_multicast_group(self, group: int) -> None:
-        if group not in self.multicast_groups:
-            raise ReplicationError(f"there is no multicast group {group}")
-        del self.multicast_groups[group]
-
-    def set_clone_session(
-        self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
-    ) -> None:
-        """Create or replace a session: where clones go, and how much of them (0: all)."""
-        if not 0 <= session <= MAX_GROUP:
-            raise ReplicationError(f"clone session {session} is not in 0..{MAX_GROUP}")
-        if packet_length_bytes < 0:
-            raise ReplicationError(f"a clone cannot have {packet_length_bytes} bytes")
-        self.clone_sessions[session] = CloneSession(tuple(_replicas(replicas)), packet_length_bytes)
-
-    def delete_clone_session(self, session: int) -> None:
-        if session not in self.clone_sessions:
-            raise ReplicationError(f"there is no clone session {session}")
-        del self.clone_sessions[session]
 
     def take_digests(self) -> list[Digest]:
         """All digests since the last call, oldest first."""
         taken = list(self._digests)
         self._digests.clear()
         return taken
-
-    def describe(self) -> Mapping[str, Any]:
-        """What is loaded, for status displays."""
-        program = self.program
-        if program is None:
-            return {"program": None}
-        return {
-            "program": program.name,
-            "version": ".".join(str(v) for v in program.version),
-            "tables": {
-                t.name: {"match": t.spec.match, "size": t.size, "entries": len(t)}
-                for t in self.tables.values()
-                if t.spec.key
-            },
-            "registers": {r.name: [len(r), r.width] for r in self.registers.values()},
-            "counters": {c.name: len(c) for c in self.counters.values()},
-            "meters": {m.name: len(m) for m in self.meters.values()},
-            "action_profiles": {
-                a.name: {"size": a.size, "members": len(a.members), "groups": len(a.groups)}
-                for a in self.action_profiles.values()
-            },
-            "multicast_groups": len(self.multicast_groups),
-            "clone_sessions": len(self.clone_sessions),
-        }
 
     # --- the data plane ---------------------------------------------------------------------
 
@@ -599,24 +472,12 @@ class _Run:
 # --- construction -----------------------------------------------------------------------------
 
 
-def _replicas(replicas: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    if len(replicas) > MAX_REPLICAS:
-        raise ReplicationError(f"{len(replicas)} replicas; at most {MAX_REPLICAS} are possible")
-    for port, rid in replicas:
-        if not 0 <= port <= 0x1FF or not 0 <= rid <= 0xFFFF:
-            raise ReplicationError(f"a replica cannot be (port {port}, rid {rid})")
-    return [(port, rid) for port, rid in replicas]
-
-
 def _target(program: Program, layout: Layout) -> _Target:
     def slot(name: str) -> int:
         ref = program.intrinsic_field(name)
         return -1 if ref is None else layout.slot(ref)
 
-    for name in ("ingress_port", "egress_spec", "egress_port"):
-        ref = program.intrinsic_field(f"standard_metadata.{name}")
-        if ref is None or layout.width(ref) != 9:
-            raise ProgramError(f"standard_metadata.{name} is not 9 bits wide")
+    check_ports(program)
     return _Target(
         ingress_port=slot("standard_metadata.ingress_port"),
         egress_spec=slot("standard_metadata.egress_spec"),
@@ -631,20 +492,6 @@ def _target(program: Program, layout: Layout) -> _Target:
         egress_rid=slot("intrinsic_metadata.egress_rid"),
         priority=slot("intrinsic_metadata.priority"),
         enq_timestamp=slot("queueing_metadata.enq_timestamp"),
-    )
-
-
-def _profile_actions(
-    program: Program, profile: int, runs: Sequence[Callable[[Phv, Sequence[int]], None]]
-) -> ActionTable:
-    """The actions of all tables that share the profile."""
-    numbers = sorted(
-        {n for t in program.tables() if t.action_profile == profile for n in t.actions}
-    )
-    return ActionTable(
-        [program.actions[n] for n in numbers],
-        [runs[n] for n in numbers],
-        program.action_profiles[profile].name,
     )
 
 

@@ -1,7 +1,7 @@
 """`kvcast switch` on the compiled engine and loop, with kvcast's program pushed over P4Runtime.
 
 Oracle: the reference engine, given the same program, entries and frames in the same order. Cannot
-see: speed; interfaces (test_switchsim_native_interfaces); what the clock does to leases (the
+see: speed; interfaces (test_switchsim_loop_interfaces); what the clock does to leases (the
 entries' lease is longer than any test).
 """
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from kvcast.p4 import artefact, profiles
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.switchsim import loader
+from kvcast.switchsim.control_plane.tables import Table
 from kvcast.switchsim.ir import Exact
 from kvcast.switchsim.reference.switch import Switch
-from kvcast.switchsim.reference.tables import Table
 
 NAMESPACE = 7
 KEY = bytes(range(16))

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import finsy
 import grpc
 import pytest
+import veth_pairs
 from conftest import (
     BLOB_PATH,
     CPU_PORT,
@@ -38,6 +40,7 @@ from kvcast.service.options import OptionsError, parse_options
 from kvcast.switchsim.daemon import main
 from kvcast.switchsim.flags import DaemonOptions, settled
 from own_address import own_address, own_port
+from veth_pairs import needs_root
 
 on_one_loop = pytest.mark.asyncio(loop_scope="session")
 
@@ -69,8 +72,7 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--port", "1=if:a", "--port", "1=if:b"], "port 1 is given twice"),
         (["--port", "255=if:a"], "CPU port"),
         (["--port", "511=if:a"], "drop port"),
-        (["--port", "1=tap:a"], "udp, if and xdp"),
-        (["--port", "1=xdp:a", "--engine", "reference"], "--engine llvm"),
+        (["--port", "1=tap:a"], "udp and if"),
         (["--cpu-port", "600"], "1 to 511"),
         (["--cpu-port", "511"], "the same"),
         (["--loss", "2"], "loss"),
@@ -193,8 +195,8 @@ def tunnel_arguments(ends: list[socket.socket]) -> tuple[list[str], list[tuple[s
     return arguments, addresses
 
 
-async def received(end: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, 4000), 10)
+async def received(end: socket.socket, most: int = 4000) -> bytes:
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(end, most), 10)
 
 
 def ethernet(dst: int, payload: bytes) -> bytes:
@@ -289,6 +291,60 @@ async def test_losses_are_counted_apart(tmp_path: Path, ends: list[socket.socket
         assert target.stats()["switch"]["frames_in"] == 0
     finally:
         assert stop_process(process) == 0
+
+
+# --- interfaces ---------------------------------------------------------------------------------
+
+
+class TestInterfaces:
+    pytestmark = needs_root
+
+    @on_one_loop
+    @pytest.mark.parametrize("engine", ["llvm", "reference", "in the place of BMv2"])
+    async def test_long_frames_pass_when_the_mtu_was_raised_later_and_drops_are_told_once(
+        self, tmp_path: Path, engine: str
+    ) -> None:
+        with veth_pairs.wires() as wires:
+            if engine.startswith("in"):
+                ports = [f"-i{n}@{name}" for n, name in enumerate(wires.ours, start=1)]
+                stats = tmp_path / "stats.json"
+                process, target = start_as_bmv2(
+                    *(tmp_path, *ports, "--no-p4", "--device-id", str(DEVICE_ID)),
+                    *("--stats-json", str(stats)),
+                )
+                target = replace(target, stats_path=stats)
+            else:
+                ports = [f"--port={n}=if:{name}" for n, name in enumerate(wires.ours, start=1)]
+                process, target = start_switchsim(tmp_path, "--engine", engine, *ports)
+            try:
+                async with controller_of(target) as controller:
+                    forward = P4TableAction("set_port", port=2)
+                    entry = P4TableEntry("forward", match=P4TableMatch(dst=2), action=forward)
+                    await controller.switch.insert([entry])
+                    veth_pairs.set_mtu(wires, 12_000)
+                    for size in (1514, 9014):
+                        frame = ethernet(2, bytes(size - 14))
+                        wires.far[0].send(frame)
+                        assert await received(wires.far[1], 20_000) == frame
+                    for _ in range(3):
+                        wires.far[0].send(ethernet(2, bytes(11_000)))
+                    wires.far[0].send(ethernet(2, b"last"))
+                    assert (await received(wires.far[1]))[:18] == ethernet(2, b"last")
+                    deadline_s = time.monotonic() + 20
+                    while target.stats()["ports"]["1"]["rx_oversize"] < 3:
+                        assert time.monotonic() < deadline_s
+                        await asyncio.sleep(0.1)
+            finally:
+                assert stop_process(process) == 0
+        told = [
+            line
+            for line in (tmp_path / "switch.log").read_text().splitlines()
+            if "longer than 10240 bytes" in line
+        ]
+        assert len(told) == 1
+        assert f"port 1 (if:{wires.ours[0]}) drops frames" in told[0]
+        log = (tmp_path / "switch.log").read_text()
+        assert "dropped in all rx_oversize=3" in log
 
 
 # --- TLS ----------------------------------------------------------------------------------------

@@ -157,22 +157,30 @@ class Store:
         return held
 
 
+@dataclass(eq=False)
+class Room:
+    """Room for a block in an arena, or what a test made."""
+
+    view: memoryview
+    out: set[Room] = field(default_factory=set)
+
+    def abort(self) -> None:
+        self.out.remove(self)
+
+
 class Arena:
-    """Hands out buffers and notices when one is lost or given back twice."""
+    """Hands out room and notices when some is lost or given back twice."""
 
     def __init__(self, limit: int = 1 << 40) -> None:
         self.limit = limit
-        self.out: dict[int, memoryview] = {}
+        self.out: set[Room] = set()
 
-    def allocate(self, block: BlockId, size: int) -> memoryview | None:
-        if sum(view.nbytes for view in self.out.values()) + size > self.limit:
+    def allocate(self, _block: BlockId, size: int) -> Room | None:
+        if sum(room.view.nbytes for room in self.out) + size > self.limit:
             return None
-        view = memoryview(bytearray(size))
-        self.out[id(view)] = view
-        return view
-
-    def discard(self, block: BlockId, view: memoryview) -> None:
-        del self.out[id(view)]
+        room = Room(memoryview(bytearray(size)), self.out)
+        self.out.add(room)
+        return room
 
 
 class Reader:
@@ -181,9 +189,7 @@ class Reader:
     def __init__(self, index: int, config: RequesterConfig, rng: random.Random) -> None:
         self.index = index
         self.arena = Arena()
-        self.core = Requester(
-            config, allocate=self.arena.allocate, discard=self.arena.discard, rng=rng
-        )
+        self.core = Requester(config, allocate=self.arena.allocate, rng=rng)
         self.deadlines: dict[int, float] = {}
         self.under_way: dict[int, BlockId] = {}
         self.ends: dict[int, Fetched | Missed] = {}
@@ -336,6 +342,7 @@ class Network:
         self.wake_responder(index)
 
     def after_reader(self, reader: Reader) -> None:
+        reader.core.check()
         while (event := reader.core.next_event()) is not None:
             if isinstance(event, Fetched | Missed):
                 assert event.fetch_id not in reader.ends, "a fetch ended twice"
@@ -343,7 +350,8 @@ class Network:
                 reader.ends[event.fetch_id] = event
                 reader.under_way.pop(event.fetch_id, None)
                 if isinstance(event, Fetched):
-                    reader.arena.out.pop(id(event.buffer), None)
+                    assert isinstance(event.reservation, Room)
+                    reader.arena.out.discard(event.reservation)
             else:
                 assert self.on_bulk is not None
                 self.on_bulk(reader, event)
@@ -363,7 +371,7 @@ class Network:
             assert reader.core.fetches_under_way == 0
             assert reader.core.segments_in_flight == 0
             assert reader.core.get_timer() is None
-            assert reader.arena.out == {}, "a buffer was neither handed on nor discarded"
+            assert reader.arena.out == set(), "a buffer was neither handed on nor discarded"
             ends = sum(getattr(reader.core.counters, name) for name in ANSWER_OUTCOMES)
             assert ends == self.received[reader.core], "an answer was not counted, or twice"
         for index, responder in self.responders.items():

@@ -32,6 +32,7 @@ from protocol_network import (
     Network,
     PlainSwitch,
     Reader,
+    Room,
     block_id,
     content,
     number_of,
@@ -467,7 +468,7 @@ def test_everything_at_once(seed: int, faults: Faults, coalescing: bool, offers:
         held = network.stores[event.home].blocks.get(event.block)
         copy = None
         if held is not None and rng.random() < 0.5:
-            copy = BulkCopy(memoryview(bytearray(held.data)), held.digest)
+            copy = BulkCopy(Room(memoryview(bytearray(held.data))), held.digest)
         network.at(
             network.now + rng.random() * 0.05, lambda: network.bulk_done(reader, event, copy)
         )

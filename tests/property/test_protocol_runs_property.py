@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.protocol.messages import wire
 from kvcast.protocol.requester import Event, Fetched, Requester, RequesterConfig
+from protocol_network import Room
 
 BLOCK = wire.BlockId(7, bytes(range(16)))
 SIZE = 2 * wire.SEGMENT_BYTES + 3000
@@ -139,8 +140,7 @@ class Reader:
     def __init__(self) -> None:
         self.core = Requester(
             RequesterConfig(),
-            allocate=lambda _block, size: memoryview(bytearray(size)),
-            discard=lambda _block, _view: None,
+            allocate=lambda _block, size: Room(memoryview(bytearray(size))),
             rng=random.Random(1),
         )
         self.core.fetch(0.0, BLOCK, (1, 2), deadline=60.0, expect_size=SIZE)

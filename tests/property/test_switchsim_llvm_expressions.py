@@ -10,13 +10,13 @@ import ctypes
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kvcast.switchsim import ir, loader
+from kvcast.switchsim.codegen import jit
+from kvcast.switchsim.codegen.writer import Module, integer
 from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm import jit
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.layout import ContextLayout, PhvLayout
 from kvcast.switchsim.llvm.scope import Scope, Shared
-from kvcast.switchsim.llvm.writer import Module, integer
 from kvcast.switchsim.reference.expressions import Expressions as Reference
 from kvcast.switchsim.reference.phv import Layout
 

@@ -662,7 +662,7 @@ def _any_home() -> AbstractContextManager[object]:
 
         return listening
 
-    return around("kvcast.protocol.requester.requester._Fetch.__init__", listens)
+    return around("kvcast.protocol.requester.failover.Candidates.__init__", listens)
 
 
 @mutation(

@@ -33,17 +33,19 @@ from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
+from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
+from kvcast.protocol.requester.failover import Candidates
 from kvcast.protocol.responder import responder
 from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Plan
-from kvcast.simulation.switch import Engine, product_program
+from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
 from p4_edits import Json
 
-Plant = Callable[[Engine], AbstractContextManager[Product]]
+Plant = Callable[[EngineMaker], AbstractContextManager[Product]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def bug(
 
     def register(patch: Callable[[], Any]) -> Callable[[], Any]:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             with patch():
                 yield Product(engine, product_program())
 
@@ -94,7 +96,7 @@ def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callabl
 
     def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, product_program(), make)
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -119,7 +121,7 @@ def p4_bug(
             return loader.load(after.encode(), "kvcast")
 
         @contextmanager
-        def plant(engine: Engine) -> Iterator[Product]:
+        def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, program())
 
         BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
@@ -161,28 +163,32 @@ def _any_source() -> Any:
         def __contains__(self, _node: object) -> bool:
             return True
 
-    original = requester._Fetch.__init__
+    original = Candidates.__init__
 
     def init(self: Any, *arguments: Any) -> None:
         original(self, *arguments)
         self.sources = Everybody()
 
-    return mock.patch.object(requester._Fetch, "__init__", init)
+    return mock.patch.object(Candidates, "__init__", init)
 
 
 @bug("a READ that is not answered is never repeated", 3)
 def _no_retransmission() -> Any:
-    return mock.patch.object(requester.Requester, "_flight_timer", return_value=None)
+    def came_up(self: Any, now: float, _fetch: Any, segment: Any) -> bool:
+        self._timers.arm(segment, now + 1e6)
+        return True
+
+    return mock.patch.object(Asker, "came_up", came_up)
 
 
 @bug("a repeated READ is not marked as one, and joins its own wait", 2, 3)
 def _retry_not_marked() -> Any:
-    original = requester.Requester._send_read
+    original = Asker._send_read
 
-    def send(self: Any, flight: Any, flags: int, wanted: int, gather_ms: int) -> None:
-        original(self, flight, flags & ~FLAG_RETRY, wanted, gather_ms)
+    def send(self: Any, fetch: Any, segment: Any, flags: int, *rest: Any) -> None:
+        original(self, fetch, segment, flags & ~FLAG_RETRY, *rest)
 
-    return mock.patch.object(requester.Requester, "_send_read", send)
+    return mock.patch.object(Asker, "_send_read", send)
 
 
 @bug("a MISS sends all who waited on with READs marked as repeats", 4)

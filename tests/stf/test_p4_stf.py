@@ -12,6 +12,7 @@ import p4_scenarios
 import pytest
 from kvcast.p4 import artefact, profiles
 from kvcast.switchsim import stf
+from kvcast.switchsim.engine import EngineName
 
 SOFTWARE = sorted(name for name, profile in profiles.items() if profile.brings_device_config)
 """Targets that this machine can run; the model of the others: tests/p4/test_tna_model.py."""
@@ -20,7 +21,7 @@ SOFTWARE = sorted(name for name, profile in profiles.items() if profile.brings_d
 @pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("target", SOFTWARE)
 @pytest.mark.parametrize("name", sorted(p4_scenarios.SCENARIOS))
-def test_scenario_passes(name: str, target: str, engine: stf.Engine) -> None:
+def test_scenario_passes(name: str, target: str, engine: EngineName) -> None:
     report = stf.run_file(p4_scenarios.FOLDER / f"{name}.stf", artefact(target).json, engine)
     assert (report.outcome, report.reason) == ("passed", "")
 

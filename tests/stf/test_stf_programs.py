@@ -15,19 +15,39 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim import stf
+from kvcast.switchsim.engine import EngineName
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-SCENARIOS = [
-    path for folder in (PROGRAMS, ROOT / "p4" / "stf") for path in stf.find_scenarios(folder)
-]
+SCENARIOS = stf.find_scenarios(PROGRAMS)
 
 
 @pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.stem)
-def test_scenario_passes(scenario: Path, engine: stf.Engine) -> None:
+def test_scenario_passes(scenario: Path, engine: EngineName) -> None:
     report = stf.run_file(scenario, engine=engine)
     assert (report.outcome, report.reason) == ("passed", "")
+
+
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
+@pytest.mark.parametrize(
+    ("more", "outcome", "reason"),
+    [
+        ("", "wrong", "port 2: 1 frames came, 0 were expected"),
+        ("expect 2 00000000000a0200000000011234aabb$", "passed", ""),
+        ("expect 2", "passed", ""),
+    ],
+)
+def test_frames_that_a_scenario_about_counters_does_not_expect_are_wrong(
+    tmp_path: Path, engine: EngineName, more: str, outcome: str, reason: str
+) -> None:
+    scenario = tmp_path / "counters.stf"
+    scenario.write_text(
+        "add l2 ethernet.dst:0x00000000000a to_station(port:2) = A\n"
+        "packet 1 00000000000a 020000000001 1234 aabb\n"
+        f"check_counter stations($A) packets == 1\n{more}\n"
+    )
+    report = stf.run_file(scenario, PROGRAMS / "forwarding.json", engine)
+    assert (report.outcome, report.reason) == (outcome, reason)
 
 
 def _without_source_info(value: object) -> object:

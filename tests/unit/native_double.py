@@ -13,8 +13,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     U32,
     U64,
@@ -25,6 +24,7 @@ from kvcast.switchsim.loop.compiler import (
     ctypes_of,
     native,
 )
+from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.state import Outbox
 
 

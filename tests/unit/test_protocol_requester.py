@@ -32,26 +32,60 @@ DIGEST = digest_of(BYTES)
 OTHER = random.Random(2).randbytes(len(BYTES))
 
 
+class Room:
+    """Memory for one block."""
+
+    def __init__(self, content: Any, rooms: list[Room] | None = None) -> None:
+        self.view = memoryview(content)
+        self.rooms = [self] if rooms is None else rooms
+
+    def abort(self) -> None:
+        self.rooms.remove(self)
+
+
+class Core(Requester):
+    """A requester that looks at itself after everything that happens to it."""
+
+    def frames_to_send(self) -> list[tuple[int, Frame]]:
+        self.check()
+        return super().frames_to_send()
+
+    def next_event(self) -> Any:
+        self.check()
+        return super().next_event()
+
+    def receive(self, now: float, source: int, frame: Frame) -> None:
+        super().receive(now, source, frame)
+        self.check()
+
+    def handle_timer(self, now: float) -> None:
+        super().handle_timer(now)
+        self.check()
+
+
 class Bench:
     """A requester, the frames that it sent last, and its arena."""
 
     def __init__(self, memory: int = 1 << 30, seed: int = 1, **config: Any) -> None:
-        self.buffers: list[memoryview] = []
+        self.rooms: list[Room] = []
         self.memory = memory
-        self.core = Requester(
+        self.core = Core(
             RequesterConfig(
                 **({"rto_initial_s": 0.1, "rto_min_s": 0.03, "quiet_s": 0.05} | config)
             ),
             allocate=self.allocate,
-            discard=lambda _block, view: self.buffers.remove(view),
             rng=random.Random(seed),
         )
 
-    def allocate(self, block: BlockId, size: int) -> memoryview | None:
+    def allocate(self, _block: BlockId, size: int) -> Room | None:
         if size > self.memory:
             return None
-        self.buffers.append(memoryview(bytearray(size)))
-        return self.buffers[-1]
+        self.rooms.append(Room(bytearray(size), self.rooms))
+        return self.rooms[-1]
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        return [room.view for room in self.rooms]
 
     def fetch(self, now: float = 0.0, homes: tuple[int, ...] = (HOME,), **rest: Any) -> int:
         return self.core.fetch(now, BLOCK, homes, **({"deadline": 100.0} | rest))
@@ -669,14 +703,14 @@ def test_bulk_is_the_last_resort_and_its_copy_is_checked() -> None:
     bench = Bench(bulk_available=True, tries_per_home=2)
     event = silent_everywhere(bench)
     assert (event.block, event.home) == (BLOCK, HOME)
-    assert bench.core.bulk_done(51.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert bench.core.bulk_done(51.0, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
     (end,) = bench.events()
     assert isinstance(end, Fetched)
     assert end.buffer == BYTES
     assert end.report.tier == "bulk"
 
 
-@pytest.mark.parametrize("copy", [None, BulkCopy(memoryview(OTHER), DIGEST)])
+@pytest.mark.parametrize("copy", [None, BulkCopy(Room(OTHER), DIGEST)])
 def test_bulk_that_fails_ends_the_fetch(copy: BulkCopy | None) -> None:
     bench = Bench(bulk_available=True, tries_per_home=2)
     event = silent_everywhere(bench)
@@ -693,7 +727,7 @@ def test_bulk_that_comes_after_the_deadline_is_not_taken() -> None:
     (end,) = bench.events()
     assert isinstance(end, Missed)
     assert end.reason is MissReason.DEADLINE
-    assert not bench.core.bulk_done(101.0, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert not bench.core.bulk_done(101.0, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
     assert bench.events() == []
 
 
@@ -715,7 +749,7 @@ def test_usable_offer_is_told_once_the_first_segment_showed_no_sharing() -> None
     assert isinstance(event, OfferReceived)
     assert (event.offer.port, event.size, event.digest) == (1, len(BYTES), DIGEST)
     assert bench.reads() == []
-    assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(memoryview(BYTES), DIGEST))
+    assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
 
 
 def test_offer_that_leads_nowhere_is_replaced_by_reads() -> None:
@@ -1004,3 +1038,105 @@ def test_reads_after_the_first_wave_and_short_gatherings_are_not_sent_twice() ->
     brief.fetch()
     brief.reads()
     assert brief.run_timers(0.05) == []
+
+
+# --- where one wait leads to another ----------------------------------------------------------
+
+
+def test_a_read_that_was_to_be_sent_again_is_not_once_its_answer_comes() -> None:
+    bench = Bench()
+    bench.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    bench.reads()
+    bench.miss(0.001, wire.MISS_NOT_FOUND, source=REPLICA)  # our READ may have joined that wait
+    bench.data(0.00101, 0, range(40), of=BYTES[:SEGMENT])  # and had not
+    assert bench.run_timers(0.03) == []
+
+
+def test_a_home_that_asks_for_patience_is_given_it_whatever_else_was_due() -> None:
+    alone = BYTES[:SEGMENT]
+    gathering = Bench(gather_ms=90)
+    gathering.fetch(expect_size=SEGMENT)  # to be sent twice
+    lossy = Bench(reorder_min_s=0.01)
+    lossy.fetch(expect_size=SEGMENT)
+    lossy.data(0.001, 0, range(1, 64), of=alone, last=63)  # a gap, to be asked for
+    for bench in (gathering, lossy):
+        bench.reads()
+        bench.miss(0.002, wire.MISS_OVERLOADED)
+        assert bench.run_timers(0.1) == []
+        assert bench.run_timers(0.5)
+
+
+def test_who_waits_for_a_repair_or_for_an_overloaded_home_has_joined_no_wait() -> None:
+    alone = BYTES[:SEGMENT]
+    repairing = Bench(rto_initial_s=0.1)
+    repairing.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    repairing.reads()
+    repairing.data(0.001, 0, range(1, 64), of=alone, last=63)
+    assert [read.flags for _, _, read in repairing.run_timers(0.002)] == [wire.FLAG_PARTIAL]
+    put_off = Bench(rto_initial_s=0.1)
+    put_off.fetch(homes=(HOME, REPLICA), expect_size=SEGMENT)
+    put_off.miss(0.002, wire.MISS_OVERLOADED)
+    repairing.whole(0.003, 0, of=OTHER[:SEGMENT])
+    for bench in (repairing, put_off):
+        bench.reads()
+        bench.miss(0.003, wire.MISS_NOT_FOUND, source=REPLICA)
+        assert bench.run_timers(0.09) == []
+        assert bench.run_timers(0.5)
+
+
+def test_what_is_postponed_is_asked_for_then_and_has_not_timed_out_before() -> None:
+    bench = Bench(swallowed_pause_s=0.3, retry_jitter=0.0)
+    bench.fetch()
+    bench.reads()
+    bench.miss(0.001, wire.MISS_DIGEST_GONE, digest=77)
+    ((when, _, _),) = bench.run_timers(0.35)
+    assert when == pytest.approx(0.301)
+    assert bench.core.counters.timeouts == 0
+
+
+def test_who_waits_for_an_offer_reads_one_segment_at_the_next_home_too() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.data(0.001, 0, [0])
+    bench.reads()
+    bench.miss(0.002, wire.MISS_NOT_FOUND)
+    assert [(home, read.segment) for home, read in bench.core.frames_to_send()] == [(REPLICA, 0)]
+
+
+def test_nothing_is_expected_any_more_once_an_offer_is_taken() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}), expect_wait_s=1.0)
+    bench.fetch(expect=True)
+    bench.offer(0.001)
+    bench.whole(0.001, 0)
+    (event,) = bench.events()
+    assert isinstance(event, OfferReceived)
+    assert not bench.core.bulk_done(0.002, event.fetch_id, None)
+    assert [read.segment for read in bench.reads()] == [0]
+
+
+def test_a_home_that_refuses_for_overload_is_asked_as_often_as_one_may_and_is_not_silent() -> None:
+    bench = Bench(tries_per_home=4, retry_jitter=0.0)
+    bench.fetch()
+    now, refused = 0.0, 0
+    while bench.core.fetches_under_way:
+        if bench.targets():
+            bench.miss(now, wire.MISS_OVERLOADED)
+            refused += 1
+        else:
+            now = bench.core.get_timer() or now
+            bench.core.handle_timer(now)
+    assert refused == 4
+    assert reason_of(bench) is MissReason.OVERLOADED
+    assert bench.core.counters.timeouts == 0
+    bench.fetch(2.0, homes=(HOME, REPLICA))
+    assert bench.targets() == [HOME], "it is not avoided as a silent one would be"
+
+
+def test_who_is_sent_away_for_overload_comes_back_as_if_for_the_first_time() -> None:
+    # All who waited with us come back, too; a switch sends every repeat on, and of first READs one.
+    bench = Bench()
+    bench.fetch()
+    bench.reads()
+    bench.miss(0.001, wire.MISS_OVERLOADED)
+    ((_, _, read), *_) = bench.run_timers(1.0)
+    assert not read.flags & wire.FLAG_RETRY

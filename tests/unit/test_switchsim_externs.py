@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import pytest
 from kvcast.switchsim import ir
-from kvcast.switchsim.reference.externs import (
-    CounterArray,
-    ExternError,
-    Meter,
-    MeterArray,
-    Rate,
-    RegisterArray,
-)
+from kvcast.switchsim.control_plane.externs import CounterArray, ExternError, Rate, RegisterArray
+from kvcast.switchsim.reference.externs import Meter, MeterArray
 
 GREEN, YELLOW, RED = 0, 1, 2
 

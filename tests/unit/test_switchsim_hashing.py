@@ -11,7 +11,7 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcast.switchsim.reference import hashing
+from kvcast.switchsim import hashing
 
 CHECK = b"123456789"
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcast.switchsim import hashing
+from kvcast.switchsim.codegen import jit
+from kvcast.switchsim.codegen.writer import Module
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm import jit
 from kvcast.switchsim.llvm.hashes import Hashes
-from kvcast.switchsim.llvm.writer import Module
-from kvcast.switchsim.reference import hashing
 
 COUNTING = {"round_robin", "round_robin_consistent"}
 ALGORITHMS = sorted(hashing.ALGORITHMS - COUNTING)

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 from kvcast.p4 import artefact
 from kvcast.switchsim import loader
+from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm, Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, PROCESS, Desc, Outbox
 from kvcast.switchsim.llvm.switch import CompiledSwitch
-from kvcast.switchsim.reference.switch import Switch, SwitchStats
+from kvcast.switchsim.reference.switch import Switch
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 
@@ -210,12 +212,12 @@ def l2_frame(mac: int) -> bytes:
     return mac.to_bytes(6, "big") + bytes(6) + b"\x12\x34" + bytes(46)
 
 
-def ports_of(switch: Switch, macs: Sequence[int]) -> list[int]:
+def ports_of(switch: Engine, macs: Sequence[int]) -> list[int]:
     """Where frames to these addresses go; -1: nowhere."""
     return [sent[0][0] if (sent := switch.process(9, l2_frame(mac), 0)) else -1 for mac in macs]
 
 
-def to_port(switch: Switch, mac: int, port: int) -> int:
+def to_port(switch: Engine, mac: int, port: int) -> int:
     return switch.tables["l2_forward"].add([Exact(mac)], 0, _ACTION, [port, 0])
 
 

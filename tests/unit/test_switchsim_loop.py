@@ -2,7 +2,7 @@
 
 Oracles: a link's arithmetic written out in Python (`Link`), the sockets at the far ends, and what
 was sent. The program is `native_double`, so nothing here depends on P4. Cannot see: interfaces
-(test_switchsim_native_interfaces), the daemon around it (test_switchsim_native_daemon), speed.
+(test_switchsim_loop_interfaces), the daemon around it (test_switch_native), speed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from collections.abc import Iterator
 import pytest
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE
 from kvcast.switchsim.loop.runner import Emitted, NativeLoop
-from kvcast.switchsim.ports.ports import (
-    MAX_FRAME_BYTES,
-    InProcessPort,
-    Port,
-    PortOptions,
-    UdpTunnelPort,
-)
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortOptions
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 from native_double import Double, frame_to
 from port_checks import wait_until
 

@@ -21,18 +21,12 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim.loop.interpreted import SLICE_S, PacketLoop
-from kvcast.switchsim.ports.ports import (
-    MAX_FRAME_BYTES,
-    InProcessPort,
-    InterfacePort,
-    Port,
-    PortError,
-    PortOptions,
-    PortSpec,
-    UdpTunnelPort,
-    complete_checksum,
-    parse_port,
-)
+from kvcast.switchsim.ports.drops import REASONS
+from kvcast.switchsim.ports.in_process import InProcessPort
+from kvcast.switchsim.ports.interface import InterfacePort, complete_checksum
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortError, PortOptions
+from kvcast.switchsim.ports.spec import PortSpec, parse_port
+from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 from port_checks import assert_udp_checksum, wait_until
 
 FRAME = bytes.fromhex("020000000002 020000000001 88b5") + b"payload"
@@ -56,7 +50,6 @@ def test_specifications_are_parsed() -> None:
     )
     assert parse_port("1=udp:10.0.0.1:7001") == PortSpec(1, "udp", local=("10.0.0.1", 7001))
     assert parse_port("2=if:veth0") == PortSpec(2, "if", interface="veth0")
-    assert parse_port("2=xdp:veth0") == PortSpec(2, "xdp", interface="veth0")
 
 
 @pytest.mark.parametrize(
@@ -513,6 +506,23 @@ def test_interface_port_carries_frames_both_ways(veth: tuple[str, str]) -> None:
 
 
 @pytest.mark.root
+def test_interface_ports_carry_long_frames_when_the_mtu_is_raised_later(
+    veth: tuple[str, str],
+) -> None:
+    ours, theirs = InterfacePort(1, veth[0]), InterfacePort(2, veth[1])
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        for name in veth:
+            subprocess.run(["ip", "link", "set", name, "mtu", "12000"], check=True)
+        for size in (1500, 9014, MAX_FRAME_BYTES):
+            probe = FRAME + secrets.token_bytes(size - len(FRAME))
+            ours.transmit(probe, 0.0)
+            wait_until(lambda probe=probe: hears(theirs, probe))  # type: ignore[misc]
+        ours.transmit(FRAME + bytes(MAX_FRAME_BYTES + 1 - len(FRAME)), 0.0)
+        wait_until(lambda: theirs.drain() >= 0 and theirs.counters.rx_oversize == 1)
+        assert ours.counters.tx_too_long == 0
+
+
+@pytest.mark.root
 def test_interface_port_counts_frames_above_the_mtu(veth: tuple[str, str]) -> None:
     port = InterfacePort(1, veth[0])
     with contextlib.closing(port):
@@ -570,3 +580,10 @@ def test_interface_port_completes_checksums_that_were_left_to_hardware(
 def test_interface_that_does_not_exist_is_a_named_error() -> None:
     with pytest.raises(PortError, match="port 1: if:kvt-none"):
         InterfacePort(1, "kvt-none")
+
+
+def test_every_counter_of_a_port_is_told_when_it_counts_drops() -> None:
+    passed_on = {"rx_frames", "rx_bytes", "tx_frames", "tx_bytes"}
+    asked_for, not_lost = {"rx_loss", "tx_loss"}, {"rx_errors", "tx_refused"}
+    counted = set(InProcessPort(1).read_counters())
+    assert set(REASONS) == counted - passed_on - asked_for - not_lost

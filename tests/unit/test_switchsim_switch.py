@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from kvcast.switchsim import loader, stf
+from kvcast.switchsim.control_plane.externs import Rate
+from kvcast.switchsim.control_plane.switch import Digest, ReplicationError
 from kvcast.switchsim.ir import Exact
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference import switch as switch_module
-from kvcast.switchsim.reference.externs import Rate
-from kvcast.switchsim.reference.switch import Digest, ReplicationError, Switch
+from kvcast.switchsim.reference.switch import Switch
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 

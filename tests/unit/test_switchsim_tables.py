@@ -16,12 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.switchsim import ir, loader
-from kvcast.switchsim.ir import Exact, Lpm, MatchValue, Range, Ternary
-from kvcast.switchsim.llvm.switch import CompiledSwitch
-from kvcast.switchsim.reference.externs import Rate
-from kvcast.switchsim.reference.phv import NOW_US, REGISTERS, Layout, Phv
-from kvcast.switchsim.reference.switch import Switch
-from kvcast.switchsim.reference.tables import (
+from kvcast.switchsim.control_plane.externs import Rate
+from kvcast.switchsim.control_plane.tables import (
     BadAction,
     BadKey,
     ConstTable,
@@ -29,10 +25,14 @@ from kvcast.switchsim.reference.tables import (
     NoSuchEntry,
     NoSuchMember,
     StillUsed,
-    Table,
     TableError,
     TableFull,
 )
+from kvcast.switchsim.ir import Exact, Lpm, MatchValue, Range, Ternary
+from kvcast.switchsim.llvm.switch import CompiledSwitch
+from kvcast.switchsim.reference.phv import NOW_US, REGISTERS, Layout, Phv
+from kvcast.switchsim.reference.switch import Switch
+from kvcast.switchsim.reference.tables import Table
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "stf" / "programs"
 

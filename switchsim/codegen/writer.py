@@ -1,6 +1,7 @@
 """Writes LLVM IR as text: values, blocks, functions, modules.
 
-Owns the spelling of LLVM instructions and folds constants on the way. Must not know P4. Values are
+Owns the spelling of LLVM instructions and folds constants on the way. Must not know P4 or Python's
+subset, which are both compiled with it. Values are
 typed (`iN`, `ptr`, `double`); an integer constant keeps its number, so that a caller can ask for
 it. LLVM's language reference is the specification. Loads and stores claim no alignment unless told.
 """
@@ -55,12 +56,19 @@ FALSE = Value("i1", "false", 1, 0)
 
 
 class Block:
-    __slots__ = ("label", "lines", "terminated")
+    __slots__ = ("label", "lines", "reached", "terminated")
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.lines: list[str] = []
+        self.reached = False
+        """Something branches here."""
         self.terminated = False
+
+    def target(self) -> str:
+        """As an operand of a branch."""
+        self.reached = True
+        return f"label %{self.label}"
 
 
 class Module:
@@ -168,23 +176,20 @@ class Function:
         self.block.terminated = True
 
     def branch(self, target: Block) -> None:
-        self._end(f"br label %{target.label}")
+        self._end(f"br {target.target()}")
 
-    def branch_if(
-        self, condition: Value, then: Block, otherwise: Block, likely: bool | None = None
-    ) -> None:
+    def branch_if(self, condition: Value, then: Block, otherwise: Block) -> None:
         if condition.const is not None:
             self.branch(then if condition.const else otherwise)
             return
-        del likely
-        self._end(f"br {condition}, label %{then.label}, label %{otherwise.label}")
+        self._end(f"br {condition}, {then.target()}, {otherwise.target()}")
 
     def switch(self, value: Value, default: Block, cases: Sequence[tuple[int, Block]]) -> None:
         if value.const is not None:
             self.branch(dict(cases).get(value.const, default))
             return
-        text = " ".join(f"{value.type} {n}, label %{b.label}" for n, b in cases)
-        self._end(f"switch {value}, label %{default.label} [ {text} ]")
+        text = " ".join(f"{value.type} {n}, {b.target()}" for n, b in cases)
+        self._end(f"switch {value}, {default.target()} [ {text} ]")
 
     def ret(self, value: Value | None = None) -> None:
         self._end("ret void" if value is None else f"ret {value}")
@@ -378,12 +383,15 @@ class Function:
         self.module.declare(name, f"i{a.bits} {{}}(i{a.bits})")
         return self._emit(a.type, a.bits, f"call {a.type} @{name}({a})")
 
-    def call(self, target: Function | str, arguments: Sequence[Value], result: str = "") -> Value:
+    def call(
+        self, target: Function | Value | str, arguments: Sequence[Value], result: str = ""
+    ) -> Value:
+        """Call a function of this module, one at an address (a pointer), or one by name."""
         if isinstance(target, Function):
-            name, result = target.name, target.result
+            name, result = f"@{target.name}", target.result
         else:
-            name = target
-        text = f"call {result} @{name}({', '.join(str(a) for a in arguments)})"
+            name = target.text if isinstance(target, Value) else f"@{target}"
+        text = f"call {result} {name}({', '.join(str(a) for a in arguments)})"
         if result == "void":
             self.effect(text)
             return NULL
@@ -405,11 +413,19 @@ class Function:
         self._allocas.append(f"  {name} = alloca [{bytes_} x i8], align {align}")
         return Value("ptr", name)
 
-    def variable(self, bits: int) -> Value:
-        """A local variable of iN (a pointer to it)."""
+    def variable(self, kind: int | str) -> Value:
+        """A local variable of iN, or of another type (a pointer to it)."""
         name = self._name()
-        self._allocas.append(f"  {name} = alloca i{bits}")
+        self._allocas.append(f"  {name} = alloca {f'i{kind}' if isinstance(kind, int) else kind}")
         return Value("ptr", name)
+
+    def pointer(self, address: Value) -> Value:
+        """The pointer that an i64 holds."""
+        return self._emit("ptr", 0, f"inttoptr {address} to ptr")
+
+    def address(self, pointer: Value) -> Value:
+        """The i64 that a pointer holds."""
+        return self._emit("i64", 64, f"ptrtoint {pointer} to i64")
 
     def at(self, base: Value, offset: Value | int) -> Value:
         """The address `offset` bytes behind base."""
@@ -440,22 +456,21 @@ class Function:
         self.effect(f"store atomic {value}, {pointer} release, align {value.bits // 8 or 8}")
 
     def copy(self, to: Value, from_: Value, bytes_: Value | int) -> None:
-        if isinstance(bytes_, int):
-            bytes_ = integer(64, bytes_)
-        if bytes_.const == 0:
-            return
-        name = "llvm.memcpy.p0.p0.i64"
-        self.module.declare(name, "void {}(ptr, ptr, i64, i1)")
-        self.effect(f"call void @{name}({to}, {from_}, {bytes_}, i1 false)")
+        self._memory("llvm.memcpy.p0.p0.i64", to, from_, bytes_)
 
-    def fill(self, to: Value, byte: int, bytes_: Value | int) -> None:
+    def move(self, to: Value, from_: Value, bytes_: Value | int) -> None:
+        """As copy, where the places may overlap."""
+        self._memory("llvm.memmove.p0.p0.i64", to, from_, bytes_)
+
+    def fill(self, to: Value, byte: Value | int, bytes_: Value | int) -> None:
+        byte = integer(8, byte) if isinstance(byte, int) else byte
+        self._memory("llvm.memset.p0.i64", to, byte, bytes_)
+
+    def _memory(self, name: str, to: Value, what: Value, bytes_: Value | int) -> None:
         if isinstance(bytes_, int):
             bytes_ = integer(64, bytes_)
-        if bytes_.const == 0:
-            return
-        name = "llvm.memset.p0.i64"
-        self.module.declare(name, "void {}(ptr, i8, i64, i1)")
-        self.effect(f"call void @{name}({to}, i8 {byte}, {bytes_}, i1 false)")
+        if bytes_.const != 0:
+            self.intrinsic(name, "void", [to, what, bytes_, FALSE])
 
     def increment(self, pointer: Value, by: Value | int = 1) -> None:
         """Add to a uint64 in memory."""

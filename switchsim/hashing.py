@@ -16,8 +16,6 @@ import xxhash
 
 Algorithm: TypeAlias = Callable[[bytes], int]
 
-_BYTE_REVERSED = bytes(int(f"{b:08b}"[::-1], 2) for b in range(256))
-
 
 def _reflected_crc(width: int, polynomial: int, init: int, final_xor: int) -> Algorithm:
     """A CRC that reflects its input and output, computed in reflected form."""

@@ -11,8 +11,7 @@ import random
 from typing import Annotated, Any
 
 import pytest
-from kvcast.switchsim.llvm import abi
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I32,
     I64,
     U8,
@@ -24,19 +23,20 @@ from kvcast.switchsim.loop.compiler import (
     Ptr,
     Struct,
     address_of,
-    assembly_of,
     bytes_at,
     copy,
     ctypes_of,
     fill,
     high_product,
     indirect,
+    module_of,
     move,
     native,
     signed,
     size_of,
     unsigned,
 )
+from kvcast.switchsim.llvm import abi
 from kvcast.switchsim.loop.linux import EpollEvent, MsgHdr, SockAddrIn, TpacketHeader
 from kvcast.switchsim.loop.state import Desc, Outbox
 
@@ -273,4 +273,4 @@ def without_annotation(a, b: U64) -> U64:  # type: ignore[no-untyped-def]
 )
 def test_what_is_not_in_the_subset_is_refused_by_name(function: Any, reason: str) -> None:
     with pytest.raises(NativeError, match=reason):
-        assembly_of([function])
+        module_of([function])

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim.llvm import jit
+from kvcast.switchsim.codegen import jit
+from kvcast.switchsim.codegen.writer import Module, integer
 from kvcast.switchsim.llvm.memory import Region
-from kvcast.switchsim.llvm.writer import Module, integer
 
 
 class Source:

@@ -1,9 +1,9 @@
-"""A small subset of Python, compiled to machine code with llvmlite.
+"""A small subset of Python, compiled to machine code.
 
-Owns: the subset's types and statements, how they become LLVM IR, and the library of compiled
-functions that ctypes can call (machine code and its cache are `llvm.jit`'s). Must not know:
-packets, sockets, P4. The packet loop is written in
-this subset, so that it reads, type-checks (mypy sees ordinary Python) and lints like the rest.
+Owns: the subset's types and statements, what they become in IR (`codegen.writer` spells it), and
+the library of compiled functions that ctypes can call (machine code and its cache are
+`codegen.jit`'s). Must not know: packets, sockets, P4. The packet loop is written in this subset, so
+that it reads, type-checks (mypy sees ordinary Python) and lints like the rest.
 
 The subset:
 
@@ -34,7 +34,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, Self, TypeVar
 
-from kvcast.switchsim.llvm import jit
+from kvcast.switchsim.codegen import jit
+from kvcast.switchsim.codegen.writer import (
+    FALSE,
+    NULL,
+    TRUE,
+    Block,
+    Function,
+    Module,
+    Value,
+    integer,
+)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -253,7 +263,7 @@ def _llvm_type(kind: Any) -> str:
 @dataclass(frozen=True)
 class _Value:
     kind: Any  # _BOOL, _UNSIGNED, _SIGNED, _Pointer, _Reference or None
-    text: str
+    value: Value
     literal: int | None = None
 
 
@@ -262,12 +272,15 @@ class _Place:
     """Somewhere a value can be stored."""
 
     kind: Any
-    address: str
+    address: Value
+    aligned: bool = True
 
 
+_NOTHING = _Value(None, NULL)
 _ARITHMETIC = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.BitAnd: "and", ast.BitOr: "or",
-    ast.BitXor: "xor", ast.LShift: "shl",
+    ast.Add: Function.add, ast.Sub: Function.sub, ast.Mult: Function.mul,
+    ast.BitAnd: Function.and_, ast.BitOr: Function.or_, ast.BitXor: Function.xor,
+    ast.LShift: Function.shl,
 }  # fmt: skip
 _COMPARISONS = {
     ast.Eq: ("eq", "eq"), ast.NotEq: ("ne", "ne"), ast.Lt: ("ult", "slt"), ast.LtE: ("ule", "sle"),
@@ -276,111 +289,99 @@ _COMPARISONS = {
 
 
 class _FunctionCompiler:
-    """One function's IR. `needed` collects the functions that it calls."""
+    """Compiles one function into a module. `needed` collects the functions that it calls."""
 
-    def __init__(self, function: Callable[..., Any], needed: list[Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        function: Callable[..., Any],
+        needed: list[Callable[..., Any]],
+        exported: bool,
+    ) -> None:
         self._function = function
         self._needed = needed
         self._signature = _signature(function)
         self._globals = function.__globals__
         self._slots: dict[str, _Place] = {}
-        self._entry: list[str] = []
-        self._lines: list[str] = []
-        self._count = 0
-        self._done = False  # the current block has its terminator
-        self._loops: list[tuple[str, str]] = []  # labels of continue and break
+        self._loops: list[tuple[Block, Block]] = []  # where continue and break go
+        parameters = [(_llvm_type(kind), f"p{n}") for n, kind in enumerate(self._signature.kinds)]
+        result = _llvm_type(self._signature.result)
+        self.f = module.function(function.__name__, result, parameters, exported=exported)
         source = textwrap.dedent(inspect.getsource(function))
         (definition,) = ast.parse(source).body
         assert isinstance(definition, ast.FunctionDef)
         self._body = definition.body
 
-    def compile(self) -> str:
+    def compile(self) -> None:
         signature = self._signature
-        parameters = []
-        for number, (name, kind) in enumerate(zip(signature.names, signature.kinds, strict=True)):
-            parameters.append(f"{_llvm_type(kind)} %p{number}")
-            value = self._widened(kind, f"%p{number}")
-            self._emit(
-                f"store {_llvm_type(value.kind)} {value.text}, ptr {self._slot(name, value.kind)}"
-            )
+        for name, kind, argument in zip(
+            signature.names, signature.kinds, self.f.arguments, strict=True
+        ):
+            value = self._widened(kind, argument)
+            self._put(value.value, self._slot(name, value.kind))
         self._block(self._body)
-        if not self._done:
+        if not self.f.block.terminated:
             if signature.result is not None:
                 self._fail(self._body[-1], "the function can end without a result")
-            self._emit("ret void")
-        head = f"define {_llvm_type(signature.result)} @{self._function.__name__}"
-        text = [f"{head}({', '.join(parameters)}) nounwind {{", "entry:"]
-        return "\n".join([*text, *self._entry, *self._lines, "}"])
-
-    # --- pieces of text
-
-    def _name(self) -> str:
-        self._count += 1
-        return f"%v{self._count}"
-
-    def _label(self) -> str:
-        self._count += 1
-        return f"b{self._count}"
-
-    def _emit(self, line: str) -> None:
-        if self._done:  # unreachable code still needs a block
-            self._start(self._label())
-        self._lines.append("  " + line)
-
-    def _set(self, line: str) -> str:
-        name = self._name()
-        self._emit(f"{name} = {line}")
-        return name
-
-    def _start(self, label: str) -> None:
-        if not self._done:
-            self._lines.append(f"  br label %{label}")
-        self._lines.append(f"{label}:")
-        self._done = False
-
-    def _jump(self, label: str) -> None:
-        if not self._done:
-            self._emit(f"br label %{label}")
-            self._done = True
-
-    def _branch(self, condition: _Value, yes: str, no: str) -> None:
-        self._emit(f"br i1 {condition.text}, label %{yes}, label %{no}")
-        self._done = True
+            self.f.ret()
 
     def _fail(self, node: ast.AST, why: str) -> NoReturn:
         first = self._function.__code__.co_firstlineno
         line = first + getattr(node, "lineno", 1) - 1
         raise NativeError(f"{self._function.__module__}:{line}: {self._function.__name__}: {why}")
 
-    def _slot(self, name: str, kind: Any) -> str:
+    # --- control
+
+    def _start(self, block: Block) -> None:
+        """Go on in this block, also from the one before it."""
+        self._jump(block)
+        self.f.start(block)
+
+    def _jump(self, block: Block) -> None:
+        if not self.f.block.terminated:
+            self.f.branch(block)
+
+    def _go_on(self, after: Block) -> None:
+        """Behind a statement with ways that may all have returned: then nothing comes here."""
+        self._start(after)
+        if not after.reached:
+            self.f.unreachable()
+
+    # --- memory
+
+    def _slot(self, name: str, kind: Any) -> _Place:
         place = self._slots.get(name)
         if place is None:
-            address = f"%{name}.slot"
-            self._entry.append(f"  {address} = alloca {_llvm_type(kind)}")
-            place = self._slots[name] = _Place(kind, address)
-        return place.address
+            place = self._slots[name] = _Place(kind, self.f.variable(_llvm_type(kind)))
+        return place
 
-    def _widened(self, kind: Any, text: str) -> _Value:
+    def _put(self, value: Value, place: _Place) -> None:
+        align = max(1, value.bits // 8) if value.bits else 8
+        self.f.store(value, place.address, align if place.aligned else 1)
+
+    def _load(self, place: _Place) -> _Value:
+        if isinstance(place.kind, tuple):
+            return _Value(place.kind[1], place.address)
+        if not isinstance(place.kind, Int):
+            return _Value(place.kind, self.f.load_pointer(place.address))
+        bits = place.kind.bits
+        align = max(1, bits // 8) if place.aligned else 1
+        return self._widened(place.kind, self.f.load(bits, place.address, align))
+
+    def _widened(self, kind: Any, value: Value) -> _Value:
         """A parameter, field or result as compiled code calculates with it."""
         if not isinstance(kind, Int) or kind == _BOOL:
-            return _Value(kind, text)
-        wide = Int(64, kind.signed)
-        if kind.bits < 64:
-            text = self._set(f"{'sext' if kind.signed else 'zext'} i{kind.bits} {text} to i64")
-        return _Value(wide, text)
+            return _Value(kind, value)
+        wide = self.f.sext(value, 64) if kind.signed else self.f.zext(value, 64)
+        return _Value(Int(64, kind.signed), wide)
 
-    def _narrowed(self, node: ast.AST, value: _Value, kind: Any) -> str:
-        """The value as text of exactly that type."""
+    def _narrowed(self, node: ast.AST, value: _Value, kind: Any) -> Value:
+        """The value as one of exactly that type."""
         if isinstance(kind, Int) and kind.bits > 1:
-            value = self._number(node, value)
-            if kind.bits < 64:
-                if value.literal is not None:
-                    return str(value.literal & ((1 << kind.bits) - 1))
-                return self._set(f"trunc i64 {value.text} to i{kind.bits}")
-            return value.text
+            return self.f.trunc(self._number(node, value).value, kind.bits)
         if value.kind != kind:
             self._fail(node, f"{value.kind} where {kind} is needed")
-        return value.text
+        return value.value
 
     # --- statements
 
@@ -389,6 +390,8 @@ class _FunctionCompiler:
             handler = getattr(self, f"_do_{type(statement).__name__.lower()}", None)
             if handler is None:
                 self._fail(statement, f"no {type(statement).__name__} in compiled code")
+            if self.f.block.terminated:  # unreachable code still needs a block
+                self.f.start(self.f.new_block("dead"))
             handler(statement)
 
     def _do_pass(self, node: ast.Pass) -> None:
@@ -413,10 +416,8 @@ class _FunctionCompiler:
         kind, _ = _kind_of(eval(ast.unparse(node.annotation), self._globals))
         if isinstance(kind, Int):
             kind = Int(64, kind.signed)
-        value = self._value(node.value)
-        text = self._narrowed(node, value, kind)
-        address = self._slot(node.target.id, kind)
-        self._emit(f"store {_llvm_type(kind)} {text}, ptr {address}")
+        value = self._narrowed(node, self._value(node.value), kind)
+        self._put(value, self._slot(node.target.id, kind))
 
     def _do_augassign(self, node: ast.AugAssign) -> None:
         place = self._place(node.target)
@@ -436,20 +437,19 @@ class _FunctionCompiler:
         if (node.value is None) != (kind is None):
             self._fail(node, "the result does not fit the declaration")
         if node.value is None:
-            self._emit("ret void")
+            self.f.ret()
         else:
-            text = self._narrowed(node, self._value(node.value), kind)
-            self._emit(f"ret {_llvm_type(kind)} {text}")
-        self._done = True
+            self.f.ret(self._narrowed(node, self._value(node.value), kind))
 
     def _do_if(self, node: ast.If) -> None:
-        yes, no, after = self._label(), self._label(), self._label()
-        self._branch(self._condition(node.test), yes, no if node.orelse else after)
-        self._start(yes)
+        f = self.f
+        yes, no, after = f.new_block("then"), f.new_block("else"), f.new_block("after")
+        f.branch_if(self._condition(node.test), yes, no if node.orelse else after)
+        f.start(yes)
         self._block(node.body)
         self._jump(after)
         if node.orelse:
-            self._start(no)
+            f.start(no)
             self._block(node.orelse)
             self._jump(after)
         self._go_on(after)
@@ -457,25 +457,16 @@ class _FunctionCompiler:
     def _do_while(self, node: ast.While) -> None:
         if node.orelse:
             self._fail(node, "no else of a loop")
-        test, body, after = self._label(), self._label(), self._label()
-        self._jump(test)
+        f = self.f
+        test, body, after = f.new_block("test"), f.new_block("body"), f.new_block("after")
         self._start(test)
-        endless = isinstance(node.test, ast.Constant) and node.test.value is True
-        if not endless:
-            self._branch(self._condition(node.test), body, after)
-            self._start(body)
+        f.branch_if(self._condition(node.test), body, after)
+        f.start(body)
         self._loops.append((test, after))
         self._block(node.body)
         self._loops.pop()
         self._jump(test)
         self._go_on(after)
-
-    def _go_on(self, after: str) -> None:
-        """Behind a statement with ways that may all have returned: then nothing comes here."""
-        self._start(after)
-        if not any(f"label %{after}" in line for line in self._lines):
-            self._emit("unreachable")
-            self._done = True
 
     def _do_for(self, node: ast.For) -> None:
         call = node.iter
@@ -488,34 +479,30 @@ class _FunctionCompiler:
             or len(call.args) > 2
         ):
             self._fail(node, "only `for name in range(...)`")
-        start = self._value(call.args[0]) if len(call.args) == 2 else _Value(_UNSIGNED, "0", 0)
+        f = self.f
+        start = self._value(call.args[0]).value if len(call.args) == 2 else integer(64, 0)
         stop = self._number(node, self._value(call.args[-1]))
-        self._assign(node.target, _Value(stop.kind, start.text))
+        self._assign(node.target, _Value(stop.kind, start))
         place = self._slots[node.target.id]
-        test, body, step, after = (self._label() for _ in range(4))
-        self._jump(test)
+        test, body, step, after = (f.new_block(hint) for hint in ("test", "body", "step", "after"))
         self._start(test)
-        now = self._load(place)
         below = "slt" if stop.kind.signed else "ult"
-        self._branch(
-            _Value(_BOOL, self._set(f"icmp {below} i64 {now.text}, {stop.text}")), body, after
-        )
-        self._start(body)
+        f.branch_if(f.compare(below, self._load(place).value, stop.value), body, after)
+        f.start(body)
         self._loops.append((step, after))
         self._block(node.body)
         self._loops.pop()
-        self._jump(step)
         self._start(step)
-        now = self._load(place)
-        self._store(node, place, _Value(stop.kind, self._set(f"add i64 {now.text}, 1")))
-        self._jump(test)
-        self._start(after)
+        following = f.add(self._load(place).value, integer(64, 1))
+        self._store(node, place, _Value(stop.kind, following))
+        f.branch(test)
+        f.start(after)
 
     def _do_break(self, node: ast.Break) -> None:
-        self._jump(self._loops[-1][1])
+        self.f.branch(self._loops[-1][1])
 
     def _do_continue(self, node: ast.Continue) -> None:
-        self._jump(self._loops[-1][0])
+        self.f.branch(self._loops[-1][0])
 
     # --- places
 
@@ -532,7 +519,7 @@ class _FunctionCompiler:
             field = _fields(base.kind.struct).get(node.attr)
             if field is None:
                 self._fail(node, f"{base.kind.struct.__name__} has no field {node.attr}")
-            address = self._set(f"getelementptr inbounds i8, ptr {base.text}, i64 {field.offset}")
+            address = self.f.at(base.value, field.offset)
             # An inline field is not loaded: its address is its value.
             return _Place(("inline", field.kind) if field.inline else field.kind, address)
         if isinstance(node, ast.Subscript):
@@ -543,23 +530,13 @@ class _FunctionCompiler:
         if not isinstance(pointer.kind, _Pointer):
             self._fail(node, "only pointers have elements")
         to = pointer.kind.to
+        size = size_of(to.struct) if isinstance(to, _Reference) else to.bits // 8
+        scaled = self.f.mul(self._number(node, index).value, integer(64, size))
+        address = self.f.at(pointer.value, scaled)
         if isinstance(to, _Reference):
-            mirror_size = size_of(to.struct)
-            scaled = self._set(f"mul i64 {self._number(node, index).text}, {mirror_size}")
-            address = self._set(f"getelementptr inbounds i8, ptr {pointer.text}, i64 {scaled}")
             return _Place(("inline", to), address)
-        assert isinstance(to, Int)
-        address = self._set(
-            f"getelementptr inbounds i{to.bits}, ptr {pointer.text}, "
-            f"i64 {self._number(node, index).text}"
-        )
-        return _Place(to, address)
-
-    def _load(self, place: _Place) -> _Value:
-        if isinstance(place.kind, tuple):
-            return _Value(place.kind[1], place.address)
-        text = self._set(f"load {_llvm_type(place.kind)}, ptr {place.address}")
-        return self._widened(place.kind, text)
+        # Numbers may lie anywhere in a frame.
+        return _Place(to, address, aligned=False)
 
     def _store(self, node: ast.AST, place: _Place, value: _Value) -> None:
         if isinstance(place.kind, tuple):
@@ -573,8 +550,7 @@ class _FunctionCompiler:
             and value.kind.signed != place.kind.signed
         ):
             self._fail(node, "signed and unsigned are mixed")
-        text = self._narrowed(node, value, place.kind)
-        self._emit(f"store {_llvm_type(place.kind)} {text}, ptr {place.address}")
+        self._put(self._narrowed(node, value, place.kind), place)
 
     # --- expressions
 
@@ -599,11 +575,10 @@ class _FunctionCompiler:
 
     def _literal(self, node: ast.AST, number: Any) -> _Value:
         if isinstance(number, bool):
-            return _Value(_BOOL, "true" if number else "false")
+            return _Value(_BOOL, TRUE if number else FALSE)
         if not isinstance(number, int):
             self._fail(node, f"{number!r} is no number")
-        kind = _SIGNED if number < 0 else _UNSIGNED
-        return _Value(kind, str(number), number)
+        return _Value(_SIGNED if number < 0 else _UNSIGNED, integer(64, number), number)
 
     def _of_name(self, node: ast.Name) -> _Value:
         if node.id in self._slots:
@@ -630,7 +605,7 @@ class _FunctionCompiler:
 
     def _number(self, node: ast.AST, value: _Value) -> _Value:
         if value.kind == _BOOL:
-            return _Value(_UNSIGNED, self._set(f"zext i1 {value.text} to i64"))
+            return _Value(_UNSIGNED, self.f.zext(value.value, 64))
         if not isinstance(value.kind, Int):
             self._fail(node, f"{value.kind} where a number is needed")
         return value
@@ -651,26 +626,25 @@ class _FunctionCompiler:
         if isinstance(op, ast.FloorDiv | ast.Mod):
             if kind.signed:
                 self._fail(node, "no signed division")
-            name = "udiv" if isinstance(op, ast.FloorDiv) else "urem"
+            emit = Function.udiv if isinstance(op, ast.FloorDiv) else Function.urem
         elif isinstance(op, ast.RShift):
-            name = "ashr" if kind.signed else "lshr"
+            emit = Function.ashr if kind.signed else Function.lshr
         elif type(op) in _ARITHMETIC:
-            name = _ARITHMETIC[type(op)]
+            emit = _ARITHMETIC[type(op)]
         else:
             self._fail(node, f"no {type(op).__name__}")
-        return _Value(kind, self._set(f"{name} i64 {left.text}, {right.text}"))
+        return _Value(kind, emit(self.f, left.value, right.value))
 
     def _of_unaryop(self, node: ast.UnaryOp) -> _Value:
         if isinstance(node.op, ast.Not):
-            value = self._condition(node.operand)
-            return _Value(_BOOL, self._set(f"xor i1 {value.text}, true"))
+            return _Value(_BOOL, self.f.not_(self._condition(node.operand)))
         value = self._number(node, self._value(node.operand))
         if isinstance(node.op, ast.USub):
             if value.literal is not None:
                 return self._literal(node, -value.literal)
-            return _Value(value.kind, self._set(f"sub i64 0, {value.text}"))
+            return _Value(value.kind, self.f.sub(integer(64, 0), value.value))
         if isinstance(node.op, ast.Invert):
-            return _Value(value.kind, self._set(f"xor i64 {value.text}, -1"))
+            return _Value(value.kind, self.f.not_(value.value))
         return self._fail(node, "unknown sign")
 
     def _of_compare(self, node: ast.Compare) -> _Value:
@@ -685,7 +659,7 @@ class _FunctionCompiler:
             self._fail(node, f"no {type(node.ops[0]).__name__}")
         kind = self._agree(node, left, right)
         name = names[1] if kind.signed else names[0]
-        return _Value(_BOOL, self._set(f"icmp {name} i64 {left.text}, {right.text}"))
+        return _Value(_BOOL, self.f.compare(name, left.value, right.value))
 
     def _membership(self, node: ast.Compare) -> _Value:
         """`x in (a, b, c)`, where all are numbers."""
@@ -693,55 +667,50 @@ class _FunctionCompiler:
         if not isinstance(among, ast.Tuple) or not among.elts:
             self._fail(node, "membership is of a tuple")
         left = self._number(node, self._value(node.left))
-        found = "false"
+        found = FALSE
         for element in among.elts:
             right = self._number(node, self._value(element))
             self._agree(node, left, right)
-            same = self._set(f"icmp eq i64 {left.text}, {right.text}")
-            found = self._set(f"or i1 {found}, {same}")
+            found = self.f.or_(found, self.f.compare("eq", left.value, right.value))
         if isinstance(node.ops[0], ast.NotIn):
-            found = self._set(f"xor i1 {found}, true")
+            found = self.f.not_(found)
         return _Value(_BOOL, found)
 
-    def _condition(self, node: ast.expr) -> _Value:
+    def _condition(self, node: ast.expr) -> Value:
         value = self._value(node)
         if value.kind == _BOOL:
-            return value
-        number = self._number(node, value)
-        return _Value(_BOOL, self._set(f"icmp ne i64 {number.text}, 0"))
+            return value.value
+        return self.f.compare("ne", self._number(node, value).value, integer(64, 0))
 
     def _of_boolop(self, node: ast.BoolOp) -> _Value:
-        slot = f"%c{self._label()}.slot"
-        self._entry.append(f"  {slot} = alloca i1")
-        after = self._label()
+        f = self.f
+        result, after = _Place(_BOOL, f.variable(1)), f.new_block("after")
         for number, operand in enumerate(node.values):
             value = self._condition(operand)
-            self._emit(f"store i1 {value.text}, ptr {slot}")
+            self._put(value, result)
             if number < len(node.values) - 1:
-                more = self._label()
+                more = f.new_block("more")
                 first, second = (more, after) if isinstance(node.op, ast.And) else (after, more)
-                self._branch(value, first, second)
-                self._start(more)
-        self._jump(after)
+                f.branch_if(value, first, second)
+                f.start(more)
         self._start(after)
-        return _Value(_BOOL, self._set(f"load i1, ptr {slot}"))
+        return self._load(result)
 
     def _of_ifexp(self, node: ast.IfExp) -> _Value:
-        yes, no, after = self._label(), self._label(), self._label()
-        self._branch(self._condition(node.test), yes, no)
-        self._start(yes)
+        f = self.f
+        yes, no, after = f.new_block("then"), f.new_block("else"), f.new_block("after")
+        f.branch_if(self._condition(node.test), yes, no)
+        f.start(yes)
         one = self._value(node.body)
-        slot = f"%c{self._label()}.slot"
-        self._entry.append(f"  {slot} = alloca {_llvm_type(one.kind)}")
-        self._emit(f"store {_llvm_type(one.kind)} {one.text}, ptr {slot}")
-        self._jump(after)
-        self._start(no)
+        address = f.variable(_llvm_type(one.kind))
+        self._put(one.value, _Place(one.kind, address))
+        f.branch(after)
+        f.start(no)
         other = self._value(node.orelse)
         kind = self._agree(node, one, other) if isinstance(one.kind, Int) else one.kind
-        self._emit(f"store {_llvm_type(kind)} {other.text}, ptr {slot}")
-        self._jump(after)
+        self._put(other.value, _Place(kind, address))
         self._start(after)
-        return _Value(kind, self._set(f"load {_llvm_type(kind)}, ptr {slot}"))
+        return self._load(_Place(kind, address))
 
     def _of_call(self, node: ast.Call) -> _Value:
         if node.keywords:
@@ -750,10 +719,9 @@ class _FunctionCompiler:
             struct = eval(ast.unparse(node.func.value), self._globals)
             if not (isinstance(struct, type) and issubclass(struct, Struct)):
                 self._fail(node, "at and array belong to structures")
-            address = self._number(node, self._value(node.args[0]))
-            text = self._set(f"inttoptr i64 {address.text} to ptr")
+            pointer = self._pointer(node.args[0])
             reference = _Reference(struct)
-            return _Value(reference if node.func.attr == "at" else _Pointer(reference), text)
+            return _Value(reference if node.func.attr == "at" else _Pointer(reference), pointer)
         if not isinstance(node.func, ast.Name):
             self._fail(node, "only names can be called")
         found = self._globals.get(node.func.id)
@@ -770,32 +738,37 @@ class _FunctionCompiler:
         signature = _signature(found)
         if len(node.args) != len(signature.kinds):
             self._fail(node, f"{node.func.id} takes {len(signature.kinds)} arguments")
-        arguments = []
-        for argument, kind in zip(node.args, signature.kinds, strict=True):
-            value = self._value(argument)
-            arguments.append((_llvm_type(kind), self._narrowed(argument, value, kind)))
+        arguments = [
+            self._narrowed(argument, self._value(argument), kind)
+            for argument, kind in zip(node.args, signature.kinds, strict=True)
+        ]
+        callee: Value | str = found.__name__
         if how == "indirect":
-            (_, target), *arguments = arguments
-            callee = self._set(f"inttoptr i64 {target} to ptr")
-        else:
-            callee = f"@{found.__name__}"
-            if found not in self._needed:
-                self._needed.append(found)
-        given = ", ".join(f"{kind} {text}" for kind, text in arguments)
-        line = f"call {_llvm_type(signature.result)} {callee}({given})"
-        if signature.result is None:
-            self._emit(line)
-            return _Value(None, "")
-        return self._widened(signature.result, self._set(line))
+            address, *arguments = arguments
+            callee = self.f.pointer(address)
+        elif found not in self._needed:
+            self._needed.append(found)
+        result = self.f.call(callee, arguments, _llvm_type(signature.result))
+        return _NOTHING if signature.result is None else self._widened(signature.result, result)
+
+    # --- for intrinsics
+
+    def _pointer(self, node: ast.expr) -> Value:
+        """An expression whose value is an address."""
+        return self.f.pointer(self._number(node, self._value(node)).value)
+
+    def _numbers(self, node: ast.Call) -> list[Value]:
+        return [self._number(node, self._value(argument)).value for argument in node.args]
 
 
 # --- intrinsics -------------------------------------------------------------------------------
 
-_INTRINSICS: dict[Any, Callable[[_FunctionCompiler, ast.Call], _Value]] = {}
+_Emit = Callable[[_FunctionCompiler, ast.Call], _Value]
+_INTRINSICS: dict[Any, _Emit] = {}
 
 
-def _intrinsic(function: F) -> Callable[[Callable[[_FunctionCompiler, ast.Call], _Value]], F]:
-    def register(emit: Callable[[_FunctionCompiler, ast.Call], _Value]) -> F:
+def _intrinsic(function: F) -> Callable[[_Emit], F]:
+    def register(emit: _Emit) -> F:
         _INTRINSICS[function] = emit
         return function
 
@@ -870,14 +843,12 @@ def high_product(left: int, right: int) -> int:
 
 @_intrinsic(signed)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    value = c._number(node, c._value(node.args[0]))
-    return _Value(_SIGNED, value.text)
+    return _Value(_SIGNED, c._numbers(node)[0])
 
 
 @_intrinsic(unsigned)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    value = c._number(node, c._value(node.args[0]))
-    return _Value(_UNSIGNED, value.text)
+    return _Value(_UNSIGNED, c._numbers(node)[0])
 
 
 @_intrinsic(address_of)
@@ -885,16 +856,12 @@ def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
     value = c._value(node.args[0])
     if not isinstance(value.kind, _Pointer | _Reference):
         c._fail(node, "a number has no address")
-    return _Value(_UNSIGNED, c._set(f"ptrtoint ptr {value.text} to i64"))
+    return _Value(_UNSIGNED, c.f.address(value.value))
 
 
 def _pointer_intrinsic(function: Callable[..., Any], bits: int) -> None:
-    def emit(c: _FunctionCompiler, node: ast.Call) -> _Value:
-        value = c._number(node, c._value(node.args[0]))
-        text = c._set(f"inttoptr i64 {value.text} to ptr")
-        return _Value(_Pointer(Int(bits, False)), text)
-
-    _INTRINSICS[function] = emit
+    kind = _Pointer(Int(bits, False))
+    _INTRINSICS[function] = lambda c, node: _Value(kind, c._pointer(node.args[0]))
 
 
 _pointer_intrinsic(bytes_at, 8)
@@ -903,80 +870,62 @@ _pointer_intrinsic(u32_at, 32)
 _pointer_intrinsic(u64_at, 64)
 
 
-def _memory_intrinsic(function: Callable[..., Any], name: str) -> None:
-    def emit(c: _FunctionCompiler, node: ast.Call) -> _Value:
-        to, source, size = (c._number(node, c._value(a)) for a in node.args)
-        destination = c._set(f"inttoptr i64 {to.text} to ptr")
-        if name == "memset":
-            second = "i8 " + c._narrowed(node, source, Int(8, False))
-            c._emit(
-                f"call void @llvm.memset.p0.i64(ptr {destination}, {second}, i64 {size.text}, "
-                "i1 false)"
-            )
-        else:
-            origin = c._set(f"inttoptr i64 {source.text} to ptr")
-            c._emit(
-                f"call void @llvm.{name}.p0.p0.i64(ptr {destination}, ptr {origin}, "
-                f"i64 {size.text}, i1 false)"
-            )
-        return _Value(None, "")
-
-    _INTRINSICS[function] = emit
+@_intrinsic(copy)
+def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+    to, source, size = c._numbers(node)
+    c.f.copy(c.f.pointer(to), c.f.pointer(source), size)
+    return _NOTHING
 
 
-_memory_intrinsic(copy, "memcpy")
-_memory_intrinsic(move, "memmove")
-_memory_intrinsic(fill, "memset")
+@_intrinsic(move)
+def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+    to, source, size = c._numbers(node)
+    c.f.move(c.f.pointer(to), c.f.pointer(source), size)
+    return _NOTHING
+
+
+@_intrinsic(fill)
+def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+    to, byte, size = c._numbers(node)
+    c.f.fill(c.f.pointer(to), c.f.trunc(byte, 8), size)
+    return _NOTHING
 
 
 @_intrinsic(atomic_load)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
     place = c._place(node.args[0])
     assert isinstance(place.kind, Int)
-    size = place.kind.bits // 8
-    text = c._set(f"load atomic i{place.kind.bits}, ptr {place.address} acquire, align {size}")
-    return c._widened(place.kind, text)
+    return c._widened(place.kind, c.f.acquire(place.kind.bits, place.address))
 
 
 @_intrinsic(atomic_store)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
     place = c._place(node.args[0])
     assert isinstance(place.kind, Int)
-    text = c._narrowed(node, c._value(node.args[1]), place.kind)
-    bits = place.kind.bits
-    c._emit(f"store atomic i{bits} {text}, ptr {place.address} release, align {bits // 8}")
-    return _Value(None, "")
+    c.f.release(c._narrowed(node, c._value(node.args[1]), place.kind), place.address)
+    return _NOTHING
 
 
 @_intrinsic(full_fence)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    c._emit("fence seq_cst")
-    return _Value(None, "")
+    c.f.effect("fence seq_cst")
+    return _NOTHING
 
 
 @_intrinsic(high_product)
 def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    left, right = (c._number(node, c._value(a)).text for a in node.args)
-    wide = [c._set(f"zext i64 {text} to i128") for text in (left, right)]
-    product = c._set(f"mul i128 {wide[0]}, {wide[1]}")
-    high = c._set(f"lshr i128 {product}, 64")
-    return _Value(_UNSIGNED, c._set(f"trunc i128 {high} to i64"))
+    left, right = (c.f.zext(value, 128) for value in c._numbers(node))
+    return _Value(_UNSIGNED, c.f.trunc(c.f.lshr(c.f.mul(left, right), 64), 64))
 
 
 # --- the library ------------------------------------------------------------------------------
 
-_DECLARATIONS = """\
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
-declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
-declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
-"""
 
-
-def assembly_of(roots: Iterable[Callable[..., Any]]) -> str:
-    """The LLVM IR of these functions and of all that they call."""
+def module_of(roots: Iterable[Callable[..., Any]]) -> Module:
+    """The IR of these functions and of all that they call."""
     exported = list(roots)
     needed = list(exported)
-    parts = []
+    module = Module()
     at = 0
     while at < len(needed):
         function = needed[at]
@@ -985,15 +934,12 @@ def assembly_of(roots: Iterable[Callable[..., Any]]) -> str:
         if how == "external":
             signature = _signature(function)
             kinds = ", ".join(_llvm_type(kind) for kind in signature.kinds)
-            parts.append(f"declare {_llvm_type(signature.result)} @{function.__name__}({kinds})")
+            module.declare(function.__name__, f"{_llvm_type(signature.result)} {{}}({kinds})")
         elif how == "native":
-            text = _FunctionCompiler(function, needed).compile()
-            if function not in exported:
-                text = text.replace("define ", "define internal ", 1)
-            parts.append(text)
+            _FunctionCompiler(module, function, needed, function in exported).compile()
         else:
             raise NativeError(f"{function.__name__} is not a compiled function")
-    return "\n".join([_DECLARATIONS, *parts])
+    return module
 
 
 def _c_type(kind: Any) -> Any:
@@ -1009,12 +955,9 @@ class Library:
     runs); `address` is for compiled code. Valid as long as the library is alive."""
 
     def __init__(self, *roots: Callable[..., Any]) -> None:
-        self.assembly = assembly_of(roots)
+        module = module_of(roots)
         names = [function.__name__ for function in roots]
-        self._loaded = jit.load(self.assembly, self._text, names, jit.default_cache())
-
-    def _text(self, triple: str, layout: str) -> str:
-        return f'target triple = "{triple}"\ntarget datalayout = "{layout}"\n{self.assembly}'
+        self._loaded = jit.load(module.text("", ""), module.text, names, jit.default_cache())
 
     def address(self, function: Callable[..., Any]) -> int:
         return self._loaded.addresses[function.__name__]

@@ -21,7 +21,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-log = logging.getLogger("kvcast.switchsim.llvm.jit")
+log = logging.getLogger("kvcast.switchsim.codegen.jit")
 
 MAGIC = b"kvcast object 1\n"
 MAX_CACHED = 64

@@ -15,7 +15,7 @@ that replaces what a packet may still read waits for the epoch to change (llvm e
 
 from __future__ import annotations
 
-from kvcast.switchsim.loop.compiler import (
+from kvcast.switchsim.codegen.subset import (
     I64,
     U64,
     address_of,

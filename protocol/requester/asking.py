@@ -1,0 +1,511 @@
+"""Asking: which segment is asked for next, of which home, and when again.
+
+Owns: the windows of homes and the agent's credit, the turns of fetches and homes, the READs
+themselves, and every time-out of a segment. Must not know: what answers mean for a fetch, which
+home comes next (`failover`), or when a fetch ends.
+
+A segment in flight counts in its home's window, or, once only losses of it are outstanding or
+others' answers have left it behind, beside it (`_put_beside`). Fetches wait in the queue of their
+home, in the order in which they started; homes take turns.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from math import inf
+from typing import Final
+
+from kvcast.protocol.messages.wire import (
+    CHUNKS_PER_SEGMENT,
+    FLAG_PADDED,
+    FLAG_PARTIAL,
+    FLAG_RETRY,
+    FULL_SEGMENT,
+    OP_READ,
+    Frame,
+)
+from kvcast.protocol.pacing import RttEstimator, Window
+from kvcast.protocol.requester.events import RequesterConfig, RequesterCounters
+from kvcast.protocol.requester.fetch import Fetch, FetchState
+from kvcast.protocol.requester.segment import (
+    AWAITING,
+    IN_FLIGHT,
+    Segment,
+    SegmentEvent,
+    SegmentState,
+)
+from kvcast.protocol.timers import TimerQueue
+
+_SHARED_GAIN: Final = 1 / 4
+_SHARED_MOSTLY: Final = 0.5
+"""From this part of the answers on, READs gather."""
+_CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
+"""So many chunks missing in an answer that has ended are no sign of congestion yet."""
+
+
+class Home:
+    """What is known of one home, and the fetches that wait for its window."""
+
+    __slots__ = (
+        "awaited",
+        "in_window",
+        "index",
+        "queue",
+        "rtt",
+        "suspect_until",
+        "window",
+    )
+
+    def __init__(self, index: int, config: RequesterConfig) -> None:
+        self.index = index
+        self.rtt = RttEstimator(config.rto_initial_s, config.rto_min_s, config.rto_max_s)
+        self.window = Window(config.window_initial, config.window_max, config.queueing_target_s)
+        self.in_window = 0
+        """Segments that count in the window."""
+        self.awaited: dict[Segment, None] = {}
+        """Of them, those of which nothing has come, in the order in which they were asked for."""
+        self.suspect_until = -inf
+        self.queue: list[tuple[int, int]] = []
+        """A heap of fetches that have something to ask for: id and ticket. An entry counts only
+        while its fetch is `queued_at` this home."""
+
+
+class Asker:
+    """See the module's description. `fetches` is the requester's table of those under way."""
+
+    def __init__(
+        self,
+        config: RequesterConfig,
+        counters: RequesterCounters,
+        fetches: Mapping[int, Fetch],
+        timers: TimerQueue,
+        rng: random.Random,
+    ) -> None:
+        self.config = config
+        self.homes: dict[int, Home] = {}
+        self.waiting: dict[int, Home] = {}
+        """Homes with a queue, in the order of their turns."""
+        self.in_window = 0
+        """Segments that count in some home's window; all together at most `credit_segments`."""
+        self.beside = 0
+        """Segments in flight that do not count in a window; as many again at most."""
+        self.heard_at: dict[int, float] = {}
+        """By node, when new DATA came from it last."""
+        self.outbox: list[tuple[int, Frame]] = []
+        self._outbox_max = 4 * config.credit_segments
+        self._counters = counters
+        self._fetches = fetches
+        self._timers = timers
+        self._rng = rng
+        self._next_ticket = 0
+        self._next_tag = rng.getrandbits(32)
+        self._shared_until = -inf
+        self._answered_at = -inf
+        self._shared_part = 0.0  # of the answers of late, smoothed
+
+    def home(self, index: int) -> Home:
+        """What is known of a home."""
+        home = self.homes.get(index)
+        if home is None:
+            home = self.homes[index] = Home(index, self.config)
+        return home
+
+    # --- turns ------------------------------------------------------------------------------
+
+    def enqueue(self, fetch: Fetch) -> None:
+        """Let the fetch wait for its home's window, if it has something to ask for."""
+        current = fetch.homes.current
+        if fetch.idle and fetch.queued_at != current:
+            fetch.queued_at = current
+            home = self.home(current)
+            self._next_ticket += 1
+            heapq.heappush(home.queue, (fetch.id, self._next_ticket))
+            self.waiting[current] = home
+
+    def pump(self, now: float) -> None:
+        """Ask for idle segments, one home after the other, while credit and windows last."""
+        waiting = self.waiting
+        blocked = 0  # homes in a row that had nothing to ask for now
+        while waiting and blocked < len(waiting):
+            if self.in_window >= self.config.credit_segments:
+                return
+            index, home = next(iter(waiting.items()))
+            del waiting[index]
+            if home.in_window >= self._window(now, home):
+                waiting[index] = home
+                blocked += 1
+                continue
+            turn = self._next_idle(home)
+            if turn is not None:
+                fetch, segment = turn
+                self._take_off(now, fetch, segment)
+                self._ask(now, fetch, segment)
+                blocked = 0
+            if home.queue:
+                waiting[index] = home
+
+    def _window(self, now: float, home: Home) -> int:
+        """How many segments may be in flight from `home`.
+
+        While answers are shared it is the same number for every reader, whatever each of them
+        has lost or waited for: one stream serves all, so more readers mean no more load, and a
+        reader whose window were smaller would ask for what the others have had already.
+        """
+        if now < self._shared_until:
+            return self.config.window_shared
+        return int(home.window.size)
+
+    def _next_idle(self, home: Home) -> tuple[Fetch, Segment] | None:
+        """The next segment to ask `home` for.
+
+        Fetches come in the order in which they started: the blocks of a prefix are worth nothing
+        without those before, and readers of one prefix share answers if they go the same way.
+        """
+        queue = home.queue
+        while queue:
+            fetch = self._fetches.get(queue[0][0])
+            queued = fetch is not None and fetch.queued_at == home.index
+            if fetch is not None and queued and fetch.state is not FetchState.EXPECTING:
+                while fetch.idle:
+                    index = fetch.idle.popleft()
+                    if index < len(fetch.segments):  # else a guess was too high
+                        segment = fetch.segments[index]
+                        if segment.state is SegmentState.IDLE:
+                            return fetch, segment
+            heapq.heappop(queue)
+            if fetch is not None and queued:
+                fetch.queued_at = -1
+        return None
+
+    # --- into flight, beside the window, and out of flight ------------------------------------
+
+    def _take_off(self, now: float, fetch: Fetch, segment: Segment) -> None:
+        """Put a segment in flight: it is being asked for, or has begun to arrive unasked."""
+        home = self.home(fetch.homes.current)
+        segment.home = home.index
+        segment.in_window = True
+        segment.tag = -1
+        segment.sent_at = now
+        segment.gather_s = 0.0
+        segment.tries = 0
+        home.in_window += 1
+        self.in_window += 1
+
+    def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
+        """Let a segment be whole, leave its home or be dropped: it is in flight no more."""
+        segment.happen(now, event)
+        home = self.homes[segment.home]
+        if segment.in_window:
+            segment.in_window = False
+            home.in_window -= 1
+            self.in_window -= 1
+        else:
+            self.beside -= 1
+        home.awaited.pop(segment, None)
+        segment.overtaken = False
+        self._timers.cancel(segment)
+
+    def land_all(self, now: float, segments: Iterable[Segment], event: SegmentEvent) -> None:
+        """The same for all of these that are in flight."""
+        for segment in segments:
+            if segment.state in IN_FLIGHT:
+                self.land(now, segment, event)
+
+    def _put_beside(self, segment: Segment) -> None:
+        """Do not let this segment keep the next one from being asked for: its answer has ended and
+        only losses are outstanding, or the answers that others share have left it behind.
+
+        A reader that waited here would fall out of step with the others, ask for the following
+        segments alone, and be answered alone. At most `credit_segments` are beside the window.
+        """
+        if segment.in_window and self.beside < self.config.credit_segments:
+            segment.in_window = False
+            self.beside += 1
+            self.homes[segment.home].in_window -= 1
+            self.in_window -= 1
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def begin(self, now: float, fetch: Fetch, segment: Segment, *, shared: bool | None) -> None:
+        """Something of the segment has come: from now on its time-out is the shorter one.
+        `shared`: whether the answer to a READ goes to others too; None = it is a repair."""
+        if segment.state is SegmentState.IDLE:
+            self._take_off(now, fetch, segment)
+        elif shared is not None:
+            self._note_answer(now, shared)
+        self._overtake(now, segment)
+        segment.happen(now, SegmentEvent.BEGIN)
+        segment.overtaken = False
+        segment.base_at = now
+        srtt_s = self.homes[segment.home].rtt.srtt_s or 0.0
+        segment.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
+        segment.patience_s = 0.0
+        self._arm(segment)
+
+    def _overtake(self, now: float, segment: Segment) -> None:
+        """Of what was asked for before `segment`, which has begun to come, nothing has.
+
+        Shared answers come in the order in which the first of the readers asked. So those READs
+        missed the answer that the others had, by being late, and get one of their own. If they
+        took part of the window meanwhile, this reader would ask for as many of the next
+        segments too late again, and so on to the end.
+        """
+        awaited = self.homes[segment.home].awaited
+        if segment not in awaited:
+            return
+        late = []
+        if now < self._shared_until:
+            late = list(itertools.takewhile(lambda other: other is not segment, awaited))
+        for other in late:
+            del awaited[other]
+            other.overtaken = True
+            self._counters.overtaken += 1
+            self._put_beside(other)
+        del awaited[segment]
+        if late:
+            self.pump(now)
+
+    def gap(self, now: float, segment: Segment, chunks: int) -> None:
+        """The answer has ended and chunks are missing: ask for them, unless they are only late."""
+        self._counters.gaps += 1
+        self._lost(now, segment, chunks)
+        srtt_s = self.homes[segment.home].rtt.srtt_s or 0.0
+        delay = max(self.config.reorder_min_s, min(srtt_s / 4, self.config.quiet_s))
+        segment.happen(now, SegmentEvent.GAP)
+        segment.ask_at = now + delay
+        self._timers.arm(segment, segment.ask_at)
+        self._put_beside(segment)
+        self.pump(now)
+
+    def swallowed(self, now: float, segment: Segment, pause_s: float) -> bool:
+        """The wait that its READ may have joined has ended: ask again soon, but not for ever.
+        READs of missing chunks join no wait, and a home that asks for patience holds none."""
+        if segment.state is not SegmentState.ASKED:
+            return False
+        if segment.tries + 1 >= self.config.tries_per_home:
+            return False
+        segment.happen(now, SegmentEvent.SWALLOWED)
+        segment.tries += 1
+        segment.ask_at = now + self._jittered(pause_s)
+        self._timers.arm(segment, segment.ask_at)
+        return True
+
+    def overloaded(self, now: float, fetch: Fetch, segment: Segment) -> bool:
+        """The home is there, and asks for patience: ask again after a longer pause, or, at the
+        bound, not (False)."""
+        self._setback(now, fetch, segment)
+        if segment.tries >= self.config.tries_per_home:
+            return False
+        segment.happen(now, SegmentEvent.OVERLOADED)
+        self._await(now, segment, patient=False)
+        return True
+
+    def sample(self, now: float, source: int, segment: Segment, *, resident: bool) -> None:
+        """The answer to this segment's last READ has begun to come: a round trip."""
+        segment.tag = -1
+        home = self.homes[segment.home]
+        # An answer from the switch's memory says nothing about the way to the home.
+        if source == home.index and not resident:
+            home.suspect_until = -inf
+            rtt_s = now - segment.sent_at - segment.gather_s
+            if rtt_s >= 0.0:  # or we joined others, for whom the home had gathered for a while
+                home.rtt.sample(rtt_s)
+                home.window.sample(now, rtt_s)
+
+    # --- sharing ------------------------------------------------------------------------------
+
+    def note_sharing(self, now: float, fetch: Fetch) -> None:
+        """A frame of this fetch went to other readers, too."""
+        fetch.saw_shared = True
+        self._shared_until = now + self.config.sharing_memory_s
+
+    def _note_answer(self, now: float, shared: bool) -> None:
+        """The answer to a READ has begun to come."""
+        if now >= self._answered_at + self.config.sharing_memory_s:
+            self._shared_part = float(shared)
+        else:
+            self._shared_part += (shared - self._shared_part) * _SHARED_GAIN
+        self._answered_at = now
+
+    def _shares(self, now: float) -> bool:
+        """Whether most answers of late went to others too, so that it pays to wait for them."""
+        return now < self._shared_until and self._shared_part >= _SHARED_MOSTLY
+
+    # --- READs --------------------------------------------------------------------------------
+
+    def _ask(self, now: float, fetch: Fetch, segment: Segment) -> None:
+        """Send a READ for what the segment lacks."""
+        assembly = fetch.assembly
+        counters = self._counters
+        config = self.config
+        flags = FLAG_PADDED if config.read_padding else 0
+        wanted = FULL_SEGMENT
+        gather_ms = 0
+        first_wave = False
+        missing = FULL_SEGMENT if assembly is None else assembly.missing[segment.index]
+        event = SegmentEvent.ASK
+        if assembly is not None and missing != assembly.whole(segment.index):
+            event = SegmentEvent.REPAIR
+            flags |= FLAG_PARTIAL
+            wanted = missing
+            counters.reads_partial += 1
+            fetch.report.retries += 1
+        elif segment.waits_at_switch:
+            flags |= FLAG_RETRY
+            counters.reads_retry += 1
+            fetch.report.retries += 1
+        else:
+            first_wave = _is_first_wave(now, fetch)
+            gather_ms = fetch.gather_ms if first_wave else 0
+            if fetch.saw_shared or self._shares(now):
+                srtt_s = self.homes[segment.home].rtt.srtt_s
+                if srtt_s is None:  # all answers yet were gathered ones
+                    srtt_s = fetch.gather_ms / 1000
+                auto_ms = min(int(srtt_s * 250), config.auto_gather_max_ms)
+                gather_ms = max(gather_ms, auto_ms)
+        counters.reads += 1
+        fetch.report.reads += 1
+        segment.happen(now, event)
+        segment.waits_at_switch = True
+        segment.sent_at = now
+        segment.gather_s = gather_ms / 1000
+        if first_wave and gather_ms >= config.repeat_from_gather_ms:
+            segment.repeat_at = now + segment.gather_s / 3
+        segment.tag = self._next_tag
+        self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
+        self._await(now, segment, patient=not flags & FLAG_PARTIAL)
+        self._send_read(fetch, segment, flags, wanted, gather_ms)
+
+    def _ask_twice(self, now: float, fetch: Fetch, segment: Segment) -> None:
+        """Send the READ once more while its home gathers. If the first was lost, this one still
+        joins the others; if not, it is dropped on the way, or the home has the same job already.
+        Lost for good, a READ would cost the home the whole segment once more."""
+        segment.repeat_at = inf
+        self._counters.reads_again += 1
+        flags = FLAG_PADDED if self.config.read_padding else 0
+        left_ms = round((segment.sent_at + segment.gather_s - now) * 1000)
+        self._send_read(fetch, segment, flags, FULL_SEGMENT, max(0, left_ms))
+        self._arm(segment)
+
+    def _send_read(
+        self, fetch: Fetch, segment: Segment, flags: int, wanted: int, gather_ms: int
+    ) -> None:
+        if len(self.outbox) >= self._outbox_max:
+            self._counters.outbox_dropped += 1
+            return
+        self.outbox.append(
+            (
+                segment.home,
+                Frame(
+                    OP_READ,
+                    fetch.block.namespace,
+                    fetch.block.key,
+                    segment.index,
+                    flags,
+                    fetch.group,
+                    fetch.pinned_digest,
+                    gather=gather_ms,
+                    wanted=wanted,
+                    tag=segment.tag,
+                ),
+            )
+        )
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def came_up(self, now: float, fetch: Fetch, segment: Segment) -> bool:
+        """A segment's timer has come up: ask again, if that is due. False where the home has been
+        silent for so long that it should be left."""
+        due_at = segment.due_at(self.heard_at.get(segment.home, -inf))
+        if due_at > now:
+            self._timers.arm(segment, due_at)
+            return True
+        if segment.ask_at <= now or segment.state is SegmentState.DEFERRED:
+            self._ask(now, fetch, segment)
+            return True
+        if segment.repeat_at <= now:
+            self._ask_twice(now, fetch, segment)
+            return True
+        self._counters.timeouts += 1
+        segment.happen(now, SegmentEvent.SILENCE)
+        self._setback(now, fetch, segment)
+        if segment.tries >= self.config.tries_per_home:
+            return False
+        if segment.state is SegmentState.RECEIVING:
+            self._put_beside(segment)
+        self._ask(now, fetch, segment)
+        return True
+
+    def _await(self, now: float, segment: Segment, *, patient: bool) -> None:
+        """Set the time-out of the READ that was sent just now."""
+        config = self.config
+        home = self.homes[segment.home]
+        backoff = min(1 << min(segment.tries, 16), config.backoff_max)
+        segment.overtaken = False
+        if segment.in_window:
+            home.awaited[segment] = None
+        segment.base_at = now
+        timeout_s = min(home.rtt.rto_s * backoff, config.rto_max_s)
+        segment.wait_s = self._jittered(timeout_s) + segment.gather_s
+        segment.patience_s = 0.0
+        if patient:
+            shared = now < self._shared_until
+            segment.patience_s = (config.patience - 1) * segment.wait_s
+            segment.patience_s = config.patience_shared_s if shared else segment.patience_s
+        self._arm(segment)
+
+    def _arm(self, segment: Segment) -> None:
+        self._timers.arm(segment, segment.due_at(self.heard_at.get(segment.home, -inf)))
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (1 + self.config.retry_jitter * self._rng.random())
+
+    def _setback(self, now: float, fetch: Fetch, segment: Segment) -> None:
+        """A READ was not answered, or not with DATA, or the end of an answer is lost."""
+        segment.tries += 1
+        assembly = fetch.assembly
+        if assembly is not None:
+            self._lost(now, segment, assembly.missing[segment.index].bit_count())
+        else:
+            self.homes[segment.home].window.lost(now, segment.sent_at)
+
+    def _lost(self, now: float, segment: Segment, chunks: int) -> None:
+        """A few lost chunks are bad luck; a queue that overflows takes many. Only then the window
+        shrinks: readers that share answers should keep step, and each of them loses others."""
+        if chunks > _CONGESTION_CHUNKS:
+            self.homes[segment.home].window.lost(now, segment.sent_at)
+
+    # --- what must hold -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """That counts, windows and queues agree with the segments and fetches under way."""
+        flying = [s for f in self._fetches.values() for s in f.segments if s.in_flight]
+        in_window = [s for s in flying if s.in_window]
+        assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"
+        assert self.beside == len(flying) - len(in_window), f"{self.beside} beside, of {flying}"
+        assert self.beside <= self.config.credit_segments
+        for home in self.homes.values():
+            mine = [s for s in in_window if s.home == home.index]
+            assert home.in_window == len(mine), f"{home.in_window} of home {home.index}: {mine}"
+            awaited = {s for s in mine if s.state in AWAITING and not s.overtaken}
+            assert set(home.awaited) == awaited, f"awaited of home {home.index}"
+            assert not home.queue or home.index in self.waiting, f"turn of home {home.index}"
+        for fetch in self._fetches.values():
+            queued_at = fetch.queued_at
+            if queued_at >= 0:
+                entries = [fetch_id for fetch_id, _ in self.homes[queued_at].queue]
+                assert fetch.id in entries, f"{fetch} is not in the queue of home {queued_at}"
+            if fetch.idle and fetch.state is not FetchState.EXPECTING:
+                assert queued_at == fetch.homes.current, f"{fetch} waits for home {queued_at}"
+
+
+def _is_first_wave(now: float, fetch: Fetch) -> bool:
+    """Whether the fetch has just begun, when all who take part in a storm ask, and the home had
+    better wait for them. What is asked for later waits in the home's queue anyway, for longer than
+    readers that share answers are apart; to hold it back would leave the link idle. Nor is it asked
+    for twice: a READ that comes after the answer would fetch it again.
+    """
+    return now - fetch.started_at <= fetch.gather_ms / 4000

@@ -1,0 +1,49 @@
+"""What the requester's state tables have in common: the error for what cannot be, and the story.
+
+Owns: a bounded record of what happened to one fetch, cheap to write (a tuple) and put into words
+only when somebody reads it. Must not know: any state or event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+from typing import Final
+
+from kvcast.protocol.messages.wire import BlockId
+
+STORY_ENTRIES: Final = 64
+"""How many of the last things that happened to a fetch are remembered."""
+
+
+class ImpossibleEventError(AssertionError):
+    """Something happened in a state in which it cannot. Whatever a peer sends, this is a mistake
+    of ours."""
+
+
+class Story:
+    """What happened to one fetch, the last `STORY_ENTRIES` things of it."""
+
+    __slots__ = ("_entries", "block", "fetch_id", "outcome", "started_at")
+
+    def __init__(self, fetch_id: int, block: BlockId, started_at: float) -> None:
+        self.fetch_id = fetch_id
+        self.block = block
+        self.started_at = started_at
+        self.outcome = "under way"
+        self._entries: deque[tuple[float, str, int, IntEnum, IntEnum]] = deque(maxlen=STORY_ENTRIES)
+
+    def tell(self, now: float, what: str, number: int, event: IntEnum, state: IntEnum) -> None:
+        """`what` (a segment, a home), of this `number`, is in `state` since `event`."""
+        self._entries.append((now, what, number, event, state))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        block = f"{self.block.namespace}/{self.block.key.hex()}"
+        lines = [f"fetch {self.fetch_id} of {block}: {self.outcome}"]
+        for at, what, number, event, state in self._entries:
+            since_ms = (at - self.started_at) * 1e3
+            lines.append(f"{since_ms:+12.3f} ms  {what} {number}: {event.name} -> {state.name}")
+        return "\n".join(lines)

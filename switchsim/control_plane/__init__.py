@@ -1,0 +1,1 @@
+"""What a controller sets and reads, whichever engine runs the program."""
