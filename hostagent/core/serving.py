@@ -10,7 +10,7 @@ network. What a believed caller may do is still bounded by the namespace's list 
 
 from __future__ import annotations
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol.messages import bulk
@@ -21,7 +21,9 @@ from kvcast.protocol.messages.wire import BlockId, digest_of
 class Serving:
     """Decides what a bulk request gets."""
 
-    def __init__(self, store: Store, memory: memoryview, outbox: Outbox, metrics: Metrics) -> None:
+    def __init__(
+        self, store: Store, memory: memoryview, outbox: BulkOutbox, metrics: Metrics
+    ) -> None:
         self._store = store
         self._memory = memory
         self._outbox = outbox
