@@ -13,7 +13,6 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
 from kvcast.hostagent.network.control_link import ControlLink
@@ -26,6 +25,7 @@ from kvcast.hostagent.network.datagrams import (
     open_udp,
 )
 from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
+from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register

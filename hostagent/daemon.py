@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcast.hostagent.agent import Agent
-from kvcast.hostagent.core.arena import ArenaError
 from kvcast.hostagent.flags import Setup, options_of, parse
 from kvcast.hostagent.network.local_server import SocketInUseError
+from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.arena import Allocator
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.control_caller import (
     ControlCaller,
     ControlConnection,

@@ -26,8 +26,8 @@ from typing import Final
 from kvcast.bench.fuzz.engine import Target
 from kvcast.bench.fuzz.shapes import spoil_bytes
 from kvcast.bench.fuzz.targets import register
-from kvcast.hostagent.core import arena
-from kvcast.hostagent.core.arena import ArenaError, ArenaFile, ArenaInUseError
+from kvcast.hostagent.tiers import arena
+from kvcast.hostagent.tiers.arena import ArenaError, ArenaFile, ArenaInUseError
 
 _UNIT: Final = 4096
 _LOCKED: Final = 1

@@ -47,10 +47,10 @@ from kvcast.hostagent.core import pool as agent_pool
 from kvcast.hostagent.core import sessions
 from kvcast.hostagent.core.access import Tenants
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.arena import Allocator
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network import local_server
+from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.p4 import artefact
 from kvcast.protocol.links import bulk_callee, bulk_caller, control_callee, control_caller, stream
 from kvcast.protocol.links.bulk import (

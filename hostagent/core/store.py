@@ -24,7 +24,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.core.arena import Allocator
+from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId
 

@@ -23,8 +23,8 @@ from typing import Final, cast
 
 from kvcast.hostagent.core.access import AccessRules, NotAllowedError, Tenants, peer_of, tenants_of
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.arena import ArenaFile
 from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.tiers.arena import ArenaFile
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_LOCAL_MESSAGE_BYTES

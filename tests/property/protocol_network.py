@@ -195,6 +195,10 @@ class Reader:
         self.ends: dict[int, Fetched | Missed] = {}
 
 
+ALWAYS_CHECKED = 5_000
+CHECKED_EVERY = 64
+
+
 class Network:
     """Runs requesters and homes against each other until nothing is left to happen."""
 
@@ -216,6 +220,7 @@ class Network:
         self.stores: dict[int, Store] = {}
         self.down: set[int] = set()
         self.on_bulk: Callable[[Reader, TryBulk | OfferReceived], None] | None = None
+        self.reader_events = 0
         self.sent: Counter[tuple[int, int]] = Counter()  # (node, op) -> frames
         self.received: Counter[Requester | Responder] = Counter()
         self._requester = requester
@@ -342,7 +347,11 @@ class Network:
         self.wake_responder(index)
 
     def after_reader(self, reader: Reader) -> None:
-        reader.core.check()
+        # The check looks at all segments in flight: after every event of a small scenario, and
+        # after some of a large one's.
+        self.reader_events += 1
+        if self.reader_events < ALWAYS_CHECKED or self.reader_events % CHECKED_EVERY == 0:
+            reader.core.check()
         while (event := reader.core.next_event()) is not None:
             if isinstance(event, Fetched | Missed):
                 assert event.fetch_id not in reader.ends, "a fetch ended twice"

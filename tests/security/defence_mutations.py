@@ -755,8 +755,8 @@ def _nameless_errors() -> AbstractContextManager[object]:
             KeyError,
         ),
         _nameless(
-            "kvcast.hostagent.core.arena._remove_stale",
-            "kvcast.hostagent.core.arena.ArenaError",
+            "kvcast.hostagent.tiers.arena._remove_stale",
+            "kvcast.hostagent.tiers.arena.ArenaError",
             KeyError,
         ),
         replaced("kvcast.hostagent.network.local_server.FramingError", NoFramingError),
@@ -1424,4 +1424,4 @@ def _arena_of_whatever() -> AbstractContextManager[object]:
     def open_it(path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
-    return replaced("kvcast.hostagent.core.arena._make_locked", open_it)
+    return replaced("kvcast.hostagent.tiers.arena._make_locked", open_it)

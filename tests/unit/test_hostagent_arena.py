@@ -14,8 +14,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kvcast.hostagent.core import arena as arena_module
-from kvcast.hostagent.core.arena import (
+from kvcast.hostagent.core.store import DOOMED, Copy, NoRoomError, QuotaError, Store, StoreError
+from kvcast.hostagent.tiers import arena as arena_module
+from kvcast.hostagent.tiers.arena import (
     GRAIN_BYTES,
     Allocator,
     ArenaError,
@@ -23,7 +24,6 @@ from kvcast.hostagent.core.arena import (
     ArenaInUseError,
     size_classes,
 )
-from kvcast.hostagent.core.store import DOOMED, Copy, NoRoomError, QuotaError, Store, StoreError
 from kvcast.protocol.messages.wire import BlockId
 
 SLAB = 64 * 1024
@@ -346,7 +346,7 @@ def test_a_live_agents_arena_is_not_taken_and_a_dead_ones_is_replaced(
     path = os.path.join(tmp_path, "a.arena")
     code = (
         "import sys, os\n"
-        "from kvcast.hostagent.core.arena import ArenaFile\n"
+        "from kvcast.hostagent.tiers.arena import ArenaFile\n"
         f"arena = ArenaFile(1 << 20, {path!r})\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"

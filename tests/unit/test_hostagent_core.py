@@ -12,12 +12,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.arena import Allocator
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.core.writes import PutBatch, WriteOptions
+from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,

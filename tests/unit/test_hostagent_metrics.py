@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
-from kvcast.hostagent.core.arena import Allocator
 from kvcast.hostagent.core.metrics import FETCH_BOUNDS_S, Histogram, added, quantile
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.metrics_server import SCRAPES_PER_S, metrics_server
+from kvcast.hostagent.tiers.arena import Allocator
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 

@@ -6,9 +6,9 @@ Oracle: the store's own counts. Cannot see: who asks for room, and when.
 from __future__ import annotations
 
 import pytest
-from kvcast.hostagent.core.arena import Allocator
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import BlockId, digest_of
 

@@ -1,0 +1,1 @@
+"""The memory that holds an agent's blocks, a module a kind: today the DRAM arena alone."""
