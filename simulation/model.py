@@ -17,9 +17,9 @@ core or in the codec cannot hide itself here.
    lives and keeps it and nothing is wrong (gets in calm times).
 4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
    home's cable).
-5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports that
-   own the bucket, and frames only from the address that belongs to the port (the switch's ports,
-   and clients).
+5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports of
+   nodes that answer for the bucket, and frames only from the address that belongs to the port
+   (the switch's ports, and clients).
 
 Invariants 2 (held back), 4 and 5 are the switch program's only while it is enabled; the others hold
 always, which is invariant 6.

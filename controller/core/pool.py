@@ -1,10 +1,10 @@
 """The pool: one object that hears all events and says all that is to be done.
 
-Owns: the wiring of the cores (membership, placement, names, tiers, port sets), the epoch, and
-when agents may be told of a change: after the switch holds it. Must not know: sockets, gRPC,
+Owns: the wiring of the cores (membership, placement, namespaces, tiers, multicast groups), the
+epoch, and when agents may be told of a change: after the switch holds it. Must not know: sockets, gRPC,
 SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
 
-A change passes through three steps, which the driver (`daemon.py`) takes in this order:
+A change passes through three steps, which the driver (`control_loop.py`) takes in this order:
 
 1. `plan()` freezes what should be: the switch's state, the map of a new epoch if it changed, and
    the answers that wait for it. The driver saves `saved()`, then writes what the switch lacks.
@@ -480,7 +480,7 @@ class Pool:
         )
 
     def _homes(self, block: BlockId) -> list[str]:
-        """Who owns the block and can be asked, home first."""
+        """Who answers for the block and can be asked, home first."""
         nodes = self.membership.nodes
         return [
             node_id

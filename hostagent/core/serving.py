@@ -4,8 +4,8 @@ Owns: the decision on every bulk request: is the caller's namespace allowed, is 
 hold, is there room, do the bytes match their digest. Must not know: sockets; the adapter calls
 `begin_put`, writes the bytes where it is told, and calls `end_put` or `abort_put`.
 
-The caller says who it is (`BulkHello`) and is believed: the bulk port belongs on the pool's own
-network. What a believed caller may do is still bounded by the namespace's list of nodes.
+Who the caller is, the link knows: with TLS by its certificate; without, the caller says so itself
+(`BulkHello`) and is believed. What it may do is bounded by the namespace's list of nodes.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class RequesterConfig:
     suspect_s: float = 2.0
     """For so long after a home was left for silence, new fetches start at another."""
     gather_ms: int = 0
-    """`gather` of READs, unless the fetch says otherwise."""
+    """`gather` of READs (docs/architecture.md), unless the fetch says otherwise."""
     auto_gather_max_ms: int = 20
     """Longest `gather` of READs of full segments while most answers are being shared. It is a
     quarter of the smoothed round-trip time (before there is one, of what the fetch allows):

@@ -558,7 +558,7 @@ def _fingerprint_ignored(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
 
-@p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
+@p4_bug("the switch does not check who answers for a bucket", 5, faults=ANSWERERS)
 def _home_not_checked(data: Json) -> None:
     p4_edits.default(data, "bucket_owner", "owner")
 
