@@ -1,8 +1,8 @@
 """The pool: one object that hears all events and says all that is to be done.
 
 Owns: the wiring of the cores (membership, placement, namespaces, tiers, multicast groups), the
-epoch, and when agents may be told of a change: after the switch holds it. Must not know: sockets, gRPC,
-SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
+epoch, and when agents may be told of a change: after the switch holds it. Must not know: sockets,
+gRPC, SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
 
 A change passes through three steps, which the driver (`control_loop.py`) takes in this order:
 
