@@ -23,6 +23,7 @@ from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Se
 from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Describe,
@@ -142,7 +143,7 @@ class Driver:
 
 def register(number: int, incarnation: int = 1) -> Register:
     return Register(
-        version=1,
+        version=CONTROL_PROTOCOL_VERSION,
         node_id=f"node-{number}",
         incarnation=incarnation,
         ip=f"10.77.0.{number}",

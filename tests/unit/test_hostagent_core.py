@@ -30,6 +30,7 @@ from kvcast.protocol.links.bulk import (
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Keep,
@@ -94,7 +95,7 @@ class Node:
             options, Store(Allocator(slabs * SLAB, SLAB)), self.memory, random.Random(index)
         )
         self.said: list[AgentMessage] = []
-        self.core.registered(Registered(1, index, 3.0, 0))
+        self.core.registered(Registered(CONTROL_PROTOCOL_VERSION, index, 3.0, 0))
 
     def take_map(self, message: PoolMap) -> None:
         self.core.control_message(self.now, message)
