@@ -520,7 +520,7 @@ class Cluster:
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (
                 ("copies pinned or reserved", pinned),
-                ("fetches", core.requester.fetches_under_way),
+                ("fetches", core.requester.fetches_in_flight),
                 ("segments in flight", core.requester.segments_in_flight),
                 ("answers waiting", core.responder.segments_waiting),
                 ("gets waiting", core.reads.waiting),

@@ -197,8 +197,8 @@ def _miss_keeps_asked() -> Any:
     return mock.patch.object(requester.Requester, "_wait_ended", return_value=None)
 
 
-@bug("a segment counts as whole when its last chunk is there", 1, 3)
-def _last_means_whole() -> Any:
+@bug("a segment counts as complete when its last chunk is there", 1, 3)
+def _last_means_complete() -> Any:
     original = Assembly.add_run
 
     def add(self: Assembly, run: Any) -> int:
@@ -412,7 +412,7 @@ def _adopt(host: SimHost, core: AgentCore, *, torn: bool, verify: bool) -> None:
         core.store.commit(new, digest, home=True)
 
 
-@core_bug("a restarted agent takes blocks that were being written for whole", 1, faults=CRASHES)
+@core_bug("a restarted agent takes blocks that were being written for complete", 1, faults=CRASHES)
 def _torn_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=True, verify=True)
@@ -559,7 +559,7 @@ def _fingerprint_ignored(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
 
-@p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
+@p4_bug("the switch does not check who answers for a bucket", 5, faults=ANSWERERS)
 def _home_not_checked(data: Json) -> None:
     p4_edits.default(data, "bucket_home", "home")
 
