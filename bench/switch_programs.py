@@ -77,7 +77,7 @@ def _kvcast_entries() -> Iterator[Entry]:
         yield Entry("namespace_guard", (host, NAMESPACE), "allow")
         yield Entry("egress_host", (host,), "rewrite", (mac, at.ip, at.udp_port, bit))
     for bucket in range(wire.BUCKETS):
-        yield Entry("bucket_owner", (bucket, HOME), "owner")
+        yield Entry("bucket_home", (bucket, HOME), "home")
     yield Entry("port_set", (sum(1 << (h - 1) for h in READERS),), "set_group", (_READERS_GROUP,))
     yield Entry(
         "resident",

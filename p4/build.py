@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcast.p4 import compiler_warnings, profiles, tofino_behaviour, tofino_report
-from kvcast.protocol import p4gen
+from kvcast.p4 import compiler_warnings, generate, profiles, tofino_behaviour, tofino_report
 
 FOLDER = Path(__file__).resolve().parent
 PROGRAMS = {
@@ -43,7 +42,6 @@ PROGRAMS = {
 }
 """By name of a program: the folders of its own files, that of its kvcast.p4 first."""
 TARGETS = tuple(PROGRAMS)
-HEADERS = FOLDER / "generated" / "kvcast_headers.p4"
 P4INFO = "kvcast.p4info.txtpb"
 SOURCES_HASH = "sources.sha256"
 RESOURCES = "resources.json"
@@ -119,7 +117,10 @@ class Compilers:
 
 def sources(target: str) -> list[Path]:
     """Every file that goes into a target's program, in a fixed order."""
-    shared = [HEADERS, *FOLDER.glob("*.p4"), *(FOLDER / "controls").glob("*.p4")]
+    of_others = {f"{folder}.p4" for folders in PROGRAMS.values() for folder in folders}
+    of_others -= {f"{folder}.p4" for folder in PROGRAMS[target]}
+    made = (path for path in (FOLDER / "generated").glob("*.p4") if path.name not in of_others)
+    shared = [*made, *FOLDER.glob("*.p4"), *(FOLDER / "controls").glob("*.p4")]
     own = (path for folder in PROGRAMS[target] for path in (FOLDER / folder).glob("*.p4"))
     return sorted([*shared, *own])
 
@@ -171,7 +172,6 @@ def compile_tofino(compiler: str, assembler: str, target: str, out: Path) -> str
     """
     tofino = TOFINOS[target]
     include = Path(compiler).resolve().parent.parent / "share" / "p4c" / "p4include"
-    p4info = out / "kvcast.p4info.txt"  # the suffix by which this compiler knows text
     said = _run(
         [
             compiler,
@@ -182,13 +182,12 @@ def compile_tofino(compiler: str, assembler: str, target: str, out: Path) -> str
             *(["-I", str(include)] if include.is_dir() else []),
             "--p4runtime-force-std-externs",
             "--p4runtime-files",
-            str(p4info),
+            str(out / P4INFO),
             "-o",
             str(out),
             "tna/kvcast.p4",
         ]
     )
-    p4info.rename(out / P4INFO)
     pipe = out / "pipe"
     said += _run([assembler, "--target", tofino.device, "-o", str(pipe), str(pipe / "kvcast.bfa")])
     context = tofino_report.load(pipe / "context.json")
@@ -241,7 +240,7 @@ def build(targets: Sequence[str] = TARGETS, keep: Path | None = None) -> None:
 
     `keep`: a folder that gets all that the compilers wrote.
     """
-    p4gen.main(["--out", str(HEADERS)])
+    generate.main([])
     compilers = Compilers.find()
     done = 0
     for target in targets:

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 SOFTWARE = ("v1model", "bmv2")
 TOFINOS = ("tofino1", "tofino2")
 
-_WARNING = re.compile(r"^(?:\S.*?:? )?(?:\[--Wwarn=[\w-]+\] )?warning: (.+)$", re.MULTILINE)
-"""p4c: `file(line): [--Wwarn=kind] warning: text`; bfas: `file:line: warning: text`."""
+_WARNING = re.compile(
+    r"^(?:(?:\S.*?:? )?(?:\[--Wwarn=[\w-]+\] )?warning:|\[libprotobuf WARNING \S+\]) (.+)$",
+    re.MULTILINE,
+)
+"""p4c: `file(line): [--Wwarn=kind] warning: text`, or `[libprotobuf WARNING file:line] text`; bfas:
+`file:line: warning: text`."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Known:
     reason: str
 
 
+_OTHERS_HASH_TABLE = (
+    "bfas: the hash table of another user of that table's hash function (docs/tofino.md)"
+)
 KNOWN = (
     Known(
         (*SOFTWARE, *TOFINOS),
@@ -46,13 +53,58 @@ KNOWN = (
     ),
     Known(
         TOFINOS,
-        r"out parameter 'state' may be uninitialized when 'Kvcast",
+        r"out parameter 'local_metadata' may be uninitialized when 'Kvcast",
         "@pa_auto_init_metadata has the compiler set every field that nobody writes first to 0",
     ),
     Known(
+        TOFINOS,
+        r"No size defined for table '_\w+', setting default size to 512",
+        "shared controls' tables of constant entries, for which p4c-bm2-ss takes no size",
+    ),
+    Known(
+        TOFINOS,
+        r"Shrinking table \.(chunk_bit|fills|decisions): with 8 match bits",
+        "of the default size of 512",
+    ),
+    Known(
+        TOFINOS,
+        r"No known conversion to standard P4Info for 'DynHash' extern type",
+        "hashes are not the controller's to change",
+    ),
+    Known(
+        TOFINOS,
+        r"type\.googleapis\.com/barefoot\.PortMetadata: failed to parse contents",
+        "P4Info of the parser's port metadata, which no program of ours reads",
+    ),
+    Known(
         ("tofino1",),
-        r"exact hashtable \d+ does not exist in table cells_word\d+_whole",
-        "hash tables of a stage's other tables that share a hash function (docs/tofino.md)",
+        r"Parser state min_parse_depth_accept_loop will be unrolled",
+        "the compiler's own state, which reads a short frame to the hardware's least depth",
+    ),
+    Known(
+        TOFINOS,
+        r"duplicate hash group \d+, will merge with|previous definition here",
+        "bfas: one table uses a hash function for two things; p4c gives them different bits of it",
+    ),
+    Known(
+        TOFINOS,
+        r"Input xbar hash group \d+ mergeable conflict|conflicting hash group definition here",
+        "bfas: two tables use different bits of one hash function; the same bits would be an error",
+    ),
+    Known(
+        ("tofino1",),
+        r"exact hashtable \d+ does not exist in table cells_word23_whole",
+        _OTHERS_HASH_TABLE,
+    ),
+    Known(
+        ("tofino2",),
+        r"exact hashtable \d+ does not exist in table _egress_host",
+        _OTHERS_HASH_TABLE,
+    ),
+    Known(
+        TOFINOS,
+        r"Action bus byte \d+ set in table heat_heat_verdict_odd\$tind and table heat_",
+        "bfas: no packet takes both tables, which are the two sides of an if",
     ),
 )
 

@@ -1,7 +1,8 @@
-"""What the P4 program and its readers both name: codes and multicast groups.
+"""What the P4 program and its readers both name: codes, multicast groups, the round header.
 
-Owns: the numbers of p4/types.p4 that the controller, the tests and the models read; a test compares
-them with the compiled program. Must not know: who reads them, or when the program writes which (the
+Owns: the numbers that the program writes into its metadata, its tables of counters and its round
+header. `kvcast.p4.generate` writes them as P4 constants; the controller, the tests and the model of
+a Tofino read them here. Must not know: who reads them, or when the program writes which (the
 switch program's section of docs/architecture.md, and the controls themselves).
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 from typing import Final, Self
+
+from kvcast.protocol.messages.wire import Field, Header
 
 
 class Code(IntEnum):
@@ -75,7 +78,60 @@ class Fill(Code):
     NO_CHUNK = 3, "a chunk that the admitted segment does not have"
 
 
+class Delivery(Code):
+    """Where a frame goes (each target's control Delivery or Departure, and egress)."""
+
+    NOWHERE = 0, "the default: a frame that nobody decided on is dropped"
+    UNICAST = 1, "to out_port"
+    FLOOD = 2, "to all ports but the one it came from"
+    SERVE = 3, "a chunk to the reader, and the READ round again"
+    SERVE_GROUP = 4, "a chunk to every port of the reader's group, likewise"
+    SHARED = 5, "to port_bits, by multicast, filter and rewrite"
+
+
+class Task(Code):
+    """What a frame is that comes in by a Tofino's recirculation port, where no host can send."""
+
+    NONE = 0, "leaves the switch, or came from outside"
+    NEXT = 1, "a READ on its way to its next chunk"
+    GATHER = 2, "a READ that collects one chunk, row by row, the last row first"
+    STORE = 3, "DATA that leaves one chunk, row by row, the first row first"
+
+
+class Match(Code):
+    """What a Tofino's stateful ALU says of a pending entry by its two comparisons."""
+
+    OTHER_FRESH = 1, "another segment's, or free; within its lease"
+    MINE_FRESH = 2, "this segment's, within its lease"
+    OTHER_STALE = 4, "another segment's, or free; past its lease"
+    MINE_STALE = 8, "this segment's, past its lease"
+
+
 ALL_PORTS_GROUP: Final = 1
 """Multicast group of all host ports: always right, since egress filters by port_bits."""
 RECIRCULATE_RID: Final = 255
 """Replication id of the copy that goes round again instead of out."""
+LOOP_GROUP: Final = 64
+"""On a Tofino: multicast groups 64 to 67, one a pipe, hold its recirculation port alone."""
+HEAT_DIGEST: Final = 1
+"""On a Tofino: the digest type of a heat message."""
+
+ROUND: Final = Header(
+    "round_h",
+    "In front of every frame between ingress and egress; stays there when the frame goes round.",
+    (
+        Field("task", 8, "of this frame; egress gives `again` to the copy of RECIRCULATE_RID"),
+        Field("again", 8, ""),
+        Field("delivery", 8, "DELIVER_*"),
+        Field("row", 8, "of the cell, to be read or written next"),
+        Field("index", 16, "of that row in the cells' registers"),
+        Field("bank", 8, "of the cells"),
+        Field("rewritten", 8, "1: the IPv4 checksum must be made anew"),
+        Field("last", 8, "1: no chunk comes after this one"),
+        Field("serve_group", 16, ""),
+        Field("unused", 7, "padding"),
+        Field("ingress_port", 9, "flooding leaves it out"),
+        Field("port_bits", 32, ""),
+        Field("generation", 32, ""),
+    ),
+)

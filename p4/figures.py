@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcast.p4 import artefact
+from kvcast.p4.definitions import ROUND
 from kvcast.protocol.messages import wire
 
 FOLDER = Path(__file__).resolve().parent
@@ -40,13 +41,6 @@ HOME_GBPS = (25, 100, 400)
 READERS = (1, 8, 32)
 
 
-def round_header_bytes() -> int:
-    """Size of round_h, the header in front of a frame that goes round."""
-    source = (FOLDER / "tna" / "headers.p4").read_text(encoding="utf-8")
-    body = source.split("header round_h {", 1)[1].split("}", 1)[0]
-    return sum(int(bits) for bits in re.findall(r"^\s*bit<(\d+)>", body, re.MULTILINE)) // 8
-
-
 @dataclass(frozen=True)
 class Target:
     """One target's report, and what follows from it."""
@@ -63,7 +57,7 @@ class Target:
     @property
     def header_bytes(self) -> int:
         """What a frame that goes round carries besides its chunk."""
-        return round_header_bytes() + sum(header.size_bytes for header in HOST_HEADERS)
+        return ROUND.size_bytes + sum(header.size_bytes for header in HOST_HEADERS)
 
     @property
     def rows(self) -> list[int]:

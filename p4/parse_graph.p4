@@ -1,10 +1,11 @@
-// What every target's parser tells apart. The graph itself is each target's own.
+// What every target's parser must distinguish. Each target has a parser of its own.
 //
-// A kvcast datagram is IPv4 without options, UDP, destination port KVCAST_UDP_PORT. Two disguises
-// under which a host's kernel would still deliver a datagram to that port count as broken, and so
-// are dropped where the switch guards: a VLAN tag (hosts take priority-tagged frames as untagged;
-// host ports are access ports), and UDP behind IPv4 options. A first fragment is parsed like any
-// datagram, and told apart by FrameClass.
+// A kvcast datagram is IPv4 without options, then UDP with destination port KVCAST_UDP_PORT. A
+// host's kernel would also deliver two other shapes of frame to that port: with a VLAN tag (hosts
+// take priority-tagged frames as untagged), and with UDP behind IPv4 options. Both are `broken`, and
+// an enabled switch drops them, or they would pass the guards unseen; host ports are access ports, so
+// nothing legitimate is lost. The parser treats a first fragment like any datagram; FrameClass
+// refuses it.
 
 #ifndef KVCAST_PARSE_GRAPH_P4_
 #define KVCAST_PARSE_GRAPH_P4_

@@ -9,7 +9,7 @@
 #define MAX_PORTS 32
 
 // Reads in flight. An entry is three 32-bit words; on a Tofino 64 Ki entries of a dual ALU (64 bit)
-// take 36 RAM blocks of one stage and the bitmaps 18 of the next (notes in docs/). The hash that
+// take 36 RAM blocks of one stage and the bitmaps 18 of the next (docs/tofino.md). The hash that
 // indexes the array gives 16 bits.
 #define PENDING_ENTRIES 65536
 
@@ -31,8 +31,8 @@
 // Namespaces by port: 32 ports and 256 namespaces on each.
 #define GUARDED_NAMESPACES 8192
 
-// 1024 buckets with up to eight replicas, each behind one port.
-#define OWNED_BUCKETS 8192
+// 1024 buckets with up to eight homes, each behind one port.
+#define BUCKET_HOMES 8192
 
 // Reader groups alive at once; each has multicast state of its own, which is the scarcer.
 #define READER_GROUPS 4096

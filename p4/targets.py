@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcast.p4.definitions import RECIRCULATE_RID
+from kvcast.p4.definitions import LOOP_GROUP, RECIRCULATE_RID
 
 MAX_PORTS = 32
 """Hosts of one pool behind one switch: bits of a port bitmap."""
@@ -62,8 +62,7 @@ def _tofino(
 ) -> TargetProfile:
     """A Tofino: pool ports in one pipe, whose recirculation port the frames go round by.
 
-    Groups 64 to 67 hold the recirculation port of pipe 0 to 3 (LOOP_GROUP in p4/tna/ports.p4); a
-    tick is 2^16 ns.
+    A loop group for each of four pipes; a tick is 2^16 ns.
     """
     return TargetProfile(
         name=name,
@@ -74,7 +73,7 @@ def _tofino(
         tick_us=65.536,
         device_ports=device_ports,
         serve_goes_round=False,
-        loop_groups={64 + pipe: pipe * 128 + recirculation_port for pipe in range(4)},
+        loop_groups={LOOP_GROUP + pipe: pipe * 128 + recirculation_port for pipe in range(4)},
         passes_per_chunk=passes_per_chunk,
         digest_bytes=48,
         longest_lease_ticks=16 << 12,

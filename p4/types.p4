@@ -1,57 +1,12 @@
-// What the controls say to each other: the state of one frame on its way through the pipeline. No
-// target's types: those, and the headers that it parses, live under v1model/ and tna/.
+// What the controls tell each other about one frame on its way through the pipeline. Types of a
+// single target, and the headers that it parses, are in v1model/ and tna/.
 
 #ifndef KVCAST_TYPES_P4_
 #define KVCAST_TYPES_P4_
 
+#include "generated/codes.p4"
 #include "generated/kvcast_headers.p4"
 #include "sizes.p4"
-
-// ---- what a frame is (control FrameClass) --------------------------------------------------
-const bit<8> KIND_ORDINARY     = 0;   // not kvcast, or the switch is told to be a plain one
-const bit<8> KIND_MALFORMED    = 1;
-const bit<8> KIND_READ         = 2;   // of a full segment: the only one that coalesces
-const bit<8> KIND_PARTIAL_READ = 3;
-const bit<8> KIND_DATA         = 5;
-const bit<8> KIND_LAST_DATA    = 6;   // ends the wait
-const bit<8> KIND_MISS         = 7;   // ends the wait
-const bit<8> KIND_PLAIN_DATA   = 8;   // answers a PARTIAL READ: touches nobody else's wait
-const bit<8> KIND_PLAIN_ANSWER = 9;   // OFFER, and a MISS that answers a PARTIAL READ
-
-// ---- what became of it (table decisions, one counter each) ---------------------------------
-const bit<8> DECISION_NONE      = 0;  // not decided yet; never counted
-const bit<8> DECISION_HIT       = 1;  // READ answered from switch memory (counted once a READ)
-const bit<8> DECISION_JOIN      = 2;  // READ dropped: its answer is already on the way
-const bit<8> DECISION_NEW       = 3;  // READ opened a pending entry, and went to the home
-const bit<8> DECISION_COLLIDE   = 4;  // READ met another key's live entry, and went plain
-const bit<8> DECISION_EXPIRED   = 5;  // READ took over an entry past its lease, and went
-const bit<8> DECISION_RETRY     = 6;  // READ repeated by its reader: refreshed the entry, and went
-const bit<8> DECISION_PARTIAL   = 7;  // READ of a part of a segment: went plain
-const bit<8> DECISION_SHARED    = 8;  // DATA or MISS multicast to several ports
-const bit<8> DECISION_UNICAST   = 9;  // DATA, MISS or OFFER sent to its destination alone
-const bit<8> DECISION_GUARDED   = 10; // kvcast frame of a source, namespace or bucket not allowed
-const bit<8> DECISION_DROPPED   = 11; // no route, malformed, parser error, TTL
-const bit<8> DECISION_FORWARDED = 12; // ordinary traffic
-const bit<8> DECISION_SERVING   = 13; // one more chunk served to a READ already counted as HIT
-
-// ---- what became of a chunk of a resident segment that passed (table fills) ----------------
-const bit<8> FILL_NONE         = 0;
-const bit<8> FILL_FILLED       = 1;
-const bit<8> FILL_WRONG_DIGEST = 2;   // another copy of the block than the admitted one
-const bit<8> FILL_NO_CHUNK     = 3;   // a chunk that the admitted segment does not have
-
-// ---- where it goes (per-target control Delivery, and egress) -------------------------------
-const bit<8> DELIVER_NOWHERE     = 0; // the default: a frame that nobody decided on is dropped
-const bit<8> DELIVER_UNICAST     = 1; // to out_port
-const bit<8> DELIVER_FLOOD       = 2; // to all ports but the one it came from
-const bit<8> DELIVER_SERVE       = 3; // a chunk to the reader, and the READ round again
-const bit<8> DELIVER_SERVE_GROUP = 4; // a chunk to every port of the reader's group, likewise
-const bit<8> DELIVER_SHARED      = 5; // to port_bits, by multicast, filter and rewrite
-
-// Multicast group of all host ports: always right, since egress filters by port_bits.
-const bit<16> ALL_PORTS_GROUP = 1;
-// The replica of a serve group that goes round again instead of out.
-const bit<16> RECIRCULATE_RID = 255;
 
 // One pending entry, as read and as to be written back. Free: all zero.
 struct pending_entry_t {
@@ -71,7 +26,7 @@ struct heat_t {
     bit<32>  count;       // READs in this window so far, by the sketch (never too low)
 }
 
-struct state_t {
+struct local_metadata_t {
     // Carried round with a READ that is being served (field list 1).
     @field_list(1) bit<32> serving_generation;
     @field_list(1) bit<16> serve_group;
@@ -91,14 +46,14 @@ struct state_t {
     bit<8>  kind;           // KIND_*
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
-    bit<1>  coalesces;      // takes part in the pending table
+    bit<1>  coalesces;      // takes part in the pending interest table
     bit<1>  refused;        // goes nowhere (control Gate)
     bit<1>  rewritten;      // the IPv4 header checksum must be made anew
     bit<8>  decision;       // DECISION_*
 
     // who asks
     bit<1>  admitted;       // its address is bound to its port
-    bit<1>  permitted;      // READ: its namespace is allowed there; answer: the bucket is its own
+    bit<1>  permitted;      // READ: its namespace is allowed there; answer: from a home
     bit<32> reader_bit;     // of the port that the frame came in by
     bit<1>  grouped;        // the READ names a reader group that it belongs to
 
@@ -134,8 +89,8 @@ struct state_t {
     bit<64> remaining;      // chunks to be served, this one included
     bit<1>  last;           // no other chunk comes after it
 
-    // what only one target's controls say to each other (its arch.p4)
-    TARGET_STATE
+    // what only one target's controls tell each other (its arch.p4)
+    TARGET_METADATA
 
     // egress
     bit<32> member;         // port_bits, cut to the copy's own port

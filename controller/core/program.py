@@ -43,7 +43,7 @@ L2_FORWARD = "l2_forward"
 IPV4_ROUTE = "ipv4_route"
 PORT_GUARD = "port_guard"
 NAMESPACE_GUARD = "namespace_guard"
-BUCKET_HOME = "bucket_owner"
+BUCKET_HOME = "bucket_home"
 READER_GROUP = "reader_group"
 RESIDENT = "resident"
 PORT_SET = "port_set"
@@ -201,7 +201,7 @@ def _bucket_homes(
     """Who may answer for which bucket. By far the most entries, and they change the least, so a
     plan that only admits a block need not make them anew."""
     port_of = dict(ports)
-    home = ActionCall("owner")
+    home = ActionCall("home")
     return {
         (BUCKET_HOME, (bucket, port_of[node_id])): home
         for bucket, node_ids in enumerate(homes)

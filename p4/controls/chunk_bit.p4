@@ -1,10 +1,10 @@
 // A chunk's number as a bit of its segment's bitmap; no bit for a chunk that the resident segment does
 // not have. Runs after Resident, on DATA.
 
-control ChunkBit(inout headers_t hdr, inout state_t state) {
+control ChunkBit(inout headers_t hdr, inout local_metadata_t local_metadata) {
     // No shifts by a variable in a switch's ALUs: a table instead.
     action set_chunk_bit(bit<64> bit_of_chunk) {
-        state.chunk_bit = bit_of_chunk;
+        local_metadata.chunk_bit = bit_of_chunk;
     }
 
     @name(".chunk_bit")
@@ -82,6 +82,6 @@ control ChunkBit(inout headers_t hdr, inout state_t state) {
 
     apply {
         chunk_bits.apply();
-        state.chunk_bit = state.chunk_bit & state.chunk_mask;
+        local_metadata.chunk_bit = local_metadata.chunk_bit & local_metadata.chunk_mask;
     }
 }

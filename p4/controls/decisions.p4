@@ -1,6 +1,6 @@
 // Counts what became of each frame, once a pass, at the end of ingress. Decides nothing.
 
-control Decisions(inout state_t state) {
+control Decisions(inout local_metadata_t local_metadata) {
     DIRECT_COUNTER(decision_counts);
 
     @name(".count_decision")
@@ -10,7 +10,7 @@ control Decisions(inout state_t state) {
 
     @name(".decisions")
     table decisions {
-        key = { state.decision : exact @name("decision"); }
+        key = { local_metadata.decision : exact @name("decision"); }
         actions = { count_decision; @defaultonly NoAction; }
         const default_action = NoAction();
         counters = decision_counts;

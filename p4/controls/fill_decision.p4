@@ -1,26 +1,26 @@
 // Decides whether a passing chunk of a resident segment is stored: only under the admitted copy's
-// digest, and only a chunk that the segment has. That it comes from an owner of the bucket, the
-// guard has seen to. Runs after Resident and ChunkBit, on DATA.
+// digest, and only a chunk that the segment has. PortGuard has already made sure that it comes from
+// a home of the bucket. Runs after Resident and ChunkBit, on DATA.
 
-control FillDecision(inout headers_t hdr, inout state_t state) {
+control FillDecision(inout headers_t hdr, inout local_metadata_t local_metadata) {
     action store() {
-        state.fill = FILL_FILLED;
-        state.fill_bit = state.chunk_bit;
+        local_metadata.fill = FILL_FILLED;
+        local_metadata.fill_bit = local_metadata.chunk_bit;
     }
 
     action wrong_digest() {
-        state.fill = FILL_WRONG_DIGEST;
+        local_metadata.fill = FILL_WRONG_DIGEST;
     }
 
     action no_chunk() {
-        state.fill = FILL_NO_CHUNK;
+        local_metadata.fill = FILL_NO_CHUNK;
     }
 
     @name(".fill_verdict")
     table fill_verdict {
         key = {
-            state.digest_difference : ternary @name("digest_difference");
-            state.chunk_bit         : ternary @name("chunk_within");
+            local_metadata.digest_difference : ternary @name("digest_difference");
+            local_metadata.chunk_bit         : ternary @name("chunk_within");
         }
         actions = { store; wrong_digest; no_chunk; }
         const default_action = wrong_digest();
@@ -39,7 +39,7 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
 
     @name(".fills")
     table fills {
-        key = { state.fill : exact @name("fill"); }
+        key = { local_metadata.fill : exact @name("fill"); }
         actions = { count_fill; @defaultonly NoAction; }
         const default_action = NoAction();
         counters = fill_counts;
@@ -51,7 +51,8 @@ control FillDecision(inout headers_t hdr, inout state_t state) {
     }
 
     apply {
-        if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 1) {
+        if (local_metadata.has_memory == 1 && local_metadata.resident == 1
+            && local_metadata.is_answer == 1) {
             fill_verdict.apply();
         }
         fills.apply();

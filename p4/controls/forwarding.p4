@@ -3,36 +3,36 @@
 // is addressed to the router. Unknown unicast is dropped, not flooded: every host is known. Runs on
 // every frame that is not answered here; Route says what that means.
 
-control Forwarding(inout headers_t hdr, inout state_t state) {
+control Forwarding(inout headers_t hdr, inout local_metadata_t local_metadata) {
     @name(".to_port")
     action to_port(bit<9> port, bit<32> port_bit) {
-        state.out_port = port;
-        state.out_bit = port_bit;
-        state.delivery = DELIVER_UNICAST;
+        local_metadata.out_port = port;
+        local_metadata.out_bit = port_bit;
+        local_metadata.delivery = DELIVER_UNICAST;
     }
 
     @name(".to_router")
     action to_router() {
-        state.to_router = 1;
+        local_metadata.to_router = 1;
     }
 
     @name(".flood")
     action flood() {
-        state.group = ALL_PORTS_GROUP;
-        state.delivery = DELIVER_FLOOD;
+        local_metadata.group = ALL_PORTS_GROUP;
+        local_metadata.delivery = DELIVER_FLOOD;
     }
 
     @name(".no_route")
     action no_route() {
-        state.delivery = DELIVER_NOWHERE;
+        local_metadata.delivery = DELIVER_NOWHERE;
     }
 
     @name(".to_nexthop")
     action to_nexthop(bit<9> port, bit<32> port_bit, bit<48> dst_mac, bit<48> src_mac) {
-        state.out_port = port;
-        state.out_bit = port_bit;
-        state.delivery = DELIVER_UNICAST;
-        state.rewritten = 1;
+        local_metadata.out_port = port;
+        local_metadata.out_bit = port_bit;
+        local_metadata.delivery = DELIVER_UNICAST;
+        local_metadata.rewritten = 1;
         hdr.ethernet.dst = dst_mac;
         hdr.ethernet.src = src_mac;
         hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
@@ -56,9 +56,9 @@ control Forwarding(inout headers_t hdr, inout state_t state) {
 
     apply {
         l2_forward.apply();
-        if (state.to_router == 1) {
+        if (local_metadata.to_router == 1) {
             // RFC 1812: a packet whose TTL ends here, or whose header is damaged, goes no further.
-            if (hdr.ipv4.isValid() && hdr.ipv4.ttl > 1 && state.damaged == 0) {
+            if (hdr.ipv4.isValid() && hdr.ipv4.ttl > 1 && local_metadata.damaged == 0) {
                 ipv4_route.apply();
             } else {
                 no_route();

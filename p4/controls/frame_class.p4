@@ -1,6 +1,7 @@
-// Decides what a kvcast frame is, from its op, flags and lengths, or that it is malformed: the same
-// rules as `decode` in protocol/wire.py, so that no frame which an agent would refuse moves any
-// state here. Runs on every frame with a kvcast header that comes from outside; Gate judges by it.
+// Decides what a kvcast frame is, from its op, flags and lengths, or that it is malformed. The rules
+// are those of `decode` in protocol/messages/wire.py: a frame that an agent would refuse changes
+// nothing in the switch. Runs on every frame with a kvcast header that comes from outside; Gate uses
+// the result.
 
 const bit<16> READ_LENGTH     = UDP_BYTES + KVCAST_BYTES;
 const bit<16> PADDED_LENGTH   = UDP_BYTES + KVCAST_BYTES + READ_PADDING_BYTES;
@@ -16,33 +17,33 @@ const bit<16> DATA_FIXED = ~(DATA_FLAGS & ~(FLAG_PARTIAL | FLAG_LAST));
 const bit<16> PART_FIXED = ~(DATA_FLAGS & ~FLAG_PARTIAL);
 const bit<16> MISS_FIXED = ~(MISS_FLAGS & ~FLAG_PARTIAL);
 
-control FrameClass(inout headers_t hdr, inout state_t state) {
+control FrameClass(inout headers_t hdr, inout local_metadata_t local_metadata) {
     action classify(bit<8> kind, bit<1> is_answer, bit<1> has_memory, bit<1> coalesces) {
-        state.kind = kind;
-        state.is_answer = is_answer;
-        state.has_memory = has_memory;
-        state.coalesces = coalesces;
+        local_metadata.kind = kind;
+        local_metadata.is_answer = is_answer;
+        local_metadata.has_memory = has_memory;
+        local_metadata.coalesces = coalesces;
     }
 
     action malformed() {
-        state.kind = KIND_MALFORMED;
+        local_metadata.kind = KIND_MALFORMED;
     }
 
     @name(".frame_class")
     table frame_class {
         key = {
-            hdr.kvcast.version : exact;
-            state.broken       : exact;
-            state.damaged      : exact;
-            hdr.ipv4.version   : exact @name("ip_version");  // finsy wants last components unique
-            hdr.ipv4.flags     : ternary @name("ip_flags");  // lowest bit: more fragments follow
-            state.misfit       : exact;
-            hdr.kvcast.op      : exact;
-            hdr.kvcast.flags   : ternary;
-            hdr.ipv4.total_length : exact @name("ip_length");
-            hdr.udp.length     : exact;
-            hdr.kvcast.chunk   : ternary;
-            hdr.kvcast.wanted  : ternary;
+            hdr.kvcast.version     : exact;
+            local_metadata.broken  : exact;
+            local_metadata.damaged : exact;
+            hdr.ipv4.version       : exact   @name("ip_version");  // finsy wants last components unique
+            hdr.ipv4.flags         : ternary @name("ip_flags");  // lowest bit: more fragments follow
+            local_metadata.misfit  : exact;
+            hdr.kvcast.op          : exact;
+            hdr.kvcast.flags       : ternary;
+            hdr.ipv4.total_length  : exact   @name("ip_length");
+            hdr.udp.length         : exact;
+            hdr.kvcast.chunk       : ternary;
+            hdr.kvcast.wanted      : ternary;
         }
         actions = { classify; malformed; }
         const default_action = malformed();

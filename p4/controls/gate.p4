@@ -1,21 +1,21 @@
-// Decides whether a frame takes part in kvcast: an ordinary one does not, nor does any while the
-// switch is told to be a plain one; what is malformed, or comes from where it may not, is refused.
-// Runs after FrameClass and PortGuard, and before anything that reads or changes shared state; not
-// again for a frame that comes round.
+// Decides whether a frame takes part in kvcast. Ordinary traffic does not; nor does any frame while
+// the switch is told to be a plain one. A malformed frame, and one from a source, namespace or bucket
+// that its port may not use, is refused. Runs after FrameClass and PortGuard, and before anything
+// that reads or changes shared state; not again for a frame that comes round.
 
-control Gate(inout state_t state) {
+control Gate(inout local_metadata_t local_metadata) {
     action plain() {
-        state.kind = KIND_ORDINARY;
-        state.is_answer = 0;
-        state.has_memory = 0;
-        state.coalesces = 0;
+        local_metadata.kind = KIND_ORDINARY;
+        local_metadata.is_answer = 0;
+        local_metadata.has_memory = 0;
+        local_metadata.coalesces = 0;
     }
 
     action refuse(bit<8> decision) {
-        state.refused = 1;
-        state.decision = decision;
-        state.has_memory = 0;
-        state.coalesces = 0;
+        local_metadata.refused = 1;
+        local_metadata.decision = decision;
+        local_metadata.has_memory = 0;
+        local_metadata.coalesces = 0;
     }
 
     action accept() { }
@@ -23,11 +23,11 @@ control Gate(inout state_t state) {
     @name(".gate")
     table gate {
         key = {
-            state.enabled   : ternary @name("enabled");
-            state.broken    : ternary @name("broken");
-            state.kind      : ternary @name("kind");
-            state.admitted  : ternary @name("admitted");
-            state.permitted : ternary @name("permitted");
+            local_metadata.enabled   : ternary @name("enabled");
+            local_metadata.broken    : ternary @name("broken");
+            local_metadata.kind      : ternary @name("kind");
+            local_metadata.admitted  : ternary @name("admitted");
+            local_metadata.permitted : ternary @name("permitted");
         }
         actions = { plain; refuse; accept; }
         const default_action = refuse(DECISION_GUARDED);

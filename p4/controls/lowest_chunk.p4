@@ -1,8 +1,8 @@
 // Takes the lowest wanted chunk out of a bitmap: a priority encoder as a ternary table. Runs once a
-// pass of a READ that is being served: `state.remaining` holds the chunks wanted, and the READ leaves with
+// pass of a READ that is being served: `remaining` holds the chunks wanted, and the READ leaves with
 // this chunk's number, and wanting the rest.
 
-control LowestChunk(inout headers_t hdr, inout state_t state) {
+control LowestChunk(inout headers_t hdr, inout local_metadata_t local_metadata) {
     bit<32> rest = 0;
 
     // 32 bits are what a switch's gateway can test.
@@ -12,12 +12,12 @@ control LowestChunk(inout headers_t hdr, inout state_t state) {
 
     action take(bit<8> chunk, bit<64> higher) {
         hdr.kvcast.chunk = chunk;
-        hdr.kvcast.wanted = state.remaining & higher;
+        hdr.kvcast.wanted = local_metadata.remaining & higher;
     }
 
     @name(".lowest_chunk")
     table lowest_chunk {
-        key = { state.remaining : ternary @name("wanted"); }
+        key = { local_metadata.remaining : ternary @name("wanted"); }
         actions = { take; @defaultonly NoAction; }
         const default_action = NoAction();
         const entries = {
@@ -92,7 +92,7 @@ control LowestChunk(inout headers_t hdr, inout state_t state) {
         lowest_chunk.apply();
         fold();
         if (rest == 0) {
-            state.last = 1;
+            local_metadata.last = 1;
         }
     }
 }

@@ -1,15 +1,15 @@
-// Finds out who may speak kvcast on a port: a frame's source address must be bound to the port that
-// it came in by; a READ's namespace must be allowed there; and only a port that owns the key's
-// bucket may answer. Gate judges by it.
+// Finds out who may speak kvcast on a port. A frame's source address must be bound to the port by
+// which it came in; a READ's namespace must be allowed there; and only the port of a home of the
+// key's bucket may answer. Gate decides by what is found here.
 
-control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_port) {
+control PortGuard(inout headers_t hdr, inout local_metadata_t local_metadata, in bit<9> ingress_port) {
     // port_bit: this port in bitmaps. serve_group: multicast group {port, recirculation}, 0 = none.
     @name(".admit")
     action admit(bit<32> port_bit, bit<16> serve_group) {
-        state.admitted = 1;
-        state.reader_bit = port_bit;
-        state.port_bits = port_bit;
-        state.serve_group = serve_group;
+        local_metadata.admitted = 1;
+        local_metadata.reader_bit = port_bit;
+        local_metadata.port_bits = port_bit;
+        local_metadata.serve_group = serve_group;
     }
 
     @name(".reject")
@@ -17,16 +17,16 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
 
     @name(".allow")
     action allow() {
-        state.permitted = 1;
+        local_metadata.permitted = 1;
     }
 
-    @name(".owner")
-    action owner() {
-        state.permitted = 1;
+    @name(".home")
+    action home() {
+        local_metadata.permitted = 1;
     }
 
-    @name(".not_owner")
-    action not_owner() { }
+    @name(".not_home")
+    action not_home() { }
 
     @name(".port_guard")
     table port_guard {
@@ -50,15 +50,15 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
         size = GUARDED_NAMESPACES;
     }
 
-    @name(".bucket_owner")
-    table bucket_owner {
+    @name(".bucket_home")
+    table bucket_home {
         key = {
             hdr.kvcast.key[BUCKET_BITS-1:0] : exact @name("bucket");
             ingress_port                    : exact @name("ingress_port");
         }
-        actions = { owner; not_owner; }
-        const default_action = not_owner();
-        size = OWNED_BUCKETS;
+        actions = { home; not_home; }
+        const default_action = not_home();
+        size = BUCKET_HOMES;
     }
 
     apply {
@@ -67,7 +67,7 @@ control PortGuard(inout headers_t hdr, inout state_t state, in bit<9> ingress_po
         if (hdr.kvcast.op == OP_READ) {
             namespace_guard.apply();
         } else {
-            bucket_owner.apply();
+            bucket_home.apply();
         }
     }
 }

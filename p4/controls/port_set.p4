@@ -2,10 +2,10 @@
 // it for a set that recurs, else all ports, which is always right because egress filters. Runs on
 // frames to be shared.
 
-control PortSet(inout state_t state, in bit<32> port_bits) {
+control PortSet(inout local_metadata_t local_metadata, in bit<32> port_bits) {
     @name(".set_group")
     action set_group(bit<16> group) {
-        state.group = group;
+        local_metadata.group = group;
     }
 
     @name(".port_set")

@@ -2,7 +2,7 @@
 // answer goes to every member. A group counts only for its own members. Runs after the guards, and
 // before switch memory and the pending table.
 
-control ReaderGroup(inout headers_t hdr, inout state_t state) {
+control ReaderGroup(inout headers_t hdr, inout local_metadata_t local_metadata) {
     bit<32> group_bits = 0;
     bit<16> group_serve_group = 0;
     bit<32> members = 0;
@@ -14,7 +14,7 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
     }
 
     action intersect() {
-        members = group_bits & state.reader_bit;
+        members = group_bits & local_metadata.reader_bit;
     }
 
     @name(".reader_group")
@@ -33,10 +33,10 @@ control ReaderGroup(inout headers_t hdr, inout state_t state) {
             reader_group.apply();
         }
         intersect();
-        if (members != 0 && state.kind == KIND_READ) {
-            state.grouped = 1;
-            state.port_bits = group_bits;
-            state.serve_group = group_serve_group;
+        if (members != 0 && local_metadata.kind == KIND_READ) {
+            local_metadata.grouped = 1;
+            local_metadata.port_bits = group_bits;
+            local_metadata.serve_group = group_serve_group;
         }
     }
 }

@@ -1,7 +1,7 @@
 // Says whether a segment has a slot of switch memory, and which. Runs on READ and DATA, on every
 // pass: a serving READ that comes round must see an eviction at once.
 
-control Resident(inout headers_t hdr, inout state_t state) {
+control Resident(inout headers_t hdr, inout local_metadata_t local_metadata) {
     DIRECT_COUNTER(resident_lookups);   // READs, passes of them, and DATA: use of the entry
 
     // slot: 64 cells. generation: tells this stay in the slot from the one before. chunk_mask:
@@ -10,12 +10,12 @@ control Resident(inout headers_t hdr, inout state_t state) {
     action resident_at(bit<32> slot, bit<32> generation, bit<64> chunk_mask, bit<64> digest,
                        bit<32> size) {
         resident_lookups.count();
-        state.resident = 1;
-        state.slot = (slot_index_t)slot;
-        state.generation = generation;
-        state.chunk_mask = chunk_mask;
-        state.resident_digest = digest;
-        state.resident_size = size;
+        local_metadata.resident = 1;
+        local_metadata.slot = (slot_index_t)slot;
+        local_metadata.generation = generation;
+        local_metadata.chunk_mask = chunk_mask;
+        local_metadata.resident_digest = digest;
+        local_metadata.resident_size = size;
     }
 
     @name(".resident")
@@ -32,7 +32,7 @@ control Resident(inout headers_t hdr, inout state_t state) {
     }
 
     action compare_digest() {
-        state.digest_difference = hdr.kvcast.digest ^ state.resident_digest;
+        local_metadata.digest_difference = hdr.kvcast.digest ^ local_metadata.resident_digest;
     }
 
     apply {

@@ -1,30 +1,31 @@
-// What forwarding means for a frame. A kvcast frame needs a single known destination: a READ without
-// one is dropped before it could open an entry that nobody will answer; an answer without one may
-// still reach others who wait. Runs after Forwarding, on frames that nothing else was decided of.
+// Turns what Forwarding found into a decision. A kvcast frame needs a single known destination. A
+// READ without one is dropped before it can open a pending entry that nobody would answer; an answer
+// without one may still reach others who wait. Runs after Forwarding, on frames that have no decision
+// yet.
 
-control Route(inout state_t state) {
+control Route(inout local_metadata_t local_metadata) {
     action drop_read() {
-        state.coalesces = 0;
-        state.decision = DECISION_DROPPED;
-        state.delivery = DELIVER_NOWHERE;
+        local_metadata.coalesces = 0;
+        local_metadata.decision = DECISION_DROPPED;
+        local_metadata.delivery = DELIVER_NOWHERE;
     }
 
     action drop() {
-        state.decision = DECISION_DROPPED;
-        state.delivery = DELIVER_NOWHERE;
+        local_metadata.decision = DECISION_DROPPED;
+        local_metadata.delivery = DELIVER_NOWHERE;
     }
 
     action decide(bit<8> decision) {
-        state.decision = decision;
+        local_metadata.decision = decision;
     }
 
     @name(".route")
     table route {
         key = {
-            state.kind      : ternary @name("kind");
-            state.is_answer : ternary @name("is_answer");
-            state.out_bit   : ternary @name("out_bit");
-            state.delivery  : ternary @name("delivery");
+            local_metadata.kind      : ternary @name("kind");
+            local_metadata.is_answer : ternary @name("is_answer");
+            local_metadata.out_bit   : ternary @name("out_bit");
+            local_metadata.delivery  : ternary @name("delivery");
         }
         actions = { drop_read; drop; decide; }
         const default_action = drop_read();
@@ -35,7 +36,7 @@ control Route(inout state_t state) {
             (_,                 1, _, _)               : decide(DECISION_UNICAST);
             (_,                 0, 0, _)               : drop_read();
             (KIND_PARTIAL_READ, 0, _, _)               : decide(DECISION_PARTIAL);
-            (_,                 0, _, _)               : decide(DECISION_NEW);   // Coalescing has the last word
+            (_,                 0, _, _)               : decide(DECISION_NEW);   // Coalescing may change it
         }
     }
 

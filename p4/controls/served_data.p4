@@ -2,7 +2,7 @@
 // and receiver swap, lengths and flags become those of DATA. Runs in egress on a copy that goes
 // out, not on the one that goes round again.
 
-control ServedData(inout headers_t hdr, inout state_t state) {
+control ServedData(inout headers_t hdr, inout local_metadata_t local_metadata) {
     bit<48> mac = 0;
     bit<32> ip = 0;
     bit<16> udp_port = 0;
@@ -21,7 +21,7 @@ control ServedData(inout headers_t hdr, inout state_t state) {
         hdr.udp.dst_port = hdr.udp.src_port;
         hdr.udp.src_port = udp_port;
         hdr.udp.checksum = 0;   // RFC 768: none
-        state.rewritten = 1;
+        local_metadata.rewritten = 1;
         hdr.udp.length = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
         hdr.kvcast.op = OP_DATA;
         // Only PARTIAL stays, and RESIDENT comes: by slices, since a stage does one operation.
@@ -33,7 +33,7 @@ control ServedData(inout headers_t hdr, inout state_t state) {
 
     apply {
         become_data();
-        if (state.last == 1) {
+        if (local_metadata.last == 1) {
             hdr.kvcast.flags = hdr.kvcast.flags | FLAG_LAST;
         }
     }

@@ -1,9 +1,9 @@
-// Decides whether a READ of a resident segment is answered from switch memory: all that it wants
-// must be there, in the copy that it pins (or any), and the reader's port must have a serve group.
-// A target that cannot make a packet longer also wants the READ padded (SERVABLE_FLAGS).
-// Runs after Resident and the slot's validity.
+// Decides whether a READ of a resident segment is answered from switch memory. All chunks that it
+// wants must be stored, in the copy whose digest it names (or in any, if it names none), and the
+// reader's port must have a serve group. A target that cannot make a packet longer also needs the
+// READ to be padded (SERVABLE_FLAGS). Runs after Resident and SlotValidity.
 
-control ServingDecision(inout headers_t hdr, inout state_t state) {
+control ServingDecision(inout headers_t hdr, inout local_metadata_t local_metadata) {
     @name(".resident_hits")
     PACKET_COUNTER(SLOTS, resident_hits);   // READs served, by slot; counted on the first pass only
     bit<64> wanted = 0;
@@ -11,22 +11,22 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
 
     // One operation a stage, so two actions.
     action cut() {
-        wanted = hdr.kvcast.wanted & state.chunk_mask;
+        wanted = hdr.kvcast.wanted & local_metadata.chunk_mask;
     }
 
     action look() {
-        missing = wanted & ~state.valid;
+        missing = wanted & ~local_metadata.valid;
     }
 
     action serve() {
-        state.serving = 1;
-        state.decision = DECISION_HIT;
-        state.delivery = DELIVER_SERVE;
-        state.serving_generation = state.generation;
-        hdr.kvcast.digest = state.resident_digest;
-        hdr.kvcast.size = state.resident_size;
-        state.remaining = wanted;
-        resident_hits.count(state.slot);
+        local_metadata.serving = 1;
+        local_metadata.decision = DECISION_HIT;
+        local_metadata.delivery = DELIVER_SERVE;
+        local_metadata.serving_generation = local_metadata.generation;
+        hdr.kvcast.digest = local_metadata.resident_digest;
+        hdr.kvcast.size = local_metadata.resident_size;
+        local_metadata.remaining = wanted;
+        resident_hits.count(local_metadata.slot);
     }
 
     action decline() { }
@@ -34,12 +34,12 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     @name(".serving_decision")
     table serving_decision {
         key = {
-            hdr.kvcast.flags   : ternary @name("flags");
-            state.serve_group  : ternary @name("serve_group");
-            wanted             : ternary @name("wanted");
-            missing            : ternary @name("missing");
-            hdr.kvcast.digest  : ternary @name("pinned");
-            state.digest_difference : ternary @name("digest_difference");
+            hdr.kvcast.flags                 : ternary @name("flags");
+            local_metadata.serve_group       : ternary @name("serve_group");
+            wanted                           : ternary @name("wanted");
+            missing                          : ternary @name("missing");
+            hdr.kvcast.digest                : ternary @name("digest");
+            local_metadata.digest_difference : ternary @name("digest_difference");
         }
         actions = { serve; decline; }
         const default_action = decline();
@@ -54,11 +54,12 @@ control ServingDecision(inout headers_t hdr, inout state_t state) {
     apply {
         cut();
         look();
-        if (state.has_memory == 1 && state.resident == 1 && state.is_answer == 0) {
+        if (local_metadata.has_memory == 1 && local_metadata.resident == 1
+            && local_metadata.is_answer == 0) {
             serving_decision.apply();
         }
-        if (state.serving == 1 && state.grouped == 1) {
-            state.delivery = DELIVER_SERVE_GROUP;
+        if (local_metadata.serving == 1 && local_metadata.grouped == 1) {
+            local_metadata.delivery = DELIVER_SERVE_GROUP;
         }
     }
 }

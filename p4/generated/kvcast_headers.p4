@@ -1,7 +1,7 @@
-// Generated from protocol/wire.py by `python -m kvcast.protocol.p4gen`; do not edit.
+// Generated from protocol/messages/wire.py by `python -m kvcast.p4.generate`; do not edit.
 
-#ifndef KVCAST_HEADERS_P4_
-#define KVCAST_HEADERS_P4_
+#ifndef KVCAST_GENERATED_KVCAST_HEADERS_P4_
+#define KVCAST_GENERATED_KVCAST_HEADERS_P4_
 
 // datagrams
 const bit<16> ETHERTYPE_IPV4 = 0x0800;

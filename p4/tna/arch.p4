@@ -15,7 +15,7 @@
 #define PACKET_COUNTER(size, name) Counter<bit<64>, slot_index_t>(size, CounterType_t.PACKETS) name
 
 typedef bit<16> slot_index_t;     // what indexes an array of slots
-#define TARGET_STATE \
+#define TARGET_METADATA \
     bit<16> index;          /* hash of namespace, key and segment: of the pending entry */ \
     bit<16> print;          /* another: its fingerprint */ \
     bit<16> other_hash;     /* and another */ \
@@ -40,13 +40,13 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
 // A Tofino 2 cannot hold 64 Ki entries of a dual ALU in one stage, so there are two arrays, the upper
 // bit of the index saying which; on a Tofino 1 there is one.
 #ifdef KVCAST_TOFINO2
-#define INTEREST_INDEX (bit<16>)state.index[14:0]
+#define INTEREST_INDEX (bit<16>)local_metadata.index[14:0]
 #define IN_PART_lower 0 &&& 0x8000
 #define IN_PART_upper 0x8000 &&& 0x8000
 #define INTEREST_PARTS INTEREST(_lower, PENDING_ENTRIES / 2) INTEREST(_upper, PENDING_ENTRIES / 2)
 #define APPLY_INTEREST interest_step_lower.apply(); interest_step_upper.apply();
 #else
-#define INTEREST_INDEX state.index
+#define INTEREST_INDEX local_metadata.index
 #define IN_PART_whole _
 #define INTEREST_PARTS INTEREST(_whole, PENDING_ENTRIES)
 #define APPLY_INTEREST interest_step_whole.apply();

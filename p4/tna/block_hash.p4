@@ -2,7 +2,7 @@
 // others there, and the third row of the heat sketch (the first two serve the other rows). No more
 // than 32 bits of hash reach one table, so each has its own.
 
-control BlockHash(inout headers_t hdr, inout state_t state) {
+control BlockHash(inout headers_t hdr, inout local_metadata_t local_metadata) {
     CRCPolynomial<bit<16>>(16w0x1021, false, false, false, 16w0xFFFF, 16w0) ccitt;
     CRCPolynomial<bit<16>>(16w0x0589, false, false, false, 16w1, 16w1) dect;
     Hash<bit<16>>(HashAlgorithm_t.CRC16) index_hash;
@@ -11,21 +11,24 @@ control BlockHash(inout headers_t hdr, inout state_t state) {
     Hash<bit<32>>(HashAlgorithm_t.IDENTITY) assemble;
 
     action make_index() {
-        state.index = index_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
+        local_metadata.index =
+            index_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
     }
 
     action make_print() {
-        state.print = print_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
+        local_metadata.print =
+            print_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
     }
 
     action make_other_hash() {
-        state.other_hash =
+        local_metadata.other_hash =
             other_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
     }
 
     // As pending_entry_t says: the namespace whole, 15 bits of hash, and 1.
     action make_fingerprint() {
-        state.fingerprint = assemble.get({ hdr.kvcast.namespace, state.print[15:1], 1w1 });
+        local_metadata.fingerprint =
+            assemble.get({ hdr.kvcast.namespace, local_metadata.print[15:1], 1w1 });
     }
 
     apply {

@@ -2,7 +2,7 @@
 // into its headers, or writes one from there, while its segment keeps slot and generation. (The words
 // of a tail that a frame's last row lacks are read or written beside it, and mean nothing.)
 
-control Cells(inout headers_t hdr, inout state_t state) {
+control Cells(inout headers_t hdr, inout local_metadata_t local_metadata) {
 #define BANK(n, part, half, number) \
     Register<bit<32>, bit<16>>(ROWS * ROW_STRIDE) cell_w##n##half; \
     RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n##half) read_w##n##half = { \
@@ -11,14 +11,14 @@ control Cells(inout headers_t hdr, inout state_t state) {
     RegisterAction<bit<32>, bit<16>, bit<32>>(cell_w##n##half) write_w##n##half = { \
         void apply(inout bit<32> word) { word = hdr.part.w##n; } \
     }; \
-    action do_read_w##n##half() { hdr.part.w##n = read_w##n##half.execute(state.row_index); } \
-    action do_write_w##n##half() { write_w##n##half.execute(state.row_index); } \
+    action do_read_w##n##half() { hdr.part.w##n = read_w##n##half.execute(local_metadata.row_index); } \
+    action do_write_w##n##half() { write_w##n##half.execute(local_metadata.row_index); } \
     @hidden \
     table word##n##half { \
         key = { \
-            hdr.round.task : exact; \
-            state.row_bank : exact; \
-            state.current  : exact; \
+            hdr.round.task          : exact; \
+            local_metadata.row_bank : exact; \
+            local_metadata.current  : exact; \
         } \
         actions = { do_read_w##n##half; do_write_w##n##half; @defaultonly NoAction; } \
         const default_action = NoAction(); \

@@ -1,21 +1,21 @@
 // Turns intrinsic metadata into the program's terms, and back: Arrival at the start of ingress,
 // Rounds for a frame that comes round, Departure at the end of ingress.
 
-control Arrival(inout headers_t hdr, inout state_t state,
+control Arrival(inout headers_t hdr, inout local_metadata_t local_metadata,
                 in ingress_intrinsic_metadata_t intrinsic,
                 in ingress_intrinsic_metadata_from_parser_t from_parser) {
     apply {
-        state.now = from_parser.global_tstamp[47:16];   // a tick is 2^16 ns
-        state.loop_port = intrinsic.ingress_port;
-        state.loop_port[6:0] = RECIRCULATION_PORT;
-        state.loop_group = LOOP_GROUP;
-        state.loop_group[1:0] = intrinsic.ingress_port[8:7];
+        local_metadata.now = from_parser.global_tstamp[47:16];   // a tick is 2^16 ns
+        local_metadata.loop_port = intrinsic.ingress_port;
+        local_metadata.loop_port[6:0] = RECIRCULATION_PORT;
+        local_metadata.loop_group = LOOP_GROUP;
+        local_metadata.loop_group[1:0] = intrinsic.ingress_port[8:7];
     }
 }
 
 // A frame that gathers gets headers for the next row. It and one that stores go on only while their
 // segment keeps slot and generation.
-control Rounds(inout headers_t hdr, inout state_t state) {
+control Rounds(inout headers_t hdr, inout local_metadata_t local_metadata) {
     action gather() {
         hdr.row_head.setValid();
         hdr.row_tail.setValid();
@@ -42,34 +42,34 @@ control Rounds(inout headers_t hdr, inout state_t state) {
 
     apply {
         round_task.apply();
-        if (state.resident == 1 && state.generation == hdr.round.generation) {
-            state.current = 1;
+        if (local_metadata.resident == 1 && local_metadata.generation == hdr.round.generation) {
+            local_metadata.current = 1;
         }
     }
 }
 
-control Departure(inout headers_t hdr, inout state_t state,
+control Departure(inout headers_t hdr, inout local_metadata_t local_metadata,
                   in ingress_intrinsic_metadata_t intrinsic,
                   inout ingress_intrinsic_metadata_for_tm_t tm) {
     action describe() {
-        hdr.round.delivery = state.delivery;
-        hdr.round.rewritten[0:0] = state.rewritten;
+        hdr.round.delivery = local_metadata.delivery;
+        hdr.round.rewritten[0:0] = local_metadata.rewritten;
         hdr.round.ingress_port = intrinsic.ingress_port;
-        hdr.round.serve_group = state.serve_group;
-        hdr.round.port_bits = state.port_bits;
-        hdr.round.generation = state.generation;
+        hdr.round.serve_group = local_metadata.serve_group;
+        hdr.round.port_bits = local_metadata.port_bits;
+        hdr.round.generation = local_metadata.generation;
     }
 
     action nowhere() { }
 
     action unicast() {
         hdr.round.task = TASK_NONE;
-        tm.ucast_egress_port = state.out_port;
+        tm.ucast_egress_port = local_metadata.out_port;
     }
 
     action multicast() {
         hdr.round.task = TASK_NONE;
-        tm.mcast_grp_a = state.group;
+        tm.mcast_grp_a = local_metadata.group;
     }
 
     // A READ that is being served: one frame gathers this chunk; another goes round for the next, if
@@ -78,30 +78,30 @@ control Departure(inout headers_t hdr, inout state_t state,
         hdr.round.task = TASK_GATHER;
         hdr.round.again = TASK_NEXT;
         hdr.round.row = LAST_ROW;
-        hdr.round.bank = state.bank;
-        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
-        tm.ucast_egress_port = state.loop_port;
-        tm.mcast_grp_b = state.loop_group;
+        hdr.round.bank = local_metadata.bank;
+        hdr.round.index = local_metadata.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
+        tm.ucast_egress_port = local_metadata.loop_port;
+        tm.mcast_grp_b = local_metadata.loop_group;
     }
 
     action split_last() {
         hdr.round.task = TASK_GATHER;
         hdr.round.row = LAST_ROW;
         hdr.round.last = 1;
-        hdr.round.bank = state.bank;
-        hdr.round.index = state.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
-        tm.ucast_egress_port = state.loop_port;
+        hdr.round.bank = local_metadata.bank;
+        hdr.round.index = local_metadata.first_row + (bit<16>)LAST_ROW * ROW_STRIDE;
+        tm.ucast_egress_port = local_metadata.loop_port;
     }
 
     action gather_on() {
         hdr.round.row = hdr.round.row - 1;
         hdr.round.index = hdr.round.index - ROW_STRIDE;
-        tm.ucast_egress_port = state.loop_port;
+        tm.ucast_egress_port = local_metadata.loop_port;
     }
 
     action gathered() {
         hdr.round.task = TASK_NONE;
-        tm.mcast_grp_a = state.serve_group;
+        tm.mcast_grp_a = local_metadata.serve_group;
     }
 
     action store_on() {
@@ -109,19 +109,19 @@ control Departure(inout headers_t hdr, inout state_t state,
         hdr.round.index = hdr.round.index + ROW_STRIDE;
         hdr.row_head.setInvalid();
         hdr.row_tail.setInvalid();
-        tm.ucast_egress_port = state.loop_port;
+        tm.ucast_egress_port = local_metadata.loop_port;
     }
 
     @name(".departure")
     table departure {
         key = {
-            hdr.round.task : ternary @name("task");
-            hdr.round.row  : ternary @name("row");
-            state.current  : ternary @name("current");
-            state.serving  : ternary @name("serving");
-            state.last     : ternary @name("last");
-            state.refused  : ternary @name("refused");
-            state.delivery : ternary @name("delivery");
+            hdr.round.task          : ternary @name("task");
+            hdr.round.row           : ternary @name("row");
+            local_metadata.current  : ternary @name("current");
+            local_metadata.serving  : ternary @name("serving");
+            local_metadata.last     : ternary @name("last");
+            local_metadata.refused  : ternary @name("refused");
+            local_metadata.delivery : ternary @name("delivery");
         }
         actions = {
             nowhere; unicast; multicast; split; split_last; gather_on; gathered; store_on;
@@ -145,26 +145,26 @@ control Departure(inout headers_t hdr, inout state_t state,
     }
 
     apply {
-        if (hdr.round.task == TASK_NONE || state.kind == KIND_PARTIAL_READ) {
+        if (hdr.round.task == TASK_NONE || local_metadata.kind == KIND_PARTIAL_READ) {
             describe();
         }
         departure.apply();
     }
 }
 
-// A copy of DATA goes round and leaves its chunk. Runs before Departure, which leaves that to it.
-control Fill(inout headers_t hdr, inout state_t state,
+// Sends a copy of DATA round, which stores its chunk. Runs before Departure, which decides about the
+// frame itself.
+control Fill(inout headers_t hdr, inout local_metadata_t local_metadata,
              inout ingress_intrinsic_metadata_for_tm_t tm) {
-    // A copy of DATA goes round and leaves its chunk.
     action fill() {
         hdr.round.again = TASK_STORE;
-        hdr.round.bank = state.bank;
-        hdr.round.index = state.first_row;
-        tm.mcast_grp_b = state.loop_group;
+        hdr.round.bank = local_metadata.bank;
+        hdr.round.index = local_metadata.first_row;
+        tm.mcast_grp_b = local_metadata.loop_group;
     }
 
     apply {
-        if (state.fill == FILL_FILLED) {
+        if (local_metadata.fill == FILL_FILLED) {
             fill();
         }
     }

@@ -2,14 +2,12 @@
 // The same sketch: three rows in dual stateful ALUs of 16 bits each half. A count reaches the
 // threshold when the threshold minus it, cut at 0, is 0.
 
-const bit<3> HEAT_DIGEST = 1;
-
 struct heat_cell_t {
     bit<16> window;
     bit<16> count;          // saturating
 }
 
-control Heat(inout headers_t hdr, inout state_t state,
+control Heat(inout headers_t hdr, inout local_metadata_t local_metadata,
              inout ingress_intrinsic_metadata_for_deparser_t deparser) {
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row0;
     Register<heat_cell_t, bit<14>>(HEAT_CELLS) heat_row1;
@@ -26,12 +24,12 @@ control Heat(inout headers_t hdr, inout state_t state,
 #define ROW(n) \
     RegisterAction<heat_cell_t, bit<14>, bit<16>>(heat_row##n) count_row##n = { \
         void apply(inout heat_cell_t cell, out bit<16> count) { \
-            if (cell.window == state.heat_window) { \
+            if (cell.window == local_metadata.heat_window) { \
                 cell.count = cell.count |+| 1; \
             } else { \
                 cell.count = 1; \
             } \
-            cell.window = state.heat_window; \
+            cell.window = local_metadata.heat_window; \
             count = cell.count; \
         } \
     };
@@ -43,7 +41,7 @@ control Heat(inout headers_t hdr, inout state_t state,
     RegisterAction<bit<16>, bit<14>, bit<16>>(heat_reported) say_once = {
         void apply(inout bit<16> last, out bit<16> before) {
             before = last;
-            last = state.heat_report;
+            last = local_metadata.heat_report;
         }
     };
 
@@ -53,10 +51,10 @@ control Heat(inout headers_t hdr, inout state_t state,
     @hidden \
     table count##n##_step { \
         key = { \
-            state.heat_on    : exact; \
-            state.kind       : exact; \
-            state.match      : ternary; \
-            hdr.kvcast.flags : ternary; \
+            local_metadata.heat_on : exact; \
+            local_metadata.kind    : exact; \
+            local_metadata.match   : ternary; \
+            hdr.kvcast.flags       : ternary; \
         } \
         actions = { do_count_row##n; @defaultonly NoAction; } \
         const default_action = NoAction(); \
@@ -68,20 +66,20 @@ control Heat(inout headers_t hdr, inout state_t state,
         } \
         size = 4; \
     }
-    COUNT(0, state.index[13:0])
-    COUNT(1, state.print[13:0])
-    COUNT(2, state.other_hash[13:0])
+    COUNT(0, local_metadata.index[13:0])
+    COUNT(1, local_metadata.print[13:0])
+    COUNT(2, local_metadata.other_hash[13:0])
 #undef COUNT
 
     action compare() {
-        missing0 = state.heat_threshold[15:0] |-| count0;
-        missing1 = state.heat_threshold[15:0] |-| count1;
-        missing2 = state.heat_threshold[15:0] |-| count2;
-        state.heat_count[15:0] = min(count0, count1);
+        missing0 = local_metadata.heat_threshold[15:0] |-| count0;
+        missing1 = local_metadata.heat_threshold[15:0] |-| count1;
+        missing2 = local_metadata.heat_threshold[15:0] |-| count2;
+        local_metadata.heat_count[15:0] = min(count0, count1);
     }
 
     action not_hot() {
-        reported = state.heat_report;
+        reported = local_metadata.heat_report;
     }
 
     // Two segments that share a cell take turns: the next window uses other bits.
@@ -90,22 +88,22 @@ control Heat(inout headers_t hdr, inout state_t state,
     @hidden \
     table heat_verdict_##parity { \
         key = { \
-            state.heat_on : exact; \
-            missing0 : ternary; \
-            missing1 : ternary; \
-            missing2 : ternary; \
+            local_metadata.heat_on : exact; \
+            missing0               : ternary; \
+            missing1               : ternary; \
+            missing2               : ternary; \
         } \
         actions = { report_##parity; not_hot; } \
         const default_action = not_hot(); \
         const entries = { (1, 0, 0, 0) : report_##parity(); } \
         size = 1; \
     }
-    VERDICT(even, state.index[13:0])
-    VERDICT(odd, state.print[13:0])
+    VERDICT(even, local_metadata.index[13:0])
+    VERDICT(odd, local_metadata.print[13:0])
 #undef VERDICT
 
     action finish_count() {
-        state.heat_count[15:0] = min(state.heat_count[15:0], count2);
+        local_metadata.heat_count[15:0] = min(local_metadata.heat_count[15:0], count2);
     }
 
     action raise() {
@@ -114,16 +112,16 @@ control Heat(inout headers_t hdr, inout state_t state,
 
     // Who waits for the segment now, this reader included.
     action take_waiting() {
-        state.heat_ports = state.waiting;
+        local_metadata.heat_ports = local_metadata.waiting;
     }
 
     action take_own() {
-        state.heat_ports = state.port_bits;
+        local_metadata.heat_ports = local_metadata.port_bits;
     }
 
     @name(".heat_ports")
     table heat_ports {
-        key = { state.match : exact @name("match"); }
+        key = { local_metadata.match : exact @name("match"); }
         actions = { take_waiting; take_own; }
         const default_action = take_own();
         const entries = {
@@ -141,36 +139,36 @@ control Heat(inout headers_t hdr, inout state_t state,
         heat_ports.apply();
         compare();
         finish_count();
-        if (state.heat_window[0:0] == 0) {
+        if (local_metadata.heat_window[0:0] == 0) {
             heat_verdict_even.apply();
         } else {
             heat_verdict_odd.apply();
         }
-        if (reported != state.heat_report) {
+        if (reported != local_metadata.heat_report) {
             raise();
         }
     }
 }
 
 // The window of the sketch, and whether there is a threshold that a count can reach.
-control HeatWindow(inout state_t state) {
+control HeatWindow(inout local_metadata_t local_metadata) {
     // Bits out of the middle of a word come by the hash unit, which does not mind where they lie.
     Hash<bit<16>>(HashAlgorithm_t.IDENTITY) window;
     Hash<bit<16>>(HashAlgorithm_t.IDENTITY) report;
 
     action tell_window() {
-        state.heat_window = window.get({ state.now[29:14] });
+        local_metadata.heat_window = window.get({ local_metadata.now[29:14] });
     }
 
     action tell_report() {
-        state.heat_report = report.get({ 1w1, state.now[28:14] });
+        local_metadata.heat_report = report.get({ 1w1, local_metadata.now[28:14] });
     }
 
     apply {
         tell_window();
         tell_report();
-        if (state.heat_threshold[31:16] == 0 && state.heat_threshold[15:0] != 0) {
-            state.heat_on = 1;
+        if (local_metadata.heat_threshold[31:16] == 0 && local_metadata.heat_threshold[15:0] != 0) {
+            local_metadata.heat_on = 1;
         }
     }
 }

@@ -1,6 +1,6 @@
 // kvcast on TNA: Tofino 1, and with KVCAST_TOFINO2 Tofino 2. The same switch as v1model/kvcast.p4,
-// in another order: what v1model asks only of frames that need it, a hardware pipeline asks of all
-// at once, and decides by the answers.
+// in another order: a hardware pipeline looks up for every frame, all at once, what v1model looks up
+// only for frames that need it, and later tables decide by the results.
 //
 // A chunk is larger than what a frame can read from registers in one pass. So a READ that is served
 // goes round once for each chunk, leaving behind a frame that goes round once for each row of the
@@ -37,21 +37,21 @@
 #include "delivery.p4"
 
 // What a stateful ALU takes from the packet must lie in whole words, or the crossbar cannot bring it.
-@pa_container_size("ingress", "state.fingerprint", 32)
-@pa_container_size("ingress", "state.clock", 32)
-@pa_container_size("ingress", "state.now", 32)
-@pa_container_size("ingress", "state.port_bits", 32)
+@pa_container_size("ingress", "local_metadata.fingerprint", 32)
+@pa_container_size("ingress", "local_metadata.clock", 32)
+@pa_container_size("ingress", "local_metadata.now", 32)
+@pa_container_size("ingress", "local_metadata.port_bits", 32)
 // Two tables that write one container cannot share a stage, so what they find out side by side must
 // not be packed together.
-@pa_solitary("ingress", "state.enabled")
-@pa_solitary("ingress", "state.admitted")
-@pa_solitary("ingress", "state.permitted")
-@pa_solitary("ingress", "state.resident")
-@pa_solitary("ingress", "state.current")
-@pa_solitary("ingress", "state.refused")
-@pa_solitary("ingress", "state.heat_on")
-@pa_solitary("ingress", "state.to_router")
-control KvcastIngress(inout headers_t hdr, inout state_t state,
+@pa_solitary("ingress", "local_metadata.enabled")
+@pa_solitary("ingress", "local_metadata.admitted")
+@pa_solitary("ingress", "local_metadata.permitted")
+@pa_solitary("ingress", "local_metadata.resident")
+@pa_solitary("ingress", "local_metadata.current")
+@pa_solitary("ingress", "local_metadata.refused")
+@pa_solitary("ingress", "local_metadata.heat_on")
+@pa_solitary("ingress", "local_metadata.to_router")
+control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata,
                       in ingress_intrinsic_metadata_t intrinsic,
                       in ingress_intrinsic_metadata_from_parser_t from_parser,
                       inout ingress_intrinsic_metadata_for_deparser_t deparser,
@@ -89,66 +89,67 @@ control KvcastIngress(inout headers_t hdr, inout state_t state,
     Hash<bit<8>>(HashAlgorithm_t.IDENTITY) bank;
 
     action tell_first_row() {
-        state.first_row = first_row.get({ 4w0, state.slot[5:0], hdr.kvcast.chunk[5:0] });
+        local_metadata.first_row =
+            first_row.get({ 4w0, local_metadata.slot[5:0], hdr.kvcast.chunk[5:0] });
     }
 
     action tell_bank() {
-        state.bank = bank.get({ 7w0, state.slot[6:6] });
+        local_metadata.bank = bank.get({ 7w0, local_metadata.slot[6:6] });
     }
 
     // One table, one condition: a Tofino 1 cannot do anything beside a block of several stages.
     apply {
         // What is it, who sends it, where would it go, and is its segment here? All at once.
-        arrival.apply(hdr, state, intrinsic, from_parser);
-        settings.apply(state);
-        forwarding.apply(hdr, state);
-        resident.apply(hdr, state);
+        arrival.apply(hdr, local_metadata, intrinsic, from_parser);
+        settings.apply(local_metadata);
+        forwarding.apply(hdr, local_metadata);
+        resident.apply(hdr, local_metadata);
         if (hdr.kvcast.isValid() && hdr.round.task == TASK_NONE) {
-            frame_class.apply(hdr, state);
+            frame_class.apply(hdr, local_metadata);
         }
-        port_guard.apply(hdr, state, intrinsic.ingress_port);
-        chunk_bit.apply(hdr, state);
-        block_hash.apply(hdr, state);
-        clock.apply(state);
-        heat_window.apply(state);
-        rounds.apply(hdr, state);
-        slot_validity.apply(hdr, state);
-        cells.apply(hdr, state);
+        port_guard.apply(hdr, local_metadata, intrinsic.ingress_port);
+        chunk_bit.apply(hdr, local_metadata);
+        block_hash.apply(hdr, local_metadata);
+        clock.apply(local_metadata);
+        heat_window.apply(local_metadata);
+        rounds.apply(hdr, local_metadata);
+        slot_validity.apply(hdr, local_metadata);
+        cells.apply(hdr, local_metadata);
 
-        // May it, and what would become of it by its address alone?
+        // May its sender send it, and where would it go by its address alone?
         if (hdr.round.task == TASK_NONE) {
-            gate.apply(state);
+            gate.apply(local_metadata);
         } else if (hdr.round.task == TASK_NEXT) {
-            serving_pass.apply(hdr, state, hdr.round.generation);
+            serving_pass.apply(hdr, local_metadata, hdr.round.generation);
         }
-        reader_group.apply(hdr, state);
-        if (state.refused == 0 && state.serving == 0 && state.passing == 0) {
-            route.apply(state);
+        reader_group.apply(hdr, local_metadata);
+        if (local_metadata.refused == 0 && local_metadata.serving == 0 && local_metadata.passing == 0) {
+            route.apply(local_metadata);
         }
 
         // Switch memory: fill from DATA, answer READs.
-        fill_decision.apply(hdr, state);
-        serving_decision.apply(hdr, state);
-        lowest_chunk.apply(hdr, state);
+        fill_decision.apply(hdr, local_metadata);
+        serving_decision.apply(hdr, local_metadata);
+        lowest_chunk.apply(hdr, local_metadata);
         tell_first_row();
         tell_bank();
-        fill.apply(hdr, state, tm);
+        fill.apply(hdr, local_metadata, tm);
 
-        // Everything else goes where it is addressed, unless its answer is on the way, or others
-        // wait for it too.
-        pending.apply(hdr, state);
-        heat.apply(hdr, state, deparser);
-        coalescing.apply(hdr, state);
-        if (state.is_answer == 1) {
-            port_set.apply(state, state.shared_bits);
+        // Everything else goes where it is addressed, except a READ whose answer is on the way, and
+        // an answer for which others wait too.
+        pending.apply(hdr, local_metadata);
+        heat.apply(hdr, local_metadata, deparser);
+        coalescing.apply(hdr, local_metadata);
+        if (local_metadata.is_answer == 1) {
+            port_set.apply(local_metadata, local_metadata.shared_bits);
         }
 
-        decisions.apply(state);
-        departure.apply(hdr, state, intrinsic, tm);
+        decisions.apply(local_metadata);
+        departure.apply(hdr, local_metadata, intrinsic, tm);
     }
 }
 
-control KvcastEgress(inout headers_t hdr, inout state_t state,
+control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
                      in egress_intrinsic_metadata_t intrinsic,
                      in egress_intrinsic_metadata_from_parser_t from_parser,
                      inout egress_intrinsic_metadata_for_deparser_t deparser,
@@ -161,16 +162,16 @@ control KvcastEgress(inout headers_t hdr, inout state_t state,
             hdr.round.task = hdr.round.again;
         }
         if (hdr.round.task == TASK_NONE) {
-            state.last = hdr.round.last[0:0];
-            state.rewritten = hdr.round.rewritten[0:0];
-            state.port_bits = hdr.round.port_bits;
+            local_metadata.last = hdr.round.last[0:0];
+            local_metadata.rewritten = hdr.round.rewritten[0:0];
+            local_metadata.port_bits = hdr.round.port_bits;
             if (hdr.round.delivery == DELIVER_SERVE || hdr.round.delivery == DELIVER_SERVE_GROUP) {
-                served_data.apply(hdr, state);
+                served_data.apply(hdr, local_metadata);
             }
             if (hdr.round.delivery == DELIVER_SHARED
                 || hdr.round.delivery == DELIVER_SERVE_GROUP) {
-                egress_host.apply(hdr, state, intrinsic.egress_port);
-                if (state.member == 0) {
+                egress_host.apply(hdr, local_metadata, intrinsic.egress_port);
+                if (local_metadata.member == 0) {
                     deparser.drop_ctl = 1;
                 }
             } else if (hdr.round.delivery == DELIVER_FLOOD) {
@@ -186,6 +187,6 @@ control KvcastEgress(inout headers_t hdr, inout state_t state,
 Pipeline(KvcastIngressParser(), KvcastIngress(), KvcastIngressDeparser(),
          KvcastEgressParser(), KvcastEgress(), KvcastEgressDeparser()) pipe;
 
-// Every field of state_t starts as 0.
+// Every field of local_metadata_t starts as 0.
 @pa_auto_init_metadata
 Switch(pipe) main;

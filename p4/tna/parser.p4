@@ -9,16 +9,16 @@
 #include "../parse_graph.p4"
 #include "headers.p4"
 
-parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t state,
+parser KvcastIngressParser(packet_in packet, out headers_t hdr, out local_metadata_t local_metadata,
                            out ingress_intrinsic_metadata_t intrinsic) {
     Checksum() ipv4_checksum;
 
     state start {
         packet.extract(intrinsic);
         packet.advance(PORT_METADATA_SIZE);
-        state.broken = 0;
-        state.damaged = 0;
-        state.passing = 0;
+        local_metadata.broken = 0;
+        local_metadata.damaged = 0;
+        local_metadata.passing = 0;
         transition select(intrinsic.ingress_port[6:0]) {
             RECIRCULATION_PORT: parse_round;
             default: from_outside;
@@ -43,8 +43,8 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
 
     state parse_round {
         packet.extract(hdr.round);
-        state.row_index = hdr.round.index;
-        state.row_bank = hdr.round.bank;
+        local_metadata.row_index = hdr.round.index;
+        local_metadata.row_bank = hdr.round.bank;
         transition select(hdr.round.task, hdr.round.row) {
             (TASK_STORE, LAST_ROW): parse_last_row;
             (TASK_STORE, _): parse_row;
@@ -53,11 +53,11 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
         }
     }
 
-    // Not one state that two lead to: p4c makes a copy of such a one, and takes it to begin where the
-    // round header is not over yet.
+    // Four states with the same extractions, where one would do: p4c copies a state to which two
+    // others lead, and its copy extracts twelve bytes too early, before the round header has ended.
     state parse_gathering {
-        state.passing = 1;
-        state.serve_group = hdr.round.serve_group;
+        local_metadata.passing = 1;
+        local_metadata.serve_group = hdr.round.serve_group;
         packet.extract(hdr.ethernet);
         packet.extract(hdr.ipv4);
         packet.extract(hdr.udp);
@@ -74,7 +74,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state parse_row {
-        state.passing = 1;
+        local_metadata.passing = 1;
         packet.extract(hdr.ethernet);
         packet.extract(hdr.ipv4);
         packet.extract(hdr.udp);
@@ -85,7 +85,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state parse_last_row {
-        state.passing = 1;
+        local_metadata.passing = 1;
         packet.extract(hdr.ethernet);
         packet.extract(hdr.ipv4);
         packet.extract(hdr.udp);
@@ -106,7 +106,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state broken_frame {
-        state.broken = 1;
+        local_metadata.broken = 1;
         transition accept;
     }
 
@@ -122,12 +122,12 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 
     state parse_other {
-        state.damaged = (bit<1>)ipv4_checksum.verify();
+        local_metadata.damaged = (bit<1>)ipv4_checksum.verify();
         transition accept;
     }
 
     state parse_udp {
-        state.damaged = (bit<1>)ipv4_checksum.verify();
+        local_metadata.damaged = (bit<1>)ipv4_checksum.verify();
         packet.extract(hdr.udp);
         transition select(hdr.udp.dst_port) {
             KVCAST_UDP_PORT: parse_kvcast;
@@ -141,7 +141,7 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out state_t stat
     }
 }
 
-control KvcastIngressDeparser(packet_out packet, inout headers_t hdr, in state_t state,
+control KvcastIngressDeparser(packet_out packet, inout headers_t hdr, in local_metadata_t local_metadata,
                               in ingress_intrinsic_metadata_for_deparser_t deparser) {
     @name(".heat_t")
     Digest<heat_t>() heat;
@@ -149,13 +149,14 @@ control KvcastIngressDeparser(packet_out packet, inout headers_t hdr, in state_t
     apply {
         if (deparser.digest_type == HEAT_DIGEST) {
             heat.pack({ hdr.kvcast.namespace, hdr.kvcast.segment, hdr.kvcast.key,
-                        state.heat_ports, state.reader_bit, state.heat_count });
+                        local_metadata.heat_ports, local_metadata.reader_bit,
+                        local_metadata.heat_count });
         }
         packet.emit(hdr);
     }
 }
 
-parser KvcastEgressParser(packet_in packet, out headers_t hdr, out state_t state,
+parser KvcastEgressParser(packet_in packet, out headers_t hdr, out local_metadata_t local_metadata,
                           out egress_intrinsic_metadata_t intrinsic) {
     state start {
         packet.extract(intrinsic);
@@ -191,12 +192,12 @@ parser KvcastEgressParser(packet_in packet, out headers_t hdr, out state_t state
 
 // The IPv4 header checksum is made anew only where a header was rewritten: a damaged one must not
 // leave the switch whole.
-control KvcastEgressDeparser(packet_out packet, inout headers_t hdr, in state_t state,
+control KvcastEgressDeparser(packet_out packet, inout headers_t hdr, in local_metadata_t local_metadata,
                              in egress_intrinsic_metadata_for_deparser_t deparser) {
     Checksum() ipv4_checksum;
 
     apply {
-        if (state.rewritten == 1) {
+        if (local_metadata.rewritten == 1) {
             hdr.ipv4.checksum = ipv4_checksum.update({
                 hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.dscp, hdr.ipv4.ecn,
                 hdr.ipv4.total_length, hdr.ipv4.identification, hdr.ipv4.flags,

@@ -1,39 +1,33 @@
-// The in-network interest table on TNA. Fingerprint and stamp are one dual stateful ALU, the ports
-// another in a later stage; each is read and changed in one operation, so nothing falls between. The
-// rules are those of controls/coalescing.p4, cut in three:
+// The pending interest table on TNA. Fingerprint and stamp are one dual stateful ALU, the ports
+// another in a later stage; each is read and changed in one operation, so no packet sees an entry half
+// changed. The rules are those of v1model/coalescing.p4, in three steps:
 //
 //   interest_step   compares and changes {fingerprint, stamp}; says MINE_FRESH, ... OTHER_STALE
 //   ports_step      changes the ports by that, and returns who waited
 //   coalescing      decides what becomes of the frame
 //
-// A free entry has no fingerprint and a stamp of 0, which is past any lease: opening one and taking
-// one over are one instruction. A stateful ALU has four, takes two words from the packet, and
+// A free entry has no fingerprint and a stamp of 0, which is past any lease, so opening one and taking
+// one over are the same instruction. A stateful ALU has four, takes two words from the packet, and
 // compares with a constant; so time comes in sixteenths of a lease (control Clock).
 
-const bit<32> LEASE = 16;       // in units of state.clock
-
-// What a stateful ALU says of its two comparisons: one bit of four is set.
-const bit<8> OTHER_FRESH = 1;
-const bit<8> MINE_FRESH  = 2;
-const bit<8> OTHER_STALE = 4;
-const bit<8> MINE_STALE  = 8;
+const bit<32> LEASE = 16;       // in units of local_metadata.clock
 
 struct interest_t {
     bit<32> fingerprint;        // as pending_entry_t's
-    bit<32> stamp;              // state.clock of the last READ sent on, or answer seen
+    bit<32> stamp;              // local_metadata.clock of the last READ sent on, or answer seen
 }
 
 // Time in sixteenths of a lease, the lease rounded up to a power of two of ticks: a shift, since no
 // stateful ALU divides, and none takes the lease beside time and fingerprint.
-control Clock(inout state_t state) {
-#define SHIFT(bits) action shift_##bits() { state.clock = state.now >> bits; }
+control Clock(inout local_metadata_t local_metadata) {
+#define SHIFT(bits) action shift_##bits() { local_metadata.clock = local_metadata.now >> bits; }
     SHIFT(0) SHIFT(1) SHIFT(2) SHIFT(3) SHIFT(4) SHIFT(5)
     SHIFT(6) SHIFT(7) SHIFT(8) SHIFT(9) SHIFT(10) SHIFT(11) SHIFT(12)
 #undef SHIFT
 
     @name(".lease_scale")
     table lease_scale {
-        key = { state.lease_ticks : ternary @name("lease_ticks"); }
+        key = { local_metadata.lease_ticks : ternary @name("lease_ticks"); }
         actions = {
             shift_0; shift_1; shift_2; shift_3; shift_4; shift_5;
             shift_6; shift_7; shift_8; shift_9; shift_10; shift_11; shift_12;
@@ -73,11 +67,11 @@ control Clock(inout state_t state) {
     }
 }
 
-control Pending(inout headers_t hdr, inout state_t state) {
+control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
     Register<bit<32>, bit<16>>(PENDING_ENTRIES) pending_ports;
 
-#define SAY_MATCH this.predicate(entry.fingerprint == state.fingerprint, \
-                                 state.clock - entry.stamp > LEASE)
+#define SAY_MATCH this.predicate(entry.fingerprint == local_metadata.fingerprint, \
+                                 local_metadata.clock - entry.stamp > LEASE)
 
     // A READ takes an entry that is past its lease, whosever it was (ask); a repeat also refreshes
     // an entry of its own (ask_again). Once the answer is under way, joiners still catch its end
@@ -87,50 +81,51 @@ control Pending(inout headers_t hdr, inout state_t state) {
     RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask##part = { \
         void apply(inout interest_t entry, out bit<8> match) { \
             match = SAY_MATCH; \
-            if (state.clock - entry.stamp > LEASE) { \
-                entry.fingerprint = state.fingerprint; \
-                entry.stamp = state.clock; \
+            if (local_metadata.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = local_metadata.fingerprint; \
+                entry.stamp = local_metadata.clock; \
             } \
         } \
     }; \
     RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask_again##part = { \
         void apply(inout interest_t entry, out bit<8> match) { \
             match = SAY_MATCH; \
-            if (entry.fingerprint == state.fingerprint || state.clock - entry.stamp > LEASE) { \
-                entry.fingerprint = state.fingerprint; \
-                entry.stamp = state.clock; \
+            if (entry.fingerprint == local_metadata.fingerprint \
+                || local_metadata.clock - entry.stamp > LEASE) { \
+                entry.fingerprint = local_metadata.fingerprint; \
+                entry.stamp = local_metadata.clock; \
             } \
         } \
     }; \
     RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) answer##part = { \
         void apply(inout interest_t entry, out bit<8> match) { \
             match = SAY_MATCH; \
-            if (entry.fingerprint == state.fingerprint) { \
-                entry.stamp = state.clock; \
+            if (entry.fingerprint == local_metadata.fingerprint) { \
+                entry.stamp = local_metadata.clock; \
             } \
         } \
     }; \
     RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) end##part = { \
         void apply(inout interest_t entry, out bit<8> match) { \
             match = SAY_MATCH; \
-            if (entry.fingerprint == state.fingerprint) { \
+            if (entry.fingerprint == local_metadata.fingerprint) { \
                 entry.fingerprint = 0; \
                 entry.stamp = 0; \
             } \
         } \
     }; \
-    action do_ask##part()       { state.match = ask##part.execute(INTEREST_INDEX); } \
-    action do_ask_again##part() { state.match = ask_again##part.execute(INTEREST_INDEX); } \
-    action do_answer##part()    { state.match = answer##part.execute(INTEREST_INDEX); } \
-    action do_end##part()       { state.match = end##part.execute(INTEREST_INDEX); } \
+    action do_ask##part()       { local_metadata.match = ask##part.execute(INTEREST_INDEX); } \
+    action do_ask_again##part() { local_metadata.match = ask_again##part.execute(INTEREST_INDEX); } \
+    action do_answer##part()    { local_metadata.match = answer##part.execute(INTEREST_INDEX); } \
+    action do_end##part()       { local_metadata.match = end##part.execute(INTEREST_INDEX); } \
     @hidden \
     table interest_step##part { \
         key = { \
-            state.kind       : exact   @name("kind"); \
-            hdr.kvcast.flags : ternary @name("flags"); \
-            state.index      : ternary @name("index"); \
-            state.coalesces  : exact   @name("coalesces"); \
-            state.serving    : exact   @name("serving"); \
+            local_metadata.kind      : exact   @name("kind"); \
+            hdr.kvcast.flags         : ternary @name("flags"); \
+            local_metadata.index     : ternary @name("index"); \
+            local_metadata.coalesces : exact   @name("coalesces"); \
+            local_metadata.serving   : exact   @name("serving"); \
         } \
         actions = { \
             do_ask##part; do_ask_again##part; do_answer##part; do_end##part; \
@@ -152,7 +147,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
 
     RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) join_ports = {
         void apply(inout bit<32> ports, out bit<32> waiting) {
-            ports = ports | state.port_bits;
+            ports = ports | local_metadata.port_bits;
             waiting = ports;
         }
     };
@@ -160,7 +155,7 @@ control Pending(inout headers_t hdr, inout state_t state) {
     RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) open_ports = {
         void apply(inout bit<32> ports, out bit<32> waiting) {
             waiting = ports;
-            ports = state.port_bits;
+            ports = local_metadata.port_bits;
         }
     };
 
@@ -178,16 +173,16 @@ control Pending(inout headers_t hdr, inout state_t state) {
         }
     };
 
-    action do_join_ports() { state.waiting = join_ports.execute(state.index); }
-    action do_open_ports() { state.waiting = open_ports.execute(state.index); }
-    action do_read_ports() { state.waiting = read_ports.execute(state.index); }
-    action do_take_ports() { state.waiting = take_ports.execute(state.index); }
+    action do_join_ports() { local_metadata.waiting = join_ports.execute(local_metadata.index); }
+    action do_open_ports() { local_metadata.waiting = open_ports.execute(local_metadata.index); }
+    action do_read_ports() { local_metadata.waiting = read_ports.execute(local_metadata.index); }
+    action do_take_ports() { local_metadata.waiting = take_ports.execute(local_metadata.index); }
 
     @name(".ports_step")
     table ports_step {
         key = {
-            state.kind  : exact @name("kind");
-            state.match : exact @name("match");
+            local_metadata.kind  : exact @name("kind");
+            local_metadata.match : exact @name("match");
         }
         actions = {
             do_join_ports; do_open_ports; do_read_ports; do_take_ports; @defaultonly NoAction;
@@ -213,34 +208,34 @@ control Pending(inout headers_t hdr, inout state_t state) {
     }
 }
 
-control Coalescing(inout headers_t hdr, inout state_t state) {
+control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
     // An answer: who waits but the addressee, and all to whom it goes.
     action compare_ports() {
-        state.others = state.waiting & ~state.out_bit;
-        state.shared_bits = state.waiting | state.out_bit;
+        local_metadata.others = local_metadata.waiting & ~local_metadata.out_bit;
+        local_metadata.shared_bits = local_metadata.waiting | local_metadata.out_bit;
     }
 
     action sent_on(bit<8> decision) {
-        state.decision = decision;
+        local_metadata.decision = decision;
         hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
         hdr.udp.checksum = 0;   // RFC 768: none
     }
 
     action join() {
-        state.decision = DECISION_JOIN;
-        state.delivery = DELIVER_NOWHERE;
+        local_metadata.decision = DECISION_JOIN;
+        local_metadata.delivery = DELIVER_NOWHERE;
     }
 
     action collide() {
-        state.decision = DECISION_COLLIDE;
+        local_metadata.decision = DECISION_COLLIDE;
         hdr.kvcast.flags = hdr.kvcast.flags & ~FLAG_SHARED;
         hdr.udp.checksum = 0;
     }
 
     action share() {
-        state.port_bits = state.shared_bits;
-        state.decision = DECISION_SHARED;
-        state.delivery = DELIVER_SHARED;
+        local_metadata.port_bits = local_metadata.shared_bits;
+        local_metadata.decision = DECISION_SHARED;
+        local_metadata.delivery = DELIVER_SHARED;
         hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
     }
 
@@ -249,11 +244,11 @@ control Coalescing(inout headers_t hdr, inout state_t state) {
     @name(".coalescing")
     table coalescing {
         key = {
-            state.kind       : exact   @name("kind");
-            state.match      : ternary @name("match");
-            hdr.kvcast.flags : ternary @name("flags");
-            state.waiting    : ternary @name("waiting");
-            state.others     : ternary @name("others");
+            local_metadata.kind    : exact   @name("kind");
+            local_metadata.match   : ternary @name("match");
+            hdr.kvcast.flags       : ternary @name("flags");
+            local_metadata.waiting : ternary @name("waiting");
+            local_metadata.others  : ternary @name("others");
         }
         actions = { sent_on; join; collide; share; pass_by; }
         const default_action = pass_by();

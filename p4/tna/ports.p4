@@ -10,7 +10,4 @@ const bit<7> RECIRCULATION_PORT = 6;
 const bit<7> RECIRCULATION_PORT = 68;
 #endif
 
-// Multicast groups 64 to 67, one a pipe: {its recirculation port, rid RECIRCULATE_RID}.
-const bit<16> LOOP_GROUP = 64;
-
 #endif

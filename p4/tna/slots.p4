@@ -7,14 +7,14 @@ struct slot_chunks_t {
     bit<32> chunks;         // bit i: chunk i (or 32 + i)
 }
 
-control SlotValidity(inout headers_t hdr, inout state_t state) {
+control SlotValidity(inout headers_t hdr, inout local_metadata_t local_metadata) {
     Register<slot_chunks_t, bit<16>>(SLOTS) valid_low;
     Register<slot_chunks_t, bit<16>>(SLOTS) valid_high;
 
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_low) read_low = {
         void apply(inout slot_chunks_t slot, out bit<32> chunks) {
             chunks = 0;
-            if (slot.generation == state.generation) {
+            if (slot.generation == local_metadata.generation) {
                 chunks = slot.chunks;
             }
         }
@@ -23,7 +23,7 @@ control SlotValidity(inout headers_t hdr, inout state_t state) {
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_high) read_high = {
         void apply(inout slot_chunks_t slot, out bit<32> chunks) {
             chunks = 0;
-            if (slot.generation == state.generation) {
+            if (slot.generation == local_metadata.generation) {
                 chunks = slot.chunks;
             }
         }
@@ -31,39 +31,39 @@ control SlotValidity(inout headers_t hdr, inout state_t state) {
 
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_low) store_low = {
         void apply(inout slot_chunks_t slot) {
-            if (slot.generation == state.generation) {
-                slot.chunks = slot.chunks | state.chunk_bit[31:0];
+            if (slot.generation == local_metadata.generation) {
+                slot.chunks = slot.chunks | local_metadata.chunk_bit[31:0];
             } else {
-                slot.chunks = state.chunk_bit[31:0];
+                slot.chunks = local_metadata.chunk_bit[31:0];
             }
-            slot.generation = state.generation;
+            slot.generation = local_metadata.generation;
         }
     };
 
     RegisterAction<slot_chunks_t, bit<16>, bit<32>>(valid_high) store_high = {
         void apply(inout slot_chunks_t slot) {
-            if (slot.generation == state.generation) {
-                slot.chunks = slot.chunks | state.chunk_bit[63:32];
+            if (slot.generation == local_metadata.generation) {
+                slot.chunks = slot.chunks | local_metadata.chunk_bit[63:32];
             } else {
-                slot.chunks = state.chunk_bit[63:32];
+                slot.chunks = local_metadata.chunk_bit[63:32];
             }
-            slot.generation = state.generation;
+            slot.generation = local_metadata.generation;
         }
     };
 
-    action do_read_low()   { state.valid[31:0] = read_low.execute(state.slot); }
-    action do_read_high()  { state.valid[63:32] = read_high.execute(state.slot); }
-    action do_store_low()  { store_low.execute(state.slot); }
-    action do_store_high() { store_high.execute(state.slot); }
+    action do_read_low()   { local_metadata.valid[31:0] = read_low.execute(local_metadata.slot); }
+    action do_read_high()  { local_metadata.valid[63:32] = read_high.execute(local_metadata.slot); }
+    action do_store_low()  { store_low.execute(local_metadata.slot); }
+    action do_store_high() { store_high.execute(local_metadata.slot); }
 
 #define STEP(part) \
     @hidden \
     table step_##part { \
         key = { \
-            hdr.round.task : exact; \
-            hdr.round.row  : ternary; \
-            state.resident : exact; \
-            state.current  : ternary; \
+            hdr.round.task          : exact; \
+            hdr.round.row           : ternary; \
+            local_metadata.resident : exact; \
+            local_metadata.current  : ternary; \
         } \
         actions = { do_read_##part; do_store_##part; @defaultonly NoAction; } \
         const default_action = NoAction(); \

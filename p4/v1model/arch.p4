@@ -11,7 +11,7 @@
 #define PACKET_COUNTER(size, name) counter(size, CounterType.packets) name
 
 typedef bit<32> slot_index_t;     // what indexes an array of slots
-#define TARGET_STATE
+#define TARGET_METADATA
 
 // Which READs can become DATA, by their flags: all; or only those that bring padding, so that a
 // host that leaves it out gets its answer from the home, and does not stop the switch.

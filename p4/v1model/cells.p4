@@ -2,7 +2,7 @@
 // and chunk, side by side, are the cell's index. A chunk that passes is stored, or a READ that is
 // being served gets one attached; never both in one packet.
 
-control Cells(inout headers_t hdr, inout state_t state) {
+control Cells(inout headers_t hdr, inout local_metadata_t local_metadata) {
     register<bit<2048>>(CELLS) cell_w0;
     register<bit<2048>>(CELLS) cell_w1;
     register<bit<2048>>(CELLS) cell_w2;
@@ -10,14 +10,14 @@ control Cells(inout headers_t hdr, inout state_t state) {
     bit<32> index = 0;
 
     apply {
-        index = state.slot[25:0] ++ hdr.kvcast.chunk[5:0];
-        if (state.serving == 1) {
+        index = local_metadata.slot[25:0] ++ hdr.kvcast.chunk[5:0];
+        if (local_metadata.serving == 1) {
             hdr.cell.setValid();
             cell_w0.read(hdr.cell.w0, index);
             cell_w1.read(hdr.cell.w1, index);
             cell_w2.read(hdr.cell.w2, index);
             cell_w3.read(hdr.cell.w3, index);
-        } else if (state.fill == FILL_FILLED) {
+        } else if (local_metadata.fill == FILL_FILLED) {
             cell_w0.write(index, hdr.cell.w0);
             cell_w1.write(index, hdr.cell.w1);
             cell_w2.write(index, hdr.cell.w2);

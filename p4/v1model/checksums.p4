@@ -4,16 +4,16 @@
     hdr.ipv4.total_length, hdr.ipv4.identification, hdr.ipv4.flags, hdr.ipv4.fragment_offset, \
     hdr.ipv4.ttl, hdr.ipv4.protocol, hdr.ipv4.src, hdr.ipv4.dst }
 
-control VerifyIPv4(inout headers_t hdr, inout state_t state) {
+control VerifyIPv4(inout headers_t hdr, inout local_metadata_t local_metadata) {
     apply {
         verify_checksum(hdr.ipv4.isValid() && hdr.ipv4.ihl == IPV4_WORDS, IPV4_FIELDS,
             hdr.ipv4.checksum, HashAlgorithm.csum16);
     }
 }
 
-control ComputeIPv4(inout headers_t hdr, inout state_t state) {
+control ComputeIPv4(inout headers_t hdr, inout local_metadata_t local_metadata) {
     apply {
-        update_checksum(state.rewritten == 1, IPV4_FIELDS,
+        update_checksum(local_metadata.rewritten == 1, IPV4_FIELDS,
             hdr.ipv4.checksum, HashAlgorithm.csum16);
     }
 }

@@ -1,4 +1,4 @@
-// The headers that v1model parses: all of a frame that the program may change.
+// The headers that v1model parses: every part of a frame that the program may change.
 
 #ifndef KVCAST_HEADERS_V1MODEL_P4_
 #define KVCAST_HEADERS_V1MODEL_P4_

@@ -1,9 +1,9 @@
-// Tells the controller, once a window, of a segment that is read often: a count-min sketch of three
-// rows over READs that switch memory did not answer, and a digest when the least of the three
-// reaches the threshold. A word carries the window in which it was last used, so nothing ever needs
-// clearing. Runs after Pending, on READs that show demand (a repeat shows none).
+// Tells the controller, once a window, of a segment that is read often. A count-min sketch of three
+// rows counts READs that switch memory did not answer; when the least of the three counts reaches the
+// threshold, a digest goes to the controller. A word carries the window in which it was last used, so
+// nothing ever needs clearing. Runs after Pending, on READs that show demand (a repeat does not).
 
-control Heat(inout headers_t hdr, inout state_t state) {
+control Heat(inout headers_t hdr, inout local_metadata_t local_metadata) {
     register<bit<32>>(HEAT_CELLS) heat_row0;       // [31:16] window, [15:0] count, saturating
     register<bit<32>>(HEAT_CELLS) heat_row1;
     register<bit<32>>(HEAT_CELLS) heat_row2;
@@ -22,11 +22,11 @@ control Heat(inout headers_t hdr, inout state_t state) {
     heat_t message;
 
     apply {
-        window = (bit<16>)(state.now >> HEAT_WINDOW_SHIFT);
+        window = (bit<16>)(local_metadata.now >> HEAT_WINDOW_SHIFT);
         hash(other_hash, HashAlgorithm.crc16, 16w0,
              { hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment }, 32w0x10000);
-        index0 = (bit<32>)state.hash[13:0];
-        index1 = (bit<32>)state.hash[29:16];
+        index0 = (bit<32>)local_metadata.hash[13:0];
+        index1 = (bit<32>)local_metadata.hash[29:16];
         index2 = (bit<32>)other_hash[13:0];
         @atomic {
             heat_row0.read(word0, index0);
@@ -45,12 +45,12 @@ control Heat(inout headers_t hdr, inout state_t state) {
         count = word0[15:0];
         if (word1[15:0] < count) { count = word1[15:0]; }
         if (word2[15:0] < count) { count = word2[15:0]; }
-        if ((bit<32>)count >= state.heat_threshold) {
+        if ((bit<32>)count >= local_metadata.heat_threshold) {
             // Two segments that share a cell take turns: the next window uses other bits.
             if (window[0:0] == 0) {
-                report_index = (bit<32>)(state.hash[13:0]);
+                report_index = (bit<32>)(local_metadata.hash[13:0]);
             } else {
-                report_index = (bit<32>)(state.hash[31:18]);
+                report_index = (bit<32>)(local_metadata.hash[31:18]);
             }
             @atomic {
                 heat_reported.read(reported, report_index);
@@ -60,11 +60,11 @@ control Heat(inout headers_t hdr, inout state_t state) {
                 message.namespace = hdr.kvcast.namespace;
                 message.segment = hdr.kvcast.segment;
                 message.key = hdr.kvcast.key;
-                message.port_bits = state.entry.ports;
-                if (state.decision == DECISION_COLLIDE) {
-                    message.port_bits = state.port_bits;
+                message.port_bits = local_metadata.entry.ports;
+                if (local_metadata.decision == DECISION_COLLIDE) {
+                    message.port_bits = local_metadata.port_bits;
                 }
-                message.reader_bit = state.reader_bit;
+                message.reader_bit = local_metadata.reader_bit;
                 message.count = (bit<32>)count;
                 digest<heat_t>(1, message);
             }

@@ -1,9 +1,8 @@
 // kvcast on v1model (BMv2's simple_switch, and kvcast's own software switch).
 //
-// A top-of-rack switch that also knows the reads of a pool of immutable blocks: it holds back a
-// read whose answer is on the way, sends that answer to everybody who waits, and answers from its
-// own memory what is read most. It is on the path and never in the way: without it the same frames
-// reach the same hosts.
+// A top-of-rack switch that also takes part in the reads of a pool of immutable blocks. It holds back
+// a READ whose answer is on the way, sends that answer to everybody who waits, and answers the
+// READs that are most frequent from its own memory. Without it the same frames reach the same hosts.
 
 #include "arch.p4"
 #include "../types.p4"
@@ -34,7 +33,7 @@
 #include "delivery.p4"
 #include "checksums.p4"
 
-parser KvcastParser(packet_in packet, out headers_t hdr, inout state_t state,
+parser KvcastParser(packet_in packet, out headers_t hdr, inout local_metadata_t local_metadata,
               inout standard_metadata_t standard) {
     FrameParser() frame;
 
@@ -44,7 +43,8 @@ parser KvcastParser(packet_in packet, out headers_t hdr, inout state_t state,
     }
 }
 
-control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata,
+                      inout standard_metadata_t standard) {
     Arrival() arrival;
     Settings() settings;
     FrameClass() frame_class;
@@ -69,89 +69,91 @@ control KvcastIngress(inout headers_t hdr, inout state_t state, inout standard_m
     Delivery() delivery;
 
     apply {
-        // What is it, and may it?
-        arrival.apply(hdr, state, standard);
+        // What is the frame, and may its sender send it?
+        arrival.apply(hdr, local_metadata, standard);
         if (standard.instance_type == INSTANCE_RECIRCULATED) {
-            state.has_memory = 1;
+            local_metadata.has_memory = 1;
         } else {
-            settings.apply(state);
-            if (state.enabled == 1) {
+            settings.apply(local_metadata);
+            if (local_metadata.enabled == 1) {
                 if (hdr.kvcast.isValid()) {
-                    frame_class.apply(hdr, state);
-                    port_guard.apply(hdr, state, standard.ingress_port);
+                    frame_class.apply(hdr, local_metadata);
+                    port_guard.apply(hdr, local_metadata, standard.ingress_port);
                 }
-                gate.apply(state);
-                if (state.kind == KIND_READ) {
-                    reader_group.apply(hdr, state);
+                gate.apply(local_metadata);
+                if (local_metadata.kind == KIND_READ) {
+                    reader_group.apply(hdr, local_metadata);
                 }
             }
         }
 
         // Switch memory: fill from DATA, answer READs.
-        if (state.has_memory == 1) {
-            resident.apply(hdr, state);
+        if (local_metadata.has_memory == 1) {
+            resident.apply(hdr, local_metadata);
             if (standard.instance_type == INSTANCE_RECIRCULATED) {
-                serving_pass.apply(hdr, state, state.serving_generation);
-            } else if (state.resident == 1) {
-                chunk_bit.apply(hdr, state);
-                fill_decision.apply(hdr, state);
-                slot_validity.apply(state);
-                serving_decision.apply(hdr, state);
+                serving_pass.apply(hdr, local_metadata, local_metadata.serving_generation);
+            } else if (local_metadata.resident == 1) {
+                chunk_bit.apply(hdr, local_metadata);
+                fill_decision.apply(hdr, local_metadata);
+                slot_validity.apply(local_metadata);
+                serving_decision.apply(hdr, local_metadata);
             }
-            if (state.serving == 1) {
-                lowest_chunk.apply(hdr, state);
-                state.group = state.serve_group;
+            if (local_metadata.serving == 1) {
+                lowest_chunk.apply(hdr, local_metadata);
+                local_metadata.group = local_metadata.serve_group;
             }
-            if (state.serving == 1 || state.fill == FILL_FILLED) {
-                cells.apply(hdr, state);
-            }
-        }
-
-        // Everything else goes where it is addressed, unless its answer is on the way, or others
-        // wait for it too.
-        if (state.decision == DECISION_NONE) {
-            forwarding.apply(hdr, state);
-            route.apply(state);
-            if (state.coalesces == 1) {
-                block_hash.apply(hdr, state);
-                pending.apply(hdr, state);
-                if (state.demand == 1 && state.heat_threshold != 0) {
-                    heat.apply(hdr, state);
-                }
-                if (state.delivery == DELIVER_SHARED) {
-                    port_set.apply(state, state.port_bits);
-                }
+            if (local_metadata.serving == 1 || local_metadata.fill == FILL_FILLED) {
+                cells.apply(hdr, local_metadata);
             }
         }
 
-        decisions.apply(state);
-        delivery.apply(state, standard);
+        // Everything else goes where it is addressed, except a READ whose answer is on the way, and
+        // an answer for which others wait too.
+        if (local_metadata.decision == DECISION_NONE) {
+            forwarding.apply(hdr, local_metadata);
+            route.apply(local_metadata);
+            if (local_metadata.coalesces == 1) {
+                block_hash.apply(hdr, local_metadata);
+                pending.apply(hdr, local_metadata);
+                if (local_metadata.demand == 1 && local_metadata.heat_threshold != 0) {
+                    heat.apply(hdr, local_metadata);
+                }
+                if (local_metadata.delivery == DELIVER_SHARED) {
+                    port_set.apply(local_metadata, local_metadata.port_bits);
+                }
+            }
+        }
+
+        decisions.apply(local_metadata);
+        delivery.apply(local_metadata, standard);
     }
 }
 
-control KvcastEgress(inout headers_t hdr, inout state_t state, inout standard_metadata_t standard) {
+control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
+                     inout standard_metadata_t standard) {
     EgressHost() egress_host;
     ServedData() served_data;
     ServeAgain() serve_again;
 
     apply {
-        if (state.delivery >= DELIVER_SERVE) {
+        if (local_metadata.delivery >= DELIVER_SERVE) {
             // A chunk from switch memory leaves by every copy but one, which fetches the next.
-            if (state.delivery != DELIVER_SHARED) {
+            if (local_metadata.delivery != DELIVER_SHARED) {
                 if (standard.egress_rid == RECIRCULATE_RID) {
-                    serve_again.apply(hdr, state, standard);
+                    serve_again.apply(hdr, local_metadata, standard);
                 } else {
-                    served_data.apply(hdr, state);
+                    served_data.apply(hdr, local_metadata);
                     hdr.padding.setInvalid();
                 }
             }
-            if (state.delivery >= DELIVER_SERVE_GROUP && standard.egress_rid != RECIRCULATE_RID) {
-                egress_host.apply(hdr, state, standard.egress_port);
-                if (state.member == 0) {
+            if (local_metadata.delivery >= DELIVER_SERVE_GROUP
+                && standard.egress_rid != RECIRCULATE_RID) {
+                egress_host.apply(hdr, local_metadata, standard.egress_port);
+                if (local_metadata.member == 0) {
                     mark_to_drop(standard);
                 }
             }
-        } else if (state.delivery == DELIVER_FLOOD) {
+        } else if (local_metadata.delivery == DELIVER_FLOOD) {
             if (standard.egress_port == standard.ingress_port) {
                 mark_to_drop(standard);
             }

@@ -1,15 +1,14 @@
-// The in-network interest table on v1model: three arrays of 32-bit words, each read once and
-// written once a packet, around the rules of controls/coalescing.p4. On a Tofino fingerprint and
-// stamp are one dual ALU and the ports another in the next stage. BMv2 runs one ingress thread, so
-// an entry is never seen half written; @atomic says so to other targets.
+// The pending interest table on v1model: three arrays of 32-bit words, each read once and written
+// once a packet, around the rules of coalescing.p4. BMv2 runs one ingress thread, so an entry is
+// never seen half written; @atomic says so to other targets.
 //
-// The hash (block_hash.p4) that indexes the table also gives the fingerprint's lower half: 31 bits of identity
-// within a namespace, and the namespace itself whole. A key can be made to collide with another on
-// purpose (CRC is linear), but only within a namespace that its sender may read.
+// The hash (block_hash.p4) that indexes the table also gives the fingerprint's lower half: 31 bits of
+// identity within a namespace, and the namespace itself whole. A key can be made to collide with
+// another on purpose (CRC is linear), but only within a namespace that its sender may read.
 
-#include "../controls/coalescing.p4"
+#include "coalescing.p4"
 
-control Pending(inout headers_t hdr, inout state_t state) {
+control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
     register<bit<32>>(PENDING_ENTRIES) pending_fingerprint;
     register<bit<32>>(PENDING_ENTRIES) pending_stamp;   // ticks of 64 us, modulo 2^32 (76 hours)
     register<bit<32>>(PENDING_ENTRIES) pending_ports;   // bit p-1: port p
@@ -18,25 +17,27 @@ control Pending(inout headers_t hdr, inout state_t state) {
     bit<32> interest = 0;
 
     apply {
-        index = (bit<32>)state.hash[15:0];
-        state.fingerprint = hdr.kvcast.namespace ++ (state.hash[31:16] | 1);
-        if (state.is_answer == 1) {
-            interest = ~state.out_bit;
+        index = (bit<32>)local_metadata.hash[15:0];
+        local_metadata.fingerprint = hdr.kvcast.namespace ++ (local_metadata.hash[31:16] | 1);
+        if (local_metadata.is_answer == 1) {
+            interest = ~local_metadata.out_bit;
         } else {
-            interest = state.reader_bit;
+            interest = local_metadata.reader_bit;
         }
         @atomic {
-            pending_fingerprint.read(state.entry.fingerprint, index);
-            pending_stamp.read(state.entry.stamp, index);
-            pending_ports.read(state.entry.ports, index);
-            state.free = (bit<1>)(state.entry.fingerprint == 0);
-            state.mine = (bit<1>)(state.entry.fingerprint == state.fingerprint);
-            state.stale = (bit<1>)(state.now - state.entry.stamp > state.lease_ticks);
-            state.others = state.entry.ports & interest;
-            coalescing.apply(hdr, state);
-            pending_fingerprint.write(index, state.entry.fingerprint);
-            pending_stamp.write(index, state.entry.stamp);
-            pending_ports.write(index, state.entry.ports);
+            pending_fingerprint.read(local_metadata.entry.fingerprint, index);
+            pending_stamp.read(local_metadata.entry.stamp, index);
+            pending_ports.read(local_metadata.entry.ports, index);
+            local_metadata.free = (bit<1>)(local_metadata.entry.fingerprint == 0);
+            local_metadata.mine =
+                (bit<1>)(local_metadata.entry.fingerprint == local_metadata.fingerprint);
+            local_metadata.stale = (bit<1>)(
+                local_metadata.now - local_metadata.entry.stamp > local_metadata.lease_ticks);
+            local_metadata.others = local_metadata.entry.ports & interest;
+            coalescing.apply(hdr, local_metadata);
+            pending_fingerprint.write(index, local_metadata.entry.fingerprint);
+            pending_stamp.write(index, local_metadata.entry.stamp);
+            pending_ports.write(index, local_metadata.entry.ports);
         }
     }
 }

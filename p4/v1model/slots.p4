@@ -1,9 +1,9 @@
-// Which chunks of a slot are stored: two words a slot, for chunks 0 to 31 and 32 to 63, each tagged
-// with the generation under which they were stored, so that nobody need clear a slot before its
-// next use. A word of another generation reads as empty. Read by READs, read and widened by DATA
-// that fills, once a packet. The tagged word is what a Tofino keeps in one dual ALU.
+// Which chunks of a slot are stored: two words a slot, for chunks 0 to 31 and 32 to 63. Each word
+// holds the generation under which its chunks were stored; a word of another generation reads as
+// empty, so nobody need clear a slot before its next use. A READ reads both words; DATA that fills
+// adds its chunk.
 
-control SlotValidity(inout state_t state) {
+control SlotValidity(inout local_metadata_t local_metadata) {
     register<bit<64>>(SLOTS) valid_low;    // [63:32] generation, [31:0] bit i: chunk i
     register<bit<64>>(SLOTS) valid_high;   // [63:32] generation, [31:0] bit i: chunk 32 + i
     bit<64> low = 0;
@@ -11,21 +11,21 @@ control SlotValidity(inout state_t state) {
 
     apply {
         @atomic {
-            valid_low.read(low, state.slot);
-            valid_high.read(high, state.slot);
-            if (low[63:32] != state.generation) {
-                low = state.generation ++ 32w0;
+            valid_low.read(low, local_metadata.slot);
+            valid_high.read(high, local_metadata.slot);
+            if (low[63:32] != local_metadata.generation) {
+                low = local_metadata.generation ++ 32w0;
             }
-            if (high[63:32] != state.generation) {
-                high = state.generation ++ 32w0;
+            if (high[63:32] != local_metadata.generation) {
+                high = local_metadata.generation ++ 32w0;
             }
-            if (state.fill == FILL_FILLED) {
-                low = low | (32w0 ++ state.fill_bit[31:0]);
-                high = high | (32w0 ++ state.fill_bit[63:32]);
-                valid_low.write(state.slot, low);
-                valid_high.write(state.slot, high);
+            if (local_metadata.fill == FILL_FILLED) {
+                low = low | (32w0 ++ local_metadata.fill_bit[31:0]);
+                high = high | (32w0 ++ local_metadata.fill_bit[63:32]);
+                valid_low.write(local_metadata.slot, low);
+                valid_high.write(local_metadata.slot, high);
             }
         }
-        state.valid = high[31:0] ++ low[31:0];
+        local_metadata.valid = high[31:0] ++ low[31:0];
     }
 }

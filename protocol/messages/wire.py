@@ -1,7 +1,7 @@
 """The wire format: what a kvcast datagram looks like, stated once.
 
 Owns: the header's fields and widths, opcodes, flags, the UDP port, the sizes of chunks and
-segments, and the codec between a `Frame` and bytes. `kvcast.protocol.p4gen` writes the P4
+segments, and the codec between a `Frame` and bytes. `kvcast.p4.generate` writes the P4
 program's headers from the same tables. Must not know: sockets, Ethernet (see `ethernet.py`),
 or what a node does with a frame.
 

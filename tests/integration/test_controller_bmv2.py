@@ -46,7 +46,7 @@ async def test_bmv2_is_programmed_and_a_restart_writes_nothing(tmp_path: Path) -
         await until(first, lambda s: s["decisions"].get("hit") == 0)
         tables = await tables_of(switch.facts["grpc"])
         assert len(tables["resident"]) == 2
-        assert len(tables["bucket_owner"]) == 2048
+        assert len(tables["bucket_home"]) == 2048
         assert (1024,) in tables["groups"]
         assert tables["settings"][()][1] == 1
 

@@ -80,7 +80,7 @@ async def test_agents_get_a_map_and_the_switch_holds_it(lab: Lab) -> None:
     tables = await tables_of(switch.facts["grpc"])
     ports = {node.index: node.switch_port for node in map_.nodes}
     homes = {(b, ports[i]) for b, listed in enumerate(map_.buckets) for i in listed}
-    assert set(tables["bucket_owner"]) == homes
+    assert set(tables["bucket_home"]) == homes
     assert all(len(listed) == 3 for listed in map_.buckets)
     assert tables["l2_forward"][0x026B76000003,] == ("to_port", 3, 0b100)
     assert tables["l2_forward"][0xFFFFFFFFFFFF,] == ("flood",)
@@ -193,7 +193,7 @@ async def test_a_silent_agents_buckets_move_and_come_back(lab: Lab) -> None:
     )
     assert moved["epoch"] == before["epoch"] + 1
     assert await one.wait_for(PoolMap, lambda m: m.epoch == moved["epoch"])
-    assert {port for _, port in (await tables_of(switch.facts["grpc"]))["bucket_owner"]} == {1}
+    assert {port for _, port in (await tables_of(switch.facts["grpc"]))["bucket_home"]} == {1}
     await two.close()
     await two.connect(controller.facts["agents_addr"], incarnation=2)
     two.renewing = True

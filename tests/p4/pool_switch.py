@@ -65,7 +65,7 @@ def pool_entries(hosts: int) -> Iterator[Entry]:
         yield Entry("namespace_guard", (host, NAMESPACE), "allow")
         yield Entry("egress_host", (host,), "rewrite", (mac, at.ip, at.udp_port, bit))
     for bucket in range(wire.BUCKETS):
-        yield Entry("bucket_owner", (bucket, 1), "owner")
+        yield Entry("bucket_home", (bucket, 1), "home")
 
 
 def pool_groups(hosts: int) -> dict[int, list[tuple[int, int]]]:

@@ -28,6 +28,7 @@ import test_p4_guards
 import test_p4_heat
 import test_p4_resident
 from kvcast.p4 import artefact, profiles
+from kvcast.p4.definitions import Decision, Fill, Match
 from kvcast.p4.figures import Target
 from kvcast.protocol.messages import ethernet, wire
 from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
@@ -176,7 +177,7 @@ def colliding_key() -> bytes:
 
     def hashed(key: bytes) -> tuple[int, int]:
         name = NAMESPACE.to_bytes(2, "big") + key + bytes(2)
-        return mau.crc("state.index", name), mau.crc("state.print", name) | 1
+        return mau.crc("local_metadata.index", name), mau.crc("local_metadata.print", name) | 1
 
     index, fingerprint = hashed(KEY)
     for number in range(1 << 18):
@@ -360,8 +361,6 @@ def test_a_new_generation_stops_what_is_being_stored() -> None:
 
 # --- the stateful ALUs, against the rules ---------------------------------------------------------
 
-OTHER_FRESH, MINE_FRESH, OTHER_STALE, MINE_STALE = 1, 2, 4, 8
-
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_pending_alus_follow_the_rules(target: str) -> None:
@@ -382,17 +381,20 @@ def test_pending_alus_follow_the_rules(target: str) -> None:
                 }
                 for step, entry in expected.items():
                     alu.memory[5] = {"lo": fingerprint, "hi": now - age}
-                    phv = defaultdict(int, {"state.fingerprint": mine, "state.clock": now})
+                    fields = {"local_metadata.fingerprint": mine, "local_metadata.clock": now}
+                    phv = defaultdict(int, fields)
                     said = alu.execute(f"pending_{step}{part}", 5, phv)
                     found = alu.memory[5]
                     assert (found["lo"], found["hi"]) == entry, (step, fingerprint, age)
-                    assert said == 1 << (is_mine + 2 * stale), (step, fingerprint, age)
+                    whose = "MINE" if is_mine else "OTHER"
+                    expected_match = Match[f"{whose}_{'STALE' if stale else 'FRESH'}"]
+                    assert said == expected_match, (step, fingerprint, age)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_port_alus_follow_the_rules(target: str) -> None:
     alu = TnaModel(target).alus["pending.pending_ports"]
-    phv = defaultdict(int, {"state.port_bits": 0b0110})
+    phv = defaultdict(int, {"local_metadata.port_bits": 0b0110})
     for step, said, left in (
         ("join", 0b1110, 0b1110),
         ("open", 0b1010, 0b0110),
@@ -409,12 +411,13 @@ def test_validity_alus_follow_the_rules(target: str) -> None:
     model = TnaModel(target)
     for half, shift in (("low", 0), ("high", 32)):
         alu: StatefulAlu = model.alus[f"slot_validity.valid_{half}"]
-        phv = defaultdict(int, {"state.generation": 4, "state.chunk_bit": 0b100 << shift})
+        fields = {"local_metadata.generation": 4, "local_metadata.chunk_bit": 0b100 << shift}
+        phv = defaultdict(int, fields)
         alu.memory[1] = {"lo": 3, "hi": 0b1011}
         assert alu.execute(f"slot_validity_read_{half}", 1, phv) == 0, "another generation's"
         alu.execute(f"slot_validity_store_{half}", 1, phv)
         assert alu.memory[1] == {"lo": 4, "hi": 0b100}
-        phv["state.chunk_bit"] = 0b1 << shift
+        phv["local_metadata.chunk_bit"] = 0b1 << shift
         alu.execute(f"slot_validity_store_{half}", 1, phv)
         assert alu.execute(f"slot_validity_read_{half}", 1, phv) == 0b101
 
@@ -424,10 +427,10 @@ def test_heat_alus_follow_the_rules(target: str) -> None:
     model = TnaModel(target)
     for row in range(3):
         alu = model.alus[f"heat.heat_row{row}"]
-        phv = defaultdict(int, {"state.heat_window": 6})
+        phv = defaultdict(int, {"local_metadata.heat_window": 6})
         counts = [alu.execute(f"heat_count_row{row}", 2, phv) for _ in range(3)]
         assert counts == [1, 2, 3]
-        phv["state.heat_window"] = 7
+        phv["local_metadata.heat_window"] = 7
         assert alu.execute(f"heat_count_row{row}", 2, phv) == 1
         alu.memory[2]["hi"] = 0xFFFF
         assert alu.execute(f"heat_count_row{row}", 2, phv) == 0xFFFF, "it saturates"
@@ -436,7 +439,7 @@ def test_heat_alus_follow_the_rules(target: str) -> None:
 @pytest.mark.parametrize("lease", [1, 16, 17, 32, 33, 100, 312, 16384, 32768, 1 << 31])
 def test_a_lease_is_rounded_up_to_a_power_of_two(lease: int) -> None:
     model = TnaModel("tofino1")
-    phv = defaultdict(int, {"state.lease_ticks": lease})
+    phv = defaultdict(int, {"local_metadata.lease_ticks": lease})
     shift = int(model.mau.const("lease_scale", phv)[0].removeprefix("shift_"))
     assert 16 << shift >= min(lease, profiles["tofino1"].longest_lease_ticks)
     assert shift == 0 or 16 << (shift - 1) < lease
@@ -644,7 +647,7 @@ PLANTS: dict[
     ),
     "no repeat goes on": (_swapped("coalescing", 8, 11), scenario("coalescing_retry")),
     "answers are not shared": (
-        _condition("(state.is_answer == 1)", "(state.is_answer == 0)"),
+        _condition("(local_metadata.is_answer == 1)", "(local_metadata.is_answer == 0)"),
         scenario("port_set"),
     ),
     "a copy keeps its header": (
@@ -652,7 +655,7 @@ PLANTS: dict[
         scenario("serving"),
     ),
     "nothing is refused": (
-        _forget("gate", "refuse", "state.refused"),
+        _forget("gate", "refuse", "local_metadata.refused"),
         scenario("port_guard"),
     ),
     "a stale slot serves": (
@@ -664,7 +667,7 @@ PLANTS: dict[
         scenario("serving"),
     ),
     "copies are not filtered": (
-        _condition("(state.member == 0)", "(state.member == 77)"),
+        _condition("(local_metadata.member == 0)", "(local_metadata.member == 77)"),
         scenario("coalescing_join"),
     ),
     "the last row is the first": (
@@ -747,8 +750,8 @@ def test_both_targets_do_the_same(target: str, seed: int) -> None:
                 out.append(pool.send(1, reader, wire.Frame(wire.OP_MISS, NAMESPACE, key, chunk=1)))
         if out:
             assert sorted(out[0], key=repr) == sorted(out[1], key=repr), (seed, step, kind)
-    for decision in range(1, 14):
+    for decision in Decision.counted():
         counted = [pool._count("decisions", decision) for pool in (one, two)]
         assert counted[0] == counted[1], (seed, decision)
-    for fill in (1, 2, 3):
+    for fill in Fill.counted():
         assert one._count("fills", fill) == two._count("fills", fill)

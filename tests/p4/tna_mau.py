@@ -26,24 +26,24 @@ Choice = tuple[str, list[int]]
 Entries = dict[str, dict[tuple[Any, ...], tuple[str, dict[str, int]]]]
 
 POLYNOMIALS = {
-    "state.index": (0x8005, 0),
-    "state.print": (0x1021, 0xFFFF),
-    "state.other_hash": (0x0589, 1),
+    "local_metadata.index": (0x8005, 0),
+    "local_metadata.print": (0x1021, 0xFFFF),
+    "local_metadata.other_hash": (0x0589, 1),
 }
 """CRC-16 of p4/tna/block_hash.p4: polynomial, and initial value."""
 SHIFTS = {
     ("become_data", "hdr.kvcast.flags", 0x3FFF): 2,
     ("go_home", "hdr.kvcast.flags", 0x7FF): 5,
-    ("slot_validity_read_high", "state.valid", 0): 32,
+    ("slot_validity_read_high", "local_metadata.valid", 0): 32,
 }
 """(action or ALU program, destination, mask): its lowest bit, where that is not 0."""
 SOURCES = {
-    ("heat_missing0", "state.heat_threshold"): ((0, 16),),
-    ("heat_missing1", "state.heat_threshold"): ((0, 16),),
-    ("heat_missing2", "state.heat_threshold"): ((0, 16),),
-    ("state.heat_count", "state.heat_count"): ((0, 16),),
-    ("state.now", "ig_intr_md_from_prsr.global_tstamp"): ((16, 32),),
-    ("state.loop_group", "ig_intr_md.ingress_port"): ((7, 2),),
+    ("heat_missing0", "local_metadata.heat_threshold"): ((0, 16),),
+    ("heat_missing1", "local_metadata.heat_threshold"): ((0, 16),),
+    ("heat_missing2", "local_metadata.heat_threshold"): ((0, 16),),
+    ("local_metadata.heat_count", "local_metadata.heat_count"): ((0, 16),),
+    ("local_metadata.now", "ig_intr_md_from_prsr.global_tstamp"): ((16, 32),),
+    ("local_metadata.loop_group", "ig_intr_md.ingress_port"): ((7, 2),),
     ("lowest_chunk_rest", "hdr.kvcast.wanted"): ((32, 32), (0, 32)),
 }
 """(destination, source): lowest bit and width of each mention of the source, in order."""
@@ -52,11 +52,11 @@ PARTIAL_WRITES = {
     ("become_data", "hdr.kvcast.flags", 1),
     ("go_home", "hdr.kvcast.flags", 0xF),
     ("go_home", "hdr.kvcast.flags", 0x7FF),
-    ("compare", "state.heat_count", 0xFFFF),
-    ("finish_count", "state.heat_count", 0xFFFF),
+    ("compare", "local_metadata.heat_count", 0xFFFF),
+    ("finish_count", "local_metadata.heat_count", 0xFFFF),
     ("describe", "hdr.round.rewritten", 1),
-    ("", "state.loop_port", 0x7F),
-    ("", "state.loop_group", 3),
+    ("", "local_metadata.loop_port", 0x7F),
+    ("", "local_metadata.loop_group", 3),
 }
 """Writes of a part of a field, known and looked at: (action, or nothing if it has no name of its
 own; destination; mask)."""
@@ -79,7 +79,7 @@ def holds(expression: str, conditions: dict[str, bool]) -> bool:
 
 
 def field_value(phv: Phv, name: str) -> int:
-    """A field, or bits of one as the assembler writes them: `state.chunk_bit.32-63`."""
+    """A field, or bits of one as the assembler writes them: `local_metadata.chunk_bit.32-63`."""
     part = re.match(r"^(.*)\.(\d+)-(\d+)$", name)
     if part is None:
         return phv[name]
@@ -399,7 +399,7 @@ class Mau:
             results[target] = value
             if output:
                 low = SHIFTS.get((program, output, 0), 0)
-                if output == "state.valid":  # its halves come from an ALU each
+                if output == "local_metadata.valid":  # its halves come from an ALU each
                     value = phv[output] & ~(0xFFFFFFFF << low) | value << low
                 self.write(action, output, 0, value, phv)
         else:
@@ -453,7 +453,8 @@ class Mau:
 
 
 def sliced(name: str) -> tuple[str, int, int]:
-    """`state.now$2914`: bits 29 to 14 (of the two ways to read it, that in which they descend)."""
+    """`local_metadata.now$2914`: bits 29 to 14 (of the ways to read it, that in which they
+    descend)."""
     field_name, digits = name.split("$")
     for split in range(1, len(digits)):
         high, low = int(digits[:split]), int(digits[split:])

@@ -18,29 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcast.p4 import profiles
-from kvcast.p4.figures import round_header_bytes
+from kvcast.p4.definitions import HEAT_DIGEST, ROUND
 from kvcast.protocol.messages import wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
-# p4/types.p4, p4/tna/headers.p4
-HEAT_DIGEST = 1
-ROUND_BITS = {
-    "task": 8,
-    "again": 8,
-    "delivery": 8,
-    "row": 8,
-    "index": 16,
-    "bank": 8,
-    "rewritten": 8,
-    "last": 8,
-    "serve_group": 16,
-    "unused": 7,
-    "ingress_port": 9,
-    "port_bits": 32,
-    "generation": 32,
-}
-"""round_h: widths by field, in order."""
-ROUND = wire.Header("round_h", "", tuple(wire.Field(n, w, "") for n, w in ROUND_BITS.items()))
+ROUND_BITS = {field.name: field.bits for field in ROUND.fields}
 HOST_HEADERS = (wire.ETHERNET, wire.IPV4, wire.UDP, wire.KVCAST)
 
 
@@ -169,7 +151,7 @@ class TnaModel:
             for egress_port, left in self.one_pass(at, arrived):
                 if isinstance(left, Round):
                     waiting.append((egress_port, left))
-                    self.rounds.append(round_header_bytes() + len(left.frame))
+                    self.rounds.append(ROUND.size_bytes + len(left.frame))
                 else:
                     out.append((egress_port, left))
         return out
@@ -197,7 +179,7 @@ class TnaModel:
         # The parser ends where the headers do.
         assert len(front) + len(raw) - len(rest) == consumed
         if phv["hdr.ipv4.$valid"] and from_outside and phv["hdr.ipv4.ihl"] == 5:
-            phv["state.damaged"] = int(checksum(pack(wire.IPV4, phv)) != 0)
+            phv["local_metadata.damaged"] = int(checksum(pack(wire.IPV4, phv)) != 0)
         phv["ig_intr_md.ingress_port"] = port
         phv["ig_intr_md_from_prsr.global_tstamp"] = self.now << 16
         return Packet(phv, rest)
@@ -243,8 +225,11 @@ class TnaModel:
         self.mau.run("ingress", phv)
         packet.payload = self.emit_row(phv) + packet.payload
         if phv["ig_intr_md_for_dprsr.digest_type"] == HEAT_DIGEST:
-            sources = {"port_bits": "state.heat_ports", "reader_bit": "state.reader_bit"}
-            sources["count"] = "state.heat_count"
+            sources = {
+                "port_bits": "local_metadata.heat_ports",
+                "reader_bit": "local_metadata.reader_bit",
+                "count": "local_metadata.heat_count",
+            }
             names = ("namespace", "segment", "key")
             digest = {name: phv[f"hdr.kvcast.{name}"] for name in names}
             self.digests.append(digest | {name: phv[at] for name, at in sources.items()})
@@ -286,7 +271,7 @@ class TnaModel:
             if "eg_intr_md_for_dprsr.drop_ctl" in self.mau.written:
                 self.filtered += 1
                 continue
-            if phv["state.rewritten"]:
+            if phv["local_metadata.rewritten"]:
                 phv["hdr.ipv4.checksum"] = 0
                 phv["hdr.ipv4.checksum"] = checksum(pack(wire.IPV4, phv))
             frame = Packet(phv, rest).bytes()

@@ -451,7 +451,7 @@ def _fingerprint_without_namespace(data: Json) -> None:
         for primitive in action["primitives"]:
             # The compiler puts the fingerprint's making into the comparison with it, too.
             target = str(primitive["parameters"][0].get("value"))
-            if "state_t._fingerprint" in target or "state_t._mine" in target:
+            if "local_metadata_t._fingerprint" in target or "local_metadata_t._mine" in target:
                 _without_field(primitive["parameters"][1], ["kvcast", "namespace"])
 
 
@@ -639,11 +639,11 @@ def _disguises_pass(data: Json) -> None:
 
 
 @p4_mutation(
-    "bucket_owner lets every port answer",
+    "bucket_home lets every port answer",
     {ANSWERS: ["test_only_a_home_of_the_bucket_answers"]},
 )
 def _any_home(data: Json) -> None:
-    p4_edits.default(data, "bucket_owner", "owner")
+    p4_edits.default(data, "bucket_home", "home")
 
 
 @mutation(
@@ -832,7 +832,7 @@ def _generation_ignored(data: Json) -> None:
     for pipeline in data["pipelines"]:
         for condition in pipeline["conditionals"]:
             text = json.dumps(condition["expression"])
-            if "slot_validity_" in text and "state_t._generation" in text:
+            if "slot_validity_" in text and "local_metadata_t._generation" in text:
                 condition["true_next"] = condition["false_next"]
 
 

@@ -561,7 +561,7 @@ def _fingerprint_ignored(data: Json) -> None:
 
 @p4_bug("the switch does not check who answers for a bucket", 5, faults=ANSWERERS)
 def _home_not_checked(data: Json) -> None:
-    p4_edits.default(data, "bucket_owner", "owner")
+    p4_edits.default(data, "bucket_home", "home")
 
 
 @p4_bug("the switch does not check who may read a namespace", 5, faults=TENANTS)

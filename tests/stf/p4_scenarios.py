@@ -78,7 +78,7 @@ class Scenario:
         for number in HOSTS:
             self.add_host(number)
         for key in (KEY, OTHER_KEY):
-            self.add("bucket_owner", "owner", (), bucket=wire.bucket_of(key), ingress_port=1)
+            self.add("bucket_home", "home", (), bucket=wire.bucket_of(key), ingress_port=1)
 
     def add_host(self, number: int) -> None:
         at, bit = host(number), 1 << (number - 1)

@@ -183,7 +183,7 @@ def test_a_registered_agent_gets_its_index_and_then_the_map_that_the_switch_foll
     assert map_.buckets == [[1]] * 1024
     assert [n.node_id for n in map_.nodes] == ["node-1"]
     assert driver.switch is not None
-    assert ("bucket_owner", (0, 1)) in driver.switch.entries
+    assert ("bucket_home", (0, 1)) in driver.switch.entries
 
 
 def test_every_agent_hears_of_a_change_once() -> None:
@@ -223,7 +223,7 @@ def test_a_dead_agents_buckets_move_to_the_next_in_order() -> None:
         assert 2 not in is_
         assert is_[0] == next(index for index in was if index != 2)
     assert driver.switch is not None
-    homes = {match for table, match in driver.switch.entries if table == "bucket_owner"}
+    homes = {match for table, match in driver.switch.entries if table == "bucket_home"}
     assert not any(port == 2 for _, port in homes)
     assert ("port_guard", (2, 0x0A4D0002)) in driver.switch.entries, "it may still read"
 

@@ -113,7 +113,7 @@ def test_going_plain_disables_the_program_before_anything_is_taken_away() -> Non
     assert isinstance(first, EntryChange)
     assert first.key == ("settings", ())
     assert first.action.params[0] == 0
-    assert {c.kind for c in changes.deletes} >= {"port_guard", "bucket_owner", "resident"}
+    assert {c.kind for c in changes.deletes} >= {"port_guard", "bucket_home", "resident"}
     assert "l2_forward" not in {c.kind for c in changes.deletes}
 
 
@@ -176,7 +176,7 @@ def test_the_state_of_a_small_pool_is_as_the_program_expects() -> None:
     )
     assert entries["port_guard", (2, 0x0A4D0002)] == ActionCall("admit", (0b10, 258))
     assert entries["namespace_guard", (2, 1)] == ActionCall("allow")
-    assert entries["bucket_owner", (3, 2)] == ActionCall("owner")
+    assert entries["bucket_home", (3, 2)] == ActionCall("home")
     assert entries["reader_group", (1, 1)] == ActionCall("set_reader_group", (0b11, 1029))
     key = int.from_bytes(b"\1" * 16, "big")
     assert entries["resident", (1, key, 0)] == ActionCall(

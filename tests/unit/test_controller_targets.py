@@ -58,7 +58,7 @@ def test_ports_are_the_devices_and_bits_the_pools(target: str) -> None:
         assert state.entries["egress_host", (port,)].params[-1] == at.port_bit
         assert ("namespace_guard", (port, 7)) in state.entries
         assert state.entries["ipv4_route", ((address, 32),)].params[:2] == (port, at.port_bit)
-    assert ("bucket_owner", (3, ports[1])) in state.entries
+    assert ("bucket_home", (3, ports[1])) in state.entries
     assert state.groups[1] == {(ports[0], 0), (ports[1], 0), (ports[31], 0)}
     assert state.groups[2048 + 4] == {(ports[0], 0), (ports[1], 0)}
     assert state.entries["port_set", (0b11,)].params == (2048 + 4,)

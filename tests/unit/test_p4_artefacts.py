@@ -7,6 +7,7 @@ the controller relies on.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TABLES = {
     "ipv4_route": ["hdr.ipv4.dst"],
     "port_guard": ["ingress_port", "hdr.ipv4.src"],
     "namespace_guard": ["ingress_port", "namespace"],
-    "bucket_owner": ["bucket", "ingress_port"],
+    "bucket_home": ["bucket", "ingress_port"],
     "reader_group": ["namespace", "group"],
     "resident": ["namespace", "key", "segment"],
     "port_set": ["port_bits"],
@@ -39,7 +40,7 @@ ACTIONS = {
     "to_nexthop": {"port": 9, "port_bit": 32, "dst_mac": 48, "src_mac": 48},
     "admit": {"port_bit": 32, "serve_group": 16},
     "allow": {},
-    "owner": {},
+    "home": {},
     "set_reader_group": {"port_bits": 32, "serve_group": 16},
     "resident_at": {
         "slot": 32,
@@ -99,6 +100,13 @@ def test_check_says_what_it_compiled_and_what_it_compared_by_hash(
     assert "tofino2, compared by hash only (p4c-barefoot is not" in capsys.readouterr().out
 
 
+def test_controls_hold_what_both_programs_include() -> None:
+    controls = {path.name for path in (build.FOLDER / "controls").glob("*.p4")}
+    for folder in ("v1model", "tna"):
+        source = (build.FOLDER / folder / "kvcast.p4").read_text(encoding="utf-8")
+        assert set(re.findall(r'#include "\.\./controls/(\w+\.p4)"', source)) == controls
+
+
 def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in build.sources("bmv2"):
         copy = tmp_path / path.relative_to(build.FOLDER)
@@ -106,7 +114,6 @@ def test_a_changed_source_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         copy.write_bytes(path.read_bytes())
     before = build.sources_hash("bmv2")
     monkeypatch.setattr(build, "FOLDER", tmp_path)
-    monkeypatch.setattr(build, "HEADERS", tmp_path / "generated" / "kvcast_headers.p4")
     assert build.sources_hash("bmv2") == before
     with (tmp_path / "v1model" / "pending.p4").open("a") as source:
         source.write("// changed\n")

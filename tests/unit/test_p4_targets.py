@@ -27,7 +27,7 @@ ACTIONS = {
     "ipv4_route": ["to_nexthop"],
     "port_guard": ["admit"],
     "namespace_guard": ["allow"],
-    "bucket_owner": ["owner"],
+    "bucket_home": ["home"],
     "reader_group": ["set_reader_group"],
     "resident": ["resident_at"],
     "port_set": ["set_group"],
@@ -187,7 +187,6 @@ def test_profile_is_what_was_compiled(tofino: str) -> None:
     assert schema.tables["egress_host"].size == profile.max_ports == MAX_PORTS
     ports = (build.FOLDER / "tna" / "ports.p4").read_text()
     assert f"RECIRCULATION_PORT = {profile.loop_groups[64] % 128};" in ports
-    assert "LOOP_GROUP = 64;" in ports
 
 
 def test_documents_figures_are_those_of_the_reports() -> None:

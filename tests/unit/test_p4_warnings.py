@@ -17,6 +17,7 @@ const bit<8> MISS_NOT_FOUND = 0x01;
              ^^^^^^^^^^^^^^
 [--Wwarn=mismatch] warning: no place
 warning: no place, no kind
+[libprotobuf WARNING google/protobuf/text_format.cc:2166] of the library
 """
 BFAS = """\
 out/pipe/kvcast.bfa:1234: warning: exact hashtable 2 does not exist in table a$b
@@ -27,7 +28,12 @@ B = Known(("v1model", "tofino1"), "exact hashtable", "")
 
 
 def test_warnings_are_found_in_what_the_compilers_say() -> None:
-    assert found_in(P4C) == ["'MISS_NOT_FOUND' is unused", "no place", "no place, no kind"]
+    assert found_in(P4C) == [
+        "'MISS_NOT_FOUND' is unused",
+        "no place",
+        "no place, no kind",
+        "of the library",
+    ]
     assert found_in(BFAS) == [
         "exact hashtable 2 does not exist in table a$b",
         "bits out of range",

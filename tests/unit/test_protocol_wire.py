@@ -1,7 +1,7 @@
 """The codec of one datagram: what it writes, and what it refuses.
 
 Oracle: byte strings and widths written out by hand from the header's table in the documentation.
-Cannot see: whether the P4 parser agrees (see test_protocol_p4gen.py and the stf tests).
+Cannot see: whether the P4 parser agrees (see test_p4_generate.py and the stf tests).
 """
 
 from __future__ import annotations
