@@ -1,1 +1,1 @@
-"""Questions about a pool, each answered by one file; and the workloads that ask them."""
+"""Questions about a pool, each answered by one module or folder."""

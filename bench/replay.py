@@ -66,7 +66,7 @@ class ReplayOptions:
     deadline_s: float = 15.0
     """How long one get may take before its blocks count as misses."""
     in_flight: int = 64
-    """Requests under way at most, over all nodes; later ones wait, and are counted as late."""
+    """Requests in flight at most, over all nodes; later ones wait, and are counted as late."""
     budget_s: float = 60.0
     """No request starts later than this after the first."""
     sample_s: float = 0.5

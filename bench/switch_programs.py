@@ -19,6 +19,7 @@ import finsy as fy
 from finsy.proto import p4r
 from kvcast.bench import l3
 from kvcast.p4 import artefact
+from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.switchsim import loader
 from kvcast.switchsim.engine import Engine
@@ -35,7 +36,6 @@ FRAME_BYTES = 1066
 """An Ethernet frame about as long as one that carries DATA of 1 KiB."""
 
 _READERS_GROUP = 2048
-_RECIRCULATE = 255
 _LEASE_TICKS = 1 << 31
 _ROUTES = 1000
 
@@ -92,7 +92,7 @@ def kvcast(target: str = "v1model") -> Setup:
     files = artefact(target)
     groups = {1: [(host, 0) for host in range(1, HOSTS + 1)]}
     for host in range(1, HOSTS + 1):
-        groups[256 + host] = [(host, 0), (host, _RECIRCULATE)]
+        groups[256 + host] = [(host, 0), (host, RECIRCULATE_RID)]
     groups[_READERS_GROUP] = [(host, 0) for host in READERS]
     return Setup(
         name="kvcast",

@@ -1,6 +1,5 @@
-"""The controller: who is in the pool, who owns which bucket, and what the switch holds.
+"""The controller: who is in the pool, who answers for which bucket, what the switch holds.
 
-Cores (placement, membership, names, admission, residency, portsets, program, reconcile, pool)
-take events and the present time and return instructions; they open nothing and read no clock.
-Adapters (switch, agents, store, http_api, metrics, daemon) own gRPC, sockets, SQLite and tasks.
+`core/` takes events and the present time and returns instructions; it opens nothing and reads no
+clock. `switch/`, `http/`, `agent_links`, `store` and `service` own gRPC, sockets, SQLite and tasks.
 """

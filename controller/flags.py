@@ -256,7 +256,8 @@ class ControllerFlags(SwitchFlags, PoolFlags, HttpFlags, AdmissionFlags, TlsOpti
     PROGRAM: ClassVar[str] = "kvcast controller"
     DESCRIPTION: ClassVar[str] = """\
 The controller of a kvcast pool: programs the switch over P4Runtime, keeps track of the agents,
-tells them who owns which bucket, and decides which blocks live in the switch's memory.
+tells them which nodes answer for which bucket, and decides which blocks live in the switch's
+memory.
 
 It may stop at any time: the switch keeps what it was given, and reads go on. When it starts
 again it reads what the switch holds and writes only what differs.

@@ -228,7 +228,7 @@ class ControllerService:
     async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
         """Pin the block and wait until the switch holds its entries; HttpError with why not."""
         pool = self._pool
-        if block.namespace not in pool.names.namespaces:
+        if block.namespace not in pool.namespaces.by_number:
             raise HttpError(404, f"namespace {block.namespace} does not exist")
         if not pool.options.settings.enabled:
             raise HttpError(409, "the switch is used as a plain switch (--plain)")

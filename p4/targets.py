@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvcast.p4.definitions import RECIRCULATE_RID
+
 MAX_PORTS = 32
 """Hosts of one pool behind one switch: bits of a port bitmap."""
 
@@ -40,7 +42,7 @@ class TargetProfile:
     read_padding_bytes: int
     tick_us: float
     max_ports: int = MAX_PORTS
-    recirculate_rid: int = 255
+    recirculate_rid: int = RECIRCULATE_RID
     device_ports: tuple[int, ...] = tuple(range(1, MAX_PORTS + 1))
     serve_goes_round: bool = True
     loop_groups: Mapping[int, int] = field(default_factory=dict)

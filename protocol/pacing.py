@@ -64,7 +64,7 @@ class Window:
         self._reduced_at = -inf
 
     def completed(self) -> None:
-        """A segment arrived whole."""
+        """A segment is complete."""
         if not self._holding:
             growth = 1.0 if self.size < self._threshold else 1.0 / self.size
             self.size = min(self._max, self.size + growth)

@@ -6,7 +6,7 @@ error looks like, and what is counted. Must not know: what the routes do, or who
 
 Everything is counted (`counts`): connections, and those not let in; `requests`, and `malformed` for
 what is no HTTP and the library answers by itself; and for both the answers by status
-(`answers_200`), or `undelivered` where the client had gone; `rate_limited`.
+(`answers_` and the number), or `undelivered` where the client had gone; `rate_limited`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def identity_of_uris(uris: Iterable[str]) -> Identity:
 
 
 def identity_of(certificate: Mapping[str, Any] | None) -> Identity:
-    """The identity in a verified certificate as `ssl.SSLSocket.getpeercert` gives it."""
+    """The identity in a verified certificate as `getpeercert` of `ssl.SSLSocket` gives it."""
     if not certificate:
         raise IdentityError("the peer showed no certificate")
     names = certificate.get("subjectAltName", ())

@@ -95,7 +95,7 @@ class Listener:
         return name[0], name[1]
 
     async def close(self) -> None:
-        """Stop listening, and end the handshakes that are under way."""
+        """Stop listening, and end the handshakes that have not ended."""
         tasks = [*self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()

@@ -12,7 +12,7 @@ daemon's options.
     class ThingFlags(Reads, CommonOptions): ...
 
 A class is one group of flags, and a daemon's options inherit its groups. `--rto-min` is then a
-flag, `rto_min` a key of the TOML file that `--config` names, and `.rto_min_s` the value. Flags win
+flag, rto_min a key of the TOML file that `--config` names, and `.rto_min_s` the value. Flags win
 over the file; a repeatable flag adds to the file's list. An unknown key is an error, so that a typo
 does not silently become a default. What does not go together is found by the daemon, which raises
 OptionsError as well.

@@ -115,7 +115,7 @@ class BulkSide:
         for instruction in self._link.instructions():
             match instruction:
                 case Complete(call=call, outcome=outcome):
-                    call.done(self._process.now, outcome)
+                    call.ended(self._process.now, outcome)
                 case Connect(connection=connection):
                     self._connect(connection)
                 case _ if (driver := self._calling.get(instruction.connection)) is not None:

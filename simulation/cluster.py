@@ -19,6 +19,7 @@ from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
+from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.requester import RequesterConfig
@@ -519,7 +520,7 @@ class Cluster:
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (
                 ("copies pinned or reserved", pinned),
-                ("fetches", core.requester.fetches_under_way),
+                ("fetches", core.requester.fetches_in_flight),
                 ("segments in flight", core.requester.segments_in_flight),
                 ("answers waiting", core.responder.segments_waiting),
                 ("gets waiting", core.reads.waiting),
@@ -555,7 +556,7 @@ def _pool_options(plan: Plan) -> PoolOptions:
             enabled=not plan.plain,
             lease_ticks=round(plan.coalesce_lease_s * 1e6 / 64),
             heat_threshold=plan.heat_threshold,
-            recirculate_rid=255,
+            recirculate_rid=RECIRCULATE_RID,
         ),
         slots=plan.slots,
         read_padding_bytes=0,

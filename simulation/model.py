@@ -12,14 +12,14 @@ core or in the codec cannot hide itself here.
    it names (its cable). The switch changes no chunk, and serves only what passed it under that
    name and digest (its ports).
 2. Every get and put ends by its deadline (the clock). A READ is held back only while its answer
-   is under way, and all of the answer that follows goes to its reader too (the switch's ports).
+   is in flight, and all of the answer that follows goes to its reader too (the switch's ports).
 3. An acknowledged put is held by somebody. It is readable while a home of it that acknowledged it
    lives and keeps it and nothing is wrong (gets in calm times).
 4. A segment leaves its home once a coalescing window, and once more for every frame lost (the
    home's cable).
-5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports that
-   own the bucket, and frames only from the address that belongs to the port (the switch's ports,
-   and clients).
+5. Nothing of a namespace reaches a host that has no right to it. Answers pass only from ports of
+   nodes that answer for the bucket, and frames only from the address that belongs to the port
+   (the switch's ports, and clients).
 
 Invariants 2 (held back), 4 and 5 are the switch program's only while it is enabled; the others hold
 always, which is invariant 6.
@@ -121,7 +121,7 @@ def look(frame: bytes) -> Seen | None:
 
 @dataclass
 class _Window:
-    """A segment's answer is under way: from the READ that went to the home to the answer's end."""
+    """A segment's answer is in flight: from the READ that went to the home to the answer's end."""
 
     opened_at: float
     used_at: float
@@ -182,7 +182,7 @@ class Model:
         self._acknowledged: set[Name] = set()
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
         self._now_home: dict[int, list[int]] = {}
-        # what is under way
+        # what is in flight
         self._requests: dict[int, Request] = {}
         self._due: list[tuple[float, int]] = []
         self._next = 1
@@ -616,7 +616,7 @@ def _entry_of(where: Segment) -> int:
 
 
 def entry_of(namespace: int, key: bytes, segment: int) -> int:
-    """The entry of the switch's pending table that a segment uses."""
+    """The entry of the switch's pending interest table that a segment uses."""
     return _entry_of((namespace, key, segment))
 
 

@@ -28,7 +28,7 @@ STREAM_GIVES_UP_S: Final = 2.0
 """A stream that was blocked for so long is broken, like a TCP connection whose keep-alives go
 unanswered."""
 WINDOW_BYTES: Final = 32 * 1024
-"""What may be under way or unread in one direction; beyond, the sender waits."""
+"""What may be in flight or unread in one direction; beyond, the sender waits."""
 PIECE_BYTES: Final = 16 * 1024
 CUT_CHANCE: Final = 0.1
 """How often what was written at once arrives in two pieces."""

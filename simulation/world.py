@@ -38,7 +38,7 @@ class World:
         self.steps = 0
         self._steps_then = 0
         self.counts: Counter[str] = Counter()
-        """What happened, by kind; faults under `fault.KIND`, where they had an effect."""
+        """What happened, by kind; faults as "fault." and their kind, where they had an effect."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self._trace = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Runner (c): the same star in Mininet, for BMv2 (or switchsim) and the pool's own processes.
+"""The Mininet runner: the same star, for BMv2 (or switchsim) and the pool's own processes.
 
 Owns: the translation of a Star into Mininet's API. Must not know: which processes run. Mininet
 makes the namespaces and veth pairs and takes them away; the pool starts simple_switch_grpc, the

@@ -1,4 +1,5 @@
-"""Runner (b): network namespaces joined by veth pairs; the switch reads AF_PACKET ports. Root.
+"""The namespace runner: network namespaces joined by veth pairs; needs root. The switch reads them
+through AF_PACKET ports.
 
 Owns: the namespaces, links, addresses and neighbours of one run, and their removal. Must not
 know: which processes run in them.

@@ -1,4 +1,4 @@
-"""Runner (a): plain processes, joined by UDP tunnels on the loopback interface; needs no root.
+"""The process runner: plain processes, joined by UDP tunnels on the loopback interface; no root.
 
 Owns: the choice of addresses. Every Ethernet frame between the switch and a node is the payload
 of one UDP datagram. Must not know: which processes run.

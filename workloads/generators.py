@@ -7,7 +7,7 @@ requests of a trace.
 A request is one engine's turn on one node: it asks for the longest prefix of its keys that the
 pool holds, gets it, computes the rest and (if `writes`) puts it. Keys are chained: a key names
 its block and everything before it. docs/architecture.md ("The problem") says which workloads make
-reads coincide, and that independent chats do not: `chat` is the honest counter-case.
+reads coincide, and that independent chats do not: `chat` is the counter-case.
 
 Every generator is endless, in order of `time_s`, and gives the same requests for the same
 options; replay and demo take as many as fit their budget.

@@ -192,7 +192,7 @@ class LocalSocketHarness(LoopHarness):
         now = self.loop.time()
         self._agent.frames_to_send(now, 64)
         for call in list(self._agent.outbox.calls):
-            call.done(now, "unreachable")
+            call.ended(now, "unreachable")
         self._agent.outbox.calls.clear()
 
     def corpus(self) -> list[bytes]:
@@ -331,18 +331,18 @@ class BulkCallerHarness:
         link.use_nodes(0.0, {2: node})
         copy = _Copy(BlockId(1, KEY), 5, 77, memoryview(b"hello"))
 
-        def done(_now: float, outcome: str) -> None:
+        def ended(_now: float, outcome: str) -> None:
             ends.append(outcome)
 
         def begin(size_bytes: int, _digest: int) -> memoryview | None:
             return memoryview(room) if size_bytes == len(room) else None
 
         calls: list[BulkCall] = [
-            PutCall(2, copy, 3, 9, 50.0, lambda: True, done),
-            GetCall(2, BlockId(1, KEY), 0, 50.0, begin, done),
-            ExistsCall(2, 1, [KEY], 50.0, lambda bits: ends.append(f"{len(bits)} bits"), done),
-            DropCall(2, 1, [KEY], 50.0, done),
-            DropCall(2, 1, [KEY], 0.0, done),
+            PutCall(2, copy, 3, 9, 50.0, lambda: True, ended),
+            GetCall(2, BlockId(1, KEY), 0, 50.0, begin, ended),
+            ExistsCall(2, 1, [KEY], 50.0, lambda bits: ends.append(f"{len(bits)} bits"), ended),
+            DropCall(2, 1, [KEY], 50.0, ended),
+            DropCall(2, 1, [KEY], 0.0, ended),
         ]
         for call in calls:
             link.ask(-1.0, call)
@@ -350,7 +350,7 @@ class BulkCallerHarness:
         while instructions := link.instructions():
             for instruction in instructions:
                 if isinstance(instruction, bulk_caller.Complete):
-                    instruction.call.done(now, instruction.outcome)
+                    instruction.call.ended(now, instruction.outcome)
                 elif isinstance(instruction, bulk_caller.Connect):
                     connection = instruction.connection
                     connections += 1
@@ -427,7 +427,7 @@ class ControlLinkHarness:
         return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
-        if len(self.pool.names.namespaces) > 100 or len(self.pool.membership.nodes) > 60:
+        if len(self.pool.namespaces.by_number) > 100 or len(self.pool.membership.nodes) > 60:
             self._begin()
         self.now += 1.0
         self._connection += 1
@@ -517,7 +517,7 @@ class ControlLinkAgentHarness:
         agent.frames_to_send(self.now, 64)
         agent.handle_timer(self.now + 0.6)
         for call in list(agent.outbox.calls):
-            call.done(self.now + 0.6, "unreachable")
+            call.ended(self.now + 0.6, "unreachable")
         agent.outbox.calls.clear()
         agent.store.check()
 

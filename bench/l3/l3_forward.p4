@@ -35,9 +35,9 @@ struct headers_t {
     ipv4_h     ipv4;
 }
 
-struct metadata_t { }
+struct local_metadata_t { }
 
-parser L3Parser(packet_in packet, out headers_t hdr, inout metadata_t meta,
+parser L3Parser(packet_in packet, out headers_t hdr, inout local_metadata_t local_metadata,
                 inout standard_metadata_t standard) {
     state start {
         packet.extract(hdr.ethernet);
@@ -52,7 +52,7 @@ parser L3Parser(packet_in packet, out headers_t hdr, inout metadata_t meta,
     }
 }
 
-control L3Verify(inout headers_t hdr, inout metadata_t meta) {
+control L3Verify(inout headers_t hdr, inout local_metadata_t local_metadata) {
     apply {
         verify_checksum(hdr.ipv4.isValid(),
             { hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.tos, hdr.ipv4.total_length,
@@ -62,7 +62,7 @@ control L3Verify(inout headers_t hdr, inout metadata_t meta) {
     }
 }
 
-control L3Ingress(inout headers_t hdr, inout metadata_t meta,
+control L3Ingress(inout headers_t hdr, inout local_metadata_t local_metadata,
                   inout standard_metadata_t standard) {
     action drop() {
         mark_to_drop(standard);
@@ -104,12 +104,12 @@ control L3Ingress(inout headers_t hdr, inout metadata_t meta,
     }
 }
 
-control L3Egress(inout headers_t hdr, inout metadata_t meta,
+control L3Egress(inout headers_t hdr, inout local_metadata_t local_metadata,
                  inout standard_metadata_t standard) {
     apply { }
 }
 
-control L3Compute(inout headers_t hdr, inout metadata_t meta) {
+control L3Compute(inout headers_t hdr, inout local_metadata_t local_metadata) {
     apply {
         update_checksum(hdr.ipv4.isValid(),
             { hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.tos, hdr.ipv4.total_length,

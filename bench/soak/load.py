@@ -1,6 +1,6 @@
 """The load of a soak: a workload's requests without end, as fast as the pool takes them.
 
-Owns: how many requests are under way, windows of time and what the load came to in each, gets that
+Owns: how many requests are in flight, windows of time and what the load came to in each, gets that
 hang. Must not know: faults, processes.
 
 The loop is closed: as soon as a request has ended, the next one starts (its `time_s` is ignored;
@@ -78,7 +78,7 @@ class Load:
         self._began = now
 
     async def run(self) -> None:
-        """Play until cancelled; then let what is under way end."""
+        """Play until cancelled; then let what is in flight end."""
         try:
             while True:
                 await self._slots.acquire()

@@ -11,7 +11,7 @@ A node is *live* while its lease runs, and *placed* while buckets may name it:
 | registers, never seen before     | yes  | at the next `advance`                       |
 | registers again within its lease | yes  | stays                                       |
 | lease runs out, or it leaves     | no   | no, at once                                 |
-| registers after that             | yes  | when it has been live for `rebalance_after` |
+| registers after that             | yes  | after `rebalance_after_s` of life           |
 
 so a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
 node stays known (its forwarding stays, its index stays) until its address is wanted by another

@@ -1,4 +1,4 @@
-"""Port sets: which sets of ports recur often enough to have a multicast group of their own.
+"""Multicast groups: which sets of ports recur often enough to have one of their own.
 
 Owns: the choice. Any set is served by the all-ports group and the egress filter; a set that keeps
 coming back is given a tight group, which saves the copies that the filter would drop. Must not
@@ -15,8 +15,9 @@ RECURS = 2
 """Sightings that make a set worth a group."""
 
 
-class PortSets:
-    """Least-recently-seen sets give way; both the chosen and the watched sets are bounded."""
+class MulticastGroups:
+    """The sets that have a group. Least-recently-seen sets give way; both the chosen and the
+    watched sets are bounded."""
 
     def __init__(self, capacity: int = 64, watched: int = 512) -> None:
         self._capacity = capacity

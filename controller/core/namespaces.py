@@ -1,8 +1,8 @@
-"""Names: namespaces and reader groups, found or made on request.
+"""Namespaces and their reader groups, found or made on request.
 
 Owns: the assignment of namespace numbers (1..65535) to (tenant, model, version, layout), of group
 numbers to sets of nodes in a namespace, which nodes a tenant's namespaces are for, and which
-namespaces have a secret. Must not know: connections, or what the switch does with names. Numbers
+namespaces have a secret. Must not know: connections, or what the switch does with them. Numbers
 persist: blocks and reads in flight carry them, and engines keep them.
 
 A namespace's number follows from what it stands for (`number_of`), not from the order in which
@@ -37,7 +37,7 @@ MAX_GROUPS_PER_NAMESPACE = 64
 MAX_GROUP_NODES = 31
 
 
-class NameRequestError(ValueError):
+class NamespaceError(ValueError):
     """The namespace or group cannot be had; the text says why."""
 
 
@@ -78,10 +78,10 @@ class Group:
 
 
 @dataclass
-class Names:
-    """All namespaces and groups; `namespaces` by number, `groups` by (namespace, group)."""
+class Namespaces:
+    """All namespaces, `by_number`; and all groups, by (namespace, group)."""
 
-    namespaces: dict[int, NamespaceInfo] = field(default_factory=dict)
+    by_number: dict[int, NamespaceInfo] = field(default_factory=dict)
     groups: dict[tuple[int, int], Group] = field(default_factory=dict)
     secrets: dict[int, bytes] = field(default_factory=dict, repr=False)
     rules: TenantRules = field(default_factory=TenantRules)
@@ -93,89 +93,89 @@ class Names:
 
     def apply_rules(self) -> bool:
         """Bring namespaces made under other rules in line with these; whether any changed."""
-        before = dict(self.namespaces)
-        for number, info in self.namespaces.items():
+        before = dict(self.by_number)
+        for number, info in self.by_number.items():
             nodes = self.rules.tenants.get(info.tenant)
             if nodes is not None:
                 info = msgspec.structs.replace(info, nodes=sorted(nodes))
-            self.namespaces[number] = msgspec.structs.replace(
+            self.by_number[number] = msgspec.structs.replace(
                 info, has_secret=number in self.secrets
             )
         self._give_secrets()
-        return before != self.namespaces
+        return before != self.by_number
 
     def _give_secrets(self) -> None:
-        tenants = {info.tenant for info in self.namespaces.values()}
+        tenants = {info.tenant for info in self.by_number.values()}
         mode = self.rules.secrets
         several = len(tenants) > 1 or bool(self.rules.tenants)
         if mode is SecretMode.NEVER or (mode is SecretMode.AUTO and not several):
             return
         assert self.new_secret is not None
-        for number, info in self.namespaces.items():
+        for number, info in self.by_number.items():
             if number not in self.secrets:
                 self.secrets[number] = self.new_secret()
                 self.newly_secret.add(number)
-                self.namespaces[number] = msgspec.structs.replace(info, has_secret=True)
+                self.by_number[number] = msgspec.structs.replace(info, has_secret=True)
 
     def secrets_for(self, node_id: str) -> list[NamespaceSecret]:
         """The secrets that this node may have: those of the namespaces that it may use."""
         return [
             NamespaceSecret(number, self.secrets[number])
-            for number, info in sorted(self.namespaces.items())
+            for number, info in sorted(self.by_number.items())
             if number in self.secrets and (not info.nodes or node_id in info.nodes)
         ]
 
     def namespace(
         self, tenant: str, model: str, version: str, layout: str, node_id: str
     ) -> tuple[NamespaceInfo, bool]:
-        """The namespace that stands for these, and whether it had to be made. NameRequestError if
+        """The namespace that stands for these, and whether it had to be made. NamespaceError if
         it is not for the node that asks."""
         nodes = self.rules.tenants.get(tenant)
         if self.rules.tenants and nodes is None:
-            raise NameRequestError(f"there is no tenant {tenant[:80]!r}")
+            raise NamespaceError(f"there is no tenant {tenant[:80]!r}")
         wanted = (tenant, model, version, layout)
-        for info in self.namespaces.values():
+        for info in self.by_number.values():
             if (info.tenant, info.model, info.version, info.layout) == wanted:
                 if info.nodes and node_id not in info.nodes:
-                    raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
+                    raise NamespaceError(f"tenant {tenant[:80]!r} is not for {node_id}")
                 return info, False
         if nodes and node_id not in nodes:
-            raise NameRequestError(f"tenant {tenant[:80]!r} is not for {node_id}")
-        if len(self.namespaces) >= MAX_NAMESPACES:
-            raise NameRequestError(f"all {MAX_NAMESPACES} namespaces are taken")
+            raise NamespaceError(f"tenant {tenant[:80]!r} is not for {node_id}")
+        if len(self.by_number) >= MAX_NAMESPACES:
+            raise NamespaceError(f"all {MAX_NAMESPACES} namespaces are taken")
         number = number_of(*wanted)
-        while number in self.namespaces:
+        while number in self.by_number:
             number = number % 0xFFFF + 1
-        self.namespaces[number] = NamespaceInfo(
+        self.by_number[number] = NamespaceInfo(
             number, tenant, model, version, layout, sorted(nodes or ())
         )
         self._give_secrets()
-        return self.namespaces[number], True
+        return self.by_number[number], True
 
     def group(
         self, namespace: int, node_ids: list[str], known: frozenset[str]
     ) -> tuple[Group, bool]:
         """The reader group of exactly these nodes, and whether it had to be made."""
-        if namespace not in self.namespaces:
-            raise NameRequestError(f"namespace {namespace} does not exist")
+        if namespace not in self.by_number:
+            raise NamespaceError(f"namespace {namespace} does not exist")
         nodes = tuple(sorted(set(node_ids)))
         if not 1 <= len(nodes) <= MAX_GROUP_NODES:
-            raise NameRequestError(f"a group has 1 to {MAX_GROUP_NODES} nodes, not {len(nodes)}")
+            raise NamespaceError(f"a group has 1 to {MAX_GROUP_NODES} nodes, not {len(nodes)}")
         if unknown := [n for n in nodes if n not in known]:
-            raise NameRequestError(f"no such node: {', '.join(unknown)[:200]}")
-        users = self.namespaces[namespace].nodes
+            raise NamespaceError(f"no such node: {', '.join(unknown)[:200]}")
+        users = self.by_number[namespace].nodes
         if users and (strangers := [n for n in nodes if n not in users]):
-            raise NameRequestError(f"namespace {namespace} is not for {', '.join(strangers)[:200]}")
+            raise NamespaceError(f"namespace {namespace} is not for {', '.join(strangers)[:200]}")
         mine = [g for g in self.groups.values() if g.namespace == namespace]
         for group in mine:
             if group.nodes == nodes:
                 return group, False
         if len(mine) >= MAX_GROUPS_PER_NAMESPACE:
-            raise NameRequestError(
+            raise NamespaceError(
                 f"namespace {namespace} has all of its {MAX_GROUPS_PER_NAMESPACE} groups"
             )
         if len(self.groups) >= MAX_GROUPS:
-            raise NameRequestError(f"all {MAX_GROUPS} groups are taken")
+            raise NamespaceError(f"all {MAX_GROUPS} groups are taken")
         used = {g.ordinal for g in self.groups.values()}
         group = Group(
             namespace=namespace,

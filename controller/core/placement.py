@@ -1,4 +1,4 @@
-"""Placement: which nodes own a bucket, in which order they take over.
+"""Placement: which nodes are a bucket's home and replicas, in the order in which they take over.
 
 Owns: the mapping of the live nodes to bucket lists, by rendezvous hashing (Thaler and
 Ravishankar, "Using name-based mappings to increase hit rates", 1998): every node draws a score

@@ -1,10 +1,10 @@
 """The pool: one object that hears all events and says all that is to be done.
 
-Owns: the wiring of the cores (membership, placement, names, tiers, port sets), the epoch, and
-when agents may be told of a change: after the switch holds it. Must not know: sockets, gRPC,
-SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
+Owns: the wiring of the cores (membership, placement, namespaces, tiers, multicast groups), the
+epoch, and when agents may be told of a change: after the switch holds it. Must not know: sockets,
+gRPC, SQLite, clocks; time is given, connections are numbers, and what should be done is returned.
 
-A change passes through three steps, which the driver (`daemon.py`) takes in this order:
+A change passes through three steps, which the driver (`control_loop.py`) takes in this order:
 
 1. `plan()` freezes what should be: the switch's state, the map of a new epoch if it changed, and
    the answers that wait for it. The driver saves `saved()`, then writes what the switch lacks.
@@ -27,8 +27,8 @@ import msgspec
 from kvcast.controller.core import program
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import Membership, Node, RegistrationError, SavedNode
-from kvcast.controller.core.multicast_groups import PortSets
-from kvcast.controller.core.namespaces import Group, NameRequestError, Names, TenantRules
+from kvcast.controller.core.multicast_groups import MulticastGroups
+from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
 from kvcast.controller.core.placement import Placement, place
 from kvcast.controller.core.reconcile import SwitchState
 from kvcast.controller.core.residency import Residency, SavedResident
@@ -154,7 +154,7 @@ class Pool:
             lease_s=options.lease_s,
             rebalance_after_s=options.rebalance_after_s,
         )
-        self.names = Names(
+        self.namespaces = Namespaces(
             {info.namespace: info for info in saved.namespaces},
             {(group.namespace, group.group): group for group in saved.groups},
             dict(saved.secrets),
@@ -170,9 +170,9 @@ class Pool:
             options.admit, residency, options.value, self._homes, refresh_s=options.refresh_s
         )
         self.tiers.pins.update(saved.pins)
-        self._map_changed = self.names.apply_rules()
+        self._map_changed = self.namespaces.apply_rules()
         self._forget_has_secret(now)
-        self.port_sets = PortSets(options.port_sets)
+        self.multicast_groups = MulticastGroups(options.port_sets)
         self.agent_counters: dict[str, dict[str, float]] = {}
         self._placement_of: frozenset[str] = frozenset()
         self._placement: Placement = place((), 1)
@@ -273,7 +273,7 @@ class Pool:
         for report in message.hot[:MAX_HOT]:
             block = BlockId(report.namespace, report.key)
             home = node.node_id in self.placement[bucket_of(block.key)]
-            if home and block.namespace in self.names.namespaces and report.size_bytes:
+            if home and block.namespace in self.namespaces.by_number and report.size_bytes:
                 self.tiers.heard_report(report, now)
             else:
                 self.counts["reports_ignored"] += 1
@@ -281,14 +281,14 @@ class Pool:
 
     def _namespace(self, connection: int, message: NamespaceRequest, now: float) -> list[Action]:
         try:
-            info, made = self.names.namespace(
+            info, made = self.namespaces.namespace(
                 message.tenant,
                 message.model,
                 message.version,
                 message.layout,
                 self._nodes_of[connection],
             )
-        except NameRequestError as error:
+        except NamespaceError as error:
             return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
         self._map_changed |= made
         self._forget_has_secret(now)
@@ -297,14 +297,14 @@ class Pool:
 
     def _forget_has_secret(self, now: float) -> None:
         """What was known of a namespace before it had a secret names nothing any more."""
-        self.tiers.forget(self.names.newly_secret, now)
-        self.names.newly_secret.clear()
+        self.tiers.forget(self.namespaces.newly_secret, now)
+        self.namespaces.newly_secret.clear()
 
     def _group(self, connection: int, message: GroupRequest) -> list[Action]:
         known = frozenset(self.membership.nodes)
         try:
-            group, made = self.names.group(message.namespace, message.nodes, known)
-        except NameRequestError as error:
+            group, made = self.namespaces.group(message.namespace, message.nodes, known)
+        except NamespaceError as error:
             return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
         self._map_changed |= made
         reply = Send(connection, GroupReply(request=message.request, info=group.info))
@@ -329,7 +329,7 @@ class Pool:
                 (bits,) = match
                 place_ = action.params[0] - program.PORT_SET_BASE
                 if isinstance(bits, int):
-                    self.port_sets.adopt(bits, place_)
+                    self.multicast_groups.adopt(bits, place_)
         slots = [
             action.params[0]
             for (table, _), action in actual.entries.items()
@@ -340,12 +340,12 @@ class Pool:
     def heat(self, samples: Iterable[HeatSample], now: float) -> None:
         """Heat digests of the switch."""
         for sample in samples:
-            if sample.block.namespace not in self.names.namespaces:
+            if sample.block.namespace not in self.namespaces.by_number:
                 self.counts["heat_ignored"] += 1
                 continue
             self.counts["heat_digests"] += 1
             self.tiers.heard_heat(sample, now)
-            self.port_sets.seen(sample.port_bits)
+            self.multicast_groups.seen(sample.port_bits)
 
     def hits(self, hits: Mapping[int, int], now: float) -> list[Action]:
         """Readings of `resident_hits`, by slot."""
@@ -393,10 +393,10 @@ class Pool:
         inputs = (
             tuple(hosts),
             self.placement,
-            frozenset((n, tuple(info.nodes)) for n, info in self.names.namespaces.items()),
-            frozenset(self.names.groups),
+            frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
+            frozenset(self.namespaces.groups),
             tuple((resident.block, resident.generation) for resident in residents),
-            self.port_sets.places,
+            self.multicast_groups.places,
         )
         if inputs != self._desired_for:
             self._desired_for = inputs
@@ -404,10 +404,10 @@ class Pool:
                 self.options.settings,
                 hosts,
                 self.placement,
-                self.names.namespaces.values(),
-                self.names.groups.values(),
+                self.namespaces.by_number.values(),
+                self.namespaces.groups.values(),
                 residents,
-                self.port_sets.places,
+                self.multicast_groups.places,
             )
         plan = Plan(
             desired=self._desired,
@@ -415,8 +415,8 @@ class Pool:
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),
             nodes=frozenset(n.node_id for n in members if n.placed),
-            namespaces=frozenset(self.names.namespaces),
-            groups=frozenset(self.names.groups),
+            namespaces=frozenset(self.namespaces.by_number),
+            groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),
         )
         self._map_due.clear()
@@ -430,7 +430,7 @@ class Pool:
         self._published_groups = plan.groups
         actions: list[Action] = []
         for connection in sorted(plan.map_to):
-            secrets = self.names.secrets_for(self._nodes_of.get(connection, ""))
+            secrets = self.namespaces.secrets_for(self._nodes_of.get(connection, ""))
             if secrets:
                 actions.append(Send(connection, NamespaceSecrets(secrets)))
             actions.append(Send(connection, plan.map))
@@ -438,7 +438,7 @@ class Pool:
 
     def derived(self, block: BlockId) -> BlockId:
         """An engine's block as the pool knows it: secret, where the namespace is."""
-        secret = self.names.secrets.get(block.namespace)
+        secret = self.namespaces.secrets.get(block.namespace)
         return (
             block
             if secret is None
@@ -459,11 +459,13 @@ class Pool:
         return SavedState(
             epoch=self.epoch,
             nodes=tuple(self.membership.saved()),
-            namespaces=tuple(self.names.namespaces[n] for n in sorted(self.names.namespaces)),
-            groups=tuple(self.names.groups[key] for key in sorted(self.names.groups)),
+            namespaces=tuple(
+                self.namespaces.by_number[n] for n in sorted(self.namespaces.by_number)
+            ),
+            groups=tuple(self.namespaces.groups[key] for key in sorted(self.namespaces.groups)),
             residents=tuple(self.tiers.residency.saved()),
             pins=tuple(sorted(self.tiers.pins)),
-            secrets=tuple(sorted(self.names.secrets.items())),
+            secrets=tuple(sorted(self.namespaces.secrets.items())),
         )
 
     def _build_map(self) -> PoolMap:
@@ -473,12 +475,12 @@ class Pool:
             epoch=self.epoch,
             nodes=[n.info for n in sorted(live, key=lambda n: n.index)],
             buckets=[[index[node_id] for node_id in homes] for homes in self.placement],
-            namespaces=[self.names.namespaces[n] for n in sorted(self.names.namespaces)],
-            groups=[self.names.groups[key].info for key in sorted(self.names.groups)],
+            namespaces=[self.namespaces.by_number[n] for n in sorted(self.namespaces.by_number)],
+            groups=[self.namespaces.groups[key].info for key in sorted(self.namespaces.groups)],
         )
 
     def _homes(self, block: BlockId) -> list[str]:
-        """Who owns the block and can be asked, home first."""
+        """Who answers for the block and can be asked, home first."""
         nodes = self.membership.nodes
         return [
             node_id
@@ -523,10 +525,12 @@ class Pool:
                 for node in sorted(self.membership.nodes.values(), key=lambda n: n.index)
             ],
             "namespaces": [
-                msgspec.to_builtins(self.names.namespaces[n]) for n in sorted(self.names.namespaces)
+                msgspec.to_builtins(self.namespaces.by_number[n])
+                for n in sorted(self.namespaces.by_number)
             ],
             "groups": [
-                msgspec.to_builtins(self.names.groups[k].info) for k in sorted(self.names.groups)
+                msgspec.to_builtins(self.namespaces.groups[k].info)
+                for k in sorted(self.namespaces.groups)
             ],
             "residents": [
                 {
@@ -553,7 +557,7 @@ class Pool:
                 "coming_free": residency.coming_free,
             },
             "candidates": len(self.tiers.heat),
-            "port_sets": len(self.port_sets.places),
+            "port_sets": len(self.multicast_groups.places),
             "counts": dict(sorted((self.counts + self.tiers.counts).items())),
             "agents": self.agent_counters,
         }

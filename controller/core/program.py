@@ -35,6 +35,7 @@ from kvcast.controller.core.reconcile import (
     SwitchState,
 )
 from kvcast.controller.core.residency import Resident
+from kvcast.p4.definitions import ALL_PORTS_GROUP
 from kvcast.protocol.messages.control import NamespaceInfo
 
 SETTINGS = "settings"
@@ -42,7 +43,7 @@ L2_FORWARD = "l2_forward"
 IPV4_ROUTE = "ipv4_route"
 PORT_GUARD = "port_guard"
 NAMESPACE_GUARD = "namespace_guard"
-BUCKET_OWNER = "bucket_owner"
+BUCKET_HOME = "bucket_owner"
 READER_GROUP = "reader_group"
 RESIDENT = "resident"
 PORT_SET = "port_set"
@@ -52,7 +53,7 @@ OWNED_TABLES = (
     IPV4_ROUTE,
     PORT_GUARD,
     NAMESPACE_GUARD,
-    BUCKET_OWNER,
+    BUCKET_HOME,
     READER_GROUP,
     RESIDENT,
     PORT_SET,
@@ -60,12 +61,16 @@ OWNED_TABLES = (
 )
 """Tables whose entries are the controller's alone; `settings` has only its default action."""
 
+DECISIONS = "decisions"
+FILLS = "fills"
+RESIDENT_HITS = "resident_hits"
+"""Counters: of two tables of constant entries, by Decision and by Fill; and by slot."""
+
 HEAT_DIGEST = "heat_t"
 HEAT_DIGEST_CONFIG = DigestConfig(
     max_list_size=64, max_timeout_ns=50_000_000, ack_timeout_ns=1_000_000_000
 )
 
-ALL_PORTS_GROUP = 1
 SERVE_GROUP_BASE = 256
 READER_GROUP_BASE = 1024
 PORT_SET_BASE = 2048
@@ -135,7 +140,7 @@ def ip_number(ip: str) -> int:
 def desired_state(
     settings: Settings,
     hosts: Sequence[Host],
-    bucket_owners: Sequence[Sequence[str]],
+    bucket_homes: Sequence[Sequence[str]],
     namespaces: Iterable[NamespaceInfo],
     groups: Iterable[Group],
     residents: Iterable[Resident],
@@ -143,7 +148,7 @@ def desired_state(
 ) -> SwitchState:
     """Everything that the switch should hold.
 
-    `hosts`: every known node; `bucket_owners`: for each bucket the node ids that may answer for
+    `hosts`: every known node; `bucket_homes`: for each bucket the node ids that may answer for
     it; `namespaces`: each with the nodes that may use it (all, if it names none); `port_sets`:
     port bitmap to its place among the recurring sets.
     """
@@ -174,7 +179,7 @@ def desired_state(
             port = settings.device_port(host.port)
             entries[NAMESPACE_GUARD, (port, info.namespace)] = ActionCall("allow")
     ports = tuple((host.node_id, settings.device_port(host.port)) for host in hosts)
-    entries.update(_bucket_owners(tuple(map(tuple, bucket_owners)), ports))
+    entries.update(_bucket_homes(tuple(map(tuple, bucket_homes)), ports))
     for group in groups:
         members = [h for h in users.get(group.namespace, ()) if h.node_id in group.nodes]
         _reader_group(state, settings, group, members)
@@ -190,7 +195,7 @@ def desired_state(
 
 
 @functools.lru_cache(maxsize=2)
-def _bucket_owners(
+def _bucket_homes(
     homes: tuple[tuple[str, ...], ...], ports: tuple[tuple[str, int], ...]
 ) -> dict[EntryKey, ActionCall]:
     """Who may answer for which bucket. By far the most entries, and they change the least, so a
@@ -198,7 +203,7 @@ def _bucket_owners(
     port_of = dict(ports)
     home = ActionCall("owner")
     return {
-        (BUCKET_OWNER, (bucket, port_of[node_id])): home
+        (BUCKET_HOME, (bucket, port_of[node_id])): home
         for bucket, node_ids in enumerate(homes)
         for node_id in node_ids
     }

@@ -1,7 +1,7 @@
 """Reconcile: what must be written so that a switch holds what it should.
 
 Owns: the comparison of two `SwitchState`s and the order of the writes. Must not know: what the
-entries are for (`program.py` does), or how they travel (`switch.py` does).
+entries are for (`program.py` does), or how they travel (`switch/connection.py` does).
 
 Entries are plain values: a table's name, match values in the order of the table's keys, an
 action's name, and its parameters in order; so a state read back over P4Runtime compares equal to

@@ -1,1 +1,1 @@
-"""The controller's side of the switch: what it should hold, and how that gets there."""
+"""The controller's way to the switch: the control loop, and the connection over P4Runtime."""

@@ -297,7 +297,7 @@ class SwitchLink:
             self.counts["rpc_errors"] += 1
             raise SwitchError(_brief(error)) from error
         except asyncio.CancelledError as error:
-            # A call that is under way when its channel is closed ends so too (grpc.aio), although
+            # A call that is in flight when its channel is closed ends so too (grpc.aio), although
             # nobody has cancelled this task.
             task = asyncio.current_task()
             if task is None or task.cancelling():

@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvcast.controller.core import program
 from kvcast.controller.core.pool import Action, Close, Plan, Pool, SavedState, Send
 from kvcast.controller.core.program import BROADCAST_MAC, L2_FORWARD, mac_number
 from kvcast.controller.core.reconcile import Change, SwitchState, diff
 from kvcast.controller.core.tiers import HeatSample
+from kvcast.p4.definitions import Decision, Fill
 from kvcast.protocol.messages.control import AgentMessage
 from kvcast.protocol.messages.framing import FramingError
 
@@ -30,24 +32,6 @@ RETRY_SWITCH_S = 1.0
 SWITCH_GRACE_S = 3.0
 """While the switch has been away for less than this, changes wait for it, so that agents are not
 told of what the switch does not let through yet; after that they are told all the same."""
-
-DECISION_NAMES = {
-    1: "hit",
-    2: "join",
-    3: "new",
-    4: "collide",
-    5: "expired",
-    6: "retry",
-    7: "partial",
-    8: "shared",
-    9: "unicast",
-    10: "guarded",
-    11: "dropped",
-    12: "forwarded",
-    13: "serving",
-}
-"""The `decisions` table's constant entries; a number that is not here shows as itself."""
-FILL_NAMES = {1: "filled", 2: "wrong_digest", 3: "no_chunk"}
 
 
 class SwitchError(Exception):
@@ -164,18 +148,18 @@ class ControlLoop:
         if not self.switch.primary or not self.programmed:
             return
         try:
-            decisions = await self.switch.table_counters("decisions")
-            fills = await self.switch.table_counters("fills")
+            decisions = await self.switch.table_counters(program.DECISIONS)
+            fills = await self.switch.table_counters(program.FILLS)
             hits: Mapping[int, int] = {}
             if self.pool.tiers.hits_matter:
-                hits = await self.switch.indexed_counters("resident_hits")
+                hits = await self.switch.indexed_counters(program.RESIDENT_HITS)
         except SwitchError as error:
             self._switch_failed("counters", error)
             return
-        self.decision_counts = _named(decisions, DECISION_NAMES)
-        former = self.fill_counts.get("wrong_digest", 0)
-        self.fill_counts = _named(fills, FILL_NAMES)
-        if self.fill_counts.get("wrong_digest", 0) > former:
+        self.decision_counts = _named(decisions, Decision.counted())
+        former = self.fill_counts.get(Fill.WRONG_DIGEST.label, 0)
+        self.fill_counts = _named(fills, Fill.counted())
+        if self.fill_counts.get(Fill.WRONG_DIGEST.label, 0) > former:
             self.pool.tiers.wrong_digests_seen()
         self._do(self.pool.hits(hits, self.clock()))
 

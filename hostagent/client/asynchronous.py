@@ -35,7 +35,7 @@ def _asynchronous(
 
 
 class AsyncClient:
-    """A client for asyncio; many requests may be under way at once, on one connection.
+    """A client for asyncio; many requests may be in flight at once, on one connection.
 
     ``async with await AsyncClient.connect(path) as pool: ...``. Methods, results and errors are
     those of `Client`; cancelling a call forgets its answer (blocks that come all the same are

@@ -55,7 +55,7 @@ class Ask:
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
 Call: TypeAlias = Generator[Ask, local.AgentReply, T]
-"""A call under way: yields questions, is sent their answers, returns the result."""
+"""A call in flight: yields questions, is sent their answers, returns the result."""
 
 
 class Conversation:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import Pool, PoolMapError
-from kvcast.hostagent.core.queries import Asks
+from kvcast.hostagent.core.queries import Queries
 from kvcast.hostagent.core.reads import ReadOptions, Reads
 from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
@@ -103,9 +103,9 @@ class AgentCore:
         self.store = store
         self.memory = memory
         self.metrics = Metrics()
-        self.outbox = Outbox()
+        self.outbox = BulkOutbox()
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
-        self.asks = Asks(store, self.outbox)
+        self.queries = Queries(store, self.outbox)
         self.serving = Serving(store, memory, self.outbox, self.metrics)
         reservations = Reservations(store, memory)
         self.requester = Requester(
@@ -351,12 +351,12 @@ class AgentCore:
     def _keep(self, now: float, message: Keep) -> None:
         self.metrics.keeps_total += 1
 
-        def done(held: bool) -> None:
+        def kept(held: bool) -> None:
             self.metrics.keeps_failed_total += not held
             self._say(Kept(message.request, message.namespace, message.key, held))
 
         block = BlockId(message.namespace, message.key)
-        self.reads.keep(now, block, message.size_bytes, message.digest, done)
+        self.reads.keep(now, block, message.size_bytes, message.digest, kept)
 
     def ask_controller(
         self, make: Callable[[int], NamespaceRequest | GroupRequest], found: Found

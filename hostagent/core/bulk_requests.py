@@ -1,4 +1,4 @@
-"""What the agent's cores ask of its adapters: requests to other agents over the bulk link.
+"""Requests to other agents over the bulk link: what the agent's cores ask of its adapters.
 
 Owns: the outbox that the cores share. Must not know: how a call is made (`kvcast.protocol.links`)
 or why (the cores).
@@ -14,7 +14,7 @@ from kvcast.protocol.links.bulk import BulkCall
 
 
 @dataclass(slots=True)
-class Outbox:
+class BulkOutbox:
     """What the cores share: the present pool, and the calls that wait to be made."""
 
     pool: Pool | None = None

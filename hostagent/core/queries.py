@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.store import Store
 from kvcast.protocol.links.bulk import DropCall, ExistsCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.wire import BlockId
 
 
-class Asks:
-    """Makes `exists` and `drop` out of bulk calls."""
+class Queries:
+    """Makes `exists` and `drop` out of bulk requests."""
 
-    def __init__(self, store: Store, outbox: Outbox) -> None:
+    def __init__(self, store: Store, outbox: BulkOutbox) -> None:
         self._store = store
         self._outbox = outbox
 
@@ -31,19 +31,19 @@ class Asks:
         namespace: int,
         keys: list[bytes],
         deadline: float,
-        done: Callable[[int], None],
+        found: Callable[[int], None],
     ) -> None:
-        """Call `done` once with the length of the prefix of `keys` that exists."""
-        _Exists(self._store, self._outbox, namespace, keys, deadline, done).start()
+        """Call `found` once with the length of the prefix of `keys` that exists."""
+        _Exists(self._store, self._outbox, namespace, keys, deadline, found).start()
 
     def drop(
         self,
         namespace: int,
         keys: list[bytes],
         deadline: float,
-        done: Callable[[int], None],
+        forgotten: Callable[[int], None],
     ) -> None:
-        """Forget blocks here and at their homes; `done` gets how many are now forgotten by
+        """Forget blocks here and at their homes; `forgotten` gets how many now are, by
         every one of their homes."""
         pool = self._outbox.pool
         by_node: dict[int, list[bytes]] = {}
@@ -56,22 +56,24 @@ class Asks:
         kept: set[bytes] = set()
         left = len(by_node)
         if not left:
-            done(len(keys))
+            forgotten(len(keys))
             return
 
-        def one_done(asked: list[bytes]) -> Callable[[float, str], None]:
-            def on_done(_now: float, outcome: str) -> None:
+        def answered_by(asked: list[bytes]) -> Callable[[float, str], None]:
+            def ended(_now: float, outcome: str) -> None:
                 nonlocal left
                 if outcome != bulk.DONE:
                     kept.update(asked)
                 left -= 1
                 if left == 0:
-                    done(sum(key not in kept for key in keys))
+                    forgotten(sum(key not in kept for key in keys))
 
-            return on_done
+            return ended
 
         for node, asked in by_node.items():
-            self._outbox.calls.append(DropCall(node, namespace, asked, deadline, one_done(asked)))
+            self._outbox.calls.append(
+                DropCall(node, namespace, asked, deadline, answered_by(asked))
+            )
 
 
 class _Exists:
@@ -80,17 +82,17 @@ class _Exists:
     def __init__(
         self,
         store: Store,
-        outbox: Outbox,
+        outbox: BulkOutbox,
         namespace: int,
         keys: list[bytes],
         deadline: float,
-        done: Callable[[int], None],
+        found: Callable[[int], None],
     ) -> None:
         self._outbox = outbox
         self._namespace = namespace
         self._keys = keys
         self._deadline = deadline
-        self._done = done
+        self._found = found
         self._held = [store.peek(BlockId(namespace, key)) is not None for key in keys]
         self._round = 0
         self._left = 0
@@ -120,19 +122,19 @@ class _Exists:
             if not any_home_left:
                 break
         prefix = next((i for i, held in enumerate(self._held) if not held), len(self._held))
-        self._done(prefix)
+        self._found(prefix)
 
     def _ask(self, node: int, positions: list[int]) -> None:
         def answer(held: list[bool]) -> None:
             for position, is_held in zip(positions, held, strict=True):
                 self._held[position] = self._held[position] or is_held
 
-        def done(_now: float, _outcome: str) -> None:
+        def ended(_now: float, _outcome: str) -> None:
             self._left -= 1
             if self._left == 0:
                 self.start()
 
         keys = [self._keys[position] for position in positions]
         self._outbox.calls.append(
-            ExistsCall(node, self._namespace, keys, self._deadline, answer, done)
+            ExistsCall(node, self._namespace, keys, self._deadline, answer, ended)
         )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
@@ -71,19 +71,19 @@ class GetItem:
 
 
 class GetBatch(Timer):
-    """Several gets with one deadline; `done` is called once, when `items` is whole."""
+    """Several gets with one deadline; `answered` is called once, when no item is None any more."""
 
-    __slots__ = ("deadline", "done", "items", "left", "started_at")
+    __slots__ = ("answered", "deadline", "items", "left", "started_at")
 
     def __init__(
-        self, count: int, now: float, deadline: float, done: Callable[[GetBatch], None]
+        self, count: int, now: float, deadline: float, answered: Callable[[GetBatch], None]
     ) -> None:
         super().__init__()
         self.items: list[GetItem | None] = [None] * count
         self.left = count
         self.started_at = now
         self.deadline = deadline
-        self.done = done
+        self.answered = answered
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class Reads:
         store: Store,
         reservations: Reservations,
         requester: Requester,
-        outbox: Outbox,
+        outbox: BulkOutbox,
         metrics: Metrics,
     ) -> None:
         self._options = options
@@ -144,18 +144,18 @@ class Reads:
         namespace: int,
         keys: list[bytes],
         deadline: float,
-        done: Callable[[GetBatch], None],
+        answered: Callable[[GetBatch], None],
         *,
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
     ) -> None:
-        """Get blocks of a namespace that `refusal` allows; `done` may be called before this
+        """Get blocks of a namespace that `refusal` allows; `answered` may be called before this
         returns."""
-        batch = GetBatch(len(keys), now, deadline, done)
+        batch = GetBatch(len(keys), now, deadline, answered)
         self._metrics.gets_total += len(keys)
         if not keys:
-            done(batch)
+            answered(batch)
             return
         for position, key in enumerate(keys):
             block = BlockId(namespace, key)
@@ -198,16 +198,16 @@ class Reads:
         block: BlockId,
         size_bytes: int,
         digest: int,
-        done: Callable[[bool], None],
+        kept: Callable[[bool], None],
     ) -> None:
-        """Make sure that a block lives here; `done` tells whether it does."""
+        """Make sure that a block lives here; `kept` is told whether it does."""
         copy = self._store.get(block)
         if copy is not None:
-            done(True)
+            kept(True)
             return
         deadline = now + self._options.keep_timeout_s
         fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
-        fetch.keeps.append(done)
+        fetch.keeps.append(kept)
         self.drain(now)
 
     def _join(
@@ -315,8 +315,8 @@ class Reads:
             if batch.items[position] is None:
                 self._metrics.count_hit(tier)
                 self._finish(batch, position, self._hit(copy, tier))
-        for done in fetch.keeps:
-            done(True)
+        for kept in fetch.keeps:
+            kept(True)
         self._store.unpin(copy)
 
     def _on_missed(self, event: Missed) -> None:
@@ -330,8 +330,8 @@ class Reads:
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
                 self._missed(batch, position, status, reason)
-        for done in fetch.keeps:
-            done(False)
+        for kept in fetch.keeps:
+            kept(False)
 
     def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
         """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
@@ -366,7 +366,7 @@ class Reads:
             reservation = self._reservations.reserve(block, size_bytes)
             return None if reservation is None else reservation.view
 
-        def done(now: float, outcome: str) -> None:
+        def ended(now: float, outcome: str) -> None:
             copy = None
             if reservation is not None and outcome == bulk.DONE:
                 if digest_of(reservation.view) == promised:
@@ -388,7 +388,7 @@ class Reads:
 
         deadline = self._fetches[block].deadline
         index, _ = homes.popleft()
-        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, done))
+        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, ended))
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -407,4 +407,4 @@ class Reads:
         batch.left -= 1
         if batch.left == 0:
             self._timers.cancel(batch)
-            batch.done(batch)
+            batch.answered(batch)

@@ -4,13 +4,13 @@ Owns: the decision on every bulk request: is the caller's namespace allowed, is 
 hold, is there room, do the bytes match their digest. Must not know: sockets; the adapter calls
 `begin_put`, writes the bytes where it is told, and calls `end_put` or `abort_put`.
 
-The caller says who it is (`BulkHello`) and is believed: the bulk port belongs on the pool's own
-network. What a believed caller may do is still bounded by the namespace's list of nodes.
+Who the caller is, the link knows: with TLS by its certificate; without, the caller says so itself
+(`BulkHello`) and is believed. What it may do is bounded by the namespace's list of nodes.
 """
 
 from __future__ import annotations
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol.messages import bulk
@@ -21,7 +21,9 @@ from kvcast.protocol.messages.wire import BlockId, digest_of
 class Serving:
     """Decides what a bulk request gets."""
 
-    def __init__(self, store: Store, memory: memoryview, outbox: Outbox, metrics: Metrics) -> None:
+    def __init__(
+        self, store: Store, memory: memoryview, outbox: BulkOutbox, metrics: Metrics
+    ) -> None:
         self._store = store
         self._memory = memory
         self._outbox = outbox

@@ -176,14 +176,14 @@ class Session:
         elif isinstance(request, local.Alloc):
             self._alloc(request)
         elif isinstance(request, local.Exists):
-            core.asks.exists(
+            core.queries.exists(
                 request.namespace,
                 request.keys,
                 now + request.deadline_s,
                 lambda count: self._reply(local.Ack(number, count)),
             )
         elif isinstance(request, local.Drop):
-            core.asks.drop(
+            core.queries.drop(
                 request.namespace,
                 request.keys,
                 now + _DROP_TIMEOUT_S,
@@ -239,7 +239,7 @@ class Session:
     def _get(self, now: float, request: local.Get) -> None:
         number = request.request
 
-        def done(batch: GetBatch) -> None:
+        def answered(batch: GetBatch) -> None:
             self._reply(local.Got(number, self._take(batch)))
 
         self._core.reads.get(
@@ -247,7 +247,7 @@ class Session:
             request.namespace,
             request.keys,
             now + request.deadline_s,
-            done,
+            answered,
             gather_ms=request.gather_ms,
             group=request.group,
             expect=request.expect,
@@ -330,11 +330,11 @@ class Session:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
 
-        def done(batch: PutBatch) -> None:
+        def answered(batch: PutBatch) -> None:
             results = [result for result in batch.results if result is not None]
             self._reply(local.Committed(request.request, results))
 
-        self._core.writes.commit(now, copies, done)
+        self._core.writes.commit(now, copies, answered)
 
     def _abort(self, request: local.Abort) -> None:
         copies = self._take_tickets(request.tickets)

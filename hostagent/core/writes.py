@@ -1,7 +1,7 @@
 """Puts: from bytes written in the arena to copies at the block's homes.
 
-Owns: when a put is acknowledged and how many replications may be under way. Must not know:
-sockets, clients' tickets (`sessions`), or how bytes travel (`calls`).
+Owns: when a put is acknowledged and how many replications may be in flight. Must not know:
+sockets, clients' tickets (`sessions`), or how bytes travel (`protocol.links`).
 
 A put is committed here first; from then on this node serves it. If this node is one of the
 homes, it counts as one that acknowledged. The copy then goes to every other home; with
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvcast.hostagent.core.bulk_requests import Outbox
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import COMMITTED, Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import EVICTED, PutCall
@@ -62,10 +62,10 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class PutBatch:
-    """A commit of several tickets; `done` is called once, when `results` is whole."""
+    """A commit of several tickets; `answered` is called once, when no result is None any more."""
 
     results: list[local.PutBlock | None]
-    done: Callable[[PutBatch], None]
+    answered: Callable[[PutBatch], None]
     left: int
 
 
@@ -77,7 +77,7 @@ class Writes:
         options: WriteOptions,
         store: Store,
         memory: memoryview,
-        outbox: Outbox,
+        outbox: BulkOutbox,
         metrics: Metrics,
     ) -> None:
         self._options = options
@@ -88,14 +88,16 @@ class Writes:
         self.replications = 0
         """Copies on their way or waiting for it."""
 
-    def commit(self, now: float, copies: list[Copy], done: Callable[[PutBatch], None]) -> PutBatch:
-        """Make reserved copies blocks and send them home. `done` may be called before this
+    def commit(
+        self, now: float, copies: list[Copy], answered: Callable[[PutBatch], None]
+    ) -> PutBatch:
+        """Make reserved copies blocks and send them home. `answered` may be called before this
         returns."""
-        batch = PutBatch([None] * len(copies), done, len(copies))
+        batch = PutBatch([None] * len(copies), answered, len(copies))
         for position, copy in enumerate(copies):
             self._commit_one(now, batch, position, copy)
         if not copies:
-            done(batch)
+            answered(batch)
         return batch
 
     def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy) -> None:
@@ -145,7 +147,7 @@ class Writes:
         if not put.acknowledged:
             begin()
 
-        def done(_now: float, outcome: str) -> None:
+        def ended(_now: float, outcome: str) -> None:
             self.replications -= 1
             if pinned:
                 self._store.unpin(copy)
@@ -165,7 +167,7 @@ class Writes:
             self._settle(batch, put)
 
         deadline = now + self._options.replicate_timeout_s
-        self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, done))
+        self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, ended))
 
     def _settle(self, batch: PutBatch, put: _Put) -> None:
         """All homes were tried: whoever has it acknowledges."""
@@ -181,4 +183,4 @@ class Writes:
         batch.results[put.position] = local.PutBlock(status, put.copies, put.copy.digest)
         batch.left -= 1
         if batch.left == 0:
-            batch.done(batch)
+            batch.answered(batch)

@@ -37,12 +37,12 @@ class BulkCaller:
         self,
         core: AgentCore,
         options: BulkOptions,
-        after: Callable[[], None],
+        core_told: Callable[[], None],
         credentials: Credentials | None = None,
     ) -> None:
         self._core = core
         self._credentials = credentials
-        self._after = after  # after a core was told something: do what that has caused
+        self._core_told = core_told  # a core was told something: do what that has caused
         self._link = CallerCore(core.options.node_id, options, core.metrics, core.serving.view)
         self._pool: Pool | None = None
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
@@ -71,14 +71,14 @@ class BulkCaller:
         for instruction in self._link.instructions():
             match instruction:
                 case Complete(call=call, outcome=outcome):
-                    call.done(asyncio.get_running_loop().time(), outcome)
+                    call.ended(asyncio.get_running_loop().time(), outcome)
                     ended = True
                 case Connect(connection=connection):
                     self._connect(connection)
                 case _ if (driver := self._drivers.get(instruction.connection)) is not None:
                     driver.flush()
         if ended:
-            self._after()
+            self._core_told()
 
     def _connect(self, connection: BulkConnection) -> None:
         node = connection.node

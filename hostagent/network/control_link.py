@@ -42,14 +42,14 @@ class ControlLink:
         options: ControlOptions,
         register: Register,
         rng: random.Random,
-        after: Callable[[], None],
+        core_told: Callable[[], None],
         credentials: Credentials | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self._core = core
         self._options = options
         self._credentials = credentials
-        self._after = after
+        self._core_told = core_told
         self._link = ControlCaller(core, options, register, rng, core.metrics, self._wake)
         self._scratch = memoryview(bytearray(_READ_BYTES))
         self._driver: ConnectingDriver | None = None
@@ -98,7 +98,7 @@ class ControlLink:
         self._registered = registered
         if self._core.pool is not None:
             self.ready.set()
-        self._after()
+        self._core_told()
 
     def _attempt(self, attempt: Attempt) -> None:
         connection = attempt.connection

@@ -60,12 +60,12 @@ class LocalServer:
         core: AgentCore,
         arena: ArenaFile,
         options: LocalOptions,
-        after: Callable[[], None],
+        core_told: Callable[[], None],
     ) -> None:
         self._core = core
         self._arena = arena
         self._options = options
-        self._after = after
+        self._core_told = core_told
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -164,7 +164,7 @@ class LocalServer:
                 socket.send_fds(connection, [codec.encode(welcome)], [fd])
             finally:
                 os.close(fd)
-            client = _Client(self, self._core, codec, self._after, tenants)
+            client = _Client(self, self._core, codec, self._core_told, tenants)
             await loop.connect_accepted_socket(lambda: client, connection)
             client.start(pending)
         except FramingError as error:
@@ -220,13 +220,13 @@ class _Client(asyncio.Protocol):
         server: LocalServer,
         core: AgentCore,
         codec: MessageCodec[local.ClientMessage],
-        after: Callable[[], None],
+        core_told: Callable[[], None],
         tenants: Tenants,
     ) -> None:
         self._server = server
         self._core = core
         self._codec = codec
-        self._after = after
+        self._core_told = core_told
         self._session = Session(core, self._send, tenants)
         self._transport: asyncio.Transport | None = None
         self._cut_off = False
@@ -246,7 +246,7 @@ class _Client(asyncio.Protocol):
             self._core.metrics.local_clients_left_total += 1
         self._session.close()
         self._server.left(self)
-        self._after()
+        self._core_told()
 
     def data_received(self, data: bytes) -> None:
         self._handle(self._codec.feed(data))
@@ -260,7 +260,7 @@ class _Client(asyncio.Protocol):
                 self._session.handle(now, message)
         except FramingError as error:
             self._offends(str(error))
-        self._after()
+        self._core_told()
 
     def pause_writing(self) -> None:
         if self._transport is not None:

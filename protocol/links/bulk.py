@@ -1,7 +1,7 @@
 """What both ends of the bulk link share: the calls, their outcomes, the bounds and the counters.
 
 Owns: the calls' types. A core of the agent appends a call to its outbox; the link makes it and
-reports through the call's own `done`, with the present time, exactly once. Must not know: why a
+reports through the call's own `ended`, with the present time, exactly once. Must not know: why a
 call is made (the agent's cores do).
 """
 
@@ -20,7 +20,7 @@ statuses of `kvcast.protocol.messages.bulk`."""
 EVICTED: Final = "evicted"
 """Outcome of a put whose copy was no longer there when its turn came."""
 
-Done = Callable[[float, str], None]
+Ended = Callable[[float, str], None]
 """(now, outcome)"""
 
 
@@ -60,7 +60,7 @@ class HeldCopy(Protocol):
 @dataclass(slots=True, eq=False)
 class PutCall:
     """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
-    it waited, and there is nothing to send. After it and whatever happens, `done`."""
+    it waited, and there is nothing to send. After it and whatever happens, `ended`."""
 
     node: int
     copy: HeldCopy
@@ -68,20 +68,20 @@ class PutCall:
     meaning: int
     deadline: float
     begin: Callable[[], bool]
-    done: Done
+    ended: Ended
 
 
 @dataclass(slots=True, eq=False)
 class GetCall:
     """Fetch a block from a node. `begin(size, digest)` gives the view to write to, or None to
-    refuse; after it and whatever happens, `done`. The link does not look at the bytes."""
+    refuse; after it and whatever happens, `ended`. The link does not look at the bytes."""
 
     node: int
     block: BlockId
     digest: int
     deadline: float
     begin: Callable[[int, int], memoryview | None]
-    done: Done
+    ended: Ended
 
 
 @dataclass(slots=True, eq=False)
@@ -92,19 +92,19 @@ class DropCall:
     namespace: int
     keys: list[bytes]
     deadline: float
-    done: Done
+    ended: Ended
 
 
 @dataclass(slots=True, eq=False)
 class ExistsCall:
-    """Ask a node which blocks it holds; `answer` (one flag a key) comes before `done`."""
+    """Ask a node which blocks it holds; `answer` (one flag a key) comes before `ended`."""
 
     node: int
     namespace: int
     keys: list[bytes]
     deadline: float
     answer: Callable[[list[bool]], None]
-    done: Done
+    ended: Ended
 
 
 BulkCall = PutCall | GetCall | DropCall | ExistsCall

@@ -66,7 +66,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Complete:
-    """This call has ended: tell its `done`."""
+    """This call has ended: tell its `ended`."""
 
     call: BulkCall
     outcome: str

@@ -20,7 +20,7 @@ import msgspec
 from kvcast.protocol.node_ids import NODE_ID_PATTERN
 from msgspec import Meta, Struct
 
-CONTROL_PROTOCOL_VERSION = 1
+CONTROL_PROTOCOL_VERSION = 2
 
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]

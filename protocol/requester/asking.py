@@ -74,7 +74,7 @@ class Home:
 
 
 class Asker:
-    """See the module's description. `fetches` is the requester's table of those under way."""
+    """See the module's description. `fetches` is the requester's table of those in flight."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Asker:
         self.in_window += 1
 
     def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
-        """Let a segment be whole, leave its home or be dropped: it is in flight no more."""
+        """Let a segment be complete, leave its home or be dropped: it is in flight no more."""
         segment.happen(now, event)
         home = self.homes[segment.home]
         if segment.in_window:
@@ -347,7 +347,7 @@ class Asker:
         first_wave = False
         missing = FULL_SEGMENT if assembly is None else assembly.missing[segment.index]
         event = SegmentEvent.ASK
-        if assembly is not None and missing != assembly.whole(segment.index):
+        if assembly is not None and missing != assembly.all_chunks(segment.index):
             event = SegmentEvent.REPAIR
             flags |= FLAG_PARTIAL
             wanted = missing
@@ -382,7 +382,7 @@ class Asker:
     def _ask_twice(self, now: float, fetch: Fetch, segment: Segment) -> None:
         """Send the READ once more while its home gathers. If the first was lost, this one still
         joins the others; if not, it is dropped on the way, or the home has the same job already.
-        Lost for good, a READ would cost the home the whole segment once more."""
+        Lost for good, a READ would cost the home the full segment once more."""
         segment.repeat_at = inf
         self._counters.reads_again += 1
         flags = FLAG_PADDED if self.config.read_padding else 0
@@ -406,7 +406,7 @@ class Asker:
                     segment.index,
                     flags,
                     fetch.group,
-                    fetch.pinned_digest,
+                    fetch.chosen_digest,
                     gather=gather_ms,
                     wanted=wanted,
                     tag=segment.tag,
@@ -481,7 +481,7 @@ class Asker:
     # --- what must hold -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """That counts, windows and queues agree with the segments and fetches under way."""
+        """That counts, windows and queues agree with the segments and fetches in flight."""
         flying = [s for f in self._fetches.values() for s in f.segments if s.in_flight]
         in_window = [s for s in flying if s.in_window]
         assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"

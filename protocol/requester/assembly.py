@@ -3,7 +3,7 @@
 Owns: the first invariant, that no reader gets bytes that are not one whole copy of the block it
 named. An `Assembly` is made for one size and one digest; chunks of any other copy are refused by
 its caller before they come here, every chunk is written once, and `verified` compares the
-digest of all bytes with the one pinned. Must not know: who asked for what, timers, the network.
+digest of all bytes with the chosen one. Must not know: who asked for what, timers, the network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Assembly:
     """One copy of `block`, as far as it has arrived. `buffer` is writable and holds `size`
     bytes."""
 
-    __slots__ = ("_whole_last", "block", "buffer", "digest", "missing", "segments_left", "size")
+    __slots__ = ("_all_of_last", "block", "buffer", "digest", "missing", "segments_left", "size")
 
     def __init__(self, block: BlockId, size: int, digest: int, buffer: memoryview) -> None:
         if buffer.readonly or buffer.nbytes != size or buffer.itemsize != 1:
@@ -35,15 +35,15 @@ class Assembly:
         self.missing = [segment_bitmap(size, index) for index in range(segments_of(size))]
         """By segment, the chunks that have not arrived."""
         self.segments_left = len(self.missing)
-        self._whole_last = self.missing[-1]
+        self._all_of_last = self.missing[-1]
 
     def is_of(self, size: int, digest: int) -> bool:
         """Whether chunks that say `size` and `digest` belong to this copy."""
         return self.digest == digest and self.size == size
 
-    def whole(self, segment: int) -> int:
+    def all_chunks(self, segment: int) -> int:
         """Every chunk of `segment`, as a bitmap."""
-        return self._whole_last if segment == len(self.missing) - 1 else (1 << 64) - 1
+        return self._all_of_last if segment == len(self.missing) - 1 else (1 << 64) - 1
 
     def add_run(self, run: DataRun) -> int:
         """Put the chunks of a run in their places; returns those that were not there, as a bitmap.

@@ -35,7 +35,7 @@ class RequesterConfig:
     """Tunables of the requester."""
 
     max_fetches: int = 4096
-    """Fetches under way or waiting; one more is missed at once (QUEUE_FULL)."""
+    """Fetches in flight or waiting; one more is missed at once (QUEUE_FULL)."""
     max_block_bytes: int = 64 * 1024 * 1024
     """Largest block taken from the network."""
     credit_segments: int = 64
@@ -85,7 +85,7 @@ class RequesterConfig:
     suspect_s: float = 2.0
     """For so long after a home was left for silence, new fetches start at another."""
     gather_ms: int = 0
-    """`gather` of READs, unless the fetch says otherwise."""
+    """`gather` of READs (docs/architecture.md), unless the fetch says otherwise."""
     auto_gather_max_ms: int = 20
     """Longest `gather` of READs of full segments while most answers are being shared. It is a
     quarter of the smoothed round-trip time (before there is one, of what the fetch allows):
@@ -188,7 +188,7 @@ class FetchReport:
 
 
 class Fetched(NamedTuple):
-    """The block is whole and has its digest; `reservation` is the caller's from now on."""
+    """The block is complete and has its digest; `reservation` is the caller's from now on."""
 
     fetch_id: int
     block: BlockId
@@ -222,7 +222,7 @@ class TryBulk(NamedTuple):
 
 
 class OfferReceived(NamedTuple):
-    """`home` offers the block, of which `digest` and `size` are pinned, another way, and nobody
+    """`home` offers the block, of which `digest` and `size` are chosen, another way, and nobody
     shares the reads. Take it and call `Requester.bulk_done`, as for TryBulk."""
 
     fetch_id: int
@@ -265,13 +265,13 @@ class RequesterCounters:
     wrong_source: int = 0
     """Frames from a node that is no home of the block, or not listened to any more."""
     other_copy: int = 0
-    """DATA of another copy than the one pinned, and MISSes about another copy."""
+    """DATA of another copy than the one chosen, and MISSes about another copy."""
     wrong_size: int = 0
     """DATA of a copy that is larger than allowed, or not of the size expected."""
     unexpected_op: int = 0
     """READs, which are not for a requester, and MISSes with a contradictory reason."""
     corrupt_blocks: int = 0
-    """Assembled blocks whose bytes had not the pinned digest."""
+    """Assembled blocks whose bytes had not the chosen digest."""
     timeouts: int = 0
     gaps: int = 0
     """Segments whose LAST chunk came while others were missing."""

@@ -5,7 +5,7 @@ of the next step. Must not know: segments, timers, frames; it says what to do, a
 `requester` does it. The order in which a fetch falls back:
 
 1. the next home that has not been asked, with the assembly as it is;
-2. a home that lives and has another copy than the pinned one: the assembly starts anew;
+2. a home that lives and has another copy than the chosen one: the assembly starts anew;
 3. the bulk way, if there is one, from a home that may have the block;
 4. a home whose bytes were wrong once more, since a bit may have flipped on the way (UDP's checksum
    is not in use);
@@ -30,7 +30,7 @@ class Standing(IntEnum):
     ASKED = 1
     """The home that is being asked; one at a time."""
     OTHER_COPY = 2
-    """It lives, and has not the copy that is pinned."""
+    """It lives, and has not the copy that is chosen."""
     LEFT = 3
     """Not worth asking; the verdict says why."""
     FORGOTTEN = 4
@@ -43,7 +43,7 @@ class HomeEvent(IntEnum):
     ASK = 0
     """The fetch goes on at this home."""
     LACKS_COPY = 1
-    """It has shown that it has not the pinned copy."""
+    """It has shown that it has not the chosen copy."""
     JUDGE = 2
     """It has shown that it cannot serve the fetch."""
     RESTART = 3
@@ -142,7 +142,7 @@ class Candidates:
         self.contributors: set[int] = set()
         """Whose chunks are in the assembly."""
         self.other_copies: set[int] = set()
-        """Who has sent DATA of another copy than the pinned one."""
+        """Who has sent DATA of another copy than the chosen one."""
         self.current = first
         self.ask(now, first)
 
@@ -171,7 +171,7 @@ class Candidates:
         self.verdicts[home] = verdict
 
     def lacks_copy(self, now: float, home: int) -> None:
-        """`home` lives, and has not the pinned copy."""
+        """`home` lives, and has not the chosen copy."""
         self.happen(now, home, HomeEvent.LACKS_COPY)
 
     def forget(self, now: float, home: int) -> None:
@@ -182,7 +182,7 @@ class Candidates:
         self.sources -= {home}
 
     def restart(self, now: float) -> None:
-        """Nothing is pinned any more; what homes have not got of the old copy does not matter."""
+        """No copy is chosen any more; what homes have not got of the old copy does not matter."""
         for home in self.standing:
             self.happen(now, home, HomeEvent.RESTART)
         self.contributors.clear()

@@ -5,7 +5,7 @@ not know: when to ask for which of them (`asking`), which home comes next (`fail
 frame means (`requester`).
 
 A fetch's state changes in `Fetch.happen` and nowhere else; what the table does not name raises.
-Whether a copy is pinned is no state of its own: it is, when there is an `assembly`.
+Whether a copy has been chosen is no state of its own: it has, when there is an `assembly`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FetchEvent(IntEnum):
     """Read the first segment."""
     READ_ALL = 2
     """Read everything."""
-    PIN = 3
+    CHOOSE_COPY = 3
     """The first DATA has decided which copy it is of."""
     MOVE = 4
     """Go on at another home, with what has come."""
@@ -75,7 +75,7 @@ TRANSITIONS: Final[dict[FetchState, dict[FetchEvent, FetchState]]] = {
     _S.EXPECTING: {
         _E.READ_FIRST: _S.PROBING,
         _E.READ_ALL: _S.READING,
-        _E.PIN: _S.EXPECTING,
+        _E.CHOOSE_COPY: _S.EXPECTING,
         _E.MOVE: _S.EXPECTING,
         _E.RESTART: _S.EXPECTING,
         _E.TAKE_OFFER: _S.OFFERED,
@@ -84,7 +84,7 @@ TRANSITIONS: Final[dict[FetchState, dict[FetchEvent, FetchState]]] = {
     },
     _S.PROBING: {
         _E.READ_ALL: _S.READING,
-        _E.PIN: _S.PROBING,
+        _E.CHOOSE_COPY: _S.PROBING,
         _E.MOVE: _S.PROBING,
         _E.RESTART: _S.PROBING,
         _E.TAKE_OFFER: _S.OFFERED,
@@ -92,7 +92,7 @@ TRANSITIONS: Final[dict[FetchState, dict[FetchEvent, FetchState]]] = {
         _E.END: _S.ENDED,
     },
     _S.READING: {
-        _E.PIN: _S.READING,
+        _E.CHOOSE_COPY: _S.READING,
         _E.MOVE: _S.READING,
         _E.RESTART: _S.READING,
         _E.GIVE_UP_READS: _S.LAST_RESORT,
@@ -204,7 +204,7 @@ class Fetch:
         self.happen(now, FetchEvent.READ_FIRST if self.may_probe else FetchEvent.READ_ALL)
 
     @property
-    def pinned_digest(self) -> int:
+    def chosen_digest(self) -> int:
         """The digest of the copy that is being put together, or expected; 0 = any will do."""
         return self.expect_digest if self.assembly is None else self.assembly.digest
 
@@ -221,9 +221,9 @@ class Fetch:
         self.idle = deque(s.index for s in wanted if s.state is SegmentState.IDLE)
 
     def check(self) -> None:
-        """That the fetch agrees with itself; its place among others is `consistency`'s."""
+        """That the fetch agrees with itself; its place among others is for `Asker.check`."""
         state, assembly = self.state, self.assembly
-        assert state not in (FetchState.NEW, FetchState.ENDED), f"{self} is under way"
+        assert state not in (FetchState.NEW, FetchState.ENDED), f"{self} is in flight"
         assert self.deadline_timer.queued_at <= self.deadline, f"deadline of {self}"
         expecting = self.expectation_timer.queued_at < inf
         assert (state is FetchState.EXPECTING) == expecting, f"expectation of {self}"
@@ -240,7 +240,7 @@ class Fetch:
         for index, segment in enumerate(self.segments):
             assert segment.index == index
             missing = None if assembly is None else assembly.missing[index]
-            segment.check(missing, 0 if assembly is None else assembly.whole(index))
+            segment.check(missing, 0 if assembly is None else assembly.all_chunks(index))
             idle = state is FetchState.READING and segment.state is SegmentState.IDLE
             assert not idle or index in self.idle, f"nobody will ask for {segment}"
 

@@ -1,6 +1,6 @@
 """The life of a fetch: how it begins, goes on elsewhere, and ends.
 
-Owns: the fetches under way, their way from one home to the next and to the bulk way as `failover`
+Owns: the fetches in flight, their way from one home to the next and to the bulk way as `failover`
 chooses it, and the events that tell how they end. Must not know: frames, or what an answer means.
 """
 
@@ -81,7 +81,7 @@ class Lifecycle:
         self._sizes[fetch.block.namespace] = size
 
     def plan(self, fetch: Fetch) -> None:
-        """Begin the assembly: nothing is pinned, nothing asked for."""
+        """Begin the assembly: no copy is chosen, nothing asked for."""
         size = fetch.expect_size or self._sizes.get(fetch.block.namespace, 1)
         fetch.plan(1 if fetch.may_probe else segments_of(size))
         self.asker.enqueue(fetch)
@@ -211,7 +211,7 @@ class Lifecycle:
     # --- what there is to see -----------------------------------------------------------------
 
     def stories(self) -> list[Story]:
-        """What happened to the fetches that ended last and to those under way."""
+        """What happened to the fetches that ended last and to those in flight."""
         return [*self._ended, *(fetch.story for fetch in self.fetches.values())]
 
     def check(self) -> None:

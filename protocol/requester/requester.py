@@ -1,4 +1,4 @@
-"""The requester: fetches blocks from their homes, READ by READ, until they are whole or missed.
+"""The requester: fetches blocks from their homes, READ by READ, until they are complete or missed.
 
 Owns: what each call, each frame and each timer means for a fetch. Must not know: sockets, clocks,
 global randomness (time and a random source are handed in), tiers, or what an arena is. Follows
@@ -18,14 +18,15 @@ A fetch asks one home at a time. Its life, from top to bottom as far as it must 
 
 1. (`expect` only) wait for the DATA that somebody else of the reader group asks for;
 2. READ full segments, as many at once as the home's window and the agent's credit allow; the
-   first DATA pins the copy (digest and size), chunks of other copies are dropped from then on;
+   first DATA decides which copy the fetch takes (digest and size); from then on chunks of other
+   copies are dropped;
 3. a gap at the LAST chunk, or silence, is answered by a READ of the missing chunks (PARTIAL), or of
-   the whole segment again (RETRY) where nothing of it came;
-4. a home that stays silent, or has not got the block, is left for the next one; if the pinned copy
+   the full segment again (RETRY) where nothing of it came;
+4. a home that stays silent, or has not got the block, is left for the next one; if the chosen copy
    is nowhere any more, the assembly starts anew with whatever copy there is;
 5. with all homes tried: the bulk way (TCP), if there is one; else a miss that says why.
 
-The assembled bytes must have the pinned digest. If they do not, somebody lied or a bit flipped:
+The assembled bytes must have the chosen digest. If they do not, somebody lied or a bit flipped:
 everything is thrown away, the next home is asked, and from then on only the home asked is
 listened to.
 """
@@ -279,13 +280,13 @@ class Requester:
         return events.popleft() if events else None
 
     @property
-    def fetches_under_way(self) -> int:
+    def fetches_in_flight(self) -> int:
         """Fetches that have not ended."""
         return len(self._fetches)
 
     @property
     def segments_in_flight(self) -> int:
-        """Segments asked for, or arriving, and not whole."""
+        """Segments asked for, or arriving, and not complete."""
         return self._asker.in_window + self._asker.beside
 
     def rto_s(self, home: int) -> float:
@@ -293,7 +294,7 @@ class Requester:
         return self._asker.home(home).rtt.rto_s
 
     def stories(self) -> list[Story]:
-        """What happened to the fetches that ended last and to those under way."""
+        """What happened to the fetches that ended last and to those in flight."""
         return self._life.stories()
 
     def check(self) -> None:
@@ -323,7 +324,7 @@ class Requester:
         if self._asker.came_up(now, fetch, segment):
             return
         home = segment.home
-        if home in fetch.homes.other_copies:  # it answers, but with another copy than the pinned
+        if home in fetch.homes.other_copies:  # it answers, but with another copy than the chosen
             fetch.homes.lacks_copy(now, home)
             self._life.next_home(now, fetch)
             return
@@ -358,7 +359,7 @@ class Requester:
         assembly = fetch.assembly
         counters = self.counters
         if assembly is None:
-            assembly = self._pin(now, source, frame, count, fetch)
+            assembly = self._choose_copy(now, source, frame, count, fetch)
             if assembly is None:
                 return
         elif assembly.digest != frame.digest or assembly.size != frame.size:
@@ -401,11 +402,11 @@ class Requester:
             asker.sample(now, source, segment, resident=bool(flags & FLAG_RESIDENT))
         missing = assembly.missing[index]
         if not missing:
-            self._segment_whole(now, fetch, segment, assembly)
+            self._segment_complete(now, fetch, segment, assembly)
         elif run.last and added >> run.chunks[-1] & 1:
             asker.gap(now, segment, missing.bit_count())
 
-    def _pin(
+    def _choose_copy(
         self, now: float, source: int, frame: Frame, count: int, fetch: Fetch
     ) -> Assembly | None:
         """The first DATA of an assembly, the first of `count` alike, decides which copy it is
@@ -428,7 +429,7 @@ class Requester:
             self._asker.pump(now)
             return None
         assembly = Assembly(fetch.block, frame.size, frame.digest, reservation.view)
-        fetch.happen(now, FetchEvent.PIN)
+        fetch.happen(now, FetchEvent.CHOOSE_COPY)
         fetch.reservation = reservation
         fetch.assembly = assembly
         if frame.flags & FLAG_SHARED:  # known before the next READs are made
@@ -450,18 +451,18 @@ class Requester:
         expected = fetch.expect_size
         return 0 < size <= self.config.max_block_bytes and expected in (None, size)
 
-    def _segment_whole(
+    def _segment_complete(
         self, now: float, fetch: Fetch, segment: Segment, assembly: Assembly
     ) -> None:
         self._asker.homes[segment.home].window.completed()
-        self._asker.land(now, segment, SegmentEvent.WHOLE)
+        self._asker.land(now, segment, SegmentEvent.COMPLETE)
         if assembly.segments_left == 0:
-            self._block_whole(now, fetch, assembly)
+            self._block_complete(now, fetch, assembly)
         elif fetch.may_probe and segment.index == 0:
             self._after_first_segment(now, fetch, assembly)
         self._asker.pump(now)
 
-    def _block_whole(self, now: float, fetch: Fetch, assembly: Assembly) -> None:
+    def _block_complete(self, now: float, fetch: Fetch, assembly: Assembly) -> None:
         fetch.report.payload_bytes += assembly.size
         self.counters.data_bytes += assembly.size
         if not assembly.verified():
@@ -476,7 +477,7 @@ class Requester:
 
     def _receive_miss(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
         reason = frame.chunk
-        pinned = fetch.pinned_digest
+        chosen = fetch.chosen_digest
         if fetch.state in IN_BULK:
             self.counters.other_copy += 1
             return
@@ -485,11 +486,11 @@ class Requester:
             self._wait_ended(now, source, frame, fetch)
             self._life.judge(now, fetch, source, MissReason.NOT_HOME)
             return
-        if frame.digest not in (0, pinned):
+        if frame.digest not in (0, chosen):
             self.counters.other_copy += 1
             self._swallowed(now, source, frame, fetch)
             return
-        beyond = frame.segment >= len(fetch.segments) or (frame.segment > 0 and not pinned)
+        beyond = frame.segment >= len(fetch.segments) or (frame.segment > 0 and not chosen)
         if reason == MISS_NOT_FOUND and beyond:
             self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
@@ -558,7 +559,7 @@ class Requester:
     # --- offers -----------------------------------------------------------------------------
 
     def _receive_offer(self, source: int, frame: Frame, fetch: Fetch) -> None:
-        """Keep the offer until the first segment is whole: until then sharing may show."""
+        """Keep the offer until the first segment is complete: until then sharing may show."""
         assembly = fetch.assembly
         try:
             offer = decode_offer(frame.payload)

@@ -3,9 +3,9 @@
 Owns: what can happen to a segment in which state (`TRANSITIONS`), and which times run in it. Must
 not know: windows, frames, or whom to ask (`asking`), or where the bytes go (`assembly`).
 
-Two rules, after h11's `_state.py`. A segment's state changes in `Segment.happen` and nowhere else.
-What the table does not name cannot happen: it raises, and the mistake is ours, since whoever calls
-has looked at the state before. Read one row of the table as: in this state, these events are
+Two rules, as in h11. A segment's state changes in `Segment.happen` and nowhere else. What the
+table does not name cannot happen: it raises, and the mistake is ours, since whoever calls has
+looked at the state before. Read one row of the table as: in this state, these events are
 possible, and this is where each leads.
 
 A segment in flight always has one timer in the queue, which comes up at `due_at`:
@@ -31,7 +31,7 @@ class SegmentState(IntEnum):
     IDLE = 0
     """The present home has not been asked for it, and nothing comes unasked."""
     ASKED = 1
-    """A READ of the whole segment is out, and nothing has come since."""
+    """A READ of the full segment is out, and nothing has come since."""
     POSTPONED = 2
     """The READ is lost: the wait at a switch that it joined has ended. One more goes out soon."""
     DEFERRED = 3
@@ -59,7 +59,7 @@ class SegmentEvent(IntEnum):
     """The first DATA of it, or the first since the last READ, has come."""
     GAP = 3
     """An answer has ended, and chunks are missing."""
-    WHOLE = 4
+    COMPLETE = 4
     """The last missing chunk has come."""
     SWALLOWED = 5
     """Something that is no answer to us has ended the wait that our READ may have joined."""
@@ -105,14 +105,14 @@ TRANSITIONS: Final[dict[SegmentState, dict[SegmentEvent, SegmentState]]] = {
     _S.RECEIVING: {
         _E.REPAIR: _S.REPAIRING,
         _E.GAP: _S.GAPPED,
-        _E.WHOLE: _S.DONE,
+        _E.COMPLETE: _S.DONE,
         _E.SILENCE: _S.RECEIVING,
         **_ANY_IN_FLIGHT,
     },
     _S.GAPPED: {
         _E.REPAIR: _S.REPAIRING,
         _E.GAP: _S.GAPPED,
-        _E.WHOLE: _S.DONE,
+        _E.COMPLETE: _S.DONE,
         **_ANY_IN_FLIGHT,
     },
     _S.REPAIRING: {
@@ -217,9 +217,9 @@ class Segment(Timer):
         base_at = max(self.base_at, min(heard_at, self.base_at + self.patience_s))
         return min(self.repeat_at, base_at + self.wait_s)
 
-    def check(self, missing: int | None, whole: int) -> None:
+    def check(self, missing: int | None, all_chunks: int) -> None:
         """That the segment agrees with itself, and with the chunks that the assembly lacks of it
-        (None: nothing is pinned)."""
+        (None: no copy is chosen)."""
         state = self.state
         assert (state in IN_FLIGHT) == (self.queued_at != inf), f"timer of {self}"
         assert (state in ASKS_SOON) == (self.ask_at != inf), f"ask_at of {self}"
@@ -227,7 +227,7 @@ class Segment(Timer):
         assert state in IN_FLIGHT or not self.in_window, f"place of {self}"
         assert state in AWAITING or not self.overtaken, f"overtaken: {self}"
         assert state is not SegmentState.DROPPED, f"{self} is still there"
-        if missing is None or missing == whole:
+        if missing is None or missing == all_chunks:
             untouched = (SegmentState.IDLE, SegmentState.ASKED, SegmentState.POSTPONED)
             assert state in (*untouched, SegmentState.DEFERRED), f"nothing has come of {self}"
         else:

@@ -30,7 +30,7 @@ class Story:
         self.fetch_id = fetch_id
         self.block = block
         self.started_at = started_at
-        self.outcome = "under way"
+        self.outcome = "in flight"
         self._entries: deque[tuple[float, str, int, IntEnum, IntEnum]] = deque(maxlen=STORY_ENTRIES)
 
     def tell(self, now: float, what: str, number: int, event: IntEnum, state: IntEnum) -> None:

@@ -1,4 +1,4 @@
-"""The home: answers READs for the blocks that a node holds.
+"""The responder: answers READs for the blocks that a node holds.
 
 Owns: which answer goes out next, and how fast. Must not know: sockets, clocks, where a block's
 bytes lie (a lookup is handed in), or whether a switch is on the way. Follows docs/architecture.md,

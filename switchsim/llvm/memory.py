@@ -89,14 +89,14 @@ class Reclaimer:
         """Free what can be freed."""
         now = self._epoch()
         waiting = self._waiting
-        # Two steps: the first may have been under way when the epoch was read.
+        # Two steps: the first may have been in flight when the epoch was read.
         while waiting and (
             now == EPOCH_IDLE or waiting[0][0] == EPOCH_IDLE or now - waiting[0][0] not in (0, 1)
         ):
             waiting.popleft()[1]()
 
     def wait(self) -> None:
-        """Free all, waiting for the packets that are under way."""
+        """Free all, waiting for the packets that are in flight."""
         deadline = time.monotonic() + GRACE_S
         while self._waiting:
             self.collect()

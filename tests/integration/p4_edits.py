@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcast.p4.definitions import Kind
+
 Json = dict[str, Any]
 
 
@@ -31,7 +33,7 @@ def action_id(spec: Json, action: str) -> int:
     return int(found)
 
 
-def redirect(data: Json, name: str, changes: dict[str, str], kind: int | None = None) -> None:
+def redirect(data: Json, name: str, changes: dict[str, str], kind: Kind | None = None) -> None:
     """Give const entries other actions; only those of `kind`, the first key, if it is given."""
     spec = table(data, name)
     by_id = {action_id(spec, old): action_id(spec, new) for old, new in changes.items()}
@@ -65,8 +67,3 @@ def forget(data: Json, action: str, field: str) -> None:
                 for p in spec["primitives"]
                 if p["op"] != "assign" or field not in str(p["parameters"][0]["value"])
             ]
-
-
-def kind(name: str) -> int:
-    """The number of a kind of frame."""
-    return {"READ": 2, "DATA": 5, "LAST": 6, "MISS": 7, "PLAIN_DATA": 8}[name]

@@ -97,7 +97,7 @@ async def test_ten_thousand_mutated_frames_are_all_accounted_for(tmp_path: Path)
         await until(lambda: pool.agents[1].core.writes.replications == 0)
         pool.switch.lose = lambda port, _frame: port == 1  # what agent 1 answers goes nowhere
         core = pool.agents[1].core
-        # Two fetches are under way all the time, so that DATA and MISS meet open ones.
+        # Two fetches are in flight all the time, so that DATA and MISS meet open ones.
         getting = [
             asyncio.create_task(pool.clients[1].get(2, [key_of(n)], deadline_s=60)) for n in (5, 6)
         ]

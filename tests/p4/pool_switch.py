@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcast.p4 import artefact, profiles
+from kvcast.p4.definitions import Decision, Fill
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.tables import Table
@@ -23,11 +24,8 @@ KEY = bytes(range(16))
 LEASE_US = 1_000_000
 TICK_US = profiles["v1model"].tick_us
 RECIRCULATE = profiles["v1model"].recirculate_rid
-DECISIONS = {
-    "hit": 1, "join": 2, "new": 3, "collide": 4, "expired": 5, "retry": 6, "partial": 7,
-    "shared": 8, "unicast": 9, "guarded": 10, "dropped": 11, "forwarded": 12, "serving": 13,
-}  # fmt: skip
-FILLS = {"filled": 1, "wrong_digest": 2, "no_chunk": 3}
+DECISIONS = {label: code for code, label in Decision.counted().items()}
+FILLS = {label: code for code, label in Fill.counted().items()}
 
 
 def endpoint(host: int) -> ethernet.Endpoint:
@@ -55,8 +53,8 @@ class Entry(NamedTuple):
 
 
 def pool_entries(hosts: int) -> Iterator[Entry]:
-    """What a controller writes for `hosts` hosts, where host 1 owns every bucket, and all may read
-    NAMESPACE."""
+    """What a controller writes for `hosts` hosts, where host 1 is every bucket's home, and all may
+    read NAMESPACE."""
     yield Entry("l2_forward", (0xFFFFFFFFFFFF,), "flood")
     for host in range(1, hosts + 1):
         at = endpoint(host)

@@ -1,4 +1,4 @@
-"""What the pending table does with READs of one segment, and DATA with those who wait."""
+"""What the pending interest table does with READs of one segment, and DATA with those who wait."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ def test_segments_and_keys_do_not_wait_for_each_other(pool: PoolSwitch) -> None:
 
 
 def hash_of(key: bytes) -> int:
-    """CRC-32 over (namespace, key, segment 0): the low half indexes the pending table, the high
-    half is in the fingerprint."""
+    """CRC-32 over (namespace, key, segment 0): the low half indexes the pending interest
+    table, the high half is in the fingerprint."""
     return zlib.crc32(NAMESPACE.to_bytes(2, "big") + key + bytes(2))
 
 

@@ -72,9 +72,9 @@ class PlainSwitch:
 
 @dataclass
 class CoalescingSwitch:
-    """The switch program's pending table (docs/architecture.md, "The switch program"), without its
-    hash: a READ of a full segment waits if somebody waits for the same segment, and the answer goes
-    to all who wait."""
+    """The pending interest table (docs/architecture.md, "The switch program"), without its hash: a
+    READ of a full segment waits if somebody waits for the same segment, and the answer goes to all
+    who wait."""
 
     lease_s: float = 0.25
     groups: dict[int, set[int]] = field(default_factory=dict)
@@ -377,7 +377,7 @@ class Network:
     def check_at_rest(self) -> None:
         for reader in self.readers.values():
             assert set(reader.ends) == set(reader.deadlines), "a fetch has not ended"
-            assert reader.core.fetches_under_way == 0
+            assert reader.core.fetches_in_flight == 0
             assert reader.core.segments_in_flight == 0
             assert reader.core.get_timer() is None
             assert reader.arena.out == set(), "a buffer was neither handed on nor discarded"

@@ -1,8 +1,8 @@
 """Requesters and homes over a network that loses, repeats, reorders, delays and damages.
 
 Oracle: the bytes that the homes hold, and the deadline. Invariants 1, 2, 4 and 6 of
-docs/architecture.md. Cannot see: the real switch program (a model of its pending table stands for
-it) and the adapters. A failure prints the parameters; the seed in them repeats it.
+docs/architecture.md. Cannot see: the real switch program (a model of its pending interest table
+stands for it) and the adapters. A failure prints the parameters; the seed in them repeats it.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def test_queues_stay_within_their_bounds_under_a_storm(seed: int, readers: int) 
         for number in range(12):
             network.fetch(reader, block_id(number), [HOME_A], within_s=30)
             assert reader.core.segments_in_flight <= config.credit_segments
-            assert reader.core.fetches_under_way <= config.max_fetches
+            assert reader.core.fetches_in_flight <= config.max_fetches
     network.run()
     network.check_at_rest()
     for reader in network.readers.values():

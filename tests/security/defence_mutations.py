@@ -281,7 +281,7 @@ def _secrets_for_all() -> AbstractContextManager[object]:
 
         return [NamespaceSecret(number, secret) for number, secret in sorted(self.secrets.items())]
 
-    return replaced("kvcast.controller.core.namespaces.Names.secrets_for", for_all)
+    return replaced("kvcast.controller.core.namespaces.Namespaces.secrets_for", for_all)
 
 
 @mutation(
@@ -492,7 +492,7 @@ def _any_tenant() -> AbstractContextManager[object]:
 
         return find
 
-    return around("kvcast.controller.core.namespaces.Names.namespace", lenient)
+    return around("kvcast.controller.core.namespaces.Namespaces.namespace", lenient)
 
 
 @mutation("namespaces are not counted", {NAMES: ["test_names_are_bounded"]}, line="raises")
@@ -502,8 +502,8 @@ def _endless_namespaces() -> AbstractContextManager[object]:
             return 0
 
     return around(
-        "kvcast.controller.core.namespaces.Names.__init__",
-        lambda init: lambda self, *a, **k: init(self, *a, **{"namespaces": Uncounted()} | k),
+        "kvcast.controller.core.namespaces.Namespaces.__init__",
+        lambda init: lambda self, *a, **k: init(self, *a, **{"by_number": Uncounted()} | k),
     )
 
 
@@ -520,7 +520,7 @@ def _endless_groups() -> AbstractContextManager[object]:
 
 
 @mutation(
-    "a client has as many requests under way as it likes",
+    "a client has as many requests in flight as it likes",
     {SOCKET_FLOOD: ["test_more_requests_than_the_bound_are_busy"]},
 )
 def _endless_requests() -> AbstractContextManager[object]:
@@ -761,7 +761,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
         ),
         replaced("kvcast.hostagent.network.local_server.FramingError", NoFramingError),
         replaced("kvcast.protocol.links.stream.FramingError", NoFramingError),
-        replaced("kvcast.controller.core.pool.NameRequestError", NoFramingError),
+        replaced("kvcast.controller.core.pool.NamespaceError", NoFramingError),
         _nameless(
             "kvcast.hostagent.core.pool.Pool.__init__",
             "kvcast.hostagent.core.pool.PoolMapError",
@@ -916,13 +916,13 @@ def _group_of_foreign_nodes() -> AbstractContextManager[object]:
         def finds(self: Any, namespace: int, node_ids: list[str], known: Any) -> Any:
             from msgspec.structs import replace as changed
 
-            open_ = {number: changed(info, nodes=[]) for number, info in self.namespaces.items()}
-            with mock.patch.object(self, "namespaces", open_):
+            open_ = {number: changed(info, nodes=[]) for number, info in self.by_number.items()}
+            with mock.patch.object(self, "by_number", open_):
                 return group(self, namespace, node_ids, known)
 
         return finds
 
-    return around("kvcast.controller.core.namespaces.Names.group", forgets)
+    return around("kvcast.controller.core.namespaces.Namespaces.group", forgets)
 
 
 # === network ======================================================================================

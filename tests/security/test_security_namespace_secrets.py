@@ -20,8 +20,8 @@ from hostagent_harness import key_of, running_pool
 from kvcast.controller.core.namespaces import (
     MAX_GROUPS_PER_NAMESPACE,
     MAX_NAMESPACES,
-    NameRequestError,
-    Names,
+    NamespaceError,
+    Namespaces,
     SecretMode,
     TenantRules,
 )
@@ -200,7 +200,7 @@ def test_one_tenant_has_no_secrets_and_two_have() -> None:
     assert set(secrets) == {one.info.namespace, two.info.namespace}
     assert len(set(secrets.values())) == 2
     assert {len(secret) for secret in secrets.values()} == {SECRET_BYTES}
-    assert driver.pool.names.namespaces[one.info.namespace].has_secret
+    assert driver.pool.namespaces.by_number[one.info.namespace].has_secret
 
 
 def test_residents_under_plain_keys_leave_the_switch() -> None:
@@ -237,19 +237,21 @@ def test_rules_that_changed_hold_for_namespaces_that_were_there_before() -> None
     saved = SavedState(namespaces=(NamespaceInfo(1, "acme", "m", "1", "l"),))
     rules = TenantRules({"acme": frozenset({"node-2"})}, SecretMode.AUTO)
     pool = Driver(rules, saved).pool
-    assert pool.names.namespaces[1].nodes == ["node-2"]
-    assert pool.names.secrets_for("node-1") == []
-    assert [given.namespace for given in pool.names.secrets_for("node-2")] == [1]
+    assert pool.namespaces.by_number[1].nodes == ["node-2"]
+    assert pool.namespaces.secrets_for("node-1") == []
+    assert [given.namespace for given in pool.namespaces.secrets_for("node-2")] == [1]
 
 
 def test_secrets_can_be_had_for_one_tenant_and_left_out_for_many() -> None:
-    always = Names(rules=TenantRules(secrets=SecretMode.ALWAYS), new_secret=lambda: os.urandom(32))
+    always = Namespaces(
+        rules=TenantRules(secrets=SecretMode.ALWAYS), new_secret=lambda: os.urandom(32)
+    )
     assert always.namespace("acme", "m", "1", "l", "n")[0].has_secret
-    never = Names()
+    never = Namespaces()
     never.namespace("acme", "m", "1", "l", "n")
     assert not never.namespace("globex", "m", "1", "l", "n")[0].has_secret
-    with pytest.raises(NameRequestError):
-        Names(rules=TenantRules({"a": frozenset({"x"})})).namespace("a", "m", "1", "l", "y")
+    with pytest.raises(NamespaceError):
+        Namespaces(rules=TenantRules({"a": frozenset({"x"})})).namespace("a", "m", "1", "l", "y")
 
 
 def test_secrets_outlive_the_controller_in_a_file_of_its_own(tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_secrets_outlive_the_controller_in_a_file_of_its_own(tmp_path: Path) -> 
     driver = Driver(TenantRules(secrets=SecretMode.ALWAYS))
     reply = driver.ask(1, "acme")
     assert isinstance(reply, NamespaceReply)
-    secrets = dict(driver.pool.names.secrets)
+    secrets = dict(driver.pool.namespaces.secrets)
     store = Store(path)
     store.load()
     store.save(driver.pool.saved())
@@ -267,8 +269,8 @@ def test_secrets_outlive_the_controller_in_a_file_of_its_own(tmp_path: Path) -> 
     store = Store(path)
     again = Driver(TenantRules(secrets=SecretMode.NEVER), store.load())
     store.close()
-    assert again.pool.names.secrets == secrets
-    assert again.pool.names.namespaces[reply.info.namespace].has_secret
+    assert again.pool.namespaces.secrets == secrets
+    assert again.pool.namespaces.by_number[reply.info.namespace].has_secret
 
 
 def test_a_state_file_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
@@ -308,10 +310,16 @@ def test_a_secret_of_the_wrong_length_in_the_file_is_an_error(tmp_path: Path) ->
 def test_no_printed_form_shows_a_secret() -> None:
     driver = Driver(TenantRules(secrets=SecretMode.ALWAYS))
     driver.ask(1, "acme")
-    (secret,) = driver.pool.names.secrets.values()
+    (secret,) = driver.pool.namespaces.secrets.values()
     message = NamespaceSecrets([NamespaceSecret(1, secret)])
     state = driver.pool.saved()
-    for shown in (message, message.secrets[0], state, driver.pool.names, KeyDerivation(secret)):
+    for shown in (
+        message,
+        message.secrets[0],
+        state,
+        driver.pool.namespaces,
+        KeyDerivation(secret),
+    ):
         for form in (repr(secret)[2:-1], secret.hex()):
             assert form not in repr(shown), type(shown)
             assert form not in str(driver.pool.status(0.0))
@@ -319,16 +327,16 @@ def test_no_printed_form_shows_a_secret() -> None:
 
 def test_names_are_bounded() -> None:
     """One node that asks for ever more names does not fill the switch's tables."""
-    names = Names()
+    names = Namespaces()
     for number in range(MAX_NAMESPACES):
         info, _ = names.namespace("t", str(number), "1", "l", "n")
-    with pytest.raises(NameRequestError, match="all 128 namespaces are taken"):
+    with pytest.raises(NamespaceError, match="all 128 namespaces are taken"):
         names.namespace("t", "one more", "1", "l", "n")
     assert names.namespace("t", "5", "1", "l", "n")[1] is False
     known = frozenset(f"n{number}" for number in range(MAX_GROUPS_PER_NAMESPACE + 1))
     for node in sorted(known)[:-1]:
         names.group(info.namespace, [node], known)
     full = f"namespace {info.namespace} has all of its 64 groups"
-    with pytest.raises(NameRequestError, match=full):
+    with pytest.raises(NamespaceError, match=full):
         names.group(info.namespace, [max(known)], known)
     assert len(names.groups) == MAX_GROUPS_PER_NAMESPACE

@@ -29,6 +29,7 @@ from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
+from kvcast.p4.definitions import Kind
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
@@ -196,8 +197,8 @@ def _miss_keeps_asked() -> Any:
     return mock.patch.object(requester.Requester, "_wait_ended", return_value=None)
 
 
-@bug("a segment counts as whole when its last chunk is there", 1, 3)
-def _last_means_whole() -> Any:
+@bug("a segment counts as complete when its last chunk is there", 1, 3)
+def _last_means_complete() -> Any:
     original = Assembly.add_run
 
     def add(self: Assembly, run: Any) -> int:
@@ -411,7 +412,7 @@ def _adopt(host: SimHost, core: AgentCore, *, torn: bool, verify: bool) -> None:
         core.store.commit(new, digest, home=True)
 
 
-@core_bug("a restarted agent takes blocks that were being written for whole", 1, faults=CRASHES)
+@core_bug("a restarted agent takes blocks that were being written for complete", 1, faults=CRASHES)
 def _torn_arena(host: SimHost, rng: random.Random) -> AgentCore:
     core = agent_core(host, rng)
     _adopt(host, core, torn=True, verify=True)
@@ -528,19 +529,19 @@ def _half_cleared(data: Json) -> None:
 @p4_bug("a MISS does not end the wait", 2, 4)
 def _miss_does_not_clear(data: Json) -> None:
     changes = {"share_and_end": "share", "end_alone": "continue_alone"}
-    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("MISS"))
+    p4_edits.redirect(data, "coalescing", changes, Kind.MISS)
 
 
 @p4_bug("the last chunk does not end the wait", 2, 4)
 def _last_does_not_clear(data: Json) -> None:
     changes = {"share_and_end": "share", "end_alone": "continue_alone"}
-    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("LAST"))
+    p4_edits.redirect(data, "coalescing", changes, Kind.LAST_DATA)
 
 
 @p4_bug("the first chunk ends the wait", 2, 3, 4)
 def _first_clears(data: Json) -> None:
     changes = {"share": "share_and_end", "continue_alone": "end_alone"}
-    p4_edits.redirect(data, "coalescing", changes, p4_edits.kind("DATA"))
+    p4_edits.redirect(data, "coalescing", changes, Kind.DATA)
 
 
 @p4_bug("a READ waits for ever for an answer that does not come", 2, 3, 4)
@@ -558,7 +559,7 @@ def _fingerprint_ignored(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
 
-@p4_bug("the switch does not check who owns a bucket", 5, faults=ANSWERERS)
+@p4_bug("the switch does not check who answers for a bucket", 5, faults=ANSWERERS)
 def _home_not_checked(data: Json) -> None:
     p4_edits.default(data, "bucket_owner", "owner")
 

@@ -43,7 +43,7 @@ def test_requests_are_cut_at_the_kill_and_at_the_restored_pool() -> None:
         turns=[
             turn(1.0, 2.0, 10),
             turn(9.0, 9.9, 9),
-            turn(9.5, 10.5, 4, missed=6),  # under way when the part died
+            turn(9.5, 10.5, 4, missed=6),  # in flight when the part died
             turn(11.0, 11.1, 0, failed=1),
             turn(12.5, 12.6, 10),  # the part was back, the pool not yet
             turn(13.5, 14.0, 10),

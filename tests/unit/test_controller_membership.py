@@ -8,14 +8,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvcast.controller.core.membership import MAX_LIVE_NODES, Membership, RegistrationError
-from kvcast.protocol.messages.control import Register
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 
 LEASE_S, STABLE_S = 3.0, 2.0
 
 
 def register_message(number: int, **changes: object) -> Register:
     message = Register(
-        version=1,
+        version=CONTROL_PROTOCOL_VERSION,
         node_id=f"node-{number}",
         incarnation=1,
         ip=f"10.77.0.{number}",
@@ -130,7 +130,7 @@ def test_another_incarnation_is_refused_while_the_first_is_connected() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "version"),
+        ({"version": CONTROL_PROTOCOL_VERSION + 1}, "version"),
         ({"ip": "10.77.0.300"}, "not an IPv4 address"),
         ({"ip": "224.0.0.1"}, "not a host's address"),
         ({"ip": "0.0.0.0"}, "not a host's address"),

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import program
 from kvcast.controller.core.admission import ValueOptions
-from kvcast.controller.core.namespaces import Names, number_of
+from kvcast.controller.core.namespaces import Namespaces, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Describe,
@@ -142,7 +143,7 @@ class Driver:
 
 def register(number: int, incarnation: int = 1) -> Register:
     return Register(
-        version=1,
+        version=CONTROL_PROTOCOL_VERSION,
         node_id=f"node-{number}",
         incarnation=incarnation,
         ip=f"10.77.0.{number}",
@@ -294,21 +295,21 @@ def test_a_namespace_gets_the_same_number_from_a_controller_that_knows_nothing()
     """Readers and engines keep numbers for as long as they live; that of one namespace must not
     come to stand for another, in whatever order they are made anew."""
     versions = [str(number) for number in range(40)]
-    first, second = Names(), Names()
+    first, second = Namespaces(), Namespaces()
     before = {v: first.namespace("t", "m", v, "l", "n")[0].namespace for v in versions}
     after = {v: second.namespace("t", "m", v, "l", "n")[0].namespace for v in reversed(versions)}
     assert before == after
     assert len(set(before.values())) == len(versions)
     # The parts are told apart, and another's number is never given away.
     assert number_of("ab", "c", "1", "l") != number_of("a", "bc", "1", "l")
-    taken = Names()
+    taken = Namespaces()
     info, _ = taken.namespace("t", "m", "1", "l", "n")
     moved = msgspec.structs.replace(info, version="another")
-    taken.namespaces[info.namespace] = moved
+    taken.by_number[info.namespace] = moved
     again, made = taken.namespace("t", "m", "1", "l", "n")
     assert made
     assert again.namespace == info.namespace % 0xFFFF + 1
-    assert taken.namespaces[info.namespace] == moved
+    assert taken.by_number[info.namespace] == moved
 
 
 def test_groups_are_found_or_made_and_bounded() -> None:
@@ -334,7 +335,7 @@ def test_a_group_takes_only_nodes_that_may_use_its_namespace() -> None:
     driver = Driver()
     driver.join(1, 2, 3)
     namespace = driver.namespace()
-    names = driver.pool.names.namespaces
+    names = driver.pool.namespaces.by_number
     names[namespace] = msgspec.structs.replace(names[namespace], nodes=["node-1", "node-2"])
     driver.say(1, GroupRequest(1, namespace, ["node-1", "node-3"]))
     assert "node-3" in driver.take(1, Refused)[0].reason

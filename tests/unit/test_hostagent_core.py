@@ -30,6 +30,7 @@ from kvcast.protocol.links.bulk import (
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Keep,
@@ -94,7 +95,7 @@ class Node:
             options, Store(Allocator(slabs * SLAB, SLAB)), self.memory, random.Random(index)
         )
         self.said: list[AgentMessage] = []
-        self.core.registered(Registered(1, index, 3.0, 0))
+        self.core.registered(Registered(CONTROL_PROTOCOL_VERSION, index, 3.0, 0))
 
     def take_map(self, message: PoolMap) -> None:
         self.core.control_message(self.now, message)
@@ -109,22 +110,22 @@ class Node:
         """Start a get; the list fills when it ends."""
         items: list[GetItem] = []
 
-        def done(batch: GetBatch) -> None:
+        def answered(batch: GetBatch) -> None:
             items.extend(item for item in batch.items if item is not None)
 
-        self.core.reads.get(self.now, 1, [key(number)], self.now + deadline_s, done)
+        self.core.reads.get(self.now, 1, [key(number)], self.now + deadline_s, answered)
         return items
 
     def put(self, number: int, data: bytes) -> list[local.PutBlock]:
         """Start a put; the list fills when it is acknowledged."""
         results: list[local.PutBlock] = []
 
-        def done(batch: PutBatch) -> None:
+        def answered(batch: PutBatch) -> None:
             results.extend(item for item in batch.results if item is not None)
 
         copy = self.core.store.reserve(BlockId(1, key(number)), len(data))
         self.memory[copy.offset : copy.offset + len(data)] = data
-        self.core.writes.commit(self.now, [copy], done)
+        self.core.writes.commit(self.now, [copy], answered)
         return results
 
     def calls(self) -> list[BulkCall]:
@@ -319,7 +320,7 @@ def test_when_the_udp_way_fails_the_bulk_way_is_tried_and_its_digest_checked() -
         view = call.begin(len(data), digest_of(data))
         assert view is not None
         view[:] = data if not lie else b"!" * 3000
-        call.done(node.now, bulk.DONE)
+        call.ended(node.now, bulk.DONE)
         if lie:
             assert items[0].status == local.MISS
             assert node.core.store.used_bytes == 0
@@ -345,7 +346,7 @@ def test_a_bulk_answer_after_the_deadline_gives_its_room_back() -> None:
     node.now += 60
     node.core.handle_timer(node.now)
     assert items[0].reason == "deadline"
-    call.done(node.now, UNREACHABLE)
+    call.ended(node.now, UNREACHABLE)
     assert node.core.store.used_bytes == 0
 
 
@@ -357,10 +358,10 @@ def test_a_put_is_acknowledged_when_its_home_has_it() -> None:
     assert isinstance(to_replica, PutCall)
     assert (to_home.node, to_replica.node) == (2, 3)
     assert to_replica.begin()
-    to_replica.done(node.now, bulk.DONE)
+    to_replica.ended(node.now, bulk.DONE)
     assert results == []
     assert to_home.begin()
-    to_home.done(node.now, bulk.HELD)
+    to_home.ended(node.now, bulk.HELD)
     assert results == [local.PutBlock(local.OK, 2, digest_of(b"data"))]
     assert node.core.store.peek(BlockId(1, key(1))).pins == 0  # type: ignore[union-attr]
 
@@ -369,9 +370,9 @@ def test_a_put_whose_home_is_dead_is_acknowledged_by_the_replica() -> None:
     node = pool_of([2, 3])[0]
     results = node.put(1, b"data")
     to_home, to_replica = node.calls()
-    to_home.done(node.now, UNREACHABLE)
+    to_home.ended(node.now, UNREACHABLE)
     assert results == []
-    to_replica.done(node.now, bulk.DONE)
+    to_replica.ended(node.now, bulk.DONE)
     assert [r.status for r in results] == [local.OK]
 
 
@@ -394,7 +395,7 @@ def test_a_put_that_no_home_took_says_why(outcome: str, status: str) -> None:
     node = pool_of([2])[0]
     results = node.put(1, b"data")
     (call,) = node.calls()
-    call.done(node.now, outcome)
+    call.ended(node.now, outcome)
     assert [r.status for r in results] == [status]
 
 
@@ -407,7 +408,7 @@ def test_a_waiting_replication_may_be_evicted_and_a_waited_for_one_may_not() -> 
         node.put(number, b"b" * SLAB)
     assert isinstance(waiting, PutCall)
     assert not waiting.begin()
-    waiting.done(node.now, EVICTED)
+    waiting.ended(node.now, EVICTED)
     assert node.core.metrics.replications_dropped_total == 1
 
     node = Node(1, slabs=2)
@@ -432,18 +433,18 @@ def test_exists_asks_each_home_once_a_round_and_stops_at_the_gap() -> None:
     node.hold(0, b"here")
     answers: list[int] = []
     keys = [key(number) for number in range(5)]
-    node.core.asks.exists(1, keys, node.now + 1, answers.append)
+    node.core.queries.exists(1, keys, node.now + 1, answers.append)
     (first,) = node.calls()
     assert isinstance(first, ExistsCall)
     assert (first.node, first.keys) == (2, keys[1:])
     first.answer([True, False, True, False])
-    first.done(node.now, bulk.DONE)
+    first.ended(node.now, bulk.DONE)
     (second,) = node.calls()
     assert isinstance(second, ExistsCall)
     assert (second.node, second.keys) == (3, [keys[2], keys[4]])
     assert answers == []
     second.answer([True, False])
-    second.done(node.now, bulk.DONE)
+    second.ended(node.now, bulk.DONE)
     assert answers == [4]
     assert node.calls() == []
 
@@ -451,10 +452,10 @@ def test_exists_asks_each_home_once_a_round_and_stops_at_the_gap() -> None:
 def test_exists_counts_a_silent_home_as_one_without_the_block() -> None:
     node = pool_of([2, 3])[0]
     answers: list[int] = []
-    node.core.asks.exists(1, [key(1)], node.now + 1, answers.append)
+    node.core.queries.exists(1, [key(1)], node.now + 1, answers.append)
     for _ in range(2):
         (call,) = node.calls()
-        call.done(node.now, UNREACHABLE)
+        call.ended(node.now, UNREACHABLE)
     assert answers == [0]
 
 
@@ -462,12 +463,12 @@ def test_drop_reports_only_what_every_home_has_forgotten() -> None:
     node = pool_of([2, 3])[0]
     node.hold(1, b"x")
     answers: list[int] = []
-    node.core.asks.drop(1, [key(1), key(2)], node.now + 1, answers.append)
+    node.core.queries.drop(1, [key(1), key(2)], node.now + 1, answers.append)
     assert node.core.store.peek(BlockId(1, key(1))) is None
     first, second = node.calls()
     assert isinstance(first, DropCall)
-    first.done(node.now, bulk.DONE)
-    second.done(node.now, UNREACHABLE)
+    first.ended(node.now, bulk.DONE)
+    second.ended(node.now, UNREACHABLE)
     assert answers == [0]
 
 
@@ -592,7 +593,7 @@ def test_a_put_that_was_begun_before_the_secret_is_not_taken_after_it() -> None:
     assert home.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
     assert len(home.core.store) == 0
     call.begin()
-    call.done(writer.now, bulk.STALE)
+    call.ended(writer.now, bulk.STALE)
     assert [result.status for result in results] == [local.UNAVAILABLE], "it may be tried again"
     # Who has heard of the secret is not believed by who has not, either.
     late, early = pool_of([2])[:2]

@@ -125,7 +125,7 @@ class Caller:
         for instruction in self.core.instructions():
             match instruction:
                 case Complete(call=call, outcome=outcome):
-                    call.done(0.0, outcome)
+                    call.ended(0.0, outcome)
                 case Connect(connection=connection):
                     self.wanted.append(connection)
         self.core.check()

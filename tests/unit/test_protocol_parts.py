@@ -195,7 +195,7 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
         assert assembly.segments_left > 0
         start = segment * 65_536 + chunk * 1024
         payload = data[start : start + 1024].ljust(1024, b"\0")
-        assert assembly.missing[segment] <= assembly.whole(segment)
+        assert assembly.missing[segment] <= assembly.all_chunks(segment)
         frame = wire.Frame(
             wire.OP_DATA, 1, bytes(16), segment, chunk=chunk, size=size, payload=payload
         )

@@ -499,7 +499,7 @@ def test_a_fetch_goes_on_without_the_homes_that_are_forgotten() -> None:
     assert bench.core.counters.wrong_source == 1
     bench.core.forget(0.003, {REPLICA})
     (missed,) = bench.events()
-    assert (missed.reason, bench.core.fetches_under_way) == (MissReason.UNREACHABLE, 0)
+    assert (missed.reason, bench.core.fetches_in_flight) == (MissReason.UNREACHABLE, 0)
 
 
 def test_a_miss_of_one_segment_stands_for_all_that_the_home_was_asked_for() -> None:
@@ -905,7 +905,7 @@ def test_expected_data_that_never_comes_is_asked_for() -> None:
 def reason_of(bench: Bench) -> MissReason:
     (event,) = bench.events()
     assert isinstance(event, Missed)
-    assert bench.core.fetches_under_way == 0
+    assert bench.core.fetches_in_flight == 0
     reason: MissReason = event.reason
     return reason
 
@@ -926,7 +926,7 @@ def test_one_fetch_too_many_is_missed() -> None:
     bench.core.fetch(0.0, BlockId(1, bytes(16)), [HOME], deadline=9.0)
     (event,) = bench.events()
     assert event.reason is MissReason.QUEUE_FULL
-    assert bench.core.fetches_under_way == 1
+    assert bench.core.fetches_in_flight == 1
 
 
 def test_block_that_is_too_large_or_of_another_size_is_refused() -> None:
@@ -1118,7 +1118,7 @@ def test_a_home_that_refuses_for_overload_is_asked_as_often_as_one_may_and_is_no
     bench = Bench(tries_per_home=4, retry_jitter=0.0)
     bench.fetch()
     now, refused = 0.0, 0
-    while bench.core.fetches_under_way:
+    while bench.core.fetches_in_flight:
         if bench.targets():
             bench.miss(now, wire.MISS_OVERLOADED)
             refused += 1

@@ -373,7 +373,7 @@ def test_a_story_keeps_the_last_things_that_happened() -> None:
         told.tell(100.0 + step, "segment", step, SegmentEvent.ASK, SegmentState.ASKED)
     assert len(told) == story.STORY_ENTRIES
     lines = str(told).splitlines()
-    assert lines[0] == f"fetch 7 of 3/{BLOCK.key.hex()}: under way"
+    assert lines[0] == f"fetch 7 of 3/{BLOCK.key.hex()}: in flight"
     assert len(lines) == 1 + story.STORY_ENTRIES
     last = 5 * story.STORY_ENTRIES - 1
     assert lines[-1].split() == f"+{last}000.000 ms segment {last}: ASK -> ASKED".split()
@@ -398,7 +398,7 @@ def test_a_fetch_that_ends_well_is_not_logged(caplog: pytest.LogCaptureFixture) 
             scene.data(index, range(64))
     assert isinstance(scene.core.next_event(), Fetched)
     assert caplog.records == []
-    assert [told.outcome for told in scene.core.stories()] == ["fetched", "under way"]
+    assert [told.outcome for told in scene.core.stories()] == ["fetched", "in flight"]
 
 
 def test_the_stories_of_only_so_many_ended_fetches_are_kept() -> None:
@@ -414,7 +414,7 @@ def test_the_stories_of_only_so_many_ended_fetches_are_kept() -> None:
 def test_what_cannot_be_comes_with_its_story() -> None:
     scene = Scene()
     with pytest.raises(ImpossibleEventError, match="segment 2: GAP -> GAPPED"):
-        scene.segments[0].happen(0.01, SegmentEvent.WHOLE)
+        scene.segments[0].happen(0.01, SegmentEvent.COMPLETE)
     scene.segments[0].state = SegmentState.IDLE
     with pytest.raises(AssertionError, match="segment 2: GAP -> GAPPED"):
         scene.core.check()

@@ -66,7 +66,7 @@ struct seen_t {
     bit<16> index;
 }
 
-struct metadata_t {
+struct local_metadata_t {
     @field_list(FIELD_LIST_CLONE)
     bit<9>  ingress_port;
     @field_list(FIELD_LIST_CLONE)
@@ -74,7 +74,7 @@ struct metadata_t {
     bit<2>  color;
 }
 
-parser ProbeParser(packet_in packet, out headers_t hdr, inout metadata_t meta,
+parser ProbeParser(packet_in packet, out headers_t hdr, inout local_metadata_t local_metadata,
                    inout standard_metadata_t standard) {
     state start {
         transition select(standard.ingress_port) {
@@ -99,10 +99,10 @@ parser ProbeParser(packet_in packet, out headers_t hdr, inout metadata_t meta,
     }
 }
 
-control NoVerify(inout headers_t hdr, inout metadata_t meta) { apply {} }
-control NoCompute(inout headers_t hdr, inout metadata_t meta) { apply {} }
+control NoVerify(inout headers_t hdr, inout local_metadata_t local_metadata) { apply {} }
+control NoCompute(inout headers_t hdr, inout local_metadata_t local_metadata) { apply {} }
 
-control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
+control ProbeIngress(inout headers_t hdr, inout local_metadata_t local_metadata,
                      inout standard_metadata_t standard) {
     direct_counter(CounterType.packets_and_bytes) forward_counter;
     direct_counter(CounterType.packets) acl_counter;
@@ -125,7 +125,7 @@ control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
         standard.mcast_grp = group;
     }
     action to_cpu(bit<3> reason) {
-        meta.reason = reason;
+        local_metadata.reason = reason;
         standard.egress_spec = CPU_PORT;
     }
     action learn() {
@@ -154,7 +154,7 @@ control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
 
     action set_ternary(bit<16> mark) {
         hdr.probe.ternary_mark = mark;
-        acl_meter.read(meta.color);
+        acl_meter.read(local_metadata.color);
     }
     action deny() { mark_to_drop(standard); exit; }
     table acl {
@@ -235,7 +235,7 @@ control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
     }
 
     apply {
-        meta.ingress_port = standard.ingress_port;
+        local_metadata.ingress_port = standard.ingress_port;
         if (hdr.packet_out.isValid()) {
             if (hdr.packet_out.bypass == 1) {
                 standard.egress_spec = hdr.packet_out.egress_port;
@@ -260,25 +260,25 @@ control ProbeIngress(inout headers_t hdr, inout metadata_t meta,
             cells.count(index & 15);
             packets_only.count(index & 3);
             if (hdr.probe.op == 7) {
-                policer.execute_meter(index & 7, meta.color);
+                policer.execute_meter(index & 7, local_metadata.color);
             }
             if (hdr.probe.op == 8) {
                 words.write(index & 15, hdr.probe.value);
             }
             words.read(hdr.probe.register_value, index & 15);
-            hdr.probe.color = (bit<8>) meta.color;
+            hdr.probe.color = (bit<8>) local_metadata.color;
         }
     }
 }
 
-control ProbeEgress(inout headers_t hdr, inout metadata_t meta,
+control ProbeEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
                     inout standard_metadata_t standard) {
     apply {
         if (standard.egress_port == CPU_PORT) {
             hdr.packet_out.setInvalid();
             hdr.packet_in.setValid();
-            hdr.packet_in.ingress_port = meta.ingress_port;
-            hdr.packet_in.reason = meta.reason;
+            hdr.packet_in.ingress_port = local_metadata.ingress_port;
+            hdr.packet_in.reason = local_metadata.reason;
             hdr.packet_in.instance_type = (bit<4>) standard.instance_type;
             hdr.packet_in.rid = standard.egress_rid;
         }
