@@ -41,6 +41,8 @@ from kvcast.simulation.world import World
 Name = tuple[int, bytes]
 """Namespace and key."""
 Segment = tuple[int, bytes, int]
+Copy = tuple[int, bytes, int]
+"""Namespace, key and digest."""
 
 _HEADER_AT: Final = 42
 _HEADER: Final = struct.Struct("!BBHHH16sQIHBBQI")
@@ -172,9 +174,10 @@ class Model:
         self.delivered_by_tier: dict[str, int] = defaultdict(int)
         # what was put
         self._versions: dict[Name, dict[bytes, None]] = defaultdict(dict)
-        self._by_digest: dict[tuple[int, bytes, int], bytes] = {}
-        self._forged: dict[tuple[int, bytes, int], int] = {}
-        self._invented: set[tuple[int, bytes, int]] = set()  # forgeries that count as copies now
+        self._by_digest: dict[Copy, bytes] = {}
+        self._forged: dict[Copy, tuple[int, bytes]] = {}  # by whom, and the bytes
+        self._passed_on: set[Copy] = set()  # forgeries that a plain network has let through
+        self._invented: set[Copy] = set()  # forgeries that count as copies now
         self._holders: dict[Name, dict[int, int]] = defaultdict(dict)  # host -> its life
         self._acknowledged: set[Name] = set()
         self._ever_home: dict[int, set[int]] = defaultdict(set)  # bucket -> hosts
@@ -202,7 +205,7 @@ class Model:
     def forged(self, host: int, name: Name, content: bytes) -> None:
         """A hostile host is about to send these bytes, of which nobody must get a copy: under a
         name whose bucket is not its own, or in a namespace that is not."""
-        self._forged[(*name, int(xxhash.xxh3_64_intdigest(content)) or 1)] = host
+        self._forged[(*name, int(xxhash.xxh3_64_intdigest(content)) or 1)] = host, content
 
     def acknowledged(self, host: int, life: int, name: Name) -> None:
         """A home has said that it holds the block."""
@@ -231,6 +234,8 @@ class Model:
         for bucket, hosts in enumerate(buckets):
             self._ever_home[bucket].update(hosts)
             self._now_home[bucket] = hosts
+        for copy in list(self._passed_on):
+            self._perhaps_excused(copy)
 
     def homes_of(self, name: Name) -> list[int]:
         return self._now_home.get(_bucket(name[1]), [])
@@ -322,20 +327,25 @@ class Model:
         if content in self._versions[name]:
             return
         digest = int(xxhash.xxh3_64_intdigest(content)) or 1
-        forger = self._forged.get((*name, digest))
-        if forger is not None:
+        forgery = self._forged.get((*name, digest))
+        if forgery is not None:
             raise ViolationError(
-                5, f"host {host} {verb} of {_show(name)} what host {forger} has forged"
+                5, f"host {host} {verb} of {_show(name)} what host {forgery[0]} has forged"
             )
         raise ViolationError(1, f"host {host} {verb} bytes of {_show(name)} that nobody has put")
 
-    def excused(self, name: Name, digest: int, content: bytes) -> None:
-        """A forgery has passed a plain network under another's address: nothing tells it from a
-        true copy any more (see LIMITATIONS)."""
-        if self._forged.pop((*name, digest), None) is not None:
-            self._versions[name][content] = None
-            self._by_digest[(*name, digest)] = content
-            self._invented.add((*name, digest))
+    def _perhaps_excused(self, copy: Copy, *, spoofed: bool = False) -> None:
+        """A forgery that has passed the network counts as a copy if nothing tells it from one any
+        more: it came under another's address, or whoever sent it is a home of the block (by now:
+        frames wait on links and in sockets, and homes are believed, see docs/security.md)."""
+        namespace, key, _ = copy
+        forger, content = self._forged[copy]
+        if spoofed or self.was_home(forger, key):
+            del self._forged[copy]
+            self._passed_on.discard(copy)
+            self._versions[namespace, key][content] = None
+            self._by_digest[copy] = content
+            self._invented.add(copy)
 
     def holders(self, name: Name) -> dict[int, int]:
         """The hosts that have acknowledged the block, and in which life."""
@@ -350,8 +360,8 @@ class Model:
             return
         content = self._by_digest.get((seen.namespace, seen.key, seen.digest))
         if content is None:
-            forger = self._forged.get((seen.namespace, seen.key, seen.digest))
-            number, what = (1, "that nobody has put") if forger is None else (5, "that was forged")
+            forged = (seen.namespace, seen.key, seen.digest) in self._forged
+            number, what = (5, "that was forged") if forged else (1, "that nobody has put")
             raise ViolationError(number, f"host {host} sends a copy of {_show(seen)} {what}")
         at = seen.segment * _SEGMENT + seen.chunk * _CHUNK
         chunk = content[at : at + _CHUNK]
@@ -440,11 +450,11 @@ class Model:
             self._left(frame, seen, to, out)
         if enabled:
             self._follow(port, frame, seen, sent)
-        elif seen.op == _DATA and sent and self._forged:
+        copy = (seen.namespace, seen.key, seen.digest)
+        if seen.op == _DATA and sent and copy in self._forged:
+            self._passed_on.add(copy)
             spoofed = seen.source_ip != self._rules.ip_of_port[port]
-            if spoofed and seen.size <= _CHUNK:
-                content = frame[_PAYLOAD_AT : _PAYLOAD_AT + seen.size]
-                self.excused((seen.namespace, seen.key), seen.digest, content)
+            self._perhaps_excused(copy, spoofed=spoofed)
 
     def _true_home(self, port: int, seen: Seen) -> bool:
         mine = seen.source_ip == self._rules.ip_of_port[port]

@@ -1,0 +1,110 @@
+"""What the model takes for a forgery, and from when on nothing tells one from a copy.
+
+Oracle: docs/security.md, "What is not stopped": homes are believed, and on a plain network so are
+source addresses. Cannot see: whether agents keep to that.
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvcast.protocol.messages import wire
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint
+from kvcast.simulation.model import Model, Name, Rules, ViolationError, bucket_of_key
+from kvcast.simulation.world import World
+
+NAME: Name = (7, bytes(range(16)))
+CONTENT = b"forged bytes"
+READER, HOME, FORGER = 1, 2, 3
+
+
+def _endpoint(host: int) -> Endpoint:
+    return Endpoint(bytes((2, 0, 0, 0, 0, host)), 0x0A4D0000 + host, wire.UDP_PORT)
+
+
+def _data(source: int) -> bytes:
+    """The forgery, in a frame to the reader."""
+    frame = wire.Frame(
+        wire.OP_DATA, *NAME, flags=wire.FLAG_LAST, digest=wire.digest_of(CONTENT),
+        size=len(CONTENT), payload=CONTENT,
+    )  # fmt: skip
+    return Encapsulation(_endpoint(source), _endpoint(READER)).wrap(wire.encode(frame))
+
+
+class _Pool:
+    """A model of three hosts, of which one is about to send a forgery."""
+
+    def __init__(self) -> None:
+        hosts = frozenset((READER, HOME, FORGER))
+        ip_of_port = {host: _endpoint(host).ip for host in hosts}
+        self.model = Model(World(1), Rules({NAME[0]: hosts}, ip_of_port, lease_s=1.0))
+        self.home_is(HOME)
+        self.model.forged(FORGER, NAME, CONTENT)
+
+    def home_is(self, host: int) -> None:
+        buckets: list[list[int]] = [[HOME] for _ in range(1024)]
+        buckets[bucket_of_key(NAME[1])] = [host]
+        self.model.homes_are(buckets)
+
+    def passes(self, source: int = FORGER) -> None:
+        """The network brings the forgery to the reader."""
+        frame = _data(source)
+        self.model.crossed(FORGER, frame, [(READER, frame)])
+
+    def is_dropped(self) -> None:
+        self.model.crossed(FORGER, _data(FORGER), [])
+
+    def reader_has_it(self) -> None:
+        """The reader takes it, tells a client, and answers others with it."""
+        self.model.got(READER, NAME, CONTENT, "home")
+        self.model.sent(READER, _data(READER))
+
+    def is_still_a_forgery(self) -> None:
+        with pytest.raises(ViolationError, match=r"^invariant 5: .* what host 3 has forged$"):
+            self.model.got(READER, NAME, CONTENT, "home")
+        with pytest.raises(ViolationError, match=r"^invariant 5: .* that was forged$"):
+            self.model.sent(READER, _data(READER))
+
+
+def test_a_forgery_of_a_host_that_never_was_a_home_is_never_a_copy() -> None:
+    pool = _Pool()
+    pool.passes()
+    pool.home_is(READER)
+    pool.is_still_a_forgery()
+
+
+def test_a_forgery_counts_as_a_copy_once_who_sent_it_is_a_home() -> None:
+    """It waits in the reader's socket while the reader learns of its new home, and asks it."""
+    pool = _Pool()
+    pool.passes()
+    pool.is_still_a_forgery()
+    pool.home_is(FORGER)
+    pool.reader_has_it()
+
+
+def test_a_forgery_that_a_new_home_sent_before_it_was_one_may_cross_late() -> None:
+    pool = _Pool()
+    pool.home_is(FORGER)
+    pool.is_still_a_forgery()
+    pool.passes()
+    pool.reader_has_it()
+
+
+def test_a_forgery_that_the_network_stopped_stays_one_whoever_is_the_home() -> None:
+    pool = _Pool()
+    pool.is_dropped()
+    pool.home_is(FORGER)
+    pool.is_still_a_forgery()
+
+
+def test_a_forgery_under_a_homes_address_counts_as_a_copy() -> None:
+    pool = _Pool()
+    pool.passes(source=HOME)
+    pool.reader_has_it()
+
+
+def test_where_the_switch_guards_no_other_address_passes() -> None:
+    pool = _Pool()
+    pool.model.enabled = lambda: True
+    with pytest.raises(ViolationError, match="passed under another's address"):
+        pool.passes(source=HOME)
+    pool.is_still_a_forgery()
