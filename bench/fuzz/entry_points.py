@@ -64,6 +64,7 @@ from kvcast.protocol.links.bulk import (
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     ControllerMessage,
     NamespaceInfo,
@@ -154,7 +155,7 @@ def _agent() -> AgentCore:
         AgentOptions(node_id="node-1"), Store(Allocator(SLABS * SLAB, SLAB)), memory,
         random.Random(1),
     )  # fmt: skip
-    agent.registered(Registered(1, 1, 3.0, 0))
+    agent.registered(Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0))
     agent.control_message(0.0, pool_map())
     return agent
 

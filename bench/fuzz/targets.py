@@ -120,7 +120,7 @@ def pool_map(namespaces: Sequence[control.NamespaceInfo] = ()) -> control.PoolMa
 def controller_messages() -> list[control.ControllerMessage]:
     """One of each that a controller says."""
     return [
-        control.Registered(1, 1, 3.0, 0),
+        control.Registered(control.CONTROL_PROTOCOL_VERSION, 1, 3.0, 0),
         pool_map(),
         control.Refused("no", 1),
         control.NamespaceSecrets([control.NamespaceSecret(1, bytes(32))]),
