@@ -1,7 +1,7 @@
 """Access to the local API: which users of this machine get in, and as which tenants.
 
-Owns: the rules, and the kernel's word on who a peer is (unix(7), SO_PEERCRED and SO_PEERGROUPS).
-Must not know: requests (`sessions` asks for what a client may use).
+Owns: the rules. Must not know: requests (`sessions` asks for what a client may use), or how it is
+known who a client is (`network.peer_credentials`).
 
 The agent's own user and root get in, and may use every namespace. Others get in by a rule for
 their user or one of their groups; a rule may name tenants, and then what they get in for is those
@@ -10,19 +10,12 @@ tenants' namespaces and no others. Who is let in by several rules has what all o
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvcast.service.values import TextError
-
-_UCRED: Final = struct.Struct("3i")
-_SO_PEERGROUPS: Final = 59  # asm-generic/socket.h; Python's socket module does not name it
-_MAX_GROUPS: Final = 65536  # NGROUPS_MAX
 
 ALL_TENANTS: Final = None
 Tenants = frozenset[str] | None
@@ -51,28 +44,6 @@ class AccessRules:
 
 class NotAllowedError(Exception):
     """No rule lets this peer in."""
-
-
-def peer_of(connection: socket.socket) -> Peer:
-    """Who has connected, in the kernel's words; it cannot be forged."""
-    _pid, uid, gid = _UCRED.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    )
-    return Peer(uid, frozenset({gid, *_further_groups(connection)}))
-
-
-def _further_groups(connection: socket.socket) -> tuple[int, ...]:
-    size_bytes = 64 * 4
-    while size_bytes <= 4 * _MAX_GROUPS:
-        try:
-            packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, size_bytes)
-        except OSError as error:
-            if error.errno != errno.ERANGE:
-                return ()  # a kernel before 4.13 does not tell
-            size_bytes *= 4
-        else:
-            return struct.unpack(f"{len(packed) // 4}I", packed)
-    return ()
 
 
 def tenants_of(rules: AccessRules, peer: Peer) -> Tenants:

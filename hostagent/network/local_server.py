@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from kvcast.hostagent.core.access import AccessRules, NotAllowedError, Tenants, peer_of, tenants_of
+from kvcast.hostagent.core.access import AccessRules, NotAllowedError, Tenants, tenants_of
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.network.peer_credentials import peer_of
 from kvcast.hostagent.tiers.arena import ArenaFile
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
