@@ -192,7 +192,6 @@ class Model:
         self._used: dict[int, dict[Segment, float]] = defaultdict(dict)
         self._passed: dict[tuple[int, bytes, int, int, int], set[bytes]] = defaultdict(set)
         self._disturbed_at = -1e9
-        self._disturbances = 0
 
     # --- what is told -----------------------------------------------------------------------
 
@@ -249,12 +248,7 @@ class Model:
     def disturbed(self) -> None:
         """Something happened that may cost frames, copies or rounds that nobody can count."""
         self._disturbed_at = self._world.now
-        self._disturbances += 1
         self._windows.clear()
-
-    @property
-    def disturbances(self) -> int:
-        return self._disturbances
 
     # --- clients ----------------------------------------------------------------------------
 

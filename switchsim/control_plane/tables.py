@@ -264,11 +264,6 @@ class Table(ABC):
         except TableError as error:
             raise ProgramError(f"const entries of {self.name}: {error}") from error
 
-    @property
-    def action_names(self) -> tuple[str, ...]:
-        """The actions that an entry may name."""
-        return tuple(self._names)
-
     def _action_of(self, number: int) -> str:
         if number not in self.spec.actions:
             raise BadAction(f"{self.name} does not have the action of an entry")
