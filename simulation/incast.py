@@ -50,7 +50,8 @@ from kvcast.workloads.generators import chain
 LINK_DELAY_NS: Final = 500
 """Of each link and the transceivers at its ends: some 50 m."""
 CARD_DELAY_NS: Final = 250
-"""From a frame's arrival until the host's core has it."""
+"""From a frame's arrival until the host's core has it; assumed, and it matters: without it, readers
+of the same block come out a little further apart."""
 QUEUE_FRAMES: Final = 4096
 """Depth of each port's queue: some 4.5 MB."""
 LEASE_S: Final = 0.01

@@ -642,7 +642,7 @@ def _disguises_pass(data: Json) -> None:
     "bucket_home lets every port answer",
     {ANSWERS: ["test_only_a_home_of_the_bucket_answers"]},
 )
-def _any_home(data: Json) -> None:
+def _any_port_answers(data: Json) -> None:
     p4_edits.default(data, "bucket_home", "home")
 
 
