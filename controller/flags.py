@@ -21,6 +21,7 @@ from kvcast.controller.switch.connection import SwitchTls
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.ethernet import unicast_mac
+from kvcast.protocol.messages.wire import CHUNKINGS
 from kvcast.service.addresses import is_loopback
 from kvcast.service.options import (
     CommonOptions,
@@ -158,6 +159,12 @@ class PoolFlags:
         default=PoolOptions.replicas,
         unit="nodes",
         high=3,
+    )
+    max_chunk_bytes: int = choice(
+        "READs are for chunks of at most so many bytes; at most what the nodes' MTUs take (1500: "
+        "1024, 9000: 8192). Lower it where a switch on the way takes less than the nodes do",
+        default=PoolOptions.max_chunk_bytes,
+        choices=tuple(chunking.chunk_bytes for chunking in CHUNKINGS),
     )
     tenant: tuple[tuple[str, frozenset[str]], ...] = many(
         "a tenant, and the nodes that its namespaces are for (none = all); where any are named, "
@@ -343,6 +350,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         lease_s=flags.lease_s,
         rebalance_after_s=flags.rebalance_after_s,
         replicas=flags.replicas,
+        max_chunk_bytes=flags.max_chunk_bytes,
         admit=flags.admit,
         value=ValueOptions(
             half_life_s=flags.half_life_s,

@@ -24,13 +24,14 @@ from kvcast.hostagent.network.datagrams import (
     open_tunnel,
     open_udp,
 )
+from kvcast.hostagent.network.interfaces import ETHERNET_MTU_BYTES, interface_mtu
 from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
-from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.protocol.messages.wire import UDP_PORT, chunking_for
 from kvcast.service.tls import Credentials
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class NetworkOptions:
     """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
     buffer_bytes: int = 8 << 20
     """Socket buffers to ask the kernel for."""
+    mtu_bytes: int = 0
+    """The longest IPv4 packet on the way to the other nodes; 0 = as the interface of `ip` says,
+    and Ethernet's 1500 behind a tunnel."""
     bulk_host: str = "127.0.0.1"
     bulk_port: int = 0
 
@@ -116,7 +120,10 @@ class Agent:
         self.tunnel_address: tuple[str, int] | None = (
             sock.getsockname() if network.tunnel is not None else None
         )
-        agent_options = self._with_credit(buffer_bytes)
+        self.mtu_bytes = network.mtu_bytes or (
+            interface_mtu(network.ip) if network.tunnel is None else ETHERNET_MTU_BYTES
+        )
+        agent_options = self._fitted(buffer_bytes)
         self.core = AgentCore(agent_options, store, self.arena.memory, rng)
         stack.callback(self.core.close)
         self.transport: Transport = (
@@ -152,6 +159,7 @@ class Agent:
             bulk_host=self.bulk_address[0],
             bulk_port=self.bulk_address[1],
             arena_bytes=options.arena.size_bytes,
+            mtu_bytes=self.mtu_bytes,
         )
         self._control = ControlLink(
             self.core, options.control, register, rng, self.transport.pump, options.credentials
@@ -160,7 +168,8 @@ class Agent:
         self._control.start()
         stack.push_async_callback(self._control.close)
 
-    def _with_credit(self, buffer_bytes: int) -> AgentOptions:
+    def _fitted(self, buffer_bytes: int) -> AgentOptions:
+        """The options, as far as the receive buffer and the MTU allow."""
         options = self._options.agent
         requester = options.requester
         if self._options.credit_from_buffer:
@@ -171,7 +180,10 @@ class Agent:
                     extra={"credit_segments": credit, "buffer_bytes": buffer_bytes},
                 )
             requester = replace(requester, credit_segments=credit)
-        return replace(options, requester=requester)
+        responder = replace(
+            options.responder, max_chunk_bytes=chunking_for(self.mtu_bytes).chunk_bytes
+        )
+        return replace(options, requester=requester, responder=responder)
 
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""

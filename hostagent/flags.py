@@ -89,6 +89,14 @@ class NetworkFlags:
         parse=whole_number(0, 65535),
         metavar="N",
     )
+    mtu_bytes: int = option(
+        "longest IPv4 packet on the way to the other nodes, 1280 to 65535; READs are for chunks of "
+        "up to 8192 bytes if all nodes' take them (default: the MTU of the interface that has "
+        "--ip; 1500 with --transport tunnel)",
+        default=NetworkOptions.mtu_bytes,
+        parse=whole_number(1280, 65535),
+        metavar="BYTES",
+    )
     bulk_addr: tuple[str, int] = address(
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
@@ -338,6 +346,7 @@ def options_of(setup: Setup) -> Options:
             udp_port=flags.udp_port,
             tunnel=flags.tunnel,
             buffer_bytes=flags.socket_buffer_bytes,
+            mtu_bytes=flags.mtu_bytes,
             bulk_host=flags.bulk_addr[0],
             bulk_port=flags.bulk_addr[1],
         ),

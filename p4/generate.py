@@ -58,6 +58,7 @@ _CONSTANTS: Final[tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]] = (
             ("MISS_DIGEST_GONE", 8, wire.MISS_DIGEST_GONE),
             ("MISS_OVERLOADED", 8, wire.MISS_OVERLOADED),
             ("MISS_NOT_HOME", 8, wire.MISS_NOT_HOME),
+            ("MISS_CHUNK_SIZE", 8, wire.MISS_CHUNK_SIZE),
         ),
     ),
     (

@@ -32,6 +32,7 @@ MAX_LIVE_NODES = 32
 MAX_KNOWN_NODES = 64
 """Live and dead; beyond it the node that is dead for longest is forgotten."""
 MAX_PORT = 32
+ETHERNET_MTU_BYTES = 1500
 
 
 class RegistrationError(ValueError):
@@ -60,6 +61,9 @@ class Node:
     address: Address
     arena_bytes: int
     placed: bool
+    mtu_bytes: int = ETHERNET_MTU_BYTES
+    """The longest IPv4 packet that its network takes; of one that has not registered with us yet
+    the least is assumed."""
     connection: int | None = None
     lease_until: float = 0.0
     live: bool = False
@@ -184,6 +188,7 @@ class Membership:
             changed = True
         else:
             changed = not node.live or node.address != address
+            changed |= node.mtu_bytes != message.mtu_bytes
             if not node.live:
                 node.live_since = now
             node.incarnation = message.incarnation
@@ -191,6 +196,7 @@ class Membership:
         if not node.live:
             node.live, node.live_since = True, now
         node.arena_bytes = message.arena_bytes
+        node.mtu_bytes = message.mtu_bytes
         node.connection = connection
         node.lease_until = now + self._lease_s
         return node, changed

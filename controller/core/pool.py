@@ -35,7 +35,9 @@ from kvcast.controller.core.residency import Residency, SavedResident
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, Outgoing, Tiers
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
+    MAX_RESIDENTS,
     AgentMessage,
+    BlockRef,
     Described,
     GroupReply,
     GroupRequest,
@@ -50,8 +52,16 @@ from kvcast.protocol.messages.control import (
     Register,
     Registered,
     Renew,
+    Residents,
 )
-from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of
+from kvcast.protocol.messages.wire import (
+    BUCKETS,
+    CELLS,
+    CHUNKINGS,
+    BlockId,
+    bucket_of,
+    chunking_for,
+)
 from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 
 MAX_COUNTERS = 256
@@ -80,6 +90,8 @@ class PoolOptions:
     refresh_s: float = 10.0
     port_sets: int = 64
     tenants: TenantRules = field(default_factory=TenantRules)
+    max_chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
+    """READs are for chunks of at most so many bytes, whatever the nodes' networks take."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,7 @@ class Plan:
     namespaces: frozenset[int]
     groups: frozenset[tuple[int, int]]
     draining: frozenset[int]
+    residents: tuple[BlockId, ...]
 
 
 def _random_secret() -> bytes:
@@ -187,6 +200,7 @@ class Pool:
         self.programmed_nodes: frozenset[str] = frozenset()
         self._published_namespaces: frozenset[int] = frozenset()
         self._published_groups: frozenset[tuple[int, int]] = frozenset()
+        self._published_residents: tuple[BlockId, ...] = ()
 
     # --- agents -----------------------------------------------------------------------------
 
@@ -418,6 +432,7 @@ class Pool:
             namespaces=frozenset(self.namespaces.by_number),
             groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),
+            residents=tuple(sorted(resident.block for resident in residents)),
         )
         self._map_due.clear()
         self._replies.clear()
@@ -434,7 +449,17 @@ class Pool:
             if secrets:
                 actions.append(Send(connection, NamespaceSecrets(secrets)))
             actions.append(Send(connection, plan.map))
-        return [*actions, *plan.replies]
+        return [*actions, *self._tell_residents(plan), *plan.replies]
+
+    def _tell_residents(self, plan: Plan) -> list[Action]:
+        """Who asks for larger chunks than the switch keeps must know which blocks it keeps."""
+        if plan.map.chunk_bytes == CELLS.chunk_bytes:
+            return []
+        changed = plan.residents != self._published_residents
+        self._published_residents = plan.residents
+        message = Residents([BlockRef(*block) for block in plan.residents[:MAX_RESIDENTS]])
+        told = self._nodes_of.keys() if changed else plan.map_to
+        return [Send(connection, message) for connection in sorted(told)]
 
     def derived(self, block: BlockId) -> BlockId:
         """An engine's block as the pool knows it: secret, where the namespace is."""
@@ -477,6 +502,10 @@ class Pool:
             buckets=[[index[node_id] for node_id in homes] for homes in self.placement],
             namespaces=[self.namespaces.by_number[n] for n in sorted(self.namespaces.by_number)],
             groups=[self.namespaces.groups[key].info for key in sorted(self.namespaces.groups)],
+            chunk_bytes=min(
+                chunking_for(min((n.mtu_bytes for n in live), default=0)).chunk_bytes,
+                self.options.max_chunk_bytes,
+            ),
         )
 
     def _homes(self, block: BlockId) -> list[str]:
@@ -505,6 +534,7 @@ class Pool:
         return {
             "epoch": self.epoch,
             "buckets": BUCKETS,
+            "chunk_bytes": self._map.chunk_bytes if self._map is not None else CELLS.chunk_bytes,
             "plain": not self.options.settings.enabled,
             "admit": self.options.admit.value,
             "nodes": [
@@ -518,6 +548,7 @@ class Pool:
                     "buckets": homes.get(node.node_id, 0),
                     "epoch": node.epoch,
                     "lease_left_s": round(max(0.0, node.lease_until - now), 3),
+                    "mtu_bytes": node.mtu_bytes,
                     "arena_bytes": node.arena_bytes,
                     "arena_used_bytes": node.arena_used_bytes,
                     "blocks": node.blocks,

@@ -45,13 +45,23 @@ from kvcast.protocol.messages.control import (
     Refused,
     Registered,
     Renew,
+    Residents,
 )
-from kvcast.protocol.messages.wire import OP_READ, READ_PADDING_BYTES, BlockId, DataRun, Frame
+from kvcast.protocol.messages.wire import (
+    OP_READ,
+    READ_PADDING_BYTES,
+    BlockId,
+    Chunking,
+    DataRun,
+    Frame,
+)
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.requester import Requester, RequesterConfig
 from kvcast.protocol.responder import Responder, ResponderConfig
 
 MAX_HOT_BLOCKS: Final = 256
+_LEAST_WINDOW: Final = 2
+"""Segments in flight at least: while one arrives, the next is asked for."""
 MAX_ASKED: Final = 1024
 """Questions to the controller without an answer yet; one more is "busy"."""
 
@@ -217,6 +227,8 @@ class AgentCore:
                 self.store.get(BlockId(namespace, key))
         elif isinstance(message, NamespaceSecrets):
             self._new_secrets(message)
+        elif isinstance(message, Residents):
+            self.reads.residents = frozenset(BlockId(b.namespace, b.key) for b in message.blocks)
         elif isinstance(message, Describe):
             self._describe(message)
         elif isinstance(message, Keep):
@@ -255,6 +267,7 @@ class AgentCore:
             raise
         old = self.outbox.pool
         self.outbox.pool = pool
+        self._use_chunking(pool.chunking)
         if old is None:
             return
         # An index may come to stand for another node: a controller that has lost its state
@@ -270,6 +283,22 @@ class AgentCore:
             self.requester.forget(now, gone)
             self.reads.drain(now)
         self._compare_namespaces(now, {**self._missing, **old.namespaces}, pool)
+
+    def _use_chunking(self, chunking: Chunking) -> None:
+        """Credit and windows are set for segments of the smallest chunks, of which larger ones are
+        several."""
+        base = self.options.requester
+
+        def scaled(segments: int) -> int:
+            return max(_LEAST_WINDOW, segments >> chunking.code)
+
+        self.requester.config = replace(
+            self.requester.config,
+            credit_segments=scaled(base.credit_segments),
+            window_initial=scaled(base.window_initial),
+            window_max=scaled(base.window_max),
+            window_shared=scaled(base.window_shared),
+        )
 
     def _compare_namespaces(self, now: float, before: dict[int, NamespaceInfo], pool: Pool) -> None:
         """A number that now means something else must not serve what it meant before. One that

@@ -13,7 +13,7 @@ from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.ethernet import parse_mac
-from kvcast.protocol.messages.wire import BUCKETS, BlockId, bucket_of
+from kvcast.protocol.messages.wire import BUCKETS, CHUNKINGS, BlockId, bucket_of
 
 NO_NODE: Final = -1
 
@@ -29,6 +29,11 @@ class Pool:
         if len(pool_map.buckets) != BUCKETS:
             raise PoolMapError(f"{len(pool_map.buckets)} buckets, not {BUCKETS}")
         self.epoch = pool_map.epoch
+        chunkings = [c for c in CHUNKINGS if c.chunk_bytes == pool_map.chunk_bytes]
+        if not chunkings:
+            raise PoolMapError(f"there are no chunks of {pool_map.chunk_bytes} bytes")
+        self.chunking = chunkings[0]
+        """How the pool's networks let blocks be cut."""
         self.index = index
         self.node_id = node_id
         self.nodes: dict[int, NodeInfo] = {}

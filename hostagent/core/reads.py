@@ -29,7 +29,7 @@ from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.wire import CELLS, BlockId, digest_of
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
@@ -120,6 +120,8 @@ class Reads:
         self._metrics = metrics
         self._fetches: dict[BlockId, _Fetch] = {}
         self._timers = TimerQueue()
+        self.residents: frozenset[BlockId] = frozenset()
+        """Blocks of which a switch answers READs for chunks as it keeps them."""
 
     @property
     def waiting(self) -> int:
@@ -232,7 +234,9 @@ class Reads:
         pool = self._outbox.pool
         homes = pool.other_homes_of(block) if pool is not None else []
         digest = 0
+        chunking = CELLS if pool is None or block in self.residents else pool.chunking
         if pool is not None and not homes:
+            chunking = CELLS  # only a switch can have it
             digest = recall_digest or self._store.evicted_digest(block)
             other = pool.another_node()
             if other != NO_NODE and digest:
@@ -246,6 +250,7 @@ class Reads:
             deadline=deadline,
             expect_size=expect_size,
             expect_digest=digest,
+            chunking=chunking,
             gather_ms=gather_ms,
             group=group,
             expect=expect,

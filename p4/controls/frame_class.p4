@@ -1,11 +1,15 @@
 // Decides what a kvcast frame is, from its op, flags and lengths, or that it is malformed. The rules
 // are those of `decode` in protocol/messages/wire.py: a frame that an agent would refuse changes
 // nothing in the switch. Runs on every frame with a kvcast header that comes from outside; Gate uses
-// the result.
+// the result. Chunks larger than a cell (their size is in the segment's two highest bits) coalesce like
+// any others, and neither fill switch memory nor come from it.
 
 const bit<16> READ_LENGTH     = UDP_BYTES + KVCAST_BYTES;
 const bit<16> PADDED_LENGTH   = UDP_BYTES + KVCAST_BYTES + READ_PADDING_BYTES;
-const bit<16> DATA_LENGTH     = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
+const bit<16> DATA_LENGTH_0   = UDP_BYTES + KVCAST_BYTES + CHUNK_BYTES;
+const bit<16> DATA_LENGTH_1   = UDP_BYTES + KVCAST_BYTES + 2 * CHUNK_BYTES;
+const bit<16> DATA_LENGTH_2   = UDP_BYTES + KVCAST_BYTES + 4 * CHUNK_BYTES;
+const bit<16> DATA_LENGTH_3   = UDP_BYTES + KVCAST_BYTES + 8 * CHUNK_BYTES;
 const bit<16> MISS_LENGTH     = UDP_BYTES + KVCAST_BYTES;
 const bit<16> OFFER_LENGTH    = UDP_BYTES + KVCAST_BYTES + OFFER_BYTES;
 
@@ -40,6 +44,7 @@ control FrameClass(inout headers_t hdr, inout local_metadata_t local_metadata) {
             local_metadata.misfit  : exact;
             hdr.kvcast.op          : exact;
             hdr.kvcast.flags       : ternary;
+            hdr.kvcast.segment[15:14] : ternary @name("chunk_code");
             hdr.ipv4.total_length  : exact   @name("ip_length");
             hdr.udp.length         : exact;
             hdr.kvcast.chunk       : ternary;
@@ -51,21 +56,30 @@ control FrameClass(inout headers_t hdr, inout local_metadata_t local_metadata) {
 // The UDP datagram fills the IPv4 packet.
 #define IN_IP(udp_length) IPV4_BYTES + udp_length, udp_length
 #define WHOLE KVCAST_VERSION, 0, 0, 4, 0 &&& 1, 0
-            //      op        flags                                      length         chunk     wanted             kind              answer memory coalesces
-            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                          IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 1, 1);
-            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,                  IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 1, 1);
-            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,               IN_IP(DATA_LENGTH),   0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 1, 0);
-            (WHOLE, OP_READ,  0 &&& READ_FIXED,                          IN_IP(READ_LENGTH),   0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
-            (WHOLE, OP_READ,  FLAG_PADDED &&& READ_FIXED,                IN_IP(PADDED_LENGTH), 0,          FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
-            (WHOLE, OP_READ,  _,                                         IN_IP(READ_LENGTH),   _,          FULL_SEGMENT) : malformed();
-            (WHOLE, OP_READ,  _,                                         IN_IP(PADDED_LENGTH), _,          FULL_SEGMENT) : malformed();
-            (WHOLE, OP_READ,  _,                                         IN_IP(READ_LENGTH),   _,          0)            : malformed();
-            (WHOLE, OP_READ,  _,                                         IN_IP(PADDED_LENGTH), _,          0)            : malformed();
-            (WHOLE, OP_READ,  FLAG_PARTIAL,                              IN_IP(READ_LENGTH),   0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
-            (WHOLE, OP_READ,  FLAG_PARTIAL | FLAG_PADDED,                IN_IP(PADDED_LENGTH), 0,          _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
-            (WHOLE, OP_MISS,  0 &&& MISS_FIXED,                          IN_IP(MISS_LENGTH),   _,          0)            : classify(KIND_MISS,         1, 0, 1);
-            (WHOLE, OP_MISS,  FLAG_PARTIAL &&& MISS_FIXED,               IN_IP(MISS_LENGTH),   _,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
-            (WHOLE, OP_OFFER, 0,                                         IN_IP(OFFER_LENGTH),  0,          0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
+            //      op        flags                            code length                 chunk     wanted             kind              answer memory coalesces
+            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                    0,  IN_IP(DATA_LENGTH_0),  0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 1, 1);
+            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,            0,  IN_IP(DATA_LENGTH_0),  0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 1, 1);
+            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,         0,  IN_IP(DATA_LENGTH_0),  0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 1, 0);
+            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                    1,  IN_IP(DATA_LENGTH_1),  0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,            1,  IN_IP(DATA_LENGTH_1),  0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,         1,  IN_IP(DATA_LENGTH_1),  0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 0, 0);
+            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                    2,  IN_IP(DATA_LENGTH_2),  0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,            2,  IN_IP(DATA_LENGTH_2),  0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,         2,  IN_IP(DATA_LENGTH_2),  0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 0, 0);
+            (WHOLE, OP_DATA,  0 &&& DATA_FIXED,                    3,  IN_IP(DATA_LENGTH_3),  0 &&& 0xC0, 0)            : classify(KIND_DATA,         1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_LAST &&& DATA_FIXED,            3,  IN_IP(DATA_LENGTH_3),  0 &&& 0xC0, 0)            : classify(KIND_LAST_DATA,    1, 0, 1);
+            (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,         3,  IN_IP(DATA_LENGTH_3),  0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 0, 0);
+            (WHOLE, OP_READ,  0 &&& READ_FIXED,                    _,  IN_IP(READ_LENGTH),    0,         FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
+            (WHOLE, OP_READ,  FLAG_PADDED &&& READ_FIXED,          _,  IN_IP(PADDED_LENGTH),  0,         FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
+            (WHOLE, OP_READ,  _,                                   _,  IN_IP(READ_LENGTH),    _,         FULL_SEGMENT) : malformed();
+            (WHOLE, OP_READ,  _,                                   _,  IN_IP(PADDED_LENGTH),  _,         FULL_SEGMENT) : malformed();
+            (WHOLE, OP_READ,  _,                                   _,  IN_IP(READ_LENGTH),    _,         0)            : malformed();
+            (WHOLE, OP_READ,  _,                                   _,  IN_IP(PADDED_LENGTH),  _,         0)            : malformed();
+            (WHOLE, OP_READ,  FLAG_PARTIAL,                        _,  IN_IP(READ_LENGTH),    0,         _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
+            (WHOLE, OP_READ,  FLAG_PARTIAL | FLAG_PADDED,          _,  IN_IP(PADDED_LENGTH),  0,         _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
+            (WHOLE, OP_MISS,  0 &&& MISS_FIXED,                    _,  IN_IP(MISS_LENGTH),    _,         0)            : classify(KIND_MISS,         1, 0, 1);
+            (WHOLE, OP_MISS,  FLAG_PARTIAL &&& MISS_FIXED,         _,  IN_IP(MISS_LENGTH),    _,         0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
+            (WHOLE, OP_OFFER, 0,                                   _,  IN_IP(OFFER_LENGTH),   0,         0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
 #undef WHOLE
 #undef IN_IP
         }

@@ -28,6 +28,7 @@ const bit<8> MISS_NOT_FOUND = 0x01;
 const bit<8> MISS_DIGEST_GONE = 0x02;
 const bit<8> MISS_OVERLOADED = 0x03;
 const bit<8> MISS_NOT_HOME = 0x04;
+const bit<8> MISS_CHUNK_SIZE = 0x05;
 
 // sizes, in bytes unless the name says otherwise
 const bit<64> FULL_SEGMENT = 0xffffffffffffffff;
@@ -85,7 +86,7 @@ header kvcast_h {
     bit<128> key;           // the block within its namespace
     bit<64> digest;         // xxh3_64 of the copy; READ: the copy wanted, 0 = any; MISS: echo
     bit<32> size;           // block size in bytes (DATA, OFFER), else 0
-    bit<16> segment;        // segment index
+    bit<16> segment;        // chunks of 1024 << (bits 15, 14) bytes; segment index
     bit<8> chunk;           // DATA: index in the segment; MISS: reason; else 0
     bit<8> gather;          // READ: ms for which the home may hold its answer for joiners; else 0
     bit<64> wanted;         // READ: bit i = chunk i; FULL_SEGMENT = all there are; else 0

@@ -74,7 +74,7 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
                                  local_metadata.clock - entry.stamp > LEASE)
 
     // A READ takes an entry that is past its lease, whosever it was (ask); a repeat also refreshes
-    // an entry of its own (ask_again). Once the answer is under way, joiners still catch its end
+    // an entry of its own (ask_again). Once the answer has begun, joiners still catch its end
     // (answer), which frees the entry (end).
 #define INTEREST(part, count) \
     Register<interest_t, bit<16>>(count) pending_interest##part; \

@@ -2,7 +2,7 @@
 // both. Pending, which owns the registers, reads the entry before this control and writes it back
 // after it. (tna/pending.p4 has the same rules, cut into what stateful ALUs can do.)
 //
-// A READ is sent on unless somebody's READ of the same segment is under way. DATA and MISS go to
+// A READ is sent on unless somebody's READ of the same segment is in flight. DATA and MISS go to
 // everybody who waits. The end of an answer frees the entry, its fingerprint and its ports at once:
 // an entry with a fingerprint and no ports would swallow the next READ. When in doubt a READ is sent
 // on: one too many costs a copy, one too few costs a time-out.
@@ -70,7 +70,7 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
     // The frame goes to everybody in the entry and to its addressee.
     action share() {
         local_metadata.port_bits = local_metadata.entry.ports | local_metadata.out_bit;
-        // The answer is under way: who joins now still gets its end.
+        // The answer has begun: who joins now still gets its end.
         local_metadata.entry.stamp = local_metadata.now;
         local_metadata.decision = DECISION_SHARED;
         local_metadata.delivery = DELIVER_SHARED;

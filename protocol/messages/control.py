@@ -20,11 +20,14 @@ import msgspec
 from kvcast.protocol.node_ids import NODE_ID_PATTERN
 from msgspec import Meta, Struct
 
-CONTROL_PROTOCOL_VERSION = 2
+CONTROL_PROTOCOL_VERSION = 3
 
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U64 = Annotated[int, Meta(ge=0)]
+Mtu = Annotated[int, Meta(ge=1280, le=65535)]
+MAX_RESIDENTS = 4096
+"""Blocks in the switch, at most; it has fewer slots."""
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NodeId = Annotated[str, Meta(max_length=64, pattern=rf"\A{NODE_ID_PATTERN}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
@@ -95,7 +98,7 @@ class Register(Struct, frozen=True, tag="register"):
     """First message on a connection.
 
     `incarnation` changes with every start of the agent (its arena is empty again), not with
-    every connection.
+    every connection. `mtu_bytes`: the longest IPv4 packet that the node sends and takes.
     """
 
     version: U16
@@ -108,6 +111,7 @@ class Register(Struct, frozen=True, tag="register"):
     bulk_host: Text
     bulk_port: U16
     arena_bytes: U64
+    mtu_bytes: Mtu = 1500
 
 
 class HotBlock(Struct, frozen=True, array_like=True):
@@ -206,7 +210,8 @@ class PoolMap(Struct, frozen=True, tag="map"):
     """The pool as of `epoch`; pushed whole at registration and whenever it changes.
 
     `buckets[b]` lists node indices, home first, then replicas in the order in which they take
-    over; its length is `kvcast.protocol.messages.wire.BUCKETS`.
+    over; its length is `kvcast.protocol.messages.wire.BUCKETS`. `chunk_bytes`: READs are for
+    chunks of so many bytes, which all live nodes' networks take (1024, 2048, 4096 or 8192).
     """
 
     epoch: U64
@@ -214,6 +219,15 @@ class PoolMap(Struct, frozen=True, tag="map"):
     buckets: list[list[U16]]
     namespaces: list[NamespaceInfo]
     groups: list[GroupInfo]
+    chunk_bytes: U16 = 1024
+
+
+class Residents(Struct, frozen=True, tag="residents"):
+    """The blocks that the switch holds, or is to hold when they next pass: READs of these are for
+    chunks of 1024 bytes, as its memory has them. All of them, each time that they change; said only
+    where the map's chunks are larger."""
+
+    blocks: Annotated[list[BlockRef], Meta(max_length=MAX_RESIDENTS)]
 
 
 class NamespaceSecret(Struct, frozen=True, array_like=True):
@@ -271,6 +285,7 @@ ControllerMessage = (
     Registered
     | Refused
     | PoolMap
+    | Residents
     | NamespaceSecrets
     | Describe
     | Credit

@@ -5,8 +5,13 @@ segments, and the codec between a `Frame` and bytes. `kvcast.p4.generate` writes
 program's headers from the same tables. Must not know: sockets, Ethernet (see `ethernet.py`),
 or what a node does with a frame.
 
-A datagram is the 52-byte kvcast header (big-endian) and a payload: one chunk of exactly 1024
-bytes in DATA, 24 bytes in OFFER, nothing in MISS, and in READ nothing or 608 bytes of padding.
+A datagram is the 52-byte kvcast header (big-endian) and a payload: one chunk in DATA, 24 bytes in
+OFFER, nothing in MISS, and in READ nothing or 608 bytes of padding.
+
+A block is cut into chunks of 1 KiB, or of 2, 4 or 8 where the network takes such frames (a
+`Chunking`). Which, stands in the two highest bits of the segment's number, so that READs of
+different chunks are READs of different segments to everybody who does not look into them: a switch
+coalesces each kind for itself.
 What a peer may send is checked here, and anything else is a `WireError`, so that the cores behind
 this module may rely on every frame being consistent in itself.
 """
@@ -26,14 +31,16 @@ UDP_PORT: Final = 19286
 VERSION: Final = 1
 
 CHUNK_BYTES: Final = 1024
-"""Payload of one DATA frame, so that the frame fits an MTU of 1500."""
+"""Payload of one DATA frame at an MTU of 1500, and of a cell of switch memory."""
 CHUNKS_PER_SEGMENT: Final = 64
 """One 64-bit bitmap a segment."""
 SEGMENT_BYTES: Final = CHUNK_BYTES * CHUNKS_PER_SEGMENT
 FULL_SEGMENT: Final = (1 << CHUNKS_PER_SEGMENT) - 1
 """As `wanted`: the whole segment, whatever its length (a block's last segment may be short)."""
-MAX_BLOCK_BYTES: Final = (1 << 32) - 1
-"""What the 32-bit `size` can say; it takes all 65,536 segments."""
+SEGMENT_INDEX_BITS: Final = 14
+"""Of the 16 bits of `segment`; the two above say how large the chunks are."""
+MAX_BLOCK_BYTES: Final = SEGMENT_BYTES << SEGMENT_INDEX_BITS
+"""1 GiB: what the segments of the smallest chunks can number."""
 
 BUCKET_BITS: Final = 10
 BUCKETS: Final = 1 << BUCKET_BITS
@@ -66,6 +73,8 @@ MISS_NOT_FOUND: Final = 1
 MISS_DIGEST_GONE: Final = 2
 MISS_OVERLOADED: Final = 3
 MISS_NOT_HOME: Final = 4
+MISS_CHUNK_SIZE: Final = 5
+"""The home's network does not take frames with chunks as large as the READ asks for."""
 
 OFFER_TCP: Final = 1
 OFFER_RDMA: Final = 2
@@ -151,7 +160,7 @@ KVCAST: Final = Header(
         Field("key", 128, "the block within its namespace"),
         Field("digest", 64, "xxh3_64 of the copy; READ: the copy wanted, 0 = any; MISS: echo"),
         Field("size", 32, "block size in bytes (DATA, OFFER), else 0"),
-        Field("segment", 16, "segment index"),
+        Field("segment", 16, "chunks of 1024 << (bits 15, 14) bytes; segment index"),
         Field("chunk", 8, "DATA: index in the segment; MISS: reason; else 0"),
         Field("gather", 8, "READ: ms for which the home may hold its answer for joiners; else 0"),
         Field("wanted", 64, "READ: bit i = chunk i; FULL_SEGMENT = all there are; else 0"),
@@ -200,10 +209,70 @@ _pack = _KVCAST_STRUCT.pack
 
 HEADER_BYTES: Final = KVCAST.size_bytes
 OFFER_BYTES: Final = OFFER.size_bytes
-MAX_DATAGRAM_BYTES: Final = HEADER_BYTES + CHUNK_BYTES
-"""The longest datagram of the protocol: a DATA."""
+IP_UDP_BYTES: Final = IPV4.size_bytes + UDP.size_bytes
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# --- chunks and segments --------------------------------------------------------------------
+
+
+class Chunking(NamedTuple):
+    """A way to cut blocks: chunks of `chunk_bytes` = 1024 << `code` bytes, 64 to a segment."""
+
+    code: int
+    chunk_bytes: int
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a whole segment."""
+        return CHUNKS_PER_SEGMENT * self.chunk_bytes
+
+    @property
+    def mtu_bytes(self) -> int:
+        """The longest IPv4 packet: one with a chunk."""
+        return IP_UDP_BYTES + HEADER_BYTES + self.chunk_bytes
+
+    def segments_of(self, size: int) -> int:
+        """How many segments a block of `size` bytes has; at least 1."""
+        return max(1, -(-size // self.segment_bytes))
+
+    def chunks_of(self, size: int, index: int) -> int:
+        """How many chunks segment `index` of a block of `size` bytes has; 0 if it lies beyond."""
+        remaining = min(self.segment_bytes, size - index * self.segment_bytes)
+        return max(0, -(-remaining // self.chunk_bytes))
+
+    def bitmap(self, size: int, index: int) -> int:
+        """The chunks that segment `index` of a block of `size` bytes has, as a bitmap."""
+        return int((1 << self.chunks_of(size, index)) - 1)
+
+    def number(self, index: int) -> int:
+        """What the header's `segment` says for segment `index`."""
+        return self.code << SEGMENT_INDEX_BITS | index
+
+
+CHUNKINGS: Final = tuple(Chunking(code, CHUNK_BYTES << code) for code in range(4))
+"""By code: chunks of 1, 2, 4 and 8 KiB."""
+CELLS: Final = CHUNKINGS[0]
+"""As switch memory has it, and as every network takes it."""
+MAX_DATAGRAM_BYTES: Final = HEADER_BYTES + CHUNKINGS[-1].chunk_bytes
+"""The longest datagram of the protocol: a DATA of the largest chunk."""
+
+
+def chunking_for(mtu_bytes: int) -> Chunking:
+    """The largest chunks whose frames fit an MTU (bytes of an IPv4 packet); the smallest, if none
+    do."""
+    return next((c for c in reversed(CHUNKINGS) if c.mtu_bytes <= mtu_bytes), CELLS)
+
+
+def chunking_of(segment: int) -> Chunking:
+    """How the header's `segment` says that the block is cut."""
+    return CHUNKINGS[segment >> SEGMENT_INDEX_BITS]
+
+
+def segment_index(segment: int) -> int:
+    """The place of the header's `segment` in its block."""
+    return segment & ((1 << SEGMENT_INDEX_BITS) - 1)
+
 
 # --- frames ---------------------------------------------------------------------------------
 
@@ -222,7 +291,7 @@ class BlockId(NamedTuple):
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """One datagram. Fields as in `KVCAST`, in an order that lets defaults stand last.
 
-    `payload`: DATA: 1024 bytes (a view of the received datagram; when sending, the block's last
+    `payload`: DATA: a chunk (a view of the received datagram; when sending, the block's last
     chunk may be given short and is padded with zeros); OFFER: 24 bytes; else empty. A READ's
     padding is no payload: it shows as FLAG_PADDED and is written by `encode`.
     """
@@ -280,7 +349,6 @@ _MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED
 _NOT_READ_FLAGS: Final = 0xFFFF & ~_READ_FLAGS
 _NOT_DATA_FLAGS: Final = 0xFFFF & ~_DATA_FLAGS
 _NOT_MISS_FLAGS: Final = 0xFFFF & ~_MISS_FLAGS
-_DATAGRAM_BYTES_OF_DATA: Final = HEADER_BYTES + CHUNK_BYTES
 _PADDING: Final = bytes(READ_PADDING_BYTES)
 
 
@@ -310,11 +378,13 @@ def decode(data: Buffer) -> Frame:
     if version != VERSION:
         raise WireError(f"version {version} is not {VERSION}")
     if op == OP_DATA:
-        if length != _DATAGRAM_BYTES_OF_DATA:
-            raise WireError(f"DATA carries {length - HEADER_BYTES} bytes, not {CHUNK_BYTES}")
+        chunk_bytes = CHUNK_BYTES << (segment >> SEGMENT_INDEX_BITS)
+        if length != HEADER_BYTES + chunk_bytes:
+            raise WireError(f"DATA carries {length - HEADER_BYTES} bytes, not {chunk_bytes}")
         if flags & _NOT_DATA_FLAGS:
             raise WireError(f"DATA with flags {flags:#06x}")
-        if chunk >= CHUNKS_PER_SEGMENT or segment * SEGMENT_BYTES + chunk * CHUNK_BYTES >= size:
+        before = (segment_index(segment) * CHUNKS_PER_SEGMENT + chunk) * chunk_bytes
+        if chunk >= CHUNKS_PER_SEGMENT or before >= size:
             raise WireError(f"chunk {chunk} of segment {segment} is beyond {size} bytes")
         if digest == 0:
             raise WireError("DATA with digest 0")
@@ -345,7 +415,7 @@ def decode(data: Buffer) -> Frame:
             raise WireError(f"MISS with a payload of {length - HEADER_BYTES} bytes")
         if flags & _NOT_MISS_FLAGS:
             raise WireError(f"MISS with flags {flags:#06x}")
-        if not MISS_NOT_FOUND <= chunk <= MISS_NOT_HOME:
+        if not MISS_NOT_FOUND <= chunk <= MISS_CHUNK_SIZE:
             raise WireError(f"MISS with reason {chunk}")
         if size or gather or wanted:
             raise WireError("MISS with size, gather or wanted")
@@ -386,7 +456,9 @@ def run_from(frame: Frame, data: bytes, at: int, end: int, lead: int = 0) -> Dat
     """
     flags = frame.flags
     chunks = [frame.chunk]
-    stride = lead + _DATAGRAM_BYTES_OF_DATA
+    chunking = chunking_of(frame.segment)
+    datagram_bytes = HEADER_BYTES + chunking.chunk_bytes
+    stride = lead + datagram_bytes
     payload_at = at + HEADER_BYTES
     last = bool(flags & FLAG_LAST)
     if not last:
@@ -395,9 +467,9 @@ def run_from(frame: Frame, data: bytes, at: int, end: int, lead: int = 0) -> Dat
         flags_at_end = (flags | FLAG_LAST).to_bytes(2, "big")
         middle = data[at + _FLAGS_AT + 2 : at + _CHUNK_AT]
         tail = data[at + _CHUNK_AT + 1 : payload_at]
-        chunks_there = chunks_of(frame.size, frame.segment)
+        chunks_there = chunking.chunks_of(frame.size, segment_index(frame.segment))
         at += stride
-        while not last and at + _DATAGRAM_BYTES_OF_DATA <= end:
+        while not last and at + datagram_bytes <= end:
             chunk = data[at + _CHUNK_AT]
             if (
                 data[at - lead : at + _FLAGS_AT] != head
@@ -457,10 +529,11 @@ def encode(frame: Frame) -> bytes:
         raise WireError(f"key of {len(frame.key)} bytes")
     payload = frame.payload
     if frame.op == OP_DATA:
-        missing = CHUNK_BYTES - len(payload)
+        chunk_bytes = CHUNK_BYTES << (frame.segment >> SEGMENT_INDEX_BITS)
+        missing = chunk_bytes - len(payload)
         if missing == 0:
             return b"".join((header, payload))
-        if not 0 < missing < CHUNK_BYTES:
+        if not 0 < missing < chunk_bytes:
             raise WireError(f"DATA payload of {len(payload)} bytes")
         return b"".join((header, payload, bytes(missing)))
     if frame.flags & FLAG_PADDED:
@@ -499,16 +572,10 @@ def digest_of(data: Buffer) -> int:
 
 
 def segments_of(size: int) -> int:
-    """How many segments a block of `size` bytes has; at least 1."""
-    return max(1, -(-size // SEGMENT_BYTES))
-
-
-def chunks_of(size: int, segment: int) -> int:
-    """How many chunks `segment` of a block of `size` bytes has; 0 if it lies beyond the block."""
-    remaining = min(SEGMENT_BYTES, size - segment * SEGMENT_BYTES)
-    return max(0, -(-remaining // CHUNK_BYTES))
+    """How many segments of the smallest chunks a block of `size` bytes has; at least 1."""
+    return CELLS.segments_of(size)
 
 
 def segment_bitmap(size: int, segment: int) -> int:
-    """The chunks that `segment` of a block of `size` bytes has, as a bitmap."""
-    return int((1 << chunks_of(size, segment)) - 1)
+    """The chunks that segment `segment` of the smallest ones has, as a bitmap."""
+    return CELLS.bitmap(size, segment)

@@ -19,12 +19,14 @@ from math import inf
 from typing import Final
 
 from kvcast.protocol.messages.wire import (
+    CELLS,
     CHUNKS_PER_SEGMENT,
     FLAG_PADDED,
     FLAG_PARTIAL,
     FLAG_RETRY,
     FULL_SEGMENT,
     OP_READ,
+    Chunking,
     Frame,
 )
 from kvcast.protocol.pacing import RttEstimator, Window
@@ -55,6 +57,7 @@ class Home:
         "index",
         "queue",
         "rtt",
+        "small_until",
         "suspect_until",
         "window",
     )
@@ -68,6 +71,8 @@ class Home:
         self.awaited: dict[Segment, None] = {}
         """Of them, those of which nothing has come, in the order in which they were asked for."""
         self.suspect_until = -inf
+        self.small_until = -inf
+        """Until then it is asked for the smallest chunks: its network seems to take no others."""
         self.queue: list[tuple[int, int]] = []
         """A heap of fetches that have something to ask for: id and ticket. An entry counts only
         while its fetch is `queued_at` this home."""
@@ -112,6 +117,14 @@ class Asker:
         if home is None:
             home = self.homes[index] = Home(index, self.config)
         return home
+
+    def chunking(self, now: float, home: int, largest: Chunking) -> Chunking:
+        """How blocks are cut that are asked for at a home."""
+        return CELLS if now < self.home(home).small_until else largest
+
+    def use_cells(self, now: float, home: int) -> None:
+        """Ask a home for the smallest chunks from now on, for a while."""
+        self.home(home).small_until = now + self.config.small_chunks_s
 
     # --- turns ------------------------------------------------------------------------------
 
@@ -403,7 +416,7 @@ class Asker:
                     OP_READ,
                     fetch.block.namespace,
                     fetch.block.key,
-                    segment.index,
+                    fetch.chunking.number(segment.index),
                     flags,
                     fetch.group,
                     fetch.chosen_digest,

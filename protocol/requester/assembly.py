@@ -9,13 +9,11 @@ digest of all bytes with the chosen one. Must not know: who asked for what, time
 from __future__ import annotations
 
 from kvcast.protocol.messages.wire import (
-    CHUNK_BYTES,
-    SEGMENT_BYTES,
     BlockId,
+    Chunking,
     DataRun,
     digest_of,
-    segment_bitmap,
-    segments_of,
+    segment_index,
 )
 
 
@@ -23,16 +21,28 @@ class Assembly:
     """One copy of `block`, as far as it has arrived. `buffer` is writable and holds `size`
     bytes."""
 
-    __slots__ = ("_all_of_last", "block", "buffer", "digest", "missing", "segments_left", "size")
+    __slots__ = (
+        "_all_of_last",
+        "block",
+        "buffer",
+        "chunking",
+        "digest",
+        "missing",
+        "segments_left",
+        "size",
+    )
 
-    def __init__(self, block: BlockId, size: int, digest: int, buffer: memoryview) -> None:
+    def __init__(
+        self, block: BlockId, size: int, digest: int, buffer: memoryview, chunking: Chunking
+    ) -> None:
         if buffer.readonly or buffer.nbytes != size or buffer.itemsize != 1:
             raise ValueError(f"not a writable view of {size} bytes")
         self.block = block
         self.size = size
         self.digest = digest
         self.buffer = buffer
-        self.missing = [segment_bitmap(size, index) for index in range(segments_of(size))]
+        self.chunking = chunking
+        self.missing = [chunking.bitmap(size, i) for i in range(chunking.segments_of(size))]
         """By segment, the chunks that have not arrived."""
         self.segments_left = len(self.missing)
         self._all_of_last = self.missing[-1]
@@ -48,20 +58,22 @@ class Assembly:
     def add_run(self, run: DataRun) -> int:
         """Put the chunks of a run in their places; returns those that were not there, as a bitmap.
 
-        The caller has checked `is_of`, and the codec that the chunks lie within the size.
+        The caller has checked `is_of` and how the run is cut, and the codec that the chunks lie
+        within the size.
         """
-        segment = run.frame.segment
+        segment = segment_index(run.frame.segment)
+        chunk_bytes = self.chunking.chunk_bytes
         missing = before = self.missing[segment]
-        start_of_segment = segment * SEGMENT_BYTES
+        start_of_segment = segment * self.chunking.segment_bytes
         buffer, size = self.buffer, self.size
         at, data, stride = run.at, run.data, run.stride
         for chunk in run.chunks:
             bit = 1 << chunk
             if missing & bit:
                 missing ^= bit
-                start = start_of_segment + chunk * CHUNK_BYTES
+                start = start_of_segment + chunk * chunk_bytes
                 # Not by `min`: this runs for every chunk that a node receives.
-                length = CHUNK_BYTES if start + CHUNK_BYTES <= size else size - start
+                length = chunk_bytes if start + chunk_bytes <= size else size - start
                 buffer[start : start + length] = data[at : at + length]
             at += stride
         if missing != before:

@@ -84,6 +84,10 @@ class RequesterConfig:
     """How often a fetch may throw away what it has and start anew."""
     suspect_s: float = 2.0
     """For so long after a home was left for silence, new fetches start at another."""
+    small_chunks_s: float = 60.0
+    """For so long a home is asked for the smallest chunks only, after it said that it sends no
+    larger ones, or after it was left for silence and nothing of larger ones had come: a network on
+    the way may drop long frames without a word."""
     gather_ms: int = 0
     """`gather` of READs (docs/architecture.md), unless the fetch says otherwise."""
     auto_gather_max_ms: int = 20
@@ -279,6 +283,8 @@ class RequesterCounters:
     """MISS frames heeded."""
     beyond: int = 0
     """MISSes for segments that the block may not have; its size was only guessed."""
+    chunks_reduced: int = 0
+    """Homes that were found to send no chunks as large as were asked for."""
     overloaded: int = 0
     """Of them, those that asked for patience."""
     homes_left: int = 0

@@ -15,7 +15,7 @@ from enum import IntEnum
 from math import inf
 from typing import Final
 
-from kvcast.protocol.messages.wire import BlockId, Offer
+from kvcast.protocol.messages.wire import CELLS, BlockId, Offer
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.events import FetchReport, Reservation
 from kvcast.protocol.requester.failover import Candidates
@@ -137,6 +137,7 @@ class Fetch:
     __slots__ = (
         "assembly",
         "block",
+        "chunking",
         "deadline",
         "deadline_timer",
         "expect_digest",
@@ -173,6 +174,8 @@ class Fetch:
         self.expectation_timer = Expectation(self.id)
         self.expect_size: int | None = None
         self.expect_digest = 0
+        self.chunking = CELLS
+        """How the READs of this fetch cut the block."""
         self.group = 0
         self.gather_ms = 0
         self.may_probe = False

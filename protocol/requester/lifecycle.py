@@ -12,7 +12,7 @@ from collections import deque
 from typing import Final
 
 from kvcast.protocol.bounded_map import BoundedMap
-from kvcast.protocol.messages.wire import BlockId, segments_of
+from kvcast.protocol.messages.wire import CELLS, BlockId
 from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.events import (
     Event,
@@ -83,7 +83,7 @@ class Lifecycle:
     def plan(self, fetch: Fetch) -> None:
         """Begin the assembly: no copy is chosen, nothing asked for."""
         size = fetch.expect_size or self._sizes.get(fetch.block.namespace, 1)
-        fetch.plan(1 if fetch.may_probe else segments_of(size))
+        fetch.plan(1 if fetch.may_probe else fetch.chunking.segments_of(size))
         self.asker.enqueue(fetch)
 
     def fetched(
@@ -147,6 +147,17 @@ class Lifecycle:
         """The present home is of no use any more."""
         may_restart, bulk = self._may_restart(fetch), self.asker.config.bulk_available
         self._go(now, fetch, fetch.homes.next_step(now, may_restart=may_restart, bulk=bulk))
+
+    def use_cells(self, now: float, fetch: Fetch) -> None:
+        """This fetch's home does not send chunks as large as were asked for."""
+        self._counters.chunks_reduced += 1
+        home = fetch.homes.current
+        self.asker.use_cells(now, home)
+        fetch.chunking = CELLS
+        if self._may_restart(fetch):
+            self._restart(now, fetch, home)
+        else:
+            self.leave_home(now, fetch, MissReason.NOT_FOUND)
 
     def start_anew(self, now: float, fetch: Fetch) -> None:
         """The assembled bytes are not those of the digest."""

@@ -38,9 +38,11 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvcast.protocol.messages.wire import (
+    CELLS,
     FLAG_PARTIAL,
     FLAG_RESIDENT,
     FLAG_SHARED,
+    MISS_CHUNK_SIZE,
     MISS_DIGEST_GONE,
     MISS_NOT_FOUND,
     MISS_NOT_HOME,
@@ -49,11 +51,14 @@ from kvcast.protocol.messages.wire import (
     OP_MISS,
     OP_OFFER,
     BlockId,
+    Chunking,
     DataRun,
     Frame,
     WireError,
+    chunking_of,
     decode_offer,
     digest_of,
+    segment_index,
     single,
 )
 from kvcast.protocol.requester.assembly import Assembly
@@ -120,6 +125,7 @@ class Requester:
         deadline: float,
         expect_size: int | None = None,
         expect_digest: int = 0,
+        chunking: Chunking = CELLS,
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
@@ -130,6 +136,7 @@ class Requester:
         taken. `deadline` is a time on the clock of `now`. With `expect_size` (bytes) the first
         round trip already asks for several segments, and copies of another size are refused.
         With `expect_digest` (not 0) no copy but that one is taken.
+        READs are for chunks of `chunking`, unless the home is known to send no such ones.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -157,6 +164,7 @@ class Requester:
         fetch = Fetch(story, Candidates(homes, first, now, story), deadline)
         fetch.expect_size = expect_size
         fetch.expect_digest = expect_digest
+        fetch.chunking = self._asker.chunking(now, first, chunking)
         fetch.gather_ms = gather_ms
         fetch.group = group
         fetch.may_probe = bool(self.config.usable_offer_kinds)
@@ -203,7 +211,7 @@ class Requester:
             self.receive_run(now, source, single(frame))
             return
         fetch = self._by_block.get((frame.namespace, frame.key))
-        if fetch is None:
+        if fetch is None or chunking_of(frame.segment) is not fetch.chunking:
             self.counters.unsolicited += 1
         elif source not in fetch.homes.sources:
             self.counters.wrong_source += 1
@@ -218,7 +226,7 @@ class Requester:
         """Take DATA frames that came from node `source`, one after the other."""
         frame = run.frame
         fetch = self._by_block.get((frame.namespace, frame.key))
-        if fetch is None:
+        if fetch is None or chunking_of(frame.segment) is not fetch.chunking:
             self.counters.unsolicited += len(run.chunks)
         elif source not in fetch.homes.sources:
             self.counters.wrong_source += len(run.chunks)
@@ -329,6 +337,9 @@ class Requester:
             self._life.next_home(now, fetch)
             return
         self._asker.home(home).suspect_until = now + self.config.suspect_s
+        if fetch.chunking is not CELLS and fetch.assembly is None:
+            self.counters.chunks_reduced += 1
+            self._asker.use_cells(now, home)
         self._life.leave_home(now, fetch, MissReason.UNREACHABLE)
 
     def _expectation_timer(self, now: float, fetch: Fetch) -> None:
@@ -368,7 +379,7 @@ class Requester:
             if run.last:
                 self._swallowed(now, source, frame, fetch)
             return
-        index = frame.segment
+        index = segment_index(frame.segment)
         added = assembly.add_run(run)
         new = added.bit_count()
         counters.duplicates += count - new
@@ -428,7 +439,7 @@ class Requester:
             self._life.miss(now, fetch, MissReason.NO_MEMORY)
             self._asker.pump(now)
             return None
-        assembly = Assembly(fetch.block, frame.size, frame.digest, reservation.view)
+        assembly = Assembly(fetch.block, frame.size, frame.digest, reservation.view, fetch.chunking)
         fetch.happen(now, FetchEvent.CHOOSE_COPY)
         fetch.reservation = reservation
         fetch.assembly = assembly
@@ -486,11 +497,18 @@ class Requester:
             self._wait_ended(now, source, frame, fetch)
             self._life.judge(now, fetch, source, MissReason.NOT_HOME)
             return
+        if reason == MISS_CHUNK_SIZE:
+            self.counters.misses += 1
+            if source == fetch.homes.current and fetch.chunking is not CELLS:
+                self._life.use_cells(now, fetch)
+                self._asker.pump(now)
+            return
         if frame.digest not in (0, chosen):
             self.counters.other_copy += 1
             self._swallowed(now, source, frame, fetch)
             return
-        beyond = frame.segment >= len(fetch.segments) or (frame.segment > 0 and not chosen)
+        index = segment_index(frame.segment)
+        beyond = index >= len(fetch.segments) or (index > 0 and not chosen)
         if reason == MISS_NOT_FOUND and beyond:
             self.counters.beyond += 1  # only the segment is not there, or the first will tell
         elif reason == MISS_NOT_FOUND:
@@ -520,9 +538,10 @@ class Requester:
         has answered all of them alike. If it came from another, our READ had joined the wait that
         it ended, and must be sent again; but not for ever.
         """
-        if frame.flags & FLAG_PARTIAL or frame.segment >= len(fetch.segments):
+        index = segment_index(frame.segment)
+        if frame.flags & FLAG_PARTIAL or index >= len(fetch.segments):
             return
-        segment = fetch.segments[frame.segment]
+        segment = fetch.segments[index]
         if segment.state not in AWAITING:
             return
         if segment.home == source:
@@ -551,9 +570,10 @@ class Requester:
 
     def _flying(self, source: int, frame: Frame, fetch: Fetch) -> Segment | None:
         """The segment that `frame` is about, if it is in flight from `source`."""
-        if frame.segment >= len(fetch.segments):
+        index = segment_index(frame.segment)
+        if index >= len(fetch.segments):
             return None
-        segment = fetch.segments[frame.segment]
+        segment = fetch.segments[index]
         return segment if segment.in_flight and segment.home == source else None
 
     # --- offers -----------------------------------------------------------------------------

@@ -32,12 +32,13 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import (
-    CHUNK_BYTES,
+    CHUNKINGS,
     CHUNKS_PER_SEGMENT,
     FLAG_LAST,
     FLAG_PARTIAL,
     FLAG_RETRY,
     FLAG_SHARED,
+    MISS_CHUNK_SIZE,
     MISS_DIGEST_GONE,
     MISS_NOT_FOUND,
     MISS_NOT_HOME,
@@ -46,13 +47,12 @@ from kvcast.protocol.messages.wire import (
     OP_MISS,
     OP_OFFER,
     OP_READ,
-    SEGMENT_BYTES,
     BlockId,
     Frame,
     Offer,
+    chunking_of,
     encode_offer,
-    segment_bitmap,
-    segments_of,
+    segment_index,
 )
 from kvcast.protocol.pacing import TokenBucket
 from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig
@@ -99,6 +99,8 @@ class ResponderConfig:
     """Of them for one reader; above a reader's credit, or its READs are refused."""
     max_replies: int = 1024
     """MISSes waiting to be sent; one more is dropped, and the reader's timer takes its place."""
+    max_chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
+    """A READ for larger chunks is answered by MISS CHUNK_SIZE: they would not leave the node."""
     max_gather_ms: int = 255
     """Longest time for which an answer is held for joiners, whatever the READ allows."""
     heat_blocks: int = 4096
@@ -138,6 +140,7 @@ class ResponderCounters:
     misses_digest_gone: int = 0
     misses_overloaded: int = 0
     misses_not_home: int = 0
+    misses_chunk_size: int = 0
     misses_beyond: int = 0
     """For segments that a block which is here does not have."""
     replies_dropped: int = 0
@@ -174,6 +177,7 @@ class _Job:
     __slots__ = (
         "behind",
         "block",
+        "chunking",
         "flags",
         "group",
         "held",
@@ -194,6 +198,7 @@ class _Job:
         self.flags = frame.flags & FLAG_PARTIAL
         self.group = frame.group
         self.tag = frame.tag
+        self.chunking = chunking_of(frame.segment)
         self.remaining = remaining  # chunks to send, as a bitmap
         self.offer: Frame | None = None  # sent before the first chunk
         self.behind = False  # another reader was sent the segment a moment ago
@@ -359,7 +364,11 @@ class Responder:
             self._miss(reader, frame, MISS_DIGEST_GONE)
             return False
         size = held.data.nbytes
-        wanted = frame.wanted & segment_bitmap(size, frame.segment)
+        chunking, index = chunking_of(frame.segment), segment_index(frame.segment)
+        if chunking.chunk_bytes > self.config.max_chunk_bytes:
+            self._miss(reader, frame, MISS_CHUNK_SIZE)
+            return False
+        wanted = frame.wanted & chunking.bitmap(size, index)
         if not wanted:  # beyond the block: the reader thought that it was larger
             self._miss(reader, frame, MISS_NOT_FOUND, beyond=True)
             return False
@@ -392,7 +401,7 @@ class Responder:
         if state is None:
             state = self._readers[reader] = _Reader()
         job = _Job(key, block, held, frame, wanted)
-        if not partial and frame.segment == 0:
+        if not partial and index == 0:
             job.offer = self._offer(frame, block, held)
         self._jobs[key] = job
         if shared is not None:
@@ -448,7 +457,7 @@ class Responder:
     def _offer(self, frame: Frame, block: BlockId, held: HeldBlock) -> Frame | None:
         """An OFFER for a block of which there is more than the segment asked for."""
         size = held.data.nbytes
-        if self._make_offer is None or segments_of(size) == 1:
+        if self._make_offer is None or chunking_of(frame.segment).segments_of(size) == 1:
             return None
         offer = self._make_offer(block, held)
         if offer is None:
@@ -479,6 +488,8 @@ class Responder:
             counters.misses_digest_gone += 1
         elif reason == MISS_NOT_HOME:
             counters.misses_not_home += 1
+        elif reason == MISS_CHUNK_SIZE:
+            counters.misses_chunk_size += 1
         else:
             counters.misses_overloaded += 1
         miss = Frame(
@@ -544,14 +555,15 @@ class Responder:
             digest = job.held.digest
             namespace, key = job.block
             size = data.nbytes
-            start_of_segment = job.segment * SEGMENT_BYTES
+            chunk_bytes = job.chunking.chunk_bytes
+            start_of_segment = segment_index(job.segment) * job.chunking.segment_bytes
             remaining = job.remaining
             while turn and remaining:
                 lowest = remaining & -remaining
                 remaining ^= lowest
                 chunk = lowest.bit_length() - 1
-                start = start_of_segment + chunk * CHUNK_BYTES
-                payload = data[start : start + CHUNK_BYTES]
+                start = start_of_segment + chunk * chunk_bytes
+                payload = data[start : start + chunk_bytes]
                 flags = job.flags if remaining else job.flags | FLAG_LAST
                 frames.append(
                     (

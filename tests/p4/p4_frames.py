@@ -13,6 +13,7 @@ from kvcast.protocol.messages import ethernet, wire
 from pool_switch import NAMESPACE, endpoint
 
 FULL = wire.FULL_SEGMENT
+LARGE_CHUNKS = tuple(chunking.number(0) for chunking in wire.CHUNKINGS[1:])
 
 
 def random_frames(
@@ -63,7 +64,7 @@ def read(rng: random.Random, contents: dict[bytes, bytes]) -> wire.Frame:
         wire.OP_READ,
         rng.choice((NAMESPACE,) * 9 + (NAMESPACE + 1,)),
         key,
-        segment=rng.choice((0, 0, 0, 1)),
+        segment=rng.choice((0, 0, 0, 1, *LARGE_CHUNKS)),
         flags=flags,
         group=rng.choice((0, 0, 5, 6)),
         digest=digest,
@@ -87,19 +88,21 @@ def answer(rng: random.Random, contents: dict[bytes, bytes]) -> wire.Frame:
         return wire.Frame(
             wire.OP_OFFER, NAMESPACE, key, digest=digest, size=len(content), payload=offer
         )
-    chunk = rng.randrange(wire.chunks_of(len(content), 0))
+    chunking = wire.chunking_of(rng.choice((0, 0, 0, *LARGE_CHUNKS)))
+    chunk = rng.randrange(chunking.chunks_of(len(content), 0))
     last = wire.FLAG_LAST if rng.random() < 0.2 else 0
-    at = chunk * wire.CHUNK_BYTES
+    at = chunk * chunking.chunk_bytes
     return wire.Frame(
         wire.OP_DATA,
         NAMESPACE,
         key,
+        chunking.number(0),
         flags=partial | last,
         digest=digest,
         size=len(content),
         chunk=chunk,
         tag=rng.getrandbits(32),
-        payload=content[at : at + wire.CHUNK_BYTES],
+        payload=content[at : at + chunking.chunk_bytes],
     )
 
 

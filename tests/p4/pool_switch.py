@@ -171,8 +171,9 @@ class PoolSwitch:
     def data(
         self, reader: int, content: bytes, chunk: int, *, key: bytes = KEY, home: int = 1,
         segment: int = 0, flags: int = 0, digest: int | None = None,
+        chunking: wire.Chunking = wire.CELLS,
     ) -> list[Received]:  # fmt: skip
-        at = segment * wire.SEGMENT_BYTES + chunk * wire.CHUNK_BYTES
+        at = segment * chunking.segment_bytes + chunk * chunking.chunk_bytes
         return self.send(
             home,
             reader,
@@ -180,18 +181,18 @@ class PoolSwitch:
                 wire.OP_DATA,
                 NAMESPACE,
                 key,
-                segment=segment,
+                segment=chunking.number(segment),
                 flags=flags,
                 digest=wire.digest_of(content) if digest is None else digest,
                 size=len(content),
                 chunk=chunk,
-                payload=content[at : at + wire.CHUNK_BYTES],
+                payload=content[at : at + chunking.chunk_bytes],
             ),
         )
 
     def answer(self, reader: int, content: bytes, *, key: bytes = KEY) -> list[Received]:
         """The home's whole answer to a READ of segment 0 by `reader`."""
-        chunks = wire.chunks_of(len(content), 0)
+        chunks = wire.CELLS.chunks_of(len(content), 0)
         out = []
         for chunk in range(chunks):
             flags = wire.FLAG_LAST if chunk == chunks - 1 else 0

@@ -84,7 +84,7 @@ class Pair:
     def answer(self, reader: int, content: bytes, key: bytes = KEY) -> list[tuple[int, bytes]]:
         """The home's answer to a READ of segment 0."""
         out = []
-        chunks = wire.chunks_of(len(content), 0)
+        chunks = wire.CELLS.chunks_of(len(content), 0)
         for chunk in range(chunks):
             frame = wire.Frame(
                 wire.OP_DATA, NAMESPACE, key, digest=wire.digest_of(content), size=len(content),

@@ -29,7 +29,7 @@ def test_a_read_is_served_once_data_has_filled_the_slot(
     pool.make_resident(KEY, content)
     pool.read(2)
     pool.answer(2, content)
-    assert pool.fills("filled") == wire.chunks_of(len(content), 0)
+    assert pool.fills("filled") == wire.CELLS.chunks_of(len(content), 0)
 
     out = pool.read(3, flags=wire.FLAG_PADDED if padded else 0, tag=99)
 
@@ -39,7 +39,7 @@ def test_a_read_is_served_once_data_has_filled_the_slot(
         assert received.source == endpoint(1)
         assert received.destination == endpoint(3)
         frame = received.frame
-        last = frame.chunk == wire.chunks_of(len(content), 0) - 1
+        last = frame.chunk == wire.CELLS.chunks_of(len(content), 0) - 1
         assert frame.flags == wire.FLAG_RESIDENT | (wire.FLAG_LAST if last else 0)
         assert (frame.size, frame.digest) == (len(content), wire.digest_of(content))
         assert frame.tag == 99

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_p4_chunks
 import test_p4_coalesce
 import test_p4_forwarding
 import test_p4_groups
@@ -43,6 +44,7 @@ SCENARIOS = {
 CONTENT = content_of(6 * wire.CHUNK_BYTES)
 SHORT = content_of(3 * wire.CHUNK_BYTES - 100)
 MODULES = (
+    test_p4_chunks,
     test_p4_coalesce,
     test_p4_forwarding,
     test_p4_groups,
@@ -729,7 +731,7 @@ def test_both_targets_do_the_same(target: str, seed: int) -> None:
         out: list[Any] = []
         flags = chance.choice((0, 0, 0, wire.FLAG_RETRY, wire.FLAG_PARTIAL))
         wanted = chance.randrange(1, 8) if flags == wire.FLAG_PARTIAL else wire.FULL_SEGMENT
-        chunk = chance.randrange(wire.chunks_of(len(content), 0))
+        chunk = chance.randrange(wire.CELLS.chunks_of(len(content), 0))
         last = chance.choice((0, wire.FLAG_LAST))
         digest = chance.choice((None, None, None, 7))
         if kind == "admit" and number not in handles:

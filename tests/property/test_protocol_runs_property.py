@@ -56,7 +56,7 @@ def frames(draw: st.DrawFn) -> Sent:
     flags = draw(st.sampled_from([0, 0, 0, 0, wire.FLAG_SHARED, wire.FLAG_RESIDENT]))
     return Sent(
         segment,
-        draw(st.integers(0, wire.chunks_of(SIZE, segment) - 1)),
+        draw(st.integers(0, wire.CELLS.chunks_of(SIZE, segment) - 1)),
         flags | draw(st.sampled_from([0, 0, 0, wire.FLAG_LAST])),
         draw(st.sampled_from([DIGEST, DIGEST, DIGEST, DIGEST, 99])),
         draw(st.sampled_from([1, 1, 1, 2])),
@@ -74,7 +74,7 @@ def stream_of(order: list[int], odd: list[tuple[int, Sent]]) -> list[wire.Frame]
     """The frames of `answers`."""
     mixed = []
     for segment in order:
-        count = wire.chunks_of(SIZE, segment)
+        count = wire.CELLS.chunks_of(SIZE, segment)
         mixed += [Sent(segment, chunk) for chunk in range(count - 1)]
         mixed.append(Sent(segment, count - 1, wire.FLAG_LAST))
     for at, sent in odd:
@@ -84,7 +84,7 @@ def stream_of(order: list[int], odd: list[tuple[int, Sent]]) -> list[wire.Frame]
 
 def runs_in(data: bytes, lead: int) -> list[wire.DataRun]:
     """As an adapter cuts a piece of frames that are `lead` bytes longer than their datagrams."""
-    stride = lead + wire.MAX_DATAGRAM_BYTES
+    stride = lead + wire.HEADER_BYTES + wire.CHUNK_BYTES
     found = []
     at = 0
     while at < len(data):

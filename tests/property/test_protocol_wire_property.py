@@ -50,7 +50,7 @@ def datas(draw: st.DrawFn) -> Frame:
         group=draw(U16),
         digest=draw(st.integers(1, 2**64 - 1)),
         size=size,
-        chunk=draw(st.integers(0, wire.chunks_of(size, segment) - 1)),
+        chunk=draw(st.integers(0, wire.CELLS.chunks_of(size, segment) - 1)),
         tag=draw(U32),
         payload=draw(st.binary(min_size=4, max_size=4)) * 256,
     )

@@ -180,24 +180,34 @@ def test_bucket_without_a_rate_is_no_bound() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1024, 1025, 65_536, 65_537, 200_001])
-def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
+@pytest.mark.parametrize("chunking", wire.CHUNKINGS)
+def test_assembly_of_all_chunks_in_any_order_is_the_block(
+    size: int, chunking: wire.Chunking
+) -> None:
     data = random.Random(size).randbytes(size)
     assembly = Assembly(
-        BlockId(1, bytes(16)), size, wire.digest_of(data), memoryview(bytearray(size))
+        BlockId(1, bytes(16)), size, wire.digest_of(data), memoryview(bytearray(size)), chunking
     )
     chunks = [
         (segment, chunk)
-        for segment in range(wire.segments_of(size))
-        for chunk in range(wire.chunks_of(size, segment))
+        for segment in range(chunking.segments_of(size))
+        for chunk in range(chunking.chunks_of(size, segment))
     ]
     random.Random(1).shuffle(chunks)
     for segment, chunk in chunks:
         assert assembly.segments_left > 0
-        start = segment * 65_536 + chunk * 1024
-        payload = data[start : start + 1024].ljust(1024, b"\0")
+        length = chunking.chunk_bytes
+        start = (segment * 64 + chunk) * length
+        payload = data[start : start + length].ljust(length, b"\0")
         assert assembly.missing[segment] <= assembly.all_chunks(segment)
         frame = wire.Frame(
-            wire.OP_DATA, 1, bytes(16), segment, chunk=chunk, size=size, payload=payload
+            wire.OP_DATA,
+            1,
+            bytes(16),
+            chunking.number(segment),
+            chunk=chunk,
+            size=size,
+            payload=payload,
         )
         assert assembly.add_run(wire.single(frame)) == 1 << chunk
         assert assembly.add_run(wire.single(frame)) == 0
@@ -211,4 +221,4 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
 def test_assembly_wants_a_writable_buffer_of_the_blocks_size() -> None:
     for buffer in (memoryview(bytes(10)), memoryview(bytearray(11))):
         with pytest.raises(ValueError, match="not a writable view of 10 bytes"):
-            Assembly(BlockId(1, bytes(16)), 10, 1, buffer)
+            Assembly(BlockId(1, bytes(16)), 10, 1, buffer, wire.CELLS)

@@ -140,7 +140,7 @@ class Bench:
             self.core.receive(now, source, wire.decode(wire.encode(frame)))
 
     def whole(self, now: float, segment: int, **rest: Any) -> None:
-        count = wire.chunks_of(len(rest.get("of", BYTES)), segment)
+        count = wire.CELLS.chunks_of(len(rest.get("of", BYTES)), segment)
         self.data(now, segment, range(count), last=count - 1, **rest)
 
     def miss(

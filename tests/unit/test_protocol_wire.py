@@ -66,7 +66,7 @@ def test_read_lies_on_the_wire_as_the_table_says() -> None:
 
 def test_data_is_the_header_and_1024_bytes() -> None:
     datagram = encode(DATA)
-    assert len(datagram) == 52 + 1024 == wire.MAX_DATAGRAM_BYTES
+    assert len(datagram) == 52 + 1024
     assert datagram[:4] == bytes.fromhex("01 02 0004")
     assert datagram[32:40] == (66_000).to_bytes(4, "big") + bytes.fromhex("0001 00 00")
     assert datagram[52:] == CHUNK
@@ -122,7 +122,7 @@ def test_padding_of_a_read_is_written_and_is_no_payload() -> None:
         (changed(DATA, wanted=1), "gather or wanted"),
         (changed(DATA, gather=1), "gather or wanted"),
         (changed(MISS, chunk=0), "reason"),
-        (changed(MISS, chunk=5), "reason"),
+        (changed(MISS, chunk=6), "reason"),
         (changed(MISS, flags=wire.FLAG_LAST), "flags"),
         (changed(MISS, wanted=1), "wanted"),
         (changed(MISS, payload=b"x"), "payload"),
@@ -194,9 +194,41 @@ def test_digest_of_nothing_known_is_never_zero() -> None:
 )
 def test_segments_and_chunks_of_a_block(size: int, segments: int, chunks_of_last: int) -> None:
     assert wire.segments_of(size) == segments
-    assert wire.chunks_of(size, segments - 1) == chunks_of_last
+    assert wire.CELLS.chunks_of(size, segments - 1) == chunks_of_last
     assert wire.segment_bitmap(size, segments - 1) == (1 << chunks_of_last) - 1
-    assert wire.chunks_of(size, segments) == 0
+    assert wire.CELLS.chunks_of(size, segments) == 0
+
+
+@pytest.mark.parametrize("chunking", wire.CHUNKINGS)
+def test_data_carries_a_chunk_of_the_size_that_its_segment_says(chunking: wire.Chunking) -> None:
+    size = 3 * chunking.segment_bytes
+    data = changed(
+        DATA,
+        segment=chunking.number(2),
+        chunk=63,
+        size=size,
+        payload=bytes(range(256)) * (chunking.chunk_bytes // 256),
+    )
+    datagram = encode(data)
+    assert len(datagram) == 52 + chunking.chunk_bytes <= wire.MAX_DATAGRAM_BYTES
+    assert decode(datagram) == data
+    assert wire.chunking_of(data.segment) is chunking
+    assert wire.segment_index(data.segment) == 2
+    for other in wire.CHUNKINGS:
+        if other is not chunking:
+            wrong = datagram[:36] + other.number(2).to_bytes(2, "big") + datagram[38:]
+            with pytest.raises(WireError):
+                decode(wrong)
+    with pytest.raises(WireError, match="beyond"):
+        decode(datagram[:32] + (size - chunking.chunk_bytes).to_bytes(4, "big") + datagram[36:])
+
+
+@pytest.mark.parametrize(
+    ("mtu_bytes", "chunk_bytes"),
+    [(576, 1024), (1500, 1024), (2127, 1024), (2128, 2048), (4176, 4096), (9000, 8192)],
+)
+def test_chunks_are_as_large_as_the_mtu_takes(mtu_bytes: int, chunk_bytes: int) -> None:
+    assert wire.chunking_for(mtu_bytes).chunk_bytes == chunk_bytes
 
 
 def test_header_widths_are_those_of_the_specification() -> None:

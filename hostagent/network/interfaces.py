@@ -1,0 +1,49 @@
+"""What the kernel knows of this node's network interfaces.
+
+Owns: which interface has an address, and its MTU. Must not know: what the MTU is for.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+from ipaddress import IPv4Address
+from typing import Final
+
+ETHERNET_MTU_BYTES: Final = 1500
+
+_SIOCGIFCONF: Final = 0x8912  # linux/sockios.h
+_SIOCGIFMTU: Final = 0x8921
+_IFREQ_BYTES: Final = 40
+_MAX_ADDRESSES: Final = 4096
+_LARGEST_MTU_BYTES: Final = 65_535
+"""An IPv4 packet is no longer, whatever the interface takes (loopback: 65,536)."""
+
+
+def interface_mtu(ip: str) -> int:
+    """The MTU, in bytes of an IPv4 packet, of the interface that has the address `ip`; Ethernet's
+    where none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        name = "lo" if IPv4Address(ip).is_loopback else _interface_of(sock, ip)
+        if name is None:
+            return ETHERNET_MTU_BYTES
+        request = struct.pack("16si20x", name.encode(), 0)
+        (mtu_bytes,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFMTU, request), 16)
+    return min(int(mtu_bytes), _LARGEST_MTU_BYTES)
+
+
+def _interface_of(sock: socket.socket, ip: str) -> str | None:
+    buffer = array.array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
+    address, length = buffer.buffer_info()
+    answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iP", length, address))
+    (used,) = struct.unpack_from("i", answer)
+    wanted = socket.inet_aton(ip)
+    listed = buffer.tobytes()[:used]
+    for at in range(0, used, _IFREQ_BYTES):
+        # struct ifreq: the interface's name, and a sockaddr_in whose address is its third field
+        if listed[at + 20 : at + 24] == wanted:
+            label = listed[at : at + 16].partition(b"\0")[0].decode()
+            return label.partition(":")[0]
+    return None
