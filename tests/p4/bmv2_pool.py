@@ -176,7 +176,7 @@ def _namespace(ports: int) -> Iterator[str]:
                 check=True,
             )
             for interface in (f"s{port}", f"h{port}"):
-                subprocess.run([*inside, "link", "set", interface, "up"], check=True)
+                subprocess.run([*inside, "link", "set", interface, "up", "mtu", "9000"], check=True)
         yield name
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True)
