@@ -120,7 +120,7 @@ class Bmv2Pool:
         frames: list[bytes] = []
         with contextlib.suppress(TimeoutError):
             while len(frames) < count:
-                frames.append(sock.recv(4096))
+                frames.append(sock.recv(16_384))
         return frames
 
     def stray(self) -> dict[int, bytes]:
@@ -130,7 +130,7 @@ class Bmv2Pool:
         for port, sock in self.sockets.items():
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                left[port] = sock.recv(4096)
+                left[port] = sock.recv(16_384)
         return left
 
     async def counts(self, table: str) -> dict[str, int]:
