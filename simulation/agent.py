@@ -53,6 +53,7 @@ class HostOptions:
     clock_rate: float
     agent: AgentOptions
     default_quota_bytes: int = 0
+    mtu_bytes: int = 1500
 
     @property
     def node_id(self) -> str:
@@ -383,4 +384,5 @@ class SimAgent(Process):
             bulk_host=options.node_id,
             bulk_port=7000,
             arena_bytes=options.arena_bytes,
+            mtu_bytes=options.mtu_bytes,
         )

@@ -21,14 +21,14 @@ from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
 from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.wire import BlockId, chunking_for
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
 from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
-from kvcast.simulation.network import Link
+from kvcast.simulation.network import Link, LinkOptions
 from kvcast.simulation.plan import (
     CALM_S,
     CHAOS_S,
@@ -129,16 +129,19 @@ class Cluster:
                 slab_bytes=SLAB_BYTES,
                 clock_offset_s=host_plan.clock_offset_s,
                 clock_rate=host_plan.clock_rate,
-                agent=_agent_options(plan, f"node-{number}"),
+                agent=_agent_options(plan, f"node-{number}", host_plan.mtu_bytes),
+                mtu_bytes=host_plan.mtu_bytes,
             )
+            link = LinkOptions(mtu_bytes=host_plan.mtu_bytes)
             host = SimHost(self.world, options, self, self, product.make_core)
             up = Link(
                 self.world,
                 f"{number} to switch",
                 functools.partial(self.switch.receive, number),
                 self._lost,
+                link,
             )
-            down = Link(self.world, f"switch to {number}", host.receive, self._lost)
+            down = Link(self.world, f"switch to {number}", host.receive, self._lost, link)
             host.uplink = up
             self.switch.ports[number] = down
             self.links[number] = (up, down)
@@ -538,11 +541,15 @@ def _note_refusal(refused: list[str], number: int, status: str) -> None:
         refused.append(f"{status} at host {number}")
 
 
-def _agent_options(plan: Plan, node_id: str) -> AgentOptions:
+def _agent_options(plan: Plan, node_id: str, mtu_bytes: int) -> AgentOptions:
     return AgentOptions(
         node_id,
         requester=RequesterConfig(max_block_bytes=192 * 1024),
-        responder=ResponderConfig(rate_frames_per_s=5000.0 if plan.paced else 0.0, burst_frames=16),
+        responder=ResponderConfig(
+            rate_frames_per_s=5000.0 if plan.paced else 0.0,
+            burst_frames=16,
+            max_chunk_bytes=chunking_for(mtu_bytes).chunk_bytes,
+        ),
         reads=ReadOptions(keep_timeout_s=1.0),
         writes=WriteOptions(
             put_ack="local" if plan.put_ack_local else "home", replicate_timeout_s=1.5

@@ -49,8 +49,9 @@ _HEADER: Final = struct.Struct("!BBHHH16sQIHBBQI")
 _PAYLOAD_AT: Final = _HEADER_AT + _HEADER.size
 _READ, _DATA, _MISS, _OFFER = 1, 2, 3, 4
 _PARTIAL, _LAST, _RESIDENT = 0x2, 0x4, 0x20
-_CHUNK: Final = 1024
-_SEGMENT: Final = 64 * _CHUNK
+_CELL: Final = 1024
+_INDEX_BITS: Final = 14
+"""Of a segment's number; above them stands how often a chunk is twice a cell."""
 _WHOLE: Final = (1 << 64) - 1
 
 LOSSES_COUNT_S: Final = 6.0
@@ -93,6 +94,16 @@ class Seen(NamedTuple):
         return self.namespace, self.key, self.segment
 
     @property
+    def chunk_bytes(self) -> int:
+        """How long the block's chunks are, by this frame."""
+        return _CELL << (self.segment >> _INDEX_BITS)
+
+    @property
+    def before(self) -> int:
+        """How many of the block's bytes lie before the segment."""
+        return (self.segment & (1 << _INDEX_BITS) - 1) * 64 * self.chunk_bytes
+
+    @property
     def full(self) -> bool:
         """Whether it is part of the way of a whole segment: what the switch may coalesce."""
         return not self.flags & _PARTIAL
@@ -111,12 +122,11 @@ def look(frame: bytes) -> Seen | None:
     wanted = fields[11]
     if version != 1 or not _READ <= op <= _OFFER:
         return None
-    if op == _DATA and len(frame) != _PAYLOAD_AT + _CHUNK:
-        return None
     source_ip = int.from_bytes(frame[26:30], "big")
-    return Seen(
+    seen = Seen(
         op, flags, namespace, group, key, digest, size, segment, chunk, wanted, source_ip
     )  # fmt: skip
+    return None if op == _DATA and len(frame) != _PAYLOAD_AT + seen.chunk_bytes else seen
 
 
 @dataclass
@@ -357,16 +367,15 @@ class Model:
             forged = (seen.namespace, seen.key, seen.digest) in self._forged
             number, what = (5, "that was forged") if forged else (1, "that nobody has put")
             raise ViolationError(number, f"host {host} sends a copy of {_show(seen)} {what}")
-        at = seen.segment * _SEGMENT + seen.chunk * _CHUNK
-        chunk = content[at : at + _CHUNK]
+        at = seen.before + seen.chunk * seen.chunk_bytes
+        chunk = content[at : at + seen.chunk_bytes]
         if frame[_PAYLOAD_AT : _PAYLOAD_AT + len(chunk)] != chunk or seen.size != len(content):
             raise ViolationError(
                 1, f"host {host} sends wrong bytes as chunk {seen.chunk} of {_show(seen)}"
             )
         if seen.full:
-            last = (
-                seen.chunk == (min(_SEGMENT, len(content) - seen.segment * _SEGMENT) - 1) // _CHUNK
-            )
+            end = min(64 * seen.chunk_bytes, len(content) - seen.before)
+            last = seen.chunk == (end - 1) // seen.chunk_bytes
             if last != bool(seen.flags & _LAST):
                 raise ViolationError(
                     2,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvcast.protocol.messages.wire import ETHERNET
 from kvcast.simulation.world import World
 
 LATE_S: Final = 0.02
@@ -29,6 +30,8 @@ class LinkOptions:
     rate_bits_per_s: float = 10e9
     """math.inf: a frame takes no time."""
     queue_frames: int = 512
+    mtu_bytes: int = 65_535
+    """Longest IPv4 packet that it takes; a longer one is lost."""
 
 
 @dataclass(eq=False)
@@ -77,6 +80,10 @@ class Link:
 
     def _carry(self, frame: bytes, rate: float, extra_s: float, *, in_order: bool) -> None:
         world = self._world
+        if len(frame) - ETHERNET.size_bytes > self.options.mtu_bytes:
+            world.counts["link.too_long"] += 1
+            self._lost(self, frame, "too_long")
+            return
         if self._queued >= self.options.queue_frames:
             world.counts["fault.queue_overflow"] += 1
             self._lost(self, frame, "queue_overflow")

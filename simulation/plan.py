@@ -88,6 +88,7 @@ class HostPlan:
     arena_slabs: int
     clock_offset_s: float
     clock_rate: float
+    mtu_bytes: int
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,15 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         for namespace in NAMESPACES[1 : rng.choice((2, 3))]:
             some = rng.sample(range(1, planned + 1), rng.randrange(2, planned))
             rights[namespace] = frozenset(some)
+    links = random.Random(f"{seed}/links")
+    mtus = links.choice(((1500,), (1500,), (9000,), (4200, 9000), (1500, 9000)))
     hosts = tuple(
         HostPlan(
             # Some arenas overflow; a slab is of 64 KiB, and holds copies of one size class.
             arena_slabs=rng.choice((4, 12, 32, 64)),
             clock_offset_s=rng.uniform(0, 1e5),
             clock_rate=rng.choice((1.0, 1.0, 1.0, 1.002, 0.998, 1.05, 0.95)),
+            mtu_bytes=links.choice(mtus),
         )
         for _ in range(planned)
     )[:count]

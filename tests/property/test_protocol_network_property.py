@@ -28,6 +28,7 @@ from kvcast.protocol.responder import ResponderConfig
 from kvcast.protocol.responder.catchup import CatchUpConfig
 from protocol_network import (
     CoalescingSwitch,
+    Delivery,
     Faults,
     Network,
     PlainSwitch,
@@ -48,6 +49,7 @@ FAULTS = st.builds(
     delay_s=st.sampled_from([0.0001, 0.001]),
     jitter_s=st.sampled_from([0.0, 0.0005, 0.01]),
 )
+CHUNKINGS = st.sampled_from(wire.CHUNKINGS)
 IN_ORDER = Faults(jitter_s=0.0)
 """Where DATA overtakes the LAST chunk of its answer before the switch, joiners lose it."""
 HOME_A, HOME_B, READER = 1, 2, 10
@@ -58,9 +60,15 @@ def middle(coalescing: bool) -> CoalescingSwitch | PlainSwitch:
 
 
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, SIZES, FAULTS, st.booleans(), st.integers(1, 5), st.booleans())
+@given(SEEDS, SIZES, FAULTS, st.booleans(), st.integers(1, 5), st.booleans(), CHUNKINGS)
 def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
-    seed: int, size: int, faults: Faults, coalescing: bool, readers: int, size_known: bool
+    seed: int,
+    size: int,
+    faults: Faults,
+    coalescing: bool,
+    readers: int,
+    size_known: bool,
+    chunking: wire.Chunking,
 ) -> None:
     network = Network(seed, faults=faults, middle=middle(coalescing))
     copies = [content(seed, size), content(seed + 1, size)]
@@ -71,7 +79,7 @@ def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
         reader = network.add_reader(READER + index)
         homes = [HOME_A, HOME_B] if index % 2 else [HOME_B, HOME_A]
         expect_size = size if size_known else None
-        network.fetch(reader, block, homes, within_s=20, expect_size=expect_size)
+        network.fetch(reader, block, homes, within_s=20, expect_size=expect_size, chunking=chunking)
     network.run()
     network.check_at_rest()
     for reader in network.readers.values():
@@ -83,6 +91,53 @@ def test_every_fetch_ends_in_the_right_bytes_or_a_miss(
             # A try fails with a probability of 0.02 at 1 % loss, and of 0.2 at 10 %; a home is
             # left after four in a row, and one fetch in some hundred then misses.
             assert faults.corruption or faults.loss >= 0.1, end
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, SIZES, CHUNKINGS)
+def test_a_home_that_sends_no_large_chunks_is_asked_for_small_ones(
+    seed: int, size: int, chunking: wire.Chunking
+) -> None:
+    network = Network(seed, responder=ResponderConfig(max_chunk_bytes=wire.CHUNK_BYTES))
+    data = content(seed, size)
+    network.add_responder(HOME_A).put(block_id(seed), data)
+    reader = network.add_reader(READER)
+    network.fetch(reader, block_id(seed), [HOME_A], within_s=20, chunking=chunking)
+    network.run()
+    (end,) = reader.ends.values()
+    assert isinstance(end, Fetched)
+    assert end.buffer == data
+    too_large = chunking is not wire.CELLS
+    assert reader.core.counters.chunks_reduced == too_large
+    assert network.responders[HOME_A].counters.misses_chunk_size == too_large
+    network.fetch(reader, block_id(seed), [HOME_A], within_s=20, chunking=chunking)
+    network.run()
+    assert reader.core.counters.chunks_reduced == too_large, "it is known now"
+
+
+class NarrowSwitch(PlainSwitch):
+    """Drops DATA that does not fit an MTU of 1500, without a word."""
+
+    def cross(self, now: float, source: int, destination: int, frame: Frame) -> list[Delivery]:
+        if frame.op == wire.OP_DATA and wire.chunking_of(frame.segment).mtu_bytes > 1500:
+            return []
+        return super().cross(now, source, destination, frame)
+
+
+def test_where_large_chunks_vanish_small_ones_are_asked_for_next() -> None:
+    network = Network(1, middle=NarrowSwitch())
+    data = content(1, 200_000)
+    network.add_responder(HOME_A).put(block_id(1), data)
+    reader = network.add_reader(READER)
+    ends = []
+    for _ in range(2):
+        network.fetch(reader, block_id(1), [HOME_A], within_s=20, chunking=wire.CHUNKINGS[3])
+        network.run()
+        ends.append(reader.ends.popitem()[1])
+    assert isinstance(ends[0], Missed)
+    assert ends[0].reason is MissReason.UNREACHABLE
+    assert isinstance(ends[1], Fetched)
+    assert ends[1].buffer == data
 
 
 @settings(max_examples=30, deadline=None)

@@ -41,6 +41,7 @@ from kvcast.protocol.messages.control import (
     Register,
     Registered,
     Renew,
+    Residents,
 )
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId, bucket_of
 
@@ -141,7 +142,7 @@ class Driver:
         return answered
 
 
-def register(number: int, incarnation: int = 1) -> Register:
+def register(number: int, incarnation: int = 1, mtu_bytes: int = 1500) -> Register:
     return Register(
         version=CONTROL_PROTOCOL_VERSION,
         node_id=f"node-{number}",
@@ -153,6 +154,7 @@ def register(number: int, incarnation: int = 1) -> Register:
         bulk_host="127.0.0.1",
         bulk_port=9700,
         arena_bytes=1 << 20,
+        mtu_bytes=mtu_bytes,
     )
 
 
@@ -721,3 +723,58 @@ def test_no_sequence_of_messages_breaks_the_pool_or_its_books(
     )
     json.dumps(driver.pool.status(driver.now), allow_nan=False)
     driver.pool.decisions(driver.now)
+
+
+# --- chunks ---------------------------------------------------------------------------------
+
+
+def test_chunks_are_as_large_as_every_live_nodes_network_takes() -> None:
+    driver = Driver()
+    driver.say(1, register(1, mtu_bytes=9000))
+    driver.round()
+    driver.say(2, register(2, mtu_bytes=4200))
+    driver.round()
+    driver.say(3, register(3))
+    driver.round()
+    assert [m.chunk_bytes for m in driver.take(1, PoolMap)] == [8192, 4096, 1024]
+    driver.say(3, register(3, incarnation=2, mtu_bytes=9000))
+    driver.round()
+    assert driver.take(2, PoolMap)[-1].chunk_bytes == 4096
+    driver.say(2, Leave())
+    driver.round()
+    assert driver.take(1, PoolMap)[-1].chunk_bytes == 8192
+
+
+def test_an_operator_can_keep_chunks_small() -> None:
+    driver = Driver(dataclasses.replace(OPTIONS, max_chunk_bytes=2048))
+    driver.say(1, register(1, mtu_bytes=9000))
+    driver.round()
+    assert driver.take(1, PoolMap)[-1].chunk_bytes == 2048
+
+
+def test_agents_that_read_large_chunks_are_told_what_the_switch_holds() -> None:
+    driver = Driver()
+    for number in (1, 2, 3):
+        driver.say(number, register(number, mtu_bytes=9000))
+    driver.round()
+    block = BlockId(driver.namespace(), key(5))
+    assert driver.take(2, Residents)[-1].blocks == []
+    admit(driver, block)
+    (told,) = driver.take(2, Residents)
+    assert [BlockId(b.namespace, b.key) for b in told.blocks] == [block]
+    for _ in range(3):
+        driver.round(0.1)
+    assert not driver.take(2, Residents), "nothing has changed"
+    driver.say(4, register(4, mtu_bytes=9000))
+    driver.round()
+    assert [b.key for b in driver.take(4, Residents)[-1].blocks] == [block.key]
+    driver.pool.tiers.mode = AdmitMode.OFF
+    driver.pool.tiers.forget([block.namespace], driver.now)
+    driver.round()
+    assert driver.take(4, Residents)[-1].blocks == []
+
+
+def test_agents_that_read_small_chunks_need_not_know_what_the_switch_holds() -> None:
+    driver, namespace = resident_driver()
+    admit(driver, BlockId(namespace, key(5)))
+    assert not driver.take(2, Residents)

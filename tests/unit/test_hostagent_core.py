@@ -27,11 +27,12 @@ from kvcast.protocol.links.bulk import (
     GetCall,
     PutCall,
 )
-from kvcast.protocol.messages import bulk, local
+from kvcast.protocol.messages import bulk, local, wire
 from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
+    BlockRef,
     Credit,
     Keep,
     Kept,
@@ -42,6 +43,7 @@ from kvcast.protocol.messages.control import (
     PoolMap,
     Refused,
     Registered,
+    Residents,
 )
 from kvcast.protocol.messages.wire import (
     BUCKETS,
@@ -524,14 +526,35 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
 
 
+def test_reads_are_for_chunks_of_the_maps_size_but_for_what_the_switch_holds() -> None:
+    node = pool_of([2])[0]
+    node.take_map(msgspec.structs.replace(pool_map([2], epoch=2), chunk_bytes=8192))
+    config = node.core.requester.config
+    base = node.core.options.requester
+    assert config.credit_segments == base.credit_segments // 8
+    resident = BlockRef(1, key(7))
+    node.core.control_message(node.now, Residents([resident]))
+    node.get(7)
+    node.get(8)
+    small, large = (frame for _, frame in node.frames())
+    assert (small.key, wire.chunking_of(small.segment).chunk_bytes) == (key(7), 1024)
+    assert (large.key, wire.chunking_of(large.segment).chunk_bytes) == (key(8), 8192)
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
         lambda m: PoolMap(m.epoch, m.nodes, m.buckets[:-1], m.namespaces, m.groups),
         lambda m: PoolMap(m.epoch, m.nodes[:1], m.buckets, m.namespaces, m.groups),
         lambda m: PoolMap(m.epoch, m.nodes + m.nodes[:1], m.buckets, m.namespaces, m.groups),
+        lambda m: PoolMap(m.epoch, m.nodes, m.buckets, m.namespaces, m.groups, 1500),
     ],
-    ids=["a bucket too few", "a bucket of an unknown node", "a node twice"],
+    ids=[
+        "a bucket too few",
+        "a bucket of an unknown node",
+        "a node twice",
+        "chunks that there are not",
+    ],
 )
 def test_a_map_that_contradicts_itself_is_refused(
     break_it: Callable[[PoolMap], PoolMap],
