@@ -21,7 +21,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-log = logging.getLogger("kvcast.switchsim.codegen.jit")
+log = logging.getLogger("kvcast.native.jit")
 
 MAGIC = b"kvcast object 1\n"
 MAX_CACHED = 64
