@@ -46,6 +46,9 @@ class NetworkOptions:
     udp_port: int = UDP_PORT
     tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
     """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
+    udp_segments: bool = False
+    """Without a tunnel: let the kernel or the network card split runs of frames (UDP_SEGMENT). On a
+    veth pair whose other end a switch in software reads by AF_PACKET they would stay unsplit."""
     buffer_bytes: int = 8 << 20
     """Socket buffers to ask the kernel for."""
     bulk_host: str = "127.0.0.1"
@@ -120,7 +123,7 @@ class Agent:
         self.core = AgentCore(agent_options, store, self.arena.memory, rng)
         stack.callback(self.core.close)
         self.transport: Transport = (
-            UdpTransport(self.core, sock)
+            UdpTransport(self.core, sock, joins=network.udp_segments)
             if network.tunnel is None
             else TunnelTransport(
                 self.core,
@@ -171,7 +174,7 @@ class Agent:
                     extra={"credit_segments": credit, "buffer_bytes": buffer_bytes},
                 )
             requester = replace(requester, credit_segments=credit)
-        return replace(options, requester=requester)
+        return replace(options, requester=requester, placement_seed=secrets.randbits(64))
 
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.pacing import RttEstimator, TokenBucket, Window
+from kvcast.protocol.placement import Placement
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.timers import Timer, TimerQueue
 
@@ -182,9 +183,8 @@ def test_bucket_without_a_rate_is_no_bound() -> None:
 @pytest.mark.parametrize("size", [1, 1024, 1025, 65_536, 65_537, 200_001])
 def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
     data = random.Random(size).randbytes(size)
-    assembly = Assembly(
-        BlockId(1, bytes(16)), size, wire.digest_of(data), memoryview(bytearray(size))
-    )
+    block, digest = BlockId(1, bytes(16)), wire.digest_of(data)
+    assembly = Assembly(Placement(), block, size, digest, memoryview(bytearray(size)), {2})
     chunks = [
         (segment, chunk)
         for segment in range(wire.segments_of(size))
@@ -197,10 +197,12 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
         payload = data[start : start + 1024].ljust(1024, b"\0")
         assert assembly.missing[segment] <= assembly.all_chunks(segment)
         frame = wire.Frame(
-            wire.OP_DATA, 1, bytes(16), segment, chunk=chunk, size=size, payload=payload
+            wire.OP_DATA, *block, segment, digest=digest, chunk=chunk, size=size, payload=payload
         )
-        assert assembly.add_run(wire.single(frame)) == 1 << chunk
-        assert assembly.add_run(wire.single(frame)) == 0
+        arrived = assembly.put(frame, 2)
+        assert arrived.added == 1 << chunk
+        assert assembly.took(arrived) == assembly.missing[segment] == arrived.missing
+        assert assembly.put(frame, 2).added == 0
     assert assembly.segments_left == 0
     assert assembly.buffer == data
     assert assembly.verified()
@@ -211,4 +213,4 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(size: int) -> None:
 def test_assembly_wants_a_writable_buffer_of_the_blocks_size() -> None:
     for buffer in (memoryview(bytes(10)), memoryview(bytearray(11))):
         with pytest.raises(ValueError, match="not a writable view of 10 bytes"):
-            Assembly(BlockId(1, bytes(16)), 10, 1, buffer)
+            Assembly(Placement(), BlockId(1, bytes(16)), 10, 1, buffer, {2})
