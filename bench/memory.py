@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.subset import (
     U32,
     U64,
     Library,

@@ -20,7 +20,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.linux import (
+    CLOCK_MONOTONIC,
+    MSG_TRUNC,
+    IoVec,
+    MsgHdr,
+    TimeSpec,
+    clock_gettime,
+    recvmmsg,
+    sendmmsg,
+)
+from kvcast.native.subset import (
     I32,
     U32,
     U64,
@@ -33,16 +43,6 @@ from kvcast.switchsim.codegen.subset import (
     native,
     size_of,
     unsigned,
-)
-from kvcast.switchsim.loop.linux import (
-    CLOCK_MONOTONIC,
-    MSG_TRUNC,
-    IoVec,
-    MsgHdr,
-    TimeSpec,
-    clock_gettime,
-    recvmmsg,
-    sendmmsg,
 )
 
 BATCH: Final = 64

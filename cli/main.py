@@ -27,6 +27,7 @@ class Command:
 
 
 EXTRAS = {
+    "agent": ("aiohttp", "llvmlite", "prometheus_client"),
     "controller": ("aiohttp", "cryptography", "finsy", "prometheus_client", "rich"),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
@@ -45,7 +46,7 @@ COMMANDS = {
     "controller": Command(
         "kvcast.controller.daemon", "run the controller of one switch", "controller"
     ),
-    "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node"),
+    "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node", "agent"),
     "status": Command(
         "kvcast.cli.status", "show a running pool: nodes, tiers, hits, links", "controller"
     ),

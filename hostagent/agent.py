@@ -47,6 +47,9 @@ class NetworkOptions:
     udp_port: int = UDP_PORT
     tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
     """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
+    udp_segments: bool = False
+    """Without a tunnel: let the kernel or the network card split runs of frames (UDP_SEGMENT). On a
+    veth pair whose other end a switch in software reads by AF_PACKET they would stay unsplit."""
     buffer_bytes: int = 8 << 20
     """Socket buffers to ask the kernel for."""
     mtu_bytes: int = 0
@@ -127,7 +130,7 @@ class Agent:
         self.core = AgentCore(agent_options, store, self.arena.memory, rng)
         stack.callback(self.core.close)
         self.transport: Transport = (
-            UdpTransport(self.core, sock)
+            UdpTransport(self.core, sock, joins=network.udp_segments)
             if network.tunnel is None
             else TunnelTransport(
                 self.core,
@@ -183,7 +186,12 @@ class Agent:
         responder = replace(
             options.responder, max_chunk_bytes=chunking_for(self.mtu_bytes).chunk_bytes
         )
-        return replace(options, requester=requester, responder=responder)
+        return replace(
+            options,
+            requester=requester,
+            responder=responder,
+            placement_seed=secrets.randbits(64),
+        )
 
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""

@@ -97,6 +97,11 @@ class NetworkFlags:
         parse=whole_number(1280, 65535),
         metavar="BYTES",
     )
+    udp_segments: bool = either(
+        "let the kernel or the card split runs of frames (--transport udp): less work, but"
+        " a switch in software that takes frames off a veth pair would get them unsplit",
+        default=NetworkOptions.udp_segments,
+    )
     bulk_addr: tuple[str, int] = address(
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
@@ -293,6 +298,8 @@ def _settle(flags: AgentFlags) -> Setup:
         raise OptionsError("--transport tunnel needs --tunnel")
     if flags.transport == "udp" and flags.tunnel is not None:
         raise OptionsError("--tunnel goes with --transport tunnel")
+    if flags.transport == "tunnel" and flags.udp_segments:
+        raise OptionsError("--udp-segments goes with --transport udp; a tunnel always has them")
     if flags.bulk_addr[0] in ("0.0.0.0", "::", ""):
         raise OptionsError("--bulk-addr must be an address that other agents can connect to")
     addresses = [("--controller", flags.controller[0]), ("--bulk-addr", flags.bulk_addr[0])]
@@ -345,6 +352,7 @@ def options_of(setup: Setup) -> Options:
             switch_port=flags.switch_port,
             udp_port=flags.udp_port,
             tunnel=flags.tunnel,
+            udp_segments=flags.udp_segments,
             buffer_bytes=flags.socket_buffer_bytes,
             mtu_bytes=flags.mtu_bytes,
             bulk_host=flags.bulk_addr[0],

@@ -26,8 +26,8 @@ from kvcast.protocol.links.control_caller import (
     ControlOptions,
 )
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
-from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
-from kvcast.protocol.messages.wire import OP_DATA, UDP_PORT, WireError, decode, encode, single
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.network import Link
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
@@ -233,6 +233,8 @@ class SimAgent(Process):
         )
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
+        self._placement = core.requester.placement
+        self._placement.unwrap_for(host.options.endpoint)
         self._wake_at: float | None = None
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -269,35 +271,28 @@ class SimAgent(Process):
         self.take(frame)
 
     def take(self, frame: bytes) -> None:
-        """As `TunnelTransport` takes a frame."""
+        """As `TunnelTransport` takes a frame, by the same compiled code."""
         core, metrics = self.core, self.core.metrics
         self._follow_pool()
-        metrics.frames_received_total += 1
-        try:
-            outer = unwrap(frame)
-            if outer.dst != self.host.options.endpoint:
-                metrics.frames_misaddressed_total += 1
-                return
-            inner = decode(outer.payload)
-        except WireError:
-            metrics.frames_malformed_total += 1
-            return
-        pool = core.pool
-        source = pool.index_by_ip.get(outer.src.ip) if pool is not None else None
-        if source is None:
-            metrics.frames_unknown_source_total += 1
-            return
-        if inner.op == OP_DATA:
-            core.receive_run(self.now, source, single(inner))
-        else:
-            core.receive(self.now, source, inner)
-        core.after_receiving(self.now)
-        self.pump()
+        self._placement.place_bytes(
+            frame,
+            lambda arrivals: core.placed(self.now, arrivals),
+            lambda source, datagram: core.receive(self.now, source, decode(datagram)),
+        )
+        counts = self._placement.take_counts()
+        metrics.frames_received_total += counts.frames
+        metrics.frames_misaddressed_total += counts.misaddressed
+        metrics.frames_malformed_total += counts.malformed
+        metrics.frames_unknown_source_total += counts.unknown_source
+        if counts.misaddressed + counts.malformed + counts.unknown_source == 0:
+            core.after_receiving(self.now)
+            self.pump()
 
     def _follow_pool(self) -> None:
         pool = self.core.pool
         if pool is not self._pool and pool is not None:
             self._pool = pool
+            self._placement.know(pool.index_by_ip)
             local = self.host.options.endpoint
             self._wrap = {
                 index: Encapsulation(

@@ -52,12 +52,12 @@ from kvcast.protocol.messages.wire import (
     READ_PADDING_BYTES,
     BlockId,
     Chunking,
-    DataRun,
     Frame,
 )
 from kvcast.protocol.namespace_secrets import KeyDerivation
+from kvcast.protocol.placement import Arrived, Placement
 from kvcast.protocol.requester import Requester, RequesterConfig
-from kvcast.protocol.responder import Responder, ResponderConfig
+from kvcast.protocol.responder import Answer, Responder, ResponderConfig
 
 MAX_HOT_BLOCKS: Final = 256
 _LEAST_WINDOW: Final = 2
@@ -77,6 +77,8 @@ class AgentOptions:
     writes: WriteOptions = field(default_factory=WriteOptions)
     client_share: float = 0.5
     """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
+    placement_seed: int = 0
+    """64 bits that nobody else knows; see `Placement`."""
 
 
 class MissingSecretError(Exception):
@@ -122,6 +124,7 @@ class AgentCore:
             replace(options.requester, bulk_available=True),
             allocate=reservations.reserve,
             rng=rng,
+            placement=Placement(seed=options.placement_seed),
         )
         self.reads = Reads(
             options.reads,
@@ -165,18 +168,25 @@ class AgentCore:
         self.metrics.frames_answers_total += 1
         self.requester.receive(now, source, frame)
 
-    def receive_run(self, now: float, source: int, run: DataRun) -> None:
-        """DATA frames that came from node `source` of the present map."""
-        self.metrics.frames_answers_total += len(run.chunks)
-        self.requester.receive_run(now, source, run)
+    def placed(self, now: float, arrivals: list[Arrived]) -> None:
+        """DATA that `requester.placement` has put in place."""
+        self.metrics.frames_answers_total += sum(arrived.frames for arrived in arrivals)
+        self.requester.placed(now, arrivals)
 
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""
         self.reads.drain(now)
 
+    def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
+        """READs, and answers of up to `budget` frames; send or copy them before anything else
+        happens, since they are views of the arena."""
+        answers: list[tuple[int, Frame | Answer]] = [*self.requester.frames_to_send()]
+        if budget > 0:
+            answers += self.responder.answers_to_send(now, budget)
+        return answers
+
     def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
-        """READs, and up to `budget` answers; encode them before anything else happens, since
-        their payloads are views of the arena."""
+        """The same, frame by frame."""
         frames = self.requester.frames_to_send()
         if budget > 0:
             frames += self.responder.frames_to_send(now, budget)

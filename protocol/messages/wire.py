@@ -316,23 +316,6 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return BlockId(self.namespace, self.key)
 
 
-class DataRun(msgspec.Struct, gc=False):
-    """DATA frames of one answer that lie in one buffer at equal distances, and differ in nothing
-    but their chunk, which ascends, and, the last of them, FLAG_LAST. What a kernel hands over in
-    one piece (UDP generic receive offload) is decoded and taken in one piece."""
-
-    frame: Frame
-    """The first of them."""
-    data: Buffer
-    at: int
-    """Where in `data` the first payload, of 1024 bytes, begins."""
-    stride: int
-    """How many bytes further each next one begins."""
-    chunks: list[int]
-    last: bool
-    """Whether the last of the frames carries FLAG_LAST; no other does."""
-
-
 class Offer(NamedTuple):
     """Payload of an OFFER frame; `ipv4` as a 32-bit integer."""
 
@@ -343,12 +326,12 @@ class Offer(NamedTuple):
     address: int
 
 
-_READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_SHARED | FLAG_PADDED
-_DATA_FLAGS: Final = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT
-_MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED
-_NOT_READ_FLAGS: Final = 0xFFFF & ~_READ_FLAGS
-_NOT_DATA_FLAGS: Final = 0xFFFF & ~_DATA_FLAGS
-_NOT_MISS_FLAGS: Final = 0xFFFF & ~_MISS_FLAGS
+READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_SHARED | FLAG_PADDED
+DATA_FLAGS: Final = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT
+MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED
+_NOT_READ_FLAGS: Final = 0xFFFF & ~READ_FLAGS
+_NOT_DATA_FLAGS: Final = 0xFFFF & ~DATA_FLAGS
+_NOT_MISS_FLAGS: Final = 0xFFFF & ~MISS_FLAGS
 _PADDING: Final = bytes(READ_PADDING_BYTES)
 
 
@@ -434,60 +417,6 @@ def decode(data: Buffer) -> Frame:
     raise WireError(f"unknown op {op}")
 
 
-_FLAGS_AT: Final = 2
-_CHUNK_AT: Final = 38
-assert KVCAST.fields[2].name == "flags"
-assert KVCAST.fields[9].name == "chunk"
-assert sum(field.bits for field in KVCAST.fields[:2]) == 8 * _FLAGS_AT
-assert sum(field.bits for field in KVCAST.fields[:9]) == 8 * _CHUNK_AT
-
-
-def single(frame: Frame) -> DataRun:
-    """A DATA frame as a run of one."""
-    return DataRun(frame, frame.payload, 0, 0, [frame.chunk], bool(frame.flags & FLAG_LAST))
-
-
-def run_from(frame: Frame, data: bytes, at: int, end: int, lead: int = 0) -> DataRun:
-    """The run that begins with `frame`, a DATA frame decoded from the datagram at `data[at]`.
-
-    The next datagrams lie behind it up to `end`, each with `lead` bytes in front (Ethernet, IPv4
-    and UDP) that must be the same too. What differs in anything ends the run, and is for the
-    caller to decode.
-    """
-    flags = frame.flags
-    chunks = [frame.chunk]
-    chunking = chunking_of(frame.segment)
-    datagram_bytes = HEADER_BYTES + chunking.chunk_bytes
-    stride = lead + datagram_bytes
-    payload_at = at + HEADER_BYTES
-    last = bool(flags & FLAG_LAST)
-    if not last:
-        head = data[at - lead : at + _FLAGS_AT]
-        flags_going_on = data[at + _FLAGS_AT : at + _FLAGS_AT + 2]
-        flags_at_end = (flags | FLAG_LAST).to_bytes(2, "big")
-        middle = data[at + _FLAGS_AT + 2 : at + _CHUNK_AT]
-        tail = data[at + _CHUNK_AT + 1 : payload_at]
-        chunks_there = chunking.chunks_of(frame.size, segment_index(frame.segment))
-        at += stride
-        while not last and at + datagram_bytes <= end:
-            chunk = data[at + _CHUNK_AT]
-            if (
-                data[at - lead : at + _FLAGS_AT] != head
-                or data[at + _FLAGS_AT + 2 : at + _CHUNK_AT] != middle
-                or data[at + _CHUNK_AT + 1 : at + HEADER_BYTES] != tail
-                or not chunks[-1] < chunk < chunks_there
-            ):
-                break
-            its_flags = data[at + _FLAGS_AT : at + _FLAGS_AT + 2]
-            if its_flags != flags_going_on:
-                if its_flags != flags_at_end:
-                    break
-                last = True
-            chunks.append(chunk)
-            at += stride
-    return DataRun(frame, data, payload_at, stride, chunks, last)
-
-
 def _check_read(length: int, flags: int, size: int, chunk: int, wanted: int) -> None:
     if flags & _NOT_READ_FLAGS:
         raise WireError(f"READ with flags {flags:#06x}")
@@ -504,11 +433,12 @@ def _check_read(length: int, flags: int, size: int, chunk: int, wanted: int) -> 
         raise WireError("READ with size or chunk")
 
 
-def encode(frame: Frame) -> bytes:
-    """One datagram. Raises WireError where a field is out of range or the payload of a wrong
-    length; that `decode` takes the rest is up to whoever made the frame."""
+def header_of(frame: Frame) -> bytes:
+    """The header of a datagram. Raises WireError where a field is out of range."""
+    if len(frame.key) != KEY_BYTES:  # struct would pad or cut it
+        raise WireError(f"key of {len(frame.key)} bytes")
     try:
-        header = _pack(
+        return _pack(
             VERSION,
             frame.op,
             frame.flags,
@@ -525,8 +455,12 @@ def encode(frame: Frame) -> bytes:
         )
     except struct.error as error:
         raise WireError(f"field out of range: {error}") from error
-    if len(frame.key) != KEY_BYTES:  # struct would pad or cut it
-        raise WireError(f"key of {len(frame.key)} bytes")
+
+
+def encode(frame: Frame) -> bytes:
+    """One datagram. Raises WireError where a field is out of range or the payload of a wrong
+    length; that `decode` takes the rest is up to whoever made the frame."""
+    header = header_of(frame)
     payload = frame.payload
     if frame.op == OP_DATA:
         chunk_bytes = CHUNK_BYTES << (frame.segment >> SEGMENT_INDEX_BITS)

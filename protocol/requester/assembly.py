@@ -1,51 +1,67 @@
 """Puts one copy of a block together from chunks.
 
 Owns: the first invariant, that no reader gets bytes that are not one whole copy of the block it
-named. An `Assembly` is made for one size and one digest; chunks of any other copy are refused by
-its caller before they come here, every chunk is written once, and `verified` compares the
+named. An `Assembly` is made for one size and one digest; `kvcast.protocol.placement` puts each
+chunk of that copy in its place, once, and refuses those of any other; and `verified` compares the
 digest of all bytes with the chosen one. Must not know: who asked for what, timers, the network.
 """
 
 from __future__ import annotations
 
-from kvcast.protocol.messages.wire import (
-    BlockId,
-    Chunking,
-    DataRun,
-    digest_of,
-    segment_index,
-)
+from collections.abc import Collection
+
+from kvcast.protocol.messages.wire import BlockId, Chunking, Frame, digest_of, encode
+from kvcast.protocol.placement import Arrived, Placement
 
 
 class Assembly:
-    """One copy of `block`, as far as it has arrived. `buffer` is writable and holds `size`
-    bytes."""
+    """One copy of `block`, as far as it has arrived. `buffer` is writable, holds `size` bytes, and
+    stays where it is until `leave`."""
 
     __slots__ = (
         "_all_of_last",
+        "_number",
+        "_placement",
         "block",
         "buffer",
-        "chunking",
         "digest",
         "missing",
         "segments_left",
+        "serial",
         "size",
     )
 
     def __init__(
-        self, block: BlockId, size: int, digest: int, buffer: memoryview, chunking: Chunking
+        self,
+        placement: Placement,
+        block: BlockId,
+        size: int,
+        digest: int,
+        buffer: memoryview,
+        chunking: Chunking,
+        sources: Collection[int],
     ) -> None:
+        """`sources`: the nodes that chunks are taken from."""
         if buffer.readonly or buffer.nbytes != size or buffer.itemsize != 1:
             raise ValueError(f"not a writable view of {size} bytes")
         self.block = block
         self.size = size
         self.digest = digest
         self.buffer = buffer
-        self.chunking = chunking
-        self.missing = [chunking.bitmap(size, i) for i in range(chunking.segments_of(size))]
-        """By segment, the chunks that have not arrived."""
-        self.segments_left = len(self.missing)
-        self._all_of_last = self.missing[-1]
+        self._placement = placement
+        number, serial, missing = placement.enter(block, size, digest, buffer, chunking, sources)
+        self._number = number
+        self.serial = serial
+        """What arrivals of this assembly are known by."""
+        self.missing = missing
+        """By segment, the chunks of which `took` has not heard. Some may be in their places: what
+        came in one piece is told one thing after the other."""
+        self.segments_left = len(missing)
+        self._all_of_last = missing[-1]
+
+    def leave(self) -> None:
+        """Nothing is written to the buffer any more."""
+        self._placement.leave(self._number)
 
     def is_of(self, size: int, digest: int) -> bool:
         """Whether chunks that say `size` and `digest` belong to this copy."""
@@ -55,32 +71,28 @@ class Assembly:
         """Every chunk of `segment`, as a bitmap."""
         return self._all_of_last if segment == len(self.missing) - 1 else (1 << 64) - 1
 
-    def add_run(self, run: DataRun) -> int:
-        """Put the chunks of a run in their places; returns those that were not there, as a bitmap.
+    @property
+    def sources(self) -> frozenset[int]:
+        """The nodes that chunks are taken from."""
+        return self._placement.listens_to(self._number)
 
-        The caller has checked `is_of` and how the run is cut, and the codec that the chunks lie
-        within the size.
-        """
-        segment = segment_index(run.frame.segment)
-        chunk_bytes = self.chunking.chunk_bytes
-        missing = before = self.missing[segment]
-        start_of_segment = segment * self.chunking.segment_bytes
-        buffer, size = self.buffer, self.size
-        at, data, stride = run.at, run.data, run.stride
-        for chunk in run.chunks:
-            bit = 1 << chunk
-            if missing & bit:
-                missing ^= bit
-                start = start_of_segment + chunk * chunk_bytes
-                # Not by `min`: this runs for every chunk that a node receives.
-                length = chunk_bytes if start + chunk_bytes <= size else size - start
-                buffer[start : start + length] = data[at : at + length]
-            at += stride
-        if missing != before:
-            self.missing[segment] = missing
-            if not missing:
-                self.segments_left -= 1
-        return missing ^ before
+    def listen(self, sources: Collection[int]) -> None:
+        """Take chunks from these nodes."""
+        self._placement.listen(self._number, sources)
+
+    def put(self, frame: Frame, source: int) -> Arrived:
+        """Put the chunk of a DATA of this copy, which the caller has decided to take, in its
+        place."""
+        arrived = self._placement.put(self._number, encode(frame), source)
+        assert arrived is not None, f"{frame} is not of {self.block}"
+        return arrived
+
+    def took(self, arrived: Arrived) -> int:
+        """Note that chunks are there; returns those of their segment that were missing then."""
+        self.missing[arrived.segment] = arrived.missing
+        if not arrived.missing:
+            self.segments_left -= 1
+        return arrived.missing
 
     def verified(self) -> bool:
         """Whether the bytes, all of them there, are those that the digest was made of."""

@@ -211,6 +211,11 @@ class Fetch:
         """The digest of the copy that is being put together, or expected; 0 = any will do."""
         return self.expect_digest if self.assembly is None else self.assembly.digest
 
+    def listen(self) -> None:
+        """Take chunks from those who are listened to now."""
+        if self.assembly is not None:
+            self.assembly.listen(self.homes.sources)
+
     def plan(self, count: int) -> None:
         """Begin with so many segments, none of them asked for."""
         assert self.assembly is None
@@ -240,12 +245,17 @@ class Fetch:
         self.homes.check(None if in_bulk else asking)
         if assembly is not None:
             assert len(assembly.missing) == len(self.segments), f"segments of {self}"
+            listened = frozenset(self.homes.sources)
+            assert assembly.sources == listened, f"sources of {self}"
         for index, segment in enumerate(self.segments):
             assert segment.index == index
             missing = None if assembly is None else assembly.missing[index]
             segment.check(missing, 0 if assembly is None else assembly.all_chunks(index))
             idle = state is FetchState.READING and segment.state is SegmentState.IDLE
             assert not idle or index in self.idle, f"nobody will ask for {segment}"
+        if assembly is not None:
+            left = sum(missing != 0 for missing in assembly.missing)
+            assert assembly.segments_left == left, f"{left} segments of {self} are left"
 
     def __repr__(self) -> str:
         return f"<fetch {self.id} of {self.block}: {self.state.name}>"

@@ -47,6 +47,8 @@ class Lifecycle:
     ) -> None:
         self.fetches: dict[int, Fetch] = {}
         self.by_block: dict[tuple[int, bytes], Fetch] = {}
+        self.by_serial: dict[int, Fetch] = {}
+        """Those of which a copy is being put together, by its assembly's serial."""
         self.timers = TimerQueue()
         self.asker = Asker(config, counters, self.fetches, self.timers, rng)
         self.events: deque[Event] = deque()  # at most three a fetch
@@ -111,7 +113,10 @@ class Lifecycle:
         self.asker.land_all(now, fetch.segments, SegmentEvent.DROP)
         fetch.segments = []
         fetch.idle.clear()
-        fetch.assembly = None
+        assembly, fetch.assembly = fetch.assembly, None
+        if assembly is not None:
+            del self.by_serial[assembly.serial]
+            assembly.leave()
         if fetch.reservation is not None:
             reservation, fetch.reservation = fetch.reservation, None
             reservation.abort()
@@ -183,6 +188,7 @@ class Lifecycle:
         """Go on with the same assembly at another home."""
         fetch.happen(now, FetchEvent.MOVE)
         fetch.homes.ask(now, home)
+        fetch.listen()
         self.asker.land_all(now, fetch.segments, SegmentEvent.LEAVE)
         fetch.plan_idle()
         self.asker.enqueue(fetch)
@@ -229,6 +235,8 @@ class Lifecycle:
         """Raise AssertionError where the state contradicts itself."""
         by_block = {fetch.block: fetch for fetch in self.fetches.values()}
         assert by_block == self.by_block, f"fetches by block: {self.by_block}"
+        by_serial = {f.assembly.serial: f for f in self.fetches.values() if f.assembly}
+        assert by_serial == self.by_serial, f"fetches by serial: {self.by_serial}"
         for fetch in self.fetches.values():
             try:
                 fetch.check()

@@ -39,6 +39,7 @@ from typing import Final
 
 from kvcast.protocol.messages.wire import (
     CELLS,
+    FLAG_LAST,
     FLAG_PARTIAL,
     FLAG_RESIDENT,
     FLAG_SHARED,
@@ -52,15 +53,14 @@ from kvcast.protocol.messages.wire import (
     OP_OFFER,
     BlockId,
     Chunking,
-    DataRun,
     Frame,
     WireError,
     chunking_of,
     decode_offer,
     digest_of,
     segment_index,
-    single,
 )
+from kvcast.protocol.placement import Arrived, Placement
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.events import (
     Allocate,
@@ -95,8 +95,18 @@ class Requester:
     """See the module's description. All times are seconds on one monotonic clock of the
     caller's; nodes are indices as in the pool map."""
 
-    def __init__(self, config: RequesterConfig, *, allocate: Allocate, rng: random.Random) -> None:
+    def __init__(
+        self,
+        config: RequesterConfig,
+        *,
+        allocate: Allocate,
+        rng: random.Random,
+        placement: Placement | None = None,
+    ) -> None:
         self.counters = RequesterCounters()
+        self.placement = Placement() if placement is None else placement
+        """Where the copies that are being put together are known to whoever receives: what arrives
+        of them is told to `placed`, everything else to `receive`."""
         self._allocate = allocate
         self._life = Lifecycle(config, self.counters, rng)
         self._fetches = self._life.fetches
@@ -197,6 +207,7 @@ class Requester:
             gone = [home for home in homes.order if home in indices]
             for home in gone:
                 homes.forget(now, home)
+            fetch.listen()
             if not gone or fetch.state in IN_BULK:
                 continue
             if not homes.order:
@@ -207,14 +218,13 @@ class Requester:
 
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """Take a frame, as `wire.decode` made it, that came from node `source`."""
-        if frame.op == OP_DATA:
-            self.receive_run(now, source, single(frame))
-            return
         fetch = self._by_block.get((frame.namespace, frame.key))
         if fetch is None or chunking_of(frame.segment) is not fetch.chunking:
             self.counters.unsolicited += 1
         elif source not in fetch.homes.sources:
             self.counters.wrong_source += 1
+        elif frame.op == OP_DATA:
+            self._receive_data(now, source, frame, fetch)
         elif frame.op == OP_MISS:
             self._receive_miss(now, source, frame, fetch)
         elif frame.op == OP_OFFER:
@@ -222,16 +232,15 @@ class Requester:
         else:
             self.counters.unexpected_op += 1
 
-    def receive_run(self, now: float, source: int, run: DataRun) -> None:
-        """Take DATA frames that came from node `source`, one after the other."""
-        frame = run.frame
-        fetch = self._by_block.get((frame.namespace, frame.key))
-        if fetch is None or chunking_of(frame.segment) is not fetch.chunking:
-            self.counters.unsolicited += len(run.chunks)
-        elif source not in fetch.homes.sources:
-            self.counters.wrong_source += len(run.chunks)
-        else:
-            self._receive_data(now, source, run, fetch)
+    def placed(self, now: float, arrivals: Sequence[Arrived]) -> None:
+        """Hear of DATA that `placement` has put in place, in the order in which it came."""
+        by_serial = self._life.by_serial
+        for arrived in arrivals:
+            fetch = by_serial.get(arrived.serial)
+            if fetch is None:  # an arrival before this one has ended the assembly
+                self.counters.duplicates += arrived.frames
+            else:
+                self._arrived(now, fetch, arrived)
 
     def bulk_done(self, now: float, fetch_id: int, copy: BulkCopy | None) -> bool:
         """Tell how a TryBulk or OfferReceived went; None = it failed.
@@ -364,29 +373,32 @@ class Requester:
 
     # --- DATA -------------------------------------------------------------------------------
 
-    def _receive_data(self, now: float, source: int, run: DataRun, fetch: Fetch) -> None:
-        frame = run.frame
-        count = len(run.chunks)
+    def _receive_data(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
+        """DATA that needs a decision: no copy is chosen yet, or it may be of another copy."""
         assembly = fetch.assembly
-        counters = self.counters
         if assembly is None:
-            assembly = self._choose_copy(now, source, frame, count, fetch)
+            assembly = self._choose_copy(now, source, frame, fetch)
             if assembly is None:
                 return
-        elif assembly.digest != frame.digest or assembly.size != frame.size:
-            counters.other_copy += count
+        elif not assembly.is_of(frame.size, frame.digest):
+            self.counters.other_copy += 1
             fetch.homes.other_copies.add(source)
-            if run.last:
+            if frame.flags & FLAG_LAST:
                 self._swallowed(now, source, frame, fetch)
             return
-        index = segment_index(frame.segment)
-        added = assembly.add_run(run)
-        new = added.bit_count()
-        counters.duplicates += count - new
+        self._arrived(now, fetch, assembly.put(frame, source))
+
+    def _arrived(self, now: float, fetch: Fetch, arrived: Arrived) -> None:
+        """Chunks of the chosen copy have come, and are in their places."""
+        assembly = fetch.assembly
+        assert assembly is not None
+        counters = self.counters
+        new = arrived.added.bit_count()
+        counters.duplicates += arrived.frames - new
         if not new:
             return
         asker = self._asker
-        flags = frame.flags
+        flags, source = arrived.flags, arrived.source
         report = fetch.report
         counters.data += new
         fetch.progress_at = now
@@ -402,47 +414,52 @@ class Requester:
             report.chunks_shared += new
         else:
             report.chunks_plain += new
-        segment = fetch.segments[index]
+        segment = fetch.segments[arrived.segment]
         state = segment.state
         if state is not _RECEIVING and state is not _GAPPED:
             shared = None if flags & FLAG_PARTIAL else bool(flags & FLAG_SHARED)
             asker.begin(now, fetch, segment, shared=shared)
         segment.base_at = now
         segment.tries = 0
-        if frame.tag == segment.tag:
+        if arrived.tag == segment.tag:
             asker.sample(now, source, segment, resident=bool(flags & FLAG_RESIDENT))
-        missing = assembly.missing[index]
+        missing = assembly.took(arrived)
         if not missing:
             self._segment_complete(now, fetch, segment, assembly)
-        elif run.last and added >> run.chunks[-1] & 1:
+        elif arrived.ends_anew:
             asker.gap(now, segment, missing.bit_count())
 
-    def _choose_copy(
-        self, now: float, source: int, frame: Frame, count: int, fetch: Fetch
-    ) -> Assembly | None:
-        """The first DATA of an assembly, the first of `count` alike, decides which copy it is
-        of."""
+    def _choose_copy(self, now: float, source: int, frame: Frame, fetch: Fetch) -> Assembly | None:
+        """The first DATA of an assembly decides which copy it is of."""
         if fetch.state in IN_BULK:
-            self.counters.duplicates += count
+            self.counters.duplicates += 1
             return None
         if fetch.expect_digest not in (0, frame.digest):
-            self.counters.other_copy += count
+            self.counters.other_copy += 1
             fetch.homes.other_copies.add(source)
             return None
         if not self._size_allowed(fetch, frame.size):
-            self.counters.wrong_size += count
+            self.counters.wrong_size += 1
             self._life.judge(now, fetch, source, MissReason.WRONG_SIZE)
             return None
         reservation = self._allocate(fetch.block, frame.size)
         if reservation is None:
-            self.counters.no_memory += count
+            self.counters.no_memory += 1
             self._life.miss(now, fetch, MissReason.NO_MEMORY)
             self._asker.pump(now)
             return None
-        assembly = Assembly(fetch.block, frame.size, frame.digest, reservation.view, fetch.chunking)
         fetch.happen(now, FetchEvent.CHOOSE_COPY)
         fetch.reservation = reservation
-        fetch.assembly = assembly
+        assembly = fetch.assembly = Assembly(
+            self.placement,
+            fetch.block,
+            frame.size,
+            frame.digest,
+            reservation.view,
+            fetch.chunking,
+            fetch.homes.sources,
+        )
+        self._life.by_serial[assembly.serial] = fetch
         if frame.flags & FLAG_SHARED:  # known before the next READs are made
             self._asker.note_sharing(now, fetch)
         if fetch.report.first_byte_s is None:

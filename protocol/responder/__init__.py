@@ -2,6 +2,7 @@
 
 from kvcast.protocol.responder.responder import (
     READ_OUTCOMES,
+    Answer,
     HeldBlock,
     Responder,
     ResponderConfig,
@@ -9,6 +10,7 @@ from kvcast.protocol.responder.responder import (
 
 __all__ = [
     "READ_OUTCOMES",
+    "Answer",
     "HeldBlock",
     "Responder",
     "ResponderConfig",

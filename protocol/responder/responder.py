@@ -4,11 +4,12 @@ Owns: which answer goes out next, and how fast. Must not know: sockets, clocks, 
 bytes lie (a lookup is handed in), or whether a switch is on the way. Follows docs/architecture.md,
 "On the path, never in the way".
 
-A caller passes on READs (`receive`), and takes what is to be sent (`frames_to_send`) whenever
-`get_timer` says so. A READ becomes a *job*: the chunks of one segment, for one reader, with the
-block held until the last of them is out. Jobs of one reader go in order, repairs (PARTIAL) before
-all others; readers take turns; a token bucket sets the pace; and a job whose READ allows
-gathering waits for its joiners first.
+A caller passes on READs (`receive`), and takes what is to be sent (`answers_to_send`) whenever
+`get_timer` says so: DATA not as frames but as `Answer`s, each many chunks of one segment, since
+whoever sends them can make the frames faster. A READ becomes a *job*: the chunks of one segment,
+for one reader, with the block held until the last of them is out. Jobs of one reader go in order,
+repairs (PARTIAL) before all others; readers take turns; a token bucket sets the pace; and a job
+whose READ allows gathering waits for its joiners first.
 
 Readers that want the same blocks, a moment apart, cost a copy each: when the second asks, the
 answer has passed the switch, and they stay a moment apart until both are done. So answers to READs
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -56,6 +57,7 @@ from kvcast.protocol.messages.wire import (
 )
 from kvcast.protocol.pacing import TokenBucket
 from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig
+from msgspec.structs import replace
 
 
 class HeldBlock(Protocol):
@@ -171,6 +173,54 @@ class BlockHeat(NamedTuple):
     digest: int
 
 
+class Answer:
+    """DATA frames of one answer, or of part of it: those of `chunks`, in order."""
+
+    __slots__ = ("_job", "chunking", "chunks", "frame", "last", "segment")
+
+    def __init__(self, job: _Job) -> None:
+        size = job.held.data.nbytes
+        self._job = job
+        self.frame = Frame(
+            OP_DATA,
+            job.block.namespace,
+            job.block.key,
+            job.segment,
+            job.flags,
+            job.group,
+            job.held.digest,
+            size,
+            tag=job.tag,
+        )
+        """All frames, but for chunk, payload, and the last one's FLAG_LAST."""
+        self.chunking = job.chunking
+        """How long the chunks are."""
+        start = segment_index(job.segment) * job.chunking.segment_bytes
+        self.segment = job.held.data[start : start + job.chunking.segment_bytes]
+        """The segment's bytes, of which the caller must have made use when its thread does
+        something else."""
+        self.chunks = 0
+        """A bitmap."""
+        self.last = False
+        """Whether the last frame carries FLAG_LAST."""
+
+    def is_of(self, job: _Job) -> bool:
+        """Whether chunks of this job can be added."""
+        return self._job is job
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames; their payloads are views of `segment`."""
+        chunks, frame = self.chunks, self.frame
+        while chunks:
+            lowest = chunks & -chunks
+            chunks ^= lowest
+            chunk = lowest.bit_length() - 1
+            flags = frame.flags | FLAG_LAST if self.last and not chunks else frame.flags
+            start = chunk * self.chunking.chunk_bytes
+            payload = self.segment[start : start + self.chunking.chunk_bytes]
+            yield replace(frame, chunk=chunk, flags=flags, payload=payload)
+
+
 class _Job:
     """One segment, or part of it, on its way to one reader."""
 
@@ -284,27 +334,39 @@ class Responder:
                 held.release()
 
     def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
-        """At most `budget` frames to send now, each with the node it goes to.
+        """As `answers_to_send`, frame by frame."""
+        frames: list[tuple[int, Frame]] = []
+        for reader, answer in self.answers_to_send(now, budget):
+            if isinstance(answer, Frame):
+                frames.append((reader, answer))
+            else:
+                frames += [(reader, frame) for frame in answer.frames()]
+        return frames
 
-        The payloads are views of the held blocks, which may be gone once the caller's thread
-        does something else: encode the frames first.
+    def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
+        """At most `budget` frames to send now, each or many together with the node they go to.
+
+        Answers hold views of the held blocks, which may be gone once the caller's thread does
+        something else: send or copy them first.
         """
         self._end_gathering(now)
         waiting = len(self._replies) + _MAX_FRAMES_PER_JOB * self._ready
         allowed = self._bucket.available(now, min(budget, waiting))
-        frames: list[tuple[int, Frame]] = []
-        while self._replies and len(frames) < allowed:
-            frames.append(self._replies.popleft())
+        answers: list[tuple[int, Frame | Answer]] = []
+        while self._replies and len(answers) < allowed:
+            answers.append(self._replies.popleft())
+        left = allowed - len(answers)
         turns = self._turns
-        while turns and len(frames) < allowed:
+        while turns and left > 0:
             index = self._whose_turn()
             reader = self._readers[index]
-            turn = min(self.config.turn_frames, allowed - len(frames))
-            self._take_turn(now, index, reader, turn, frames)
+            # Whoever is alone has one turn after the other.
+            turn = min(self.config.turn_frames, left) if turns else left
+            left -= self._take_turn(now, index, reader, turn, answers)
             if reader.queue:
                 turns.append(index)
-        self._bucket.take(len(frames))
-        return frames
+        self._bucket.take(allowed - left)
+        return answers
 
     def get_timer(self, now: float) -> float | None:
         """When `frames_to_send` will have something; None = when more READs have come."""
@@ -539,63 +601,46 @@ class Responder:
         return index
 
     def _take_turn(
-        self, now: float, index: int, reader: _Reader, turn: int, frames: list[tuple[int, Frame]]
-    ) -> None:
-        """Add up to `turn` frames of one reader's jobs to `frames`."""
+        self,
+        now: float,
+        index: int,
+        reader: _Reader,
+        turn: int,
+        answers: list[tuple[int, Frame | Answer]],
+    ) -> int:
+        """Add up to `turn` frames of one reader's jobs; returns how many."""
         counters = self.counters
-        while turn and reader.queue:
+        left = turn
+        while left and reader.queue:
             job = reader.queue[0]
             if job.offer is not None:
-                frames.append((index, job.offer))
+                answers.append((index, job.offer))
                 job.offer = None
                 counters.offers += 1
-                turn -= 1
+                left -= 1
                 continue
-            data = job.held.data
-            digest = job.held.digest
-            namespace, key = job.block
-            size = data.nbytes
+            chunks = _lowest(job.remaining, left)
+            job.remaining ^= chunks
+            count = chunks.bit_count()
+            left -= count
+            answer = answers[-1][1] if answers else None
+            if not isinstance(answer, Answer) or not answer.is_of(job):
+                answer = Answer(job)
+                answers.append((index, answer))
+            answer.chunks |= chunks
+            counters.data_frames += count
             chunk_bytes = job.chunking.chunk_bytes
-            start_of_segment = segment_index(job.segment) * job.chunking.segment_bytes
-            remaining = job.remaining
-            while turn and remaining:
-                lowest = remaining & -remaining
-                remaining ^= lowest
-                chunk = lowest.bit_length() - 1
-                start = start_of_segment + chunk * chunk_bytes
-                payload = data[start : start + chunk_bytes]
-                flags = job.flags if remaining else job.flags | FLAG_LAST
-                frames.append(
-                    (
-                        index,
-                        Frame(
-                            OP_DATA,
-                            namespace,
-                            key,
-                            job.segment,
-                            flags,
-                            job.group,
-                            digest,
-                            size,
-                            chunk,
-                            0,
-                            0,
-                            job.tag,
-                            payload,
-                        ),
-                    )
-                )
-                counters.data_frames += 1
-                counters.payload_bytes += len(payload)
-                turn -= 1
-            job.remaining = remaining
-            if not remaining:
+            beyond = chunks.bit_length() * chunk_bytes - len(answer.segment)
+            counters.payload_bytes += count * chunk_bytes - max(0, beyond)
+            if not job.remaining:
+                answer.last = True
                 reader.queue.popleft()
                 self._ready -= 1
                 if not job.flags:
                     counters.segments_full += 1
                     self._catch_up.sent(now)
                 self._finish(job)
+        return turn - left
 
     def _finish(self, job: _Job) -> None:
         """A job has left its queue: let go of its block."""
@@ -614,3 +659,13 @@ class Responder:
     def _all_jobs(self) -> list[_Job]:
         ready = [job for reader in self._readers.values() for job in reader.queue]
         return ready + [entry[3] for entry in self._gathering]
+
+
+def _lowest(bitmap: int, count: int) -> int:
+    """The `count` lowest of the bits that are set, or all."""
+    if bitmap.bit_count() <= count:
+        return bitmap
+    rest = bitmap
+    for _ in range(count):
+        rest &= rest - 1
+    return bitmap ^ rest

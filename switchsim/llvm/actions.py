@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvcast.native.writer import NULL, Block, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import NULL, Block, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.externs import Runtime

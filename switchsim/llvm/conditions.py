@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim.llvm.layout import PhvLayout
 from kvcast.switchsim.llvm.scope import Number, Scope, bits_of, round_bits
 

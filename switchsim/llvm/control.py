@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import (
+from kvcast.native.writer import (
     FALSE,
     NULL,
     TRUE,
@@ -24,6 +23,7 @@ from kvcast.switchsim.codegen.writer import (
     Value,
     integer,
 )
+from kvcast.switchsim import ir
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Packer
 from kvcast.switchsim.llvm.layout import (

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.conditions import Conditions
 from kvcast.switchsim.llvm.layout import (

@@ -6,7 +6,7 @@ generator (MT19937 as `random.Random` uses it), so that both engines draw the sa
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, integer
+from kvcast.native.writer import NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcast.native.writer import TRUE, Function, Module, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
 from kvcast.switchsim.llvm.scope import Scope

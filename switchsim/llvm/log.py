@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from kvcast.native.writer import integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.memory import Region

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcast.native.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
 from kvcast.switchsim.llvm.layout import (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvcast.native.writer import TRUE, Function, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Function, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import (
     ArgumentsLayout,

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from kvcast.switchsim.codegen.jit import Library, default_cache, load
-from kvcast.switchsim.codegen.writer import Module
+from kvcast import native
+from kvcast.native.jit import Library, default_cache, load
+from kvcast.native.writer import Module
 from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest, SwitchStats
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
@@ -91,8 +92,8 @@ def _engine_version() -> str:
     package = Path(__file__).parents[1]
     digest = hashlib.sha256((package / "ir.py").read_bytes())
     digest.update((package / "semantics.py").read_bytes())
-    for folder in ("codegen", "llvm"):
-        for source in sorted((package / folder).glob("*.py")):
+    for folder in (Path(native.__file__).parent, package / "llvm"):
+        for source in sorted(folder.glob("*.py")):
             digest.update(source.read_bytes())
     return digest.hexdigest()
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvcast.native.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Block, Function, Module, Value, integer
 from kvcast.switchsim.llvm.layout import (
     NATIVE_BITS,
     RecordLayout,

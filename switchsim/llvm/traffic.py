@@ -11,8 +11,8 @@ egress can change is put back: the head, and the headers that it writes.
 
 from __future__ import annotations
 
+from kvcast.native.writer import FALSE, NULL, Function, Module, Value, integer
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, NULL, Function, Module, Value, integer
 from kvcast.switchsim.llvm.abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm.actions import Toolbox
 from kvcast.switchsim.llvm.control import PipelineWriter, ProgramPlan, written_headers

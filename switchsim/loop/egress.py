@@ -14,15 +14,7 @@ loop is not woken for each; when they left is reckoned without it.
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.subset import (
-    U64,
-    address_of,
-    copy,
-    native,
-    size_of,
-    unsigned,
-)
-from kvcast.switchsim.loop.linux import (
+from kvcast.native.linux import (
     EAGAIN,
     ECONNREFUSED,
     EINTR,
@@ -38,6 +30,14 @@ from kvcast.switchsim.loop.linux import (
     free,
     malloc,
     sendmmsg,
+)
+from kvcast.native.subset import (
+    U64,
+    address_of,
+    copy,
+    native,
+    size_of,
+    unsigned,
 )
 from kvcast.switchsim.loop.rings import ring_push
 from kvcast.switchsim.loop.state import (

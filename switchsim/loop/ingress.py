@@ -9,23 +9,7 @@ the program but the kernel's buffer, which drops when it is full (rx_kernel_drop
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.subset import (
-    I32,
-    U32,
-    U64,
-    atomic_load,
-    atomic_store,
-    bytes_at,
-    indirect,
-    move,
-    native,
-    size_of,
-    u16_at,
-    u32_at,
-    unsigned,
-)
-from kvcast.switchsim.loop.egress import flush, lost, transmit
-from kvcast.switchsim.loop.linux import (
+from kvcast.native.linux import (
     EAGAIN,
     ECONNREFUSED,
     EINTR,
@@ -54,6 +38,22 @@ from kvcast.switchsim.loop.linux import (
     recvmmsg,
     swap16,
 )
+from kvcast.native.subset import (
+    I32,
+    U32,
+    U64,
+    atomic_load,
+    atomic_store,
+    bytes_at,
+    indirect,
+    move,
+    native,
+    size_of,
+    u16_at,
+    u32_at,
+    unsigned,
+)
+from kvcast.switchsim.loop.egress import flush, lost, transmit
 from kvcast.switchsim.loop.state import (
     DATAGRAMS_AT_ONCE,
     FLUSH_BYTES,

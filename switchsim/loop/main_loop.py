@@ -15,7 +15,17 @@ that replaces what a packet may still read waits for the epoch to change (llvm e
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.linux import (
+    CLOCK_MONOTONIC,
+    TFD_TIMER_ABSTIME,
+    TimeSpec,
+    clock_gettime,
+    epoll_wait,
+    read,
+    timerfd_settime,
+    write,
+)
+from kvcast.native.subset import (
     I64,
     U64,
     address_of,
@@ -34,16 +44,6 @@ from kvcast.switchsim.loop.egress import (
     release_all,
 )
 from kvcast.switchsim.loop.ingress import accept, receive
-from kvcast.switchsim.loop.linux import (
-    CLOCK_MONOTONIC,
-    TFD_TIMER_ABSTIME,
-    TimeSpec,
-    clock_gettime,
-    epoll_wait,
-    read,
-    timerfd_settime,
-    write,
-)
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop
 from kvcast.switchsim.loop.state import (
     NEVER,

@@ -6,7 +6,7 @@ frames are for. A ring is bounded in bytes and in frames; `push` says whether th
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.subset import (
     U32,
     U64,
     atomic_load,

@@ -26,10 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
 
-from kvcast.switchsim.codegen.subset import Library, ctypes_of, size_of
-from kvcast.switchsim.loop import state
-from kvcast.switchsim.loop.egress import prepare_send
-from kvcast.switchsim.loop.linux import (
+from kvcast.native.linux import (
     VNET_HEADER_BYTES,
     AuxMessage,
     EpollEvent,
@@ -39,6 +36,9 @@ from kvcast.switchsim.loop.linux import (
     SockAddrIn,
     TimerSpec,
 )
+from kvcast.native.subset import Library, ctypes_of, size_of
+from kvcast.switchsim.loop import state
+from kvcast.switchsim.loop.egress import prepare_send
 from kvcast.switchsim.loop.main_loop import (
     TIMER,
     WAKE,

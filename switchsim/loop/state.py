@@ -1,7 +1,7 @@
 """What the compiled packet loop keeps: its ports, queues, rings and buffers, as C structures.
 
 Owns: the layout that Python and compiled code share. Must not know: what is done with it. Python
-allocates these (as the ctypes mirrors of `codegen.subset.ctypes_of`) and sets them up before the
+allocates these (as the ctypes mirrors of `native.subset.ctypes_of`) and sets them up before the
 loop runs; from then on the loop writes them, and Python reads the counters. The exceptions are the
 fields that say "set by Python", and the rings, which have one writer and one reader each.
 
@@ -12,21 +12,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvcast.switchsim.codegen.subset import (
-    I32,
-    U32,
-    U64,
-    Inline,
-    Ptr,
-    Struct,
-)
-from kvcast.switchsim.loop.linux import (
+from kvcast.native.linux import (
     EpollEvent,
     IoVec,
     MsgHdr,
     SegmentMessage,
     SockAddrIn,
     TimerSpec,
+)
+from kvcast.native.subset import (
+    I32,
+    U32,
+    U64,
+    Inline,
+    Ptr,
+    Struct,
 )
 
 PRIORITIES = 8

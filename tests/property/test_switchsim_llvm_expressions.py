@@ -9,9 +9,9 @@ import ctypes
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from kvcast.native import jit
+from kvcast.native.writer import Module, integer
 from kvcast.switchsim import ir, loader
-from kvcast.switchsim.codegen import jit
-from kvcast.switchsim.codegen.writer import Module, integer
 from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions

@@ -1062,13 +1062,12 @@ def _bytes_not_compared() -> AbstractContextManager[object]:
 )
 def _copies_mixed() -> AbstractContextManager[object]:
     def mixes(receive_data: Any) -> Any:
-        def takes(self: Any, now: float, source: int, run: Any, fetch: Any) -> None:
+        def takes(self: Any, now: float, source: int, frame: Any, fetch: Any) -> None:
             from msgspec.structs import replace
 
             if (copy := fetch.assembly) is not None:
-                frame = replace(run.frame, digest=copy.digest, size=copy.size)
-                run = replace(run, frame=frame)
-            receive_data(self, now, source, run, fetch)
+                frame = replace(frame, digest=copy.digest, size=copy.size)
+            receive_data(self, now, source, frame, fetch)
 
         return takes
 

@@ -44,6 +44,7 @@ from kvcast.simulation.plan import Plan
 from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
 from kvcast.switchsim.ir import Program
+from msgspec.structs import replace as replace_field
 from p4_edits import Json
 
 Plant = Callable[[EngineMaker], AbstractContextManager[Product]]
@@ -199,18 +200,21 @@ def _miss_keeps_asked() -> Any:
 
 @bug("a segment counts as complete when its last chunk is there", 1, 3)
 def _last_means_complete() -> Any:
-    original = Assembly.add_run
+    took, arrived_ = Assembly.took, requester.Requester._arrived
 
-    def add(self: Assembly, run: Any) -> int:
-        added = original(self, run)
-        segment = run.frame.segment
-        if run.last and self.missing[segment]:
-            self.missing[segment] = 0
-            self.segments_left -= 1
-        return added
+    def takes(self: Assembly, arrived: Any) -> int:
+        if arrived.last:
+            arrived = arrived._replace(missing=0)
+        return took(self, arrived)
+
+    def arrives(self: Any, now: float, fetch: Any, arrived: Any) -> None:
+        if not fetch.assembly.missing[arrived.segment]:  # what comes late is a duplicate
+            arrived = arrived._replace(added=0)
+        arrived_(self, now, fetch, arrived)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(Assembly, "add_run", add))
+    stack.enter_context(mock.patch.object(Assembly, "took", takes))
+    stack.enter_context(mock.patch.object(requester.Requester, "_arrived", arrives))
     stack.enter_context(mock.patch.object(Assembly, "verified", return_value=True))
     return stack
 
@@ -220,21 +224,15 @@ def _last_means_complete() -> Any:
 
 @bug("the home sends chunks that begin one byte too early", 1)
 def _chunk_off_by_one() -> Any:
-    original = responder.Responder._take_turn
+    original = responder.Answer.frames
 
-    def take(self: Any, now: float, index: int, reader: Any, turn: int, frames: list[Any]) -> None:
-        at = len(frames)
-        contents = {job.block: bytes(job.held.data) for job in reader.queue}
-        original(self, now, index, reader, turn, frames)
-        for i in range(at, len(frames)):
-            to, frame = frames[i]
-            start = frame.segment * 65536 + frame.chunk * 1024
-            if frame.chunk and frame.payload:
-                wrong = contents[frame.block][start - 1 : start - 1 + len(frame.payload)]
-                fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
-                frames[i] = (to, type(frame)(**(fields | {"payload": wrong})))
+    def frames(self: responder.Answer) -> Iterator[Any]:
+        for frame in original(self):
+            start = frame.chunk * 1024
+            payload = self.segment[start - 1 : start - 1 + len(frame.payload)]
+            yield replace_field(frame, payload=payload) if frame.chunk else frame
 
-    return mock.patch.object(responder.Responder, "_take_turn", take)
+    return mock.patch.object(responder.Answer, "frames", frames)
 
 
 @bug("the home does not mark the end of its answers", 2)
@@ -245,8 +243,7 @@ def _last_not_marked() -> Any:
         out = []
         for to, frame in original(self, now, budget):
             if frame.flags & FLAG_LAST and frame.size > 2048:
-                fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
-                frame = type(frame)(**(fields | {"flags": frame.flags & ~FLAG_LAST}))
+                frame = replace_field(frame, flags=frame.flags & ~FLAG_LAST)
             out.append((to, frame))
         return out
 

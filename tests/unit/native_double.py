@@ -13,7 +13,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.subset import (
     I32,
     U32,
     U64,

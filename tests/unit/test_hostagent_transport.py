@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import operator
 import random
 import socket
 import struct
@@ -27,11 +29,14 @@ from kvcast.hostagent.network.datagrams import (
 )
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
+from kvcast.protocol.placement import Arrived, Placement
+from kvcast.protocol.responder import Answer
 
 ME = Endpoint(parse_mac("02:6b:76:00:00:01"), parse_ip("10.77.0.1"))
 PEER = Endpoint(parse_mac("02:6b:76:00:00:02"), parse_ip("10.77.0.2"))
 OTHER = Endpoint(parse_mac("02:6b:76:00:00:03"), parse_ip("10.77.0.3"))
 SIZE = 64 * 1024
+BLOCK = wire.BlockId(1, bytes(16))
 PAYLOADS = [random.Random(chunk).randbytes(1024) for chunk in range(64)]
 
 
@@ -46,7 +51,7 @@ class Map:
     def __init__(self, peer_ip: str, port: int = wire.UDP_PORT) -> None:
         self.nodes = {5: Node(PEER, peer_ip)}
         self.nodes[5].udp_port = port
-        self.index_by_ip = {PEER.ip: 5}
+        self.index_by_ip = {parse_ip(peer_ip): 5}
 
 
 class Recorder:
@@ -58,24 +63,31 @@ class Recorder:
         self.outbox = self
         self.calls: list[Any] = []
         self.reads = self
+        self.requester = self
+        self.placement = Placement()
+        self.block = bytearray(SIZE)
+        """Of the one copy that is being put together, all of whose chunks may come from node 5."""
+        self.placement.enter(BLOCK, SIZE, 9, memoryview(self.block), wire.CELLS, {5})
         self.frames: list[tuple[int, wire.Frame]] = []
-        self.runs: list[tuple[int, list[int], bytes]] = []
-        self.to_send: list[tuple[int, wire.Frame]] = []
+        self.arrivals: list[Arrived] = []
+        self.to_send: list[tuple[int, wire.Frame | Answer]] = []
         self.arrived = asyncio.Event()
 
     def receive(self, _now: float, source: int, frame: wire.Frame) -> None:
         self.frames.append((source, frame))
 
-    def receive_run(self, _now: float, source: int, run: wire.DataRun) -> None:
-        starts = range(run.at, run.at + run.stride * len(run.chunks), run.stride)
-        self.runs.append(
-            (source, run.chunks, b"".join(bytes(run.data[at : at + 1024]) for at in starts))
-        )
+    def placed(self, _now: float, arrivals: list[Arrived]) -> None:
+        self.arrivals += arrivals
+
+    @property
+    def chunks(self) -> int:
+        """All that have arrived, as a bitmap."""
+        return functools.reduce(operator.or_, (each.added for each in self.arrivals), 0)
 
     def after_receiving(self, _now: float) -> None:
         self.arrived.set()
 
-    def frames_to_send(self, _now: float, budget: int) -> list[tuple[int, wire.Frame]]:
+    def answers_to_send(self, _now: float, budget: int) -> list[tuple[int, wire.Frame | Answer]]:
         some, self.to_send = self.to_send[:budget], self.to_send[budget:]
         return some
 
@@ -135,11 +147,12 @@ async def test_a_piece_is_a_run_and_every_frame_counts() -> None:
         sent.append(to_me.wrap(wire.encode(data(40, flags=wire.FLAG_LAST))))
         send_piece(switch, sent)
         await settle(core, 41)
-        assert [(source, chunk) for source, chunks, _ in core.runs for chunk in chunks] == [
-            (5, chunk) for chunk in range(41)
-        ]
-        assert b"".join(payload for _, _, payload in core.runs) == b"".join(PAYLOADS[:41])
-        assert len(core.runs) < 41, "the kernel hands a piece over in one, or this test shows less"
+        assert core.chunks == (1 << 41) - 1
+        assert core.block[: 41 * 1024] == b"".join(PAYLOADS[:41])
+        assert {arrived.source for arrived in core.arrivals} == {5}
+        assert sum(arrived.frames for arrived in core.arrivals) == 41
+        assert [arrived.ends_anew for arrived in core.arrivals][-1]
+        assert len(core.arrivals) < 41, "frames in a row are one arrival"
 
 
 async def test_what_is_wrong_in_a_piece_does_not_spoil_the_rest() -> None:
@@ -169,7 +182,8 @@ async def test_what_is_wrong_in_a_piece_does_not_spoil_the_rest() -> None:
         )
         await settle(core, 11)
         metrics = core.metrics
-        assert [chunk for _, chunks, _ in core.runs for chunk in chunks] == [0, 1, 2, 3, 4]
+        assert core.chunks == 0b11111
+        assert core.block == b"".join(PAYLOADS[:5]) + bytes(SIZE - 5 * 1024)
         assert metrics.frames_malformed_total == 4
         assert metrics.frames_misaddressed_total == 1
         assert metrics.frames_unknown_source_total == 1
@@ -190,7 +204,8 @@ async def test_datagrams_one_by_one_empty_and_oversized() -> None:
 async def test_frames_of_equal_length_leave_in_one_piece_and_arrive_one_by_one() -> None:
     async with tunnel() as (transport, core, switch):
         read = wire.Frame(wire.OP_READ, 1, bytes(16), wanted=wire.FULL_SEGMENT)
-        expected = [(5, read), *((5, data(chunk)) for chunk in range(64)), (5, read), (5, read)]
+        frames = [read, *(data(chunk) for chunk in range(64)), *(read for _ in range(64))]
+        expected = [(5, frame) for frame in frames]
         core.to_send = list(expected)
         transport.pump()
         got = []
@@ -233,8 +248,9 @@ async def test_kernel_udp_takes_pieces_too(peer: socket.socket) -> None:
         peer.connect(sock.getsockname())
         send_piece(peer, [wire.encode(data(chunk)) for chunk in range(30)])
         await settle(core, 30)
-        assert [chunk for _, chunks, _ in core.runs for chunk in chunks] == list(range(30))
-        assert len(core.runs) < 30
+        assert core.chunks == (1 << 30) - 1
+        assert core.block[: 30 * 1024] == b"".join(PAYLOADS[:30])
+        assert len(core.arrivals) < 30
         core.pool = Map("127.0.0.9")
         send_piece(peer, [wire.encode(data(chunk)) for chunk in range(5)])
         await settle(core, 35)

@@ -69,7 +69,7 @@ def test_a_command_looks_for_what_its_extra_installs(extra: str) -> None:
 
 
 def test_all_is_all() -> None:
-    named = {command.extra for command in COMMANDS.values()} - {""} | {"agent"}
+    named = {command.extra for command in COMMANDS.values()} - {""}
     assert {d for extra in named for d in _distributions(extra)} == _distributions("all")
 
 
@@ -104,29 +104,3 @@ def test_the_switchs_second_name_says_the_same() -> None:
     assert ran.stderr == (
         "kvcast-simple-switch-grpc needs pip install 'kvcast[switch]' (missing: llvmlite)\n"
     )
-
-
-@pytest.mark.parametrize("blocked", ["aiohttp", "prometheus_client"])
-def test_an_agent_that_cannot_serve_metrics_says_what_to_install(
-    blocked: str, tmp_path: Path
-) -> None:
-    words = [
-        "agent",
-        "--node-id=n",
-        "--ip=10.77.0.1",
-        "--mac=02:6b:76:00:00:01",
-        "--switch-port=1",
-        f"--socket={tmp_path}/socket",
-        f"--arena-path={tmp_path}/arena",
-        "--arena-bytes=1M",
-        "--tunnel=127.0.0.1:0:127.0.0.1:9",
-        "--metrics-addr=127.0.0.1:0",
-    ]
-    run = "from kvcast.cli import main; sys.exit(main.main(sys.argv[1:]))"
-    ran = _without(blocked, run, *words)
-    assert ran.returncode == 1
-    assert ran.stdout == ""
-    said = f"--metrics-addr needs pip install 'kvcast[agent]' (missing: {blocked})"
-    assert said in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.pacing import RttEstimator, TokenBucket, Window
+from kvcast.protocol.placement import Placement
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.timers import Timer, TimerQueue
 
@@ -185,9 +186,9 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(
     size: int, chunking: wire.Chunking
 ) -> None:
     data = random.Random(size).randbytes(size)
-    assembly = Assembly(
-        BlockId(1, bytes(16)), size, wire.digest_of(data), memoryview(bytearray(size)), chunking
-    )
+    block, digest = BlockId(1, bytes(16)), wire.digest_of(data)
+    buffer = memoryview(bytearray(size))
+    assembly = Assembly(Placement(), block, size, digest, buffer, chunking, {2})
     chunks = [
         (segment, chunk)
         for segment in range(chunking.segments_of(size))
@@ -202,15 +203,17 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(
         assert assembly.missing[segment] <= assembly.all_chunks(segment)
         frame = wire.Frame(
             wire.OP_DATA,
-            1,
-            bytes(16),
+            *block,
             chunking.number(segment),
+            digest=digest,
             chunk=chunk,
             size=size,
             payload=payload,
         )
-        assert assembly.add_run(wire.single(frame)) == 1 << chunk
-        assert assembly.add_run(wire.single(frame)) == 0
+        arrived = assembly.put(frame, 2)
+        assert arrived.added == 1 << chunk
+        assert assembly.took(arrived) == assembly.missing[segment] == arrived.missing
+        assert assembly.put(frame, 2).added == 0
     assert assembly.segments_left == 0
     assert assembly.buffer == data
     assert assembly.verified()
@@ -221,4 +224,4 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(
 def test_assembly_wants_a_writable_buffer_of_the_blocks_size() -> None:
     for buffer in (memoryview(bytes(10)), memoryview(bytearray(11))):
         with pytest.raises(ValueError, match="not a writable view of 10 bytes"):
-            Assembly(BlockId(1, bytes(16)), 10, 1, buffer, wire.CELLS)
+            Assembly(Placement(), BlockId(1, bytes(16)), 10, 1, buffer, wire.CELLS, {2})

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcast.native import jit
+from kvcast.native.writer import Module
 from kvcast.switchsim import hashing
-from kvcast.switchsim.codegen import jit
-from kvcast.switchsim.codegen.writer import Module
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.hashes import Hashes
 

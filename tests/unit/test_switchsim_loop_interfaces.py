@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 import veth_pairs
-from kvcast.switchsim.codegen.subset import Library
+from kvcast.native.subset import Library
 from kvcast.switchsim.loop.ingress import complete_checksum as compiled_checksum
 from kvcast.switchsim.loop.runner import NativeLoop
 from kvcast.switchsim.ports.interface import InterfacePort, complete_checksum

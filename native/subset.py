@@ -1,8 +1,8 @@
 """A small subset of Python, compiled to machine code.
 
-Owns: the subset's types and statements, what they become in IR (`codegen.writer` spells it), and
+Owns: the subset's types and statements, what they become in IR (`native.writer` spells it), and
 the library of compiled functions that ctypes can call (machine code and its cache are
-`codegen.jit`'s). Must not know: packets, sockets, P4. The packet loop is written in this subset, so
+`native.jit`'s). Must not know: packets, sockets, P4. The packet loop is written in this subset, so
 that it reads, type-checks (mypy sees ordinary Python) and lints like the rest.
 
 The subset:
@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, Self, TypeVar
 
-from kvcast.switchsim.codegen import jit
-from kvcast.switchsim.codegen.writer import (
+from kvcast.native import jit
+from kvcast.native.writer import (
     FALSE,
     NULL,
     TRUE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.subset import (
     I32,
     I64,
     U16,

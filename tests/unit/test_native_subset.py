@@ -11,7 +11,8 @@ import random
 from typing import Annotated, Any
 
 import pytest
-from kvcast.switchsim.codegen.subset import (
+from kvcast.native.linux import EpollEvent, MsgHdr, SockAddrIn, TpacketHeader
+from kvcast.native.subset import (
     I32,
     I64,
     U8,
@@ -37,7 +38,6 @@ from kvcast.switchsim.codegen.subset import (
     unsigned,
 )
 from kvcast.switchsim.llvm import abi
-from kvcast.switchsim.loop.linux import EpollEvent, MsgHdr, SockAddrIn, TpacketHeader
 from kvcast.switchsim.loop.state import Desc, Outbox
 
 MASK = (1 << 64) - 1

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvcast.switchsim.codegen import jit
-from kvcast.switchsim.codegen.writer import Module, integer
+from kvcast.native import jit
+from kvcast.native.writer import Module, integer
 from kvcast.switchsim.llvm.memory import Region
 
 

@@ -18,10 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import llvmlite
-import llvmlite.binding as llvm
-
-log = logging.getLogger("kvcast.switchsim.codegen.jit")
+log = logging.getLogger("kvcast.native.jit")
 
 MAGIC = b"kvcast object 1\n"
 MAX_CACHED = 64
@@ -32,13 +29,18 @@ _lock = threading.Lock()
 
 
 @cache
-def _set_up() -> None:
+def _set_up() -> Any:
+    """LLVM's binding, imported when something is compiled or loaded, and not before: whoever only
+    declares what can be compiled needs no llvmlite."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    return llvm
 
 
 def _target_machine() -> Any:
-    _set_up()
+    llvm = _set_up()
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(
         cpu=llvm.get_host_cpu_name(),
@@ -52,7 +54,9 @@ def _target_machine() -> Any:
 
 def machine() -> str:
     """What compiled code depends on, the program apart."""
-    _set_up()
+    import llvmlite
+
+    llvm = _set_up()
     return "\n".join(
         (
             llvmlite.__version__,
@@ -70,6 +74,7 @@ def _compile(text: Callable[[str, str], str]) -> bytes:
 
 
 def _compile_alone(text: Callable[[str, str], str]) -> bytes:
+    llvm = _set_up()
     target = _target_machine()
     ir = text(target.triple, str(target.target_data))
     module = llvm.parse_assembly(ir)
@@ -89,7 +94,7 @@ class Library:
 
     def __init__(self, object_code: bytes, exports: Sequence[str]) -> None:
         with _lock:
-            engine = _engine()
+            llvm, engine = _set_up(), _engine()
             builder = llvm.JITLibraryBuilder().add_object_img(object_code).add_current_process()
             for name in exports:
                 builder.export_symbol(name)
@@ -105,7 +110,7 @@ _loaded = [0]
 def _engine() -> Any:
     # Unlike LLVM's older linker, JITLink puts all of an object side by side, so that code reaches
     # its constants however far apart the free parts of the address space lie.
-    return llvm.create_lljit_compiler(_target_machine(), use_jit_link=True)
+    return _set_up().create_lljit_compiler(_target_machine(), use_jit_link=True)
 
 
 def load(
