@@ -12,7 +12,7 @@ from typing import ClassVar
 from kvcast.hostagent.agent import ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
-from kvcast.hostagent.core.writes import ACK_HOME, ACK_LOCAL, WriteOptions
+from kvcast.hostagent.core.writes import ACKS, WriteOptions
 from kvcast.hostagent.network.local_server import LocalOptions
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
@@ -171,9 +171,9 @@ class PutFlags:
     """puts"""
 
     put_ack: str = choice(
-        "what a put waits for: its first home, or this node only",
+        "what a put waits for by default: its first home, this node only, or all its homes",
         default=WriteOptions.put_ack,
-        choices=(ACK_HOME, ACK_LOCAL),
+        choices=ACKS,
     )
     replicate_timeout_s: float = seconds(
         "longest for one copy to one home", default=WriteOptions.replicate_timeout_s
@@ -222,6 +222,11 @@ class ReadFlags:
         default=RequesterConfig.gather_ms,
         unit="ms",
         high=255,
+    )
+    lone_reads: str = choice(
+        "how blocks come that nobody else reads just then: by TCP, or by READs as the others do",
+        default="tcp" if AgentOptions.lone_reads_by_tcp else "reads",
+        choices=("tcp", "reads"),
     )
     expect_wait_s: float = seconds(
         "how long a get waits for its group's answer before it asks itself",
@@ -344,6 +349,7 @@ def options_of(setup: Setup) -> Options:
             writes=WriteOptions(
                 put_ack=flags.put_ack, replicate_timeout_s=flags.replicate_timeout_s
             ),
+            lone_reads_by_tcp=flags.lone_reads == "tcp",
             client_share=flags.client_share,
         ),
         network=NetworkOptions(

@@ -4,13 +4,19 @@ Owns: moving bytes between a transport and a core, the core's timer, making a co
 closing one. Must not know: what is said. Every TCP link of the daemons is driven by this, in both
 roles.
 
-A block's bytes go from the socket straight to where the core wants them; everything else passes
-through one scratch buffer, which all drivers may share, since what is in it is used at once.
+Without TLS the driver reads and writes the socket itself, and the transport only keeps it open:
+blocks go straight from where they lie to the kernel and from the kernel to where they belong. (A
+transport's `write` copies what the socket does not take, and a transport does not read into several
+places at once.) With TLS the transport does both, and blocks are copied once on their way out.
+Everything else passes through one scratch buffer, which all drivers may share, since what is in it
+is used at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,7 +24,9 @@ from kvcast.protocol.links.stream import LINGER_S, LinkStream
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError
 
 PIECE_BYTES: Final = 256 * 1024
-"""How much is read, and handed to a transport, at once."""
+"""How much is handed to a transport at once, and the size of the scratch buffer."""
+TURN_BYTES: Final = 4 << 20
+"""How much one connection may read, or write, before others have their turn."""
 
 Opened = Callable[[asyncio.Transport], LinkStream[Any]]
 """The transport stands, TLS handshake included: the core of this connection; PeerError if the
@@ -46,6 +54,10 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._over = over
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        """The connection's socket, where it is ours to read and write."""
+        self._writing = False
+        """The socket took no more, and tells when it will."""
         self._timer: asyncio.TimerHandle | None = None
         self._direct = False
         """The last buffer given was the core's own."""
@@ -64,7 +76,36 @@ class LinkDriver(asyncio.BufferedProtocol):
         except PeerError as error:
             self._refused(error)
             transport.abort()
+        else:
+            if transport.get_extra_info("sslcontext") is None:
+                # Not yet: a transport begins to read after this, whatever it is told now.
+                self._full = True
+                self._loop.call_soon(self._take_socket, transport)
         self.flush()
+
+    def _take_socket(self, transport: asyncio.Transport) -> None:
+        """Read and write the socket ourselves, by a descriptor of our own, so that the transport
+        neither does nor minds."""
+        self._full = False
+        if transport.is_closing():
+            return
+        transport.pause_reading()
+        theirs = transport.get_extra_info("socket")
+        self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._reading:
+            self._loop.add_reader(self._socket, self._readable)
+        self.flush()
+
+    def _let_go_of_socket(self) -> None:
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            if self._reading:
+                self._loop.remove_reader(sock)
+            if self._writing:
+                self._loop.remove_writer(sock)
+            sock.close()
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         room = self.link.destination() if self.link is not None else None
@@ -85,6 +126,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         self.lost("")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._let_go_of_socket()
         self.lost("" if exc is None else str(exc) or type(exc).__name__)
         if self._timer is not None:
             self._timer.cancel()
@@ -96,6 +138,66 @@ class LinkDriver(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._full = False
         self.flush()
+
+    # --- the socket's events ------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        try:
+            self._read_socket()
+        except Exception:
+            self.abort()  # as a transport does whose protocol fails
+            raise
+
+    def _read_socket(self) -> None:
+        sock, link = self._socket, self.link
+        assert link is not None
+        left = TURN_BYTES
+        now = self._loop.time()
+        while sock is not None and left > 0 and link.wants_bytes:
+            rooms = link.destinations()
+            views = rooms or [self._scratch[: link.scratch_bytes]]
+            try:
+                size = sock.recvmsg_into(views)[0]
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.lost(str(error) or type(error).__name__)
+                return
+            if not size:
+                self.lost("")
+                return
+            if rooms:
+                link.filled(now, size)
+            else:
+                link.received(now, bytes(views[0][:size]))
+            left -= size
+            if size < sum(map(len, views)):
+                break  # there is no more just now
+        self.flush()
+
+    def _writable(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_writer(self._socket)
+        self._writing = False
+        self.flush()
+
+    def _write_socket(self, link: LinkStream[Any], sock: socket.socket, now: float) -> str | None:
+        """Send what the socket takes now; what broke the connection, if anything."""
+        left = TURN_BYTES
+        while not self._writing and (pieces := link.pieces_to_send()):
+            try:
+                size = sock.sendmsg(pieces) if left > 0 else 0
+            except BlockingIOError:
+                size = 0
+            except OSError as error:
+                return str(error) or type(error).__name__
+            if not size:
+                self._writing = True
+                self._loop.add_writer(sock, self._writable)
+            else:
+                left -= size
+                link.sent(now, size)
+        return None
 
     # --- what else happens --------------------------------------------------------------------
 
@@ -116,22 +218,36 @@ class LinkDriver(asyncio.BufferedProtocol):
         if link is not None:
             if transport is not None:
                 now = self._loop.time()
-                while not self._full and (data := link.bytes_to_send(now, PIECE_BYTES)):
-                    transport.write(data)
+                if self._socket is not None:
+                    problem = self._write_socket(link, self._socket, now)
+                    if problem is not None:
+                        link.lost(now, problem)
+                else:
+                    while not self._full and (data := link.bytes_to_send(now, PIECE_BYTES)):
+                        transport.write(data)
                 if link.wants_bytes != self._reading and not transport.is_closing():
-                    self._reading = link.wants_bytes
-                    (transport.resume_reading if self._reading else transport.pause_reading)()
+                    self._read_or_not(transport, reading=link.wants_bytes)
             if link.closed:
                 self._hang_up()
             else:
                 self._set_timer(link.get_timer())
         self._changed()
 
+    def _read_or_not(self, transport: asyncio.Transport, *, reading: bool) -> None:
+        self._reading = reading
+        if self._socket is None:
+            (transport.resume_reading if reading else transport.pause_reading)()
+        elif reading:
+            self._loop.add_reader(self._socket, self._readable)
+        else:
+            self._loop.remove_reader(self._socket)
+
     def _hang_up(self) -> None:
         transport = self._transport
         if transport is None:
             self._end()
         elif not transport.is_closing():
+            self._let_go_of_socket()
             transport.close()
             if self._timer is not None:
                 self._timer.cancel()

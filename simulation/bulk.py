@@ -9,7 +9,7 @@ makes `GetCall`s and `PutCall`s some other way, and reports the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
@@ -19,7 +19,7 @@ from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
 from kvcast.protocol.messages import bulk
-from kvcast.protocol.messages.bulk import BulkDone, BulkPut
+from kvcast.protocol.messages.bulk import BulkPut, PutHeader, WantedBlock
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.world import World
 
@@ -34,33 +34,56 @@ def bulk_options(world: World) -> BulkOptions:
         connect_timeout_s=1.0,
         idle_s=6.0,
         transfer_timeout_s=1.5,
+        silence_s=0.8,
     )
 
 
+class Lie(NamedTuple):
+    """What a home says of a copy that it sends, and what it sends."""
+
+    copy: Copy
+    size_bytes: int
+    digest: int
+    data: bytes
+
+
 class _Watched:
-    """A `Serving` whose acknowledgements are known to the model."""
+    """A `Serving` whose acknowledgements are known to the model, and that may lie about copies."""
 
     def __init__(self, serving: Serving, acknowledged: Callable[[int, bytes], None]) -> None:
         self._serving = serving
         self._acknowledged = acknowledged
+        self.lie: Callable[[Copy, bytes], Lie] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
 
-    def begin_put(self, caller: str, put: BulkPut) -> Copy | BulkDone:
-        room = self._serving.begin_put(caller, put)
-        if isinstance(room, BulkDone):
-            self._acknowledge(put, room)
+    def begin_put(self, put: BulkPut, block: PutHeader) -> Copy | str:
+        room = self._serving.begin_put(put, block)
+        if room == bulk.HELD:
+            self._acknowledged(put.namespace, block.key)
         return room
 
-    def end_put(self, put: BulkPut, copy: Copy) -> BulkDone:
-        answer = self._serving.end_put(put, copy)
-        self._acknowledge(put, answer)
-        return answer
+    def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
+        namespace = copy.block.namespace
+        status = self._serving.end_put(block, copy, digest)
+        if status in (bulk.DONE, bulk.HELD):
+            self._acknowledged(namespace, block.key)
+        return status
 
-    def _acknowledge(self, put: BulkPut, answer: BulkDone) -> None:
-        if answer.status in (bulk.DONE, bulk.HELD):
-            self._acknowledged(put.namespace, put.key)
+    def get(self, caller: str, namespace: int, block: WantedBlock) -> Copy | Lie | str:
+        copy = self._serving.get(caller, namespace, block)
+        if self.lie is None or isinstance(copy, str):
+            return copy
+        return self.lie(copy, bytes(self._serving.view(copy)))
+
+    def view(self, copy: Copy | Lie) -> memoryview:
+        if isinstance(copy, Lie):
+            return memoryview(copy.data)
+        return self._serving.view(copy)
+
+    def end_get(self, copy: Copy | Lie) -> None:
+        self._serving.end_get(copy.copy if isinstance(copy, Lie) else copy)
 
 
 class BulkSide:
@@ -86,7 +109,8 @@ class BulkSide:
         self._link = BulkCaller(
             core.options.node_id, self._options, core.metrics, core.serving.view
         )
-        self._served = cast(Serving, _Watched(core.serving, acknowledged))
+        self.served = _Watched(core.serving, acknowledged)
+        self.listens = True
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
         self._serving: dict[StreamDriver, None] = {}
@@ -98,6 +122,11 @@ class BulkSide:
         for driver in self._serving:
             driver.end.stream.reset(by=1, machine=machine)
 
+    def break_connections(self) -> None:
+        """All of them end, wherever they are."""
+        for driver in (*self._calling.values(), *self._serving):
+            driver.end.stream.break_off()
+
     # --- calls ------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
@@ -106,8 +135,9 @@ class BulkSide:
         if core.pool is not self._pool and core.pool is not None:
             self._pool = core.pool
             self._link.use_nodes(now, core.pool.nodes)
-        while core.outbox.calls:
-            self._link.ask(now, core.outbox.calls.popleft())
+        calls = list(core.outbox.calls)
+        core.outbox.calls.clear()
+        self._link.ask(now, *calls)
         self._world.after(0.0, lambda: self._process.when_running(self._act))
 
     def _act(self) -> None:
@@ -142,10 +172,10 @@ class BulkSide:
 
     def accept(self, end: StreamEnd) -> bool:
         """Another agent has connected."""
-        if len(self._serving) >= self._options.max_connections:
+        if not self.listens or len(self._serving) >= self._options.max_connections:
             return False
         now, metrics = self._process.now, self._core.metrics
-        link: BulkCallee[Copy] = BulkCallee(now, self._served, self._options, metrics)
+        link: BulkCallee[Copy] = BulkCallee(now, cast(Serving, self.served), self._options, metrics)
         driver = StreamDriver(
             self._world,
             self._process,

@@ -554,6 +554,7 @@ def _agent_options(plan: Plan, node_id: str, mtu_bytes: int) -> AgentOptions:
         writes=WriteOptions(
             put_ack="local" if plan.put_ack_local else "home", replicate_timeout_s=1.5
         ),
+        lone_reads_by_tcp=plan.lone_reads_by_tcp,
     )
 
 

@@ -18,6 +18,9 @@ import random
 from collections.abc import Callable
 from typing import Final
 
+from kvcast.hostagent.core.store import Copy
+from kvcast.simulation.agent import SimAgent
+from kvcast.simulation.bulk import Lie
 from kvcast.simulation.cluster import Begin, Cluster, FaultKind
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
@@ -211,6 +214,67 @@ def _spoil_bulk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     return lambda: cluster.spoilers.remove(spoil)
 
 
+def _bulk_deaf(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """A host offers its bulk port, and nobody listens there."""
+    process = _process_of(cluster, fault)
+    if process is None:
+        return None
+    process.bulk.listens = False
+
+    def end() -> None:
+        process.bulk.listens = True
+
+    return end
+
+
+def _bulk_broken(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """All TCP connections between a host and the other agents break, several times."""
+    process = _process_of(cluster, fault)
+    if process is None:
+        return None
+
+    def again(times: int) -> None:
+        if not process.dead and times:
+            process.bulk.break_connections()
+            cluster.world.after(fault.for_s / 8, lambda: again(times - 1))
+
+    again(8)
+    return _nothing
+
+
+def _bulk_liar(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """A host says wrong sizes and digests of what it sends by TCP, and sends wrong bytes."""
+    process = _process_of(cluster, fault)
+    if process is None:
+        return None
+    rng = cluster.world.stream(f"fault/{fault.number}")
+
+    def lie(copy: Copy, data: bytes) -> Lie:
+        cluster.world.counts["fault.bulk_lies"] += 1
+        way = rng.randrange(4)
+        if way == 0:
+            return Lie(copy, len(data), copy.digest ^ 1, data)
+        if way == 1:
+            wrong = bytes([data[0] ^ 1]) + data[1:]
+            return Lie(copy, len(data), copy.digest, wrong)
+        more = rng.choice((1, 1000, 1 << 20)) if way == 2 else 0
+        length = len(data) + more if more else rng.randint(1, len(data))
+        wrong = data[:length].ljust(length, b"?") if length != len(data) else bytes(length)
+        return Lie(copy, length, copy.digest, wrong)
+
+    process.bulk.served.lie = lie
+
+    def end() -> None:
+        process.bulk.served.lie = None
+
+    return end
+
+
+def _process_of(cluster: Cluster, fault: Fault) -> SimAgent | None:
+    host = cluster.hosts.get(fault.hosts[0])
+    return None if host is None else host.process
+
+
 # --- hostile hosts ----------------------------------------------------------------------------
 
 
@@ -249,6 +313,9 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "control_cut": FaultKind(_one_host(0.2, 3.5), _cut_control),
     "bulk_cut": FaultKind(_two_hosts, _cut_bulk),
     "bulk_corruption": FaultKind(_nobody(0.5, 3.0), _spoil_bulk),
+    "bulk_deaf": FaultKind(_one_host(0.2, 3.0), _bulk_deaf),
+    "bulk_broken": FaultKind(_one_host(0.2, 3.0), _bulk_broken),
+    "bulk_liar": FaultKind(_one_host(0.5, 4.0), _bulk_liar),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
     "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),
     "switch_reprogram": FaultKind(_nobody(0.1, 0.2), _reprogram_switch),

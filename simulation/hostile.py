@@ -16,12 +16,14 @@ from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
     MAX_BULK_MESSAGE_BYTES,
-    BulkBlock,
+    BulkBlocks,
     BulkGet,
     BulkHello,
     BulkPut,
     CalleeMessage,
     CallerMessage,
+    PutHeader,
+    WantedBlock,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
 from kvcast.simulation.agent import SimHost
@@ -219,7 +221,7 @@ class Hostile:
         """Ask by TCP, as ourselves, for the block, or to hold another, or break the rules."""
         cluster, host = self._cluster, self._host
         content = b""
-        request: CallerMessage = BulkGet(*name)
+        request: CallerMessage = BulkGet(name[0], [WantedBlock(name[1])])
         way = self._rng.random()
         if way < 0.2:
             request = BulkHello(BULK_PROTOCOL_VERSION, host.options.node_id)  # once too often
@@ -230,10 +232,11 @@ class Hostile:
             process = host.process
             pool = process.core.pool if process is not None else None
             meaning = pool.meaning_of(name[0]) if pool is not None else None
-            request = BulkPut(*name, size, digest, 1 << 40, meaning or 0)
+            header = PutHeader(name[1], size, digest)
+            request = BulkPut(name[0], 1 << 40, meaning or 0, [header])
 
         def answered(message: CalleeMessage) -> None:
-            if isinstance(message, BulkBlock):
+            if isinstance(message, BulkBlocks):
                 raise ViolationError(
                     5, f"host {host.number} was sent a block of namespace {name[0]} by TCP"
                 )

@@ -110,6 +110,7 @@ class Plan:
     controllers: int
     switch_clock_s: float
     put_ack_local: bool
+    lone_reads_by_tcp: bool
     paced: bool
     """Homes send so slowly that answers wait for their turn."""
     latecomers: int
@@ -232,6 +233,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         controllers=2 if rng.random() < 0.3 else 1,
         switch_clock_s=rng.choice((10.0, rng.uniform(0, 1e5), ticks_wrap_s - rng.uniform(1, 6))),
         put_ack_local=rng.random() < 0.1,
+        lone_reads_by_tcp=random.Random(f"{seed}/lone").random() < 0.7,
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),

@@ -161,6 +161,13 @@ class Stream:
         else:
             self.later(1 - by, lambda _end: self.end(1 - by, "connection reset"))
 
+    def break_off(self) -> None:
+        """Both ends learn that it is over; what was on its way is lost."""
+        if self.open:
+            self.open = False
+            for end in self.ends:
+                self._world.after(STREAM_DELAY_S, lambda end=end: end.gone("connection reset"))  # type: ignore[misc]
+
     def block(self) -> None:
         """Nothing arrives until `unblock`; after `STREAM_GIVES_UP_S` the stream is broken."""
         if self._blocked_since is None:
@@ -284,12 +291,15 @@ class StreamDriver:
     def _read(self) -> None:
         link, inbox = self.link, self.end.inbox
         while inbox and link.wants_bytes:
-            room = link.destination()
-            if room is None:
+            rooms = link.destinations()
+            if not rooms:
                 link.received(self._process.now, self.end.read(PIECE_BYTES))
             else:
-                data = self.end.read(len(room))
-                room[: len(data)] = data
+                data = left = self.end.read(sum(map(len, rooms)))
+                for room in rooms:
+                    part = min(len(room), len(left))
+                    room[:part] = left[:part]
+                    left = left[part:]
                 link.filled(self._process.now, len(data))
             self._write()
 

@@ -253,10 +253,13 @@ def _pour(link: LinkStream[Any], data: bytes, now: float) -> float:
     direct = len(data) % 2 == 0
     left = data
     while left and not link.closed:
-        room = link.destination() if direct else None
-        if room is not None:
-            size = min(len(room), len(left))
-            room[:size] = left[:size]
+        rooms = link.destinations() if direct else []
+        if rooms:
+            size = 0
+            for room in rooms:
+                part = left[size : size + len(room)]
+                room[: len(part)] = part
+                size += len(part)
             link.filled(now, size)
         elif link.wants_bytes:
             size = min(len(left), 1000)
@@ -307,15 +310,16 @@ class BulkLinkHarness:
 
 
 class BulkCallerHarness:
-    """Another agent answers our calls, one of each kind and two that wait their turn."""
+    """Another agent answers our calls: some of each kind; those that are alike go together,
+    and some wait their turn."""
 
     def __init__(self) -> None:
         self._fresh = one_of(callee_messages)
 
     def corpus(self) -> list[bytes]:
-        done, go, block, held = callee_messages()
+        done, go, taken, blocks, held = callee_messages()
         return [
-            stream_of([go, done, block]) + b"hello" + stream_of([held, done, done]),
+            stream_of([go, taken, blocks]) + b"hello" + stream_of([done, held, done, done]),
             *(stream_of([one]) for one in callee_messages()),
         ]
 
@@ -340,13 +344,14 @@ class BulkCallerHarness:
 
         calls: list[BulkCall] = [
             PutCall(2, copy, 3, 9, 50.0, lambda: True, ended),
+            PutCall(2, copy, 3, 9, 50.0, lambda: True, ended),
             GetCall(2, BlockId(1, KEY), 0, 50.0, begin, ended),
+            GetCall(2, BlockId(1, KEY), 0, 50.0, begin, ended, 2),
             ExistsCall(2, 1, [KEY], 50.0, lambda bits: ends.append(f"{len(bits)} bits"), ended),
             DropCall(2, 1, [KEY], 50.0, ended),
             DropCall(2, 1, [KEY], 0.0, ended),
         ]
-        for call in calls:
-            link.ask(-1.0, call)
+        link.ask(-1.0, *calls)
         left, now, connections = data, 0.0, 0
         while instructions := link.instructions():
             for instruction in instructions:

@@ -159,8 +159,18 @@ def caller_messages() -> list[bulk.CallerMessage]:
     """One of each that another agent says."""
     return [
         bulk.BulkHello(bulk.BULK_PROTOCOL_VERSION, "node-2"),
-        bulk.BulkPut(1, KEY, 5, wire.digest_of(b"hello"), 3, bulk.meaning_of(NAMESPACE)),
-        bulk.BulkGet(1, KEY),
+        bulk.BulkPut(
+            1,
+            3,
+            bulk.meaning_of(NAMESPACE),
+            [
+                bulk.PutHeader(KEY, 5, wire.digest_of(b"hello")),
+                bulk.PutHeader(KEY[::-1], 5, wire.digest_of(b"hello")),
+            ],
+        ),
+        bulk.BulkGet(
+            1, [bulk.WantedBlock(KEY), bulk.WantedBlock(KEY[::-1], wire.digest_of(b"y" * 3000), 9)]
+        ),
         bulk.BulkExists(1, [KEY, KEY[::-1]]),
         bulk.BulkDrop(1, [KEY]),
     ]
@@ -170,8 +180,14 @@ def callee_messages() -> list[bulk.CalleeMessage]:
     """One of each that another agent answers."""
     return [
         bulk.BulkDone(bulk.DONE),
-        bulk.BulkGo(),
-        bulk.BulkBlock(5, wire.digest_of(b"hello")),
+        bulk.BulkGo([bulk.WANTED, bulk.HELD]),
+        bulk.BulkTaken([bulk.DONE]),
+        bulk.BulkBlocks(
+            [
+                bulk.BlockHeader(bulk.DONE, 5, wire.digest_of(b"hello")),
+                bulk.BlockHeader(bulk.LATER),
+            ]
+        ),
         bulk.BulkHeld(b"\1"),
     ]
 

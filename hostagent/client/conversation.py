@@ -16,7 +16,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome
 from kvcast.hostagent.client.errors import (
@@ -52,6 +52,7 @@ class Ask:
     patience_s: float
 
 
+Ack: TypeAlias = Literal["", "home", "replicas", "local"]
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
 Call: TypeAlias = Generator[Ask, local.AgentReply, T]
@@ -246,9 +247,10 @@ class Conversation:
             count += yield from self._count(request, GRACE_S)
         return count
 
-    def put(self, namespace: int, blocks: Mapping[bytes, Buffer]) -> Call[None]:
-        """Put blocks (16-byte key to bytes) into the pool; returns when each is at its home (or,
-        with the agent's `--put-ack local`, when it is on this node).
+    def put(self, namespace: int, blocks: Mapping[bytes, Buffer], *, ack: Ack = "") -> Call[None]:
+        """Put blocks (16-byte key to bytes) into the pool. Returns when each is at its home (`ack`
+        "home"), at its home and all replicas ("replicas"), or on this node ("local"); by default
+        as the agent's `--put-ack` says.
 
         The bytes are copied once, into the arena. Raises PutError if some were not taken, and
         what `get` raises for the namespace.
@@ -263,7 +265,7 @@ class Conversation:
             allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
             taken = self._write(batch, allocated, failed)
             if taken:
-                commit = local.Commit(next(self._numbers), list(taken))
+                commit = local.Commit(next(self._numbers), list(taken), ack)
                 committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
                 results = _one_each(keys := list(taken.values()), committed.blocks)
                 for key, result in zip(keys, results, strict=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
@@ -48,17 +49,20 @@ from kvcast.protocol.messages.control import (
     Residents,
 )
 from kvcast.protocol.messages.wire import (
+    OFFER_TCP,
     OP_READ,
     READ_PADDING_BYTES,
     BlockId,
     Chunking,
     Frame,
+    Offer,
 )
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.placement import Arrived, Placement
 from kvcast.protocol.requester import Requester, RequesterConfig
-from kvcast.protocol.responder import Answer, Responder, ResponderConfig
+from kvcast.protocol.responder import Answer, HeldBlock, Responder, ResponderConfig
 
+_OFFERS: Final = frozenset({OFFER_TCP})
 MAX_HOT_BLOCKS: Final = 256
 _LEAST_WINDOW: Final = 2
 """Segments in flight at least: while one arrives, the next is asked for."""
@@ -75,6 +79,8 @@ class AgentOptions:
     responder: ResponderConfig = field(default_factory=ResponderConfig)
     reads: ReadOptions = field(default_factory=ReadOptions)
     writes: WriteOptions = field(default_factory=WriteOptions)
+    lone_reads_by_tcp: bool = True
+    """Whether this node, as a reader, takes what nobody else reads just then by TCP."""
     client_share: float = 0.5
     """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
     placement_seed: int = 0
@@ -118,10 +124,17 @@ class AgentCore:
         self.outbox = BulkOutbox()
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
         self.queries = Queries(store, self.outbox)
-        self.serving = Serving(store, memory, self.outbox, self.metrics)
+        self.responder = Responder(
+            options.responder, lookup=self._lookup, make_offer=self._make_offer
+        )
+        self.serving = Serving(store, memory, self.outbox, self.metrics, self.responder.note_heat)
         reservations = Reservations(store, memory)
         self.requester = Requester(
-            replace(options.requester, bulk_available=True),
+            replace(
+                options.requester,
+                bulk_available=True,
+                usable_offer_kinds=_OFFERS if options.lone_reads_by_tcp else frozenset(),
+            ),
             allocate=reservations.reserve,
             rng=rng,
             placement=Placement(seed=options.placement_seed),
@@ -135,7 +148,6 @@ class AgentCore:
             self.outbox,
             self.metrics,
         )
-        self.responder = Responder(options.responder, lookup=self._lookup)
         self.connected = False
         self.lease_s = 3.0
         self._secrets: dict[int, KeyDerivation] = {}
@@ -210,6 +222,19 @@ class AgentCore:
             return None
         self.store.pin(copy)
         return _Held(self.store, copy, self.memory[copy.offset : copy.offset + copy.size_bytes])
+
+    def _make_offer(self, _block: BlockId, _held: HeldBlock) -> Offer | None:
+        """The bulk link. It needs no token, since it asks every caller who it is, and what it may
+        use; and readers connect to where the map says, whatever is written here."""
+        pool = self.outbox.pool
+        node = pool.nodes.get(pool.index) if pool is not None else None
+        if node is None:
+            return None
+        try:
+            ipv4 = int(IPv4Address(node.bulk_host))
+        except AddressValueError:  # a name, or IPv6
+            ipv4 = 0
+        return Offer(OFFER_TCP, node.bulk_port, ipv4, 0, 0)
 
     # --- the controller -----------------------------------------------------------------------
 

@@ -11,6 +11,11 @@ addressed to: so such a block is asked for at any other node, for no longer than
 `recall_probe_s`. That node is no home of the block, and might itself answer where no switch keeps
 it from that; so only the copy that this node has had, or that the controller names, is taken.
 
+Of several blocks of one home that one get wants, only the first is asked for, by its first segment:
+that is the probe. If nobody shares it, the others come over the bulk link, all in one request; if
+somebody does, or the probe leads nowhere, they are read as single ones are. So they are where the
+bulk way fails.
+
 Every batch of gets ends by its own deadline, whatever the fetches do; a fetch that nobody waits
 for any more goes on to its own, and its block is then simply cached.
 """
@@ -29,13 +34,14 @@ from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import CELLS, BlockId, digest_of
+from kvcast.protocol.messages.wire import CELLS, BlockId
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
     Missed,
     MissReason,
     OfferReceived,
+    ProbeEnded,
     Requester,
     TryBulk,
 )
@@ -92,9 +98,15 @@ class _Fetch:
 
     block: BlockId
     deadline: float
+    started_at: float
     fetch_id: int = -1
+    """The requester's; -1 while the block comes another way, or waits for what a probe shows."""
     waiters: list[tuple[GetBatch, int]] = field(default_factory=list)
     keeps: list[Callable[[bool], None]] = field(default_factory=list)
+    followers: list[_Fetch] = field(default_factory=list)
+    """Those that wait for what this one's probe of their home shows."""
+    home: int | None = None
+    """The home that is probed."""
 
 
 class Reads:
@@ -159,6 +171,8 @@ class Reads:
         if not keys:
             answered(batch)
             return
+        may_follow = not (gather_ms or group or expect)
+        probes: dict[int, _Fetch] = {}
         for position, key in enumerate(keys):
             block = BlockId(namespace, key)
             copy = self._store.get(block)
@@ -166,7 +180,9 @@ class Reads:
                 self._metrics.hits_local_total += 1
                 self._finish(batch, position, self._hit(copy, LOCAL_TIER))
                 continue
-            fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
+            fetch = self._follow(now, block, deadline, probes) if may_follow else None
+            if fetch is None:
+                fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
             fetch.waiters.append((batch, position))
         if batch.left:
             self._timers.arm(batch, deadline)
@@ -185,11 +201,14 @@ class Reads:
     ) -> int:
         """Have blocks fetched into the arena; how many of them were not there yet."""
         started = 0
+        probes: dict[int, _Fetch] = {}
         for key in keys:
             block = BlockId(namespace, key)
             if self._store.get(block) is None:
                 self._metrics.prefetches_total += 1
-                self._join(now, block, deadline, gather_ms or None, group, expect)
+                may_follow = not (gather_ms or group or expect)
+                if not may_follow or self._follow(now, block, deadline, probes) is None:
+                    self._join(now, block, deadline, gather_ms or None, group, expect)
                 started += 1
         self.drain(now)
         return started
@@ -211,6 +230,29 @@ class Reads:
         fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
         fetch.keeps.append(kept)
         self.drain(now)
+
+    def _follow(
+        self, now: float, block: BlockId, deadline: float, probes: dict[int, _Fetch]
+    ) -> _Fetch | None:
+        """Let a block wait for what the probe of its home shows, or, if it has none yet, be that
+        probe; `probes`: those of this batch, by home. None = it cannot be either."""
+        full = len(self._fetches) >= self.requester.config.max_fetches
+        if full or block in self._fetches or not self.requester.may_probe(now):
+            return None
+        pool = self._outbox.pool
+        homes = pool.other_homes_of(block) if pool is not None else []
+        if not homes:
+            return None
+        home = self.requester.first_home(now, homes)
+        probe = probes.get(home)
+        if probe is None:
+            probes[home] = probe = self._join(now, block, deadline, None, 0, False)
+            probe.home = home
+            return probe
+        self._metrics.fetches_total += 1
+        fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        probe.followers.append(fetch)
+        return fetch
 
     def _join(
         self,
@@ -242,7 +284,7 @@ class Reads:
             if other != NO_NODE and digest:
                 homes = [other]
                 deadline = min(deadline, now + self._options.recall_probe_s)
-        fetch = self._fetches[block] = _Fetch(block, deadline)
+        fetch = self._fetches[block] = _Fetch(block, deadline, now)
         fetch.fetch_id = self.requester.fetch(
             now,
             block,
@@ -260,7 +302,11 @@ class Reads:
     def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
         """End the fetches of these namespaces: what their keys name is not known any more."""
         for fetch in [f for f in self._fetches.values() if f.block.namespace in namespaces]:
-            self.requester.cancel(now, fetch.fetch_id)
+            if fetch.fetch_id >= 0:
+                self.requester.cancel(now, fetch.fetch_id)
+            else:
+                del self._fetches[fetch.block]
+                self._end_without(fetch, MissReason.CANCELLED)
         self.drain(now)
 
     # --- time and events ----------------------------------------------------------------------
@@ -289,31 +335,50 @@ class Reads:
             if isinstance(event, Fetched):
                 self._fetched(now, event)
             elif isinstance(event, Missed):
-                self._on_missed(event)
+                fetch = self._fetches.pop(event.block)
+                self._end_without(fetch, event.reason)
+                self._read_followers(now, fetch)
             elif isinstance(event, TryBulk):
-                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=0)
+                self._try_bulk(now, event.fetch_id, event.block, event.home)
+            elif isinstance(event, ProbeEnded):
+                probe = self._fetches.get(event.block)
+                if probe is not None and probe.fetch_id == event.fetch_id:
+                    self._read_followers(now, probe)
             else:
                 assert isinstance(event, OfferReceived)
-                self._try_bulk(now, event.fetch_id, event.block, event.home, digest=event.digest)
+                self._take_offer(now, event)
 
     def _fetched(self, now: float, event: Fetched) -> None:
         fetch = self._fetches.pop(event.block)
-        pool = self._outbox.pool
-        self._reservations.end(event.block)
-        reservation = event.reservation
+        reservation, report = event.reservation, event.report
         assert isinstance(reservation, ArenaReservation)
-        home = pool is not None and pool.is_home(event.block)
+        if report.bulk:
+            self._metrics.payload_bytes_received_bulk_get_total += event.size - report.payload_bytes
+        self._metrics.payload_bytes_received_udp_total += report.payload_bytes
+        self._deliver(fetch, reservation, event.digest, report.tier, report.elapsed_s)
+        if fetch.followers and fetch.home is not None and report.tier == "home":
+            self._bulk_followers(now, fetch, fetch.home)
+        else:
+            self._read_followers(now, fetch)
+
+    def _deliver(
+        self,
+        fetch: _Fetch,
+        reservation: ArenaReservation,
+        digest: int,
+        tier: str,
+        elapsed_s: float,
+    ) -> None:
+        """A block is there, and its bytes have this digest."""
+        pool = self._outbox.pool
+        self._reservations.end(fetch.block)
+        home = pool is not None and pool.is_home(fetch.block)
         try:
-            copy = reservation.commit(event.digest, home=home)
+            copy = reservation.commit(digest, home=home)
         except StaleReservationError:
             self._end_without(fetch, MissReason.CANCELLED)
             return
-        tier = event.report.tier
-        if tier == "bulk":
-            self._metrics.payload_bytes_received_bulk_get_total += event.size
-        else:
-            self._metrics.payload_bytes_received_udp_total += event.report.payload_bytes
-        self._metrics.fetch_time.add(event.report.elapsed_s)
+        self._metrics.fetch_time.add(elapsed_s)
         # Hold the copy while its waiters are told: one of them may put or drop.
         self._store.pin(copy)
         for batch, position in fetch.waiters:
@@ -323,9 +388,6 @@ class Reads:
         for kept in fetch.keeps:
             kept(True)
         self._store.unpin(copy)
-
-    def _on_missed(self, event: Missed) -> None:
-        self._end_without(self._fetches.pop(event.block), event.reason)
 
     def _end_without(self, fetch: _Fetch, reason: MissReason) -> None:
         status = _STATUS_OF_MISS.get(reason, local.MISS)
@@ -338,7 +400,90 @@ class Reads:
         for kept in fetch.keeps:
             kept(False)
 
-    def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int, digest: int) -> None:
+    # --- what a probe has shown ---------------------------------------------------------------
+
+    def _read_followers(self, now: float, probe: _Fetch) -> None:
+        """Read what waited for this probe."""
+        followers, probe.followers = probe.followers, []
+        for fetch in followers:
+            self._read(now, fetch)
+
+    def _bulk_followers(self, now: float, probe: _Fetch, home: int) -> None:
+        """Fetch what waited for this probe from its home over the bulk link."""
+        followers, probe.followers = probe.followers, []
+        for fetch in followers:
+            if self._fetches.get(fetch.block) is fetch:
+                self._outbox.calls.append(_Rest(self, fetch, home).call)
+
+    def _read(self, now: float, fetch: _Fetch) -> None:
+        """Read a block that was to come another way."""
+        if self._fetches.get(fetch.block) is not fetch:
+            return  # it has ended
+        pool = self._outbox.pool
+        homes = pool.other_homes_of(fetch.block) if pool is not None else []
+        fetch.fetch_id = self.requester.fetch(now, fetch.block, homes, deadline=fetch.deadline)
+
+    # --- the bulk way -------------------------------------------------------------------------
+
+    def room(self, fetch: _Fetch, size_bytes: int) -> ArenaReservation | None:
+        """Room for a block that is to come over the bulk link, if it is still wanted."""
+        still = self._fetches.get(fetch.block) is fetch
+        if not still or size_bytes > self.requester.config.max_block_bytes:
+            return None
+        return self._reservations.reserve(fetch.block, size_bytes)
+
+    def bulk_ended(
+        self, now: float, fetch: _Fetch, came: ArenaReservation | None, digest: int, outcome: str
+    ) -> None:
+        """A bulk call for a block without a probe of its own has ended; `came`: its bytes."""
+        if outcome == bulk.WRONG_DIGEST:
+            self._metrics.bulk_wrong_digest_total += 1
+        if self._fetches.get(fetch.block) is not fetch:
+            if came is not None:
+                came.abort()
+        elif came is None or outcome != bulk.DONE:
+            if came is not None:
+                came.abort()
+            self._read(now, fetch)
+        else:
+            del self._fetches[fetch.block]
+            self._metrics.payload_bytes_received_bulk_get_total += came.view.nbytes
+            self._deliver(fetch, came, digest, "bulk", now - fetch.started_at)
+        self.drain(now)
+
+    def _take_offer(self, now: float, event: OfferReceived) -> None:
+        """Fetch the rest of a block, and what waited for its probe, from the home that offers it.
+        Where that home is, the controller's map says, and not the offer: anybody on the way could
+        have written that."""
+        fetch = self._fetches[event.block]
+        reservation = event.reservation
+        assert isinstance(reservation, ArenaReservation)
+
+        def begin(size_bytes: int, digest: int) -> memoryview | None:
+            return reservation.view if (size_bytes, digest) == (event.size, event.digest) else None
+
+        def ended(now: float, outcome: str) -> None:
+            if outcome == bulk.WRONG_DIGEST:
+                self._metrics.bulk_wrong_digest_total += 1
+            copy = BulkCopy(reservation, event.digest) if outcome == bulk.DONE else None
+            if not self.requester.bulk_done(now, event.fetch_id, copy):
+                reservation.abort()
+            self.drain(now)
+
+        self._outbox.calls.append(
+            GetCall(
+                event.home,
+                event.block,
+                event.digest,
+                fetch.deadline,
+                begin,
+                ended,
+                event.start_bytes,
+            )
+        )
+        self._bulk_followers(now, fetch, event.home)
+
+    def _try_bulk(self, now: float, fetch_id: int, block: BlockId, first: int) -> None:
         """Ask one home after the other by TCP, beginning with `first`, until one has the block."""
         pool = self._outbox.pool
         if pool is None:
@@ -347,10 +492,10 @@ class Reads:
         others = pool.other_homes_of(block)
         homes = [first, *(home for home in others if home != first)]
         named = deque((home, pool.nodes[home].node_id) for home in homes if home in pool.nodes)
-        self._bulk_get(now, fetch_id, block, named, digest)
+        self._bulk_get(now, fetch_id, block, named)
 
     def _bulk_get(
-        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]], digest: int
+        self, now: float, fetch_id: int, block: BlockId, homes: deque[tuple[int, str]]
     ) -> None:
         pool = self._outbox.pool
         assert pool is not None
@@ -366,24 +511,22 @@ class Reads:
         def begin(size_bytes: int, with_digest: int) -> memoryview | None:
             nonlocal reservation, promised
             promised = with_digest
-            if block not in self._fetches or size_bytes > self.requester.config.max_block_bytes:
-                return None
-            reservation = self._reservations.reserve(block, size_bytes)
+            fetch = self._fetches.get(block)
+            reservation = None if fetch is None else self.room(fetch, size_bytes)
             return None if reservation is None else reservation.view
 
         def ended(now: float, outcome: str) -> None:
+            if outcome == bulk.WRONG_DIGEST:
+                self._metrics.bulk_wrong_digest_total += 1
             copy = None
             if reservation is not None and outcome == bulk.DONE:
-                if digest_of(reservation.view) == promised:
-                    copy = BulkCopy(reservation, promised)
-                else:
-                    self._metrics.bulk_wrong_digest_total += 1
+                copy = BulkCopy(reservation, promised)
             fetch = self._fetches.get(block)
             ours = fetch is not None and fetch.fetch_id == fetch_id
             if copy is None and ours and homes:
                 if reservation is not None:
                     reservation.abort()
-                self._bulk_get(now, fetch_id, block, homes, digest)
+                self._bulk_get(now, fetch_id, block, homes)
                 self.drain(now)
                 return
             taken = self.requester.bulk_done(now, fetch_id, copy)
@@ -393,7 +536,7 @@ class Reads:
 
         deadline = self._fetches[block].deadline
         index, _ = homes.popleft()
-        self._outbox.calls.append(GetCall(index, block, digest, deadline, begin, ended))
+        self._outbox.calls.append(GetCall(index, block, 0, deadline, begin, ended))
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -413,3 +556,24 @@ class Reads:
         if batch.left == 0:
             self._timers.cancel(batch)
             batch.answered(batch)
+
+
+class _Rest:
+    """The bulk call for a block that followed a probe."""
+
+    __slots__ = ("_digest", "_fetch", "_reads", "_room", "call")
+
+    def __init__(self, reads: Reads, fetch: _Fetch, home: int) -> None:
+        self._reads = reads
+        self._fetch = fetch
+        self._room: ArenaReservation | None = None
+        self._digest = 0
+        self.call = GetCall(home, fetch.block, 0, fetch.deadline, self._begin, self._ended)
+
+    def _begin(self, size_bytes: int, digest: int) -> memoryview | None:
+        self._digest = digest
+        self._room = self._reads.room(self._fetch, size_bytes)
+        return None if self._room is None else self._room.view
+
+    def _ended(self, now: float, outcome: str) -> None:
+        self._reads.bulk_ended(now, self._fetch, self._room, self._digest, outcome)

@@ -2,7 +2,8 @@
 
 Owns: the decision on every bulk request: is the caller's namespace allowed, is the block ours to
 hold, is there room, do the bytes match their digest. Must not know: sockets; the adapter calls
-`begin_put`, writes the bytes where it is told, and calls `end_put` or `abort_put`.
+`begin_put`, writes the bytes where it is told, and calls `end_put`, with their digest, or
+`abort_put`.
 
 Who the caller is, the link knows: with TLS by its certificate; without, the caller says so itself
 (`BulkHello`) and is believed. What it may do is bounded by the namespace's list of nodes.
@@ -10,24 +11,42 @@ Who the caller is, the link knows: with TLS by its certificate; without, the cal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol.messages import bulk
-from kvcast.protocol.messages.bulk import BulkDone, BulkDrop, BulkExists, BulkGet, BulkHeld, BulkPut
-from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.messages.bulk import (
+    BulkDone,
+    BulkDrop,
+    BulkExists,
+    BulkGet,
+    BulkHeld,
+    BulkPut,
+    PutHeader,
+    WantedBlock,
+)
+from kvcast.protocol.messages.wire import BlockId, segments_of
 
 
 class Serving:
     """Decides what a bulk request gets."""
 
     def __init__(
-        self, store: Store, memory: memoryview, outbox: BulkOutbox, metrics: Metrics
+        self,
+        store: Store,
+        memory: memoryview,
+        outbox: BulkOutbox,
+        metrics: Metrics,
+        note_heat: Callable[[int, BlockId, int, int, int], None],
     ) -> None:
+        """`note_heat` hears how many segments of which copy (size, digest) went to which node."""
         self._store = store
         self._memory = memory
         self._outbox = outbox
         self._metrics = metrics
+        self._note_heat = note_heat
 
     def _may_use(self, caller: str, namespace: int) -> bool:
         pool = self._outbox.pool
@@ -40,57 +59,71 @@ class Serving:
         """A copy's bytes in the arena."""
         return self._memory[copy.offset : copy.offset + copy.size_bytes]
 
-    def begin_put(self, caller: str, put: BulkPut) -> Copy | BulkDone:
-        """Room for the block, or why the bytes are not wanted."""
+    def refuse_put(self, caller: str, put: BulkPut) -> str | None:
+        """Why the caller may not put there; None if it may."""
         pool = self._outbox.pool
         if pool is None or not self._may_use(caller, put.namespace):
-            return BulkDone(bulk.FORBIDDEN)
+            return bulk.FORBIDDEN
         if put.meaning != pool.meaning_of(put.namespace):
             self._metrics.bulk_requests_refused_total += 1
-            return BulkDone(bulk.STALE)
-        block = BlockId(put.namespace, put.key)
+            return bulk.STALE
+        return None
+
+    def begin_put(self, put: BulkPut, header: PutHeader) -> Copy | str:
+        """Room for one block of a put that was not refused, or why its bytes are not wanted."""
+        pool = self._outbox.pool
+        assert pool is not None
+        block = BlockId(put.namespace, header.key)
         # A caller with a newer map may know better than we do whose block it is.
         if not pool.is_home(block) and put.epoch <= pool.epoch:
             self._metrics.bulk_requests_refused_total += 1
-            return BulkDone(bulk.NOT_HOME)
+            return bulk.NOT_HOME
         held = self._store.get(block)
         if held is not None:
-            if held.digest == put.digest:
+            if held.digest == header.digest:
                 self._store.counters.duplicates += 1
             else:
                 self._store.counters.conflicts += 1
             held.home = True
-            return BulkDone(bulk.HELD)
+            return bulk.HELD
         try:
-            return self._store.reserve(block, put.size_bytes)
+            return self._store.reserve(block, header.size_bytes)
         except StoreError:
             self._metrics.bulk_requests_refused_total += 1
-            return BulkDone(bulk.NO_ROOM)
+            return bulk.NO_ROOM
 
-    def end_put(self, put: BulkPut, copy: Copy) -> BulkDone:
-        """The bytes are there: commit them if they are what the header promised."""
-        self._metrics.payload_bytes_received_bulk_put_total += put.size_bytes
-        if digest_of(self.view(copy)) != put.digest:
+    def end_put(self, header: PutHeader, copy: Copy, digest: int) -> str:
+        """The bytes are there, and have this digest: commit them if they are what the header
+        promised."""
+        self._metrics.payload_bytes_received_bulk_put_total += header.size_bytes
+        if digest != header.digest:
             self._store.abort(copy)
             self._metrics.bulk_wrong_digest_total += 1
-            return BulkDone(bulk.WRONG_DIGEST)
+            return bulk.WRONG_DIGEST
         try:
-            in_force = self._store.commit(copy, put.digest, home=True)
+            in_force = self._store.commit(copy, header.digest, home=True)
         except StaleReservationError:
-            return BulkDone(bulk.FORBIDDEN)
-        return BulkDone(bulk.DONE if in_force is copy else bulk.HELD)
+            return bulk.FORBIDDEN
+        return bulk.DONE if in_force is copy else bulk.HELD
 
     def abort_put(self, copy: Copy) -> None:
         """The bytes did not come."""
         self._store.abort(copy)
 
-    def get(self, caller: str, get: BulkGet) -> Copy | BulkDone:
+    def refuse_get(self, caller: str, get: BulkGet) -> str | None:
+        """Why the caller may not read there; None if it may."""
+        return None if self._may_use(caller, get.namespace) else bulk.FORBIDDEN
+
+    def get(self, caller: str, namespace: int, wanted: WantedBlock) -> Copy | str:
         """A pinned copy to send (see `end_get`), or why there is none."""
-        if not self._may_use(caller, get.namespace):
-            return BulkDone(bulk.FORBIDDEN)
-        copy = self._store.get(BlockId(get.namespace, get.key))
-        if copy is None or (get.digest and get.digest != copy.digest):
-            return BulkDone(bulk.NOT_FOUND)
+        copy = self._store.get(BlockId(namespace, wanted.key))
+        if copy is None or (wanted.digest and wanted.digest != copy.digest):
+            return bulk.NOT_FOUND
+        pool = self._outbox.pool
+        node = pool.nodes_by_id.get(caller) if pool is not None else None
+        if node is not None:
+            segments = segments_of(max(1, copy.size_bytes - wanted.start_bytes))
+            self._note_heat(node.index, copy.block, copy.size_bytes, copy.digest, segments)
         self._store.pin(copy)
         return copy
 

@@ -334,7 +334,7 @@ class Session:
             results = [result for result in batch.results if result is not None]
             self._reply(local.Committed(request.request, results))
 
-        self._core.writes.commit(now, copies, answered)
+        self._core.writes.commit(now, copies, answered, request.ack)
 
     def _abort(self, request: local.Abort) -> None:
         copies = self._take_tickets(request.tickets)

@@ -30,6 +30,9 @@ from kvcast.protocol.messages.wire import digest_of
 
 ACK_HOME: Final = "home"
 ACK_LOCAL: Final = "local"
+ACK_REPLICAS: Final = "replicas"
+ACKS: Final = (ACK_HOME, ACK_LOCAL, ACK_REPLICAS)
+"""What must have happened before a put is acknowledged."""
 
 _LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
 
@@ -39,7 +42,7 @@ class WriteOptions:
     """How puts behave."""
 
     put_ack: str = ACK_HOME
-    """"home" or "local": what must have happened before a put is acknowledged."""
+    """One of `ACKS`, for puts that do not choose one."""
     replicate_timeout_s: float = 10.0
     """How long one home may take to receive one copy."""
     max_replications: int = 4096
@@ -54,6 +57,9 @@ class _Put:
     position: int
     copy: Copy
     first_home: int
+    ack: str
+    homes: int = 0
+    """How many nodes are to have it, this one included."""
     waiting: set[int] = field(default_factory=set)
     copies: int = 0
     acknowledged: bool = False
@@ -89,24 +95,28 @@ class Writes:
         """Copies on their way or waiting for it."""
 
     def commit(
-        self, now: float, copies: list[Copy], answered: Callable[[PutBatch], None]
+        self,
+        now: float,
+        copies: list[Copy],
+        answered: Callable[[PutBatch], None],
+        ack: str = "",
     ) -> PutBatch:
-        """Make reserved copies blocks and send them home. `answered` may be called before this
-        returns."""
+        """Make reserved copies blocks and send them home. `ack`: one of `ACKS`, "" = the agent's
+        choice. `answered` may be called before this returns."""
         batch = PutBatch([None] * len(copies), answered, len(copies))
         for position, copy in enumerate(copies):
-            self._commit_one(now, batch, position, copy)
+            self._commit_one(now, batch, position, copy, ack or self._options.put_ack)
         if not copies:
             answered(batch)
         return batch
 
-    def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy) -> None:
+    def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
         self._metrics.puts_total += 1
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
-        put = _Put(position, copy, homes[0] if homes else -1, copies=int(here))
+        put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))
         try:
             put.copy = copy = self._store.commit(copy, digest, home=here)
         except StaleReservationError:
@@ -116,7 +126,7 @@ class Writes:
         if pool is None or meaning is None or not homes:
             self._answer(batch, put, local.UNAVAILABLE)
             return
-        if self._options.put_ack == ACK_LOCAL or homes[0] == pool.index:
+        if ack == ACK_LOCAL or (ack == ACK_HOME and homes[0] == pool.index):
             self._answer(batch, put, local.OK)
         for node in homes:
             if node == pool.index:
@@ -154,7 +164,7 @@ class Writes:
             put.waiting.discard(node)
             if outcome in _LANDED:
                 put.copies += 1
-                if node == put.first_home:
+                if node == put.first_home and put.ack == ACK_HOME:
                     self._answer(batch, put, local.OK)
             elif outcome == EVICTED:
                 self._metrics.replications_dropped_total += 1
@@ -170,9 +180,10 @@ class Writes:
         self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, ended))
 
     def _settle(self, batch: PutBatch, put: _Put) -> None:
-        """All homes were tried: whoever has it acknowledges."""
+        """All homes were tried: whoever has it acknowledges, if that is enough."""
         if not put.waiting:
-            self._answer(batch, put, local.OK if put.copies else put.refused)
+            enough = put.homes if put.ack == ACK_REPLICAS else 1
+            self._answer(batch, put, local.OK if put.copies >= enough else put.refused)
 
     def _answer(self, batch: PutBatch, put: _Put, status: str) -> None:
         if put.acknowledged:

@@ -56,9 +56,9 @@ class BulkCaller:
         if pool is not self._pool and pool is not None:
             self._pool = pool
             self._link.use_nodes(loop.time(), pool.nodes)
-        calls = self._core.outbox.calls
-        while calls:
-            self._link.ask(loop.time(), calls.popleft())
+        calls = list(self._core.outbox.calls)
+        self._core.outbox.calls.clear()
+        self._link.ask(loop.time(), *calls)
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
         if not self._soon:
             self._soon = True
@@ -140,6 +140,10 @@ class BulkServer:
     async def close(self) -> None:
         """Stop listening and end all conversations."""
         await self._listener.close()
+        await self.hang_up()
+
+    async def hang_up(self) -> None:
+        """End all conversations."""
         for driver in list(self._drivers):
             driver.lost("")
 

@@ -41,7 +41,9 @@ class BulkOptions:
     idle_s: float = 60.0
     """How long a connection without a request is kept."""
     transfer_timeout_s: float = 30.0
-    """How long one block may take to arrive or to leave."""
+    """How long the callee takes over one request, the bytes of its blocks included."""
+    silence_s: float = 2.0
+    """How long a get may wait for the next bytes of its answer; there is another way."""
 
 
 class HeldCopy(Protocol):
@@ -73,8 +75,9 @@ class PutCall:
 
 @dataclass(slots=True, eq=False)
 class GetCall:
-    """Fetch a block from a node. `begin(size, digest)` gives the view to write to, or None to
-    refuse; after it and whatever happens, `ended`. The link does not look at the bytes."""
+    """Fetch a block from a node. `begin(size, digest)` gives the room for the whole block, whose
+    first `start_bytes` are there already, or None to refuse; after it and whatever happens,
+    `ended`. Outcome "done": all bytes are there, and have that digest."""
 
     node: int
     block: BlockId
@@ -82,6 +85,7 @@ class GetCall:
     deadline: float
     begin: Callable[[int, int], memoryview | None]
     ended: Ended
+    start_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)

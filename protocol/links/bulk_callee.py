@@ -5,19 +5,28 @@ long a caller may be silent or slow. Must not know: what a request deserves (`Bu
 how the caller proved who it is.
 
 A caller that says nothing for `idle_s`, or is slower than `transfer_timeout_s` with a request, is
-closed. One that sends requests ahead is answered in order, and not read from meanwhile.
+closed. One that sends requests ahead is answered in order, and not read from meanwhile. For one
+connection at most `MAX_BULK_BYTES` are set aside or held, unless one block alone has more.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 from kvcast.protocol.links.bulk import BulkCounters, BulkOptions
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
+    DONE,
+    LATER,
+    MAX_BULK_BYTES,
     MAX_BULK_MESSAGE_BYTES,
-    BulkBlock,
+    NO_ROOM,
+    NOT_FOUND,
+    WANTED,
+    BlockHeader,
+    BulkBlocks,
     BulkDone,
     BulkDrop,
     BulkExists,
@@ -26,7 +35,10 @@ from kvcast.protocol.messages.bulk import (
     BulkHeld,
     BulkHello,
     BulkPut,
+    BulkTaken,
     CallerMessage,
+    PutHeader,
+    WantedBlock,
 )
 
 
@@ -48,18 +60,24 @@ S = TypeVar("S", bound=Sized)
 
 
 class BulkService(Protocol[S]):
-    """Whoever decides what a request gets. A copy that `begin_put` gave is given back by `end_put`
+    """Whoever decides what a request gets: first whether the caller may ask at all (None), then
+    block by block a copy, or a status. A copy that `begin_put` gave is given back by `end_put`
     or `abort_put`, one that `get` gave by `end_get`."""
 
     def view(self, copy: S) -> memoryview: ...
 
-    def begin_put(self, caller: str, put: BulkPut) -> S | BulkDone: ...
+    def refuse_put(self, caller: str, put: BulkPut) -> str | None: ...
 
-    def end_put(self, put: BulkPut, copy: S) -> BulkDone: ...
+    def begin_put(self, put: BulkPut, block: PutHeader) -> S | str: ...
+
+    def end_put(self, block: PutHeader, copy: S, digest: int) -> str:
+        """`digest`: of the bytes that have come."""
 
     def abort_put(self, copy: S) -> None: ...
 
-    def get(self, caller: str, get: BulkGet) -> S | BulkDone: ...
+    def refuse_get(self, caller: str, get: BulkGet) -> str | None: ...
+
+    def get(self, caller: str, namespace: int, block: WantedBlock) -> S | str: ...
 
     def end_get(self, copy: S) -> None: ...
 
@@ -89,10 +107,12 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._certified = certified
         self._caller: str | None = None
         """Who calls; None before its BulkHello."""
-        self._put: tuple[BulkPut, S] | None = None
-        """The put whose bytes are coming, and the room for them."""
-        self._sending: S | None = None
-        """The copy whose bytes are leaving."""
+        self._putting: deque[tuple[PutHeader, S]] = deque()
+        """The blocks whose bytes are coming, and the room for them."""
+        self._taken: list[str] = []
+        """What became of those of the same put that have come."""
+        self._sending: list[S] = []
+        """The copies whose bytes are leaving."""
         self._deadline = now + options.idle_s
 
     def _message(self, now: float, message: CallerMessage) -> None:
@@ -105,27 +125,64 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         service, caller = self._service, self._caller
         match message:
             case BulkPut():
-                room = service.begin_put(caller, message)
-                if isinstance(room, BulkDone):
-                    self._send(room)
-                else:
-                    self._put = message, room
-                    self._send(BulkGo())
-                    self._receive_block(service.view(room))
+                refusal = service.refuse_put(caller, message)
+                self._send(BulkDone(refusal) if refusal else BulkGo(self._begin_put(message)))
             case BulkGet():
-                copy = service.get(caller, message)
-                if isinstance(copy, BulkDone):
-                    self._send(copy)
+                refusal = service.refuse_get(caller, message)
+                if refusal:
+                    self._send(BulkDone(refusal))
                 else:
-                    self._sending = copy
-                    self._send(BulkBlock(copy.size_bytes, copy.digest))
-                    self._send_block(service.view(copy))
+                    self._send_blocks(caller, message)
             case BulkDrop():
                 self._send(service.drop(caller, message))
             case BulkExists():
                 self._send(service.exists(caller, message))
             case _:
                 raise LinkError(f"{type(message).__name__} as a request")
+
+    def _begin_put(self, put: BulkPut) -> list[str]:
+        """Make room for the blocks that are wanted; one status a block."""
+        service = self._service
+        self._taken = []
+        statuses = []
+        room_bytes = 0
+        for block in put.blocks:
+            if self._putting and room_bytes + block.size_bytes > MAX_BULK_BYTES:
+                statuses.append(NO_ROOM)
+                continue
+            room = service.begin_put(put, block)
+            if isinstance(room, str):
+                statuses.append(room)
+                continue
+            statuses.append(WANTED)
+            room_bytes += block.size_bytes
+            self._putting.append((block, room))
+            self._receive_block(service.view(room))
+        return statuses
+
+    def _send_blocks(self, caller: str, get: BulkGet) -> None:
+        """Send what is held of the blocks, as far as it fits into one answer."""
+        service = self._service
+        headers: list[BlockHeader] = []
+        views: list[memoryview] = []
+        size_bytes = 0
+        for block in get.blocks:
+            copy = service.get(caller, get.namespace, block)
+            if isinstance(copy, str):
+                headers.append(BlockHeader(copy))
+                continue
+            length = copy.size_bytes - block.start_bytes
+            if length <= 0 or (views and size_bytes + length > MAX_BULK_BYTES):
+                service.end_get(copy)
+                headers.append(BlockHeader(NOT_FOUND if length <= 0 else LATER))
+                continue
+            size_bytes += length
+            self._sending.append(copy)
+            headers.append(BlockHeader(DONE, copy.size_bytes, copy.digest))
+            views.append(service.view(copy)[block.start_bytes :])
+        self._send(BulkBlocks(headers))
+        for view in views:
+            self._send_block(view)
 
     def _caller_of(self, message: CallerMessage) -> str:
         if not isinstance(message, BulkHello) or message.version != BULK_PROTOCOL_VERSION:
@@ -134,20 +191,25 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             raise WrongCallerError(f"node {self._certified} calls itself {message.node_id}")
         return message.node_id
 
-    def _block_came(self, now: float) -> None:
-        assert self._put is not None
-        (put, room), self._put = self._put, None
-        self._send(self._service.end_put(put, room))
+    def _block_came(self, now: float, digest: int | None) -> None:
+        assert digest is not None
+        block, room = self._putting.popleft()
+        self._taken.append(self._service.end_put(block, room, digest))
+        if not self._putting:
+            self._send(BulkTaken(self._taken))
 
     def _block_sending(self, size_bytes: int) -> None:
         self._counters.payload_bytes_sent_bulk_get_total += size_bytes
 
     def _drained(self, now: float) -> None:
-        if self._sending is not None:
-            copy, self._sending = self._sending, None
-            self._service.end_get(copy)
-        if self._put is None:
+        self._end_gets()
+        if not self._putting:
             self._deadline = now + self._options.idle_s
+
+    def _end_gets(self) -> None:
+        sending, self._sending = self._sending, []
+        for copy in sending:
+            self._service.end_get(copy)
 
     def _rules_broken(self, error: Exception) -> None:
         if isinstance(error, WrongCallerError):
@@ -156,9 +218,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._counters.bulk_protocol_errors_total += 1
 
     def _over(self, now: float) -> None:
-        if self._put is not None:
-            (_, room), self._put = self._put, None
+        while self._putting:
+            _, room = self._putting.popleft()
             self._service.abort_put(room)
-        if self._sending is not None:
-            copy, self._sending = self._sending, None
-            self._service.end_get(copy)
+        self._end_gets()

@@ -4,7 +4,8 @@ Owns: connections, their reuse, deadlines and number, and the order of a convers
 (`kvcast.protocol.messages.bulk`). Must not know: why a call is made.
 
 At most `connections_per_peer` connections to a node, each with one request at a time; calls beyond
-wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. A
+wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. Gets,
+and puts, that wait together and are alike go together, in one request. A
 connection is kept for the next call for half of `idle_s`, before the callee closes it. A reused
 connection that turns out to be dead before any answer is replaced once it is known: by another that
 was kept, in the end by a fresh one.
@@ -16,9 +17,9 @@ send or are to be closed, and which calls have ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvcast.protocol.links.bulk import (
     EVICTED,
@@ -35,8 +36,11 @@ from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
+    MAX_BULK_BLOCKS,
+    MAX_BULK_BYTES,
     MAX_BULK_MESSAGE_BYTES,
-    BulkBlock,
+    BlockHeader,
+    BulkBlocks,
     BulkDone,
     BulkDrop,
     BulkExists,
@@ -45,9 +49,19 @@ from kvcast.protocol.messages.bulk import (
     BulkHeld,
     BulkHello,
     BulkPut,
+    BulkTaken,
     CalleeMessage,
+    PutHeader,
+    WantedBlock,
 )
 from kvcast.protocol.messages.control import NodeInfo
+
+MERGED_WITHIN_S: Final = 1.0
+"""Calls go together only if their deadlines are no further apart, since they end together if the
+node does not answer."""
+MAX_SKIPPED_BYTES: Final = 1 << 20
+"""So much of blocks that there is no room for is read and thrown away, for the sake of those that
+follow; more ends the connection."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +96,7 @@ class _Peer:
         self.idle: list[BulkConnection] = []
         """Connections without a call; the one used last is the last."""
         self.busy: dict[BulkConnection, None] = {}
-        """Connections with a call, those being made included."""
+        """Connections with calls, those being made included."""
         self.queue: deque[BulkCall] = deque()
 
 
@@ -119,22 +133,28 @@ class BulkCaller:
                 self._close_idle(now, peer)
                 del self._peers[address]
 
-    def ask(self, now: float, call: BulkCall) -> None:
-        """Make a call, now or in its turn."""
-        node = self._nodes.get(call.node)
-        if node is None or self._closed:
-            self._instructions.append(Complete(call, UNREACHABLE))
-            return
-        self.counters.bulk_requests_sent_total += 1
-        peer = self._peers.setdefault((node.node_id, node.bulk_host, node.bulk_port), _Peer())
-        if len(peer.busy) < self.options.connections_per_peer:
-            outcome = self._begin(now, node, peer, call)
-            if outcome is not None:
-                self._complete(call, outcome)
-        elif len(peer.queue) < self.options.queue_per_peer:
-            peer.queue.append(call)
-        else:
-            self._complete(call, UNREACHABLE)
+    def ask(self, now: float, *calls: BulkCall) -> None:
+        """Make calls, now or in their turn."""
+        asked: dict[_Peer, NodeInfo] = {}
+        for call in calls:
+            node = self._nodes.get(call.node)
+            if node is None or self._closed:
+                self._instructions.append(Complete(call, UNREACHABLE))
+                continue
+            self.counters.bulk_requests_sent_total += 1
+            address = (node.node_id, node.bulk_host, node.bulk_port)
+            peer = self._peers.get(address)
+            if peer is None:
+                peer = self._peers[address] = _Peer()
+            if len(peer.queue) >= self.options.queue_per_peer:
+                self._start(now, node, peer)
+            if len(peer.queue) >= self.options.queue_per_peer:
+                self._complete(call, UNREACHABLE)
+            else:
+                peer.queue.append(call)
+                asked[peer] = node
+        for peer, node in asked.items():
+            self._start(now, node, peer)
 
     def close(self, now: float) -> None:
         """End all calls as unreachable, and close all connections."""
@@ -154,70 +174,80 @@ class BulkCaller:
             assert not peer.queue or len(peer.busy) == self.options.connections_per_peer
             assert len(peer.queue) <= self.options.queue_per_peer
             for connection in peer.idle:
-                assert connection.call is None
                 assert connection.is_connected
             for connection in (*peer.busy, *peer.idle):
                 assert not connection.closed
-                assert (connection.call is None) == (connection in peer.idle)
+                assert (not connection.calls) == (connection in peer.idle)
                 connection.check()
 
     # --- calls and connections ----------------------------------------------------------------
 
-    def _begin(self, now: float, node: NodeInfo, peer: _Peer, call: BulkCall) -> str | None:
-        """Start a call whose turn has come; its outcome, if it ends at once."""
-        if isinstance(call, PutCall) and not call.begin():
-            return EVICTED
-        return self._start(now, node, peer, call)
+    def _start(self, now: float, node: NodeInfo, peer: _Peer) -> None:
+        """Start the calls whose turn has come."""
+        while peer.queue and len(peer.busy) < self.options.connections_per_peer:
+            calls = self._take_alike(now, peer.queue)
+            if not calls:
+                continue
+            if peer.idle:
+                connection = peer.idle.pop()
+                self._instructions.append(Flush(connection))
+            else:
+                connection = BulkConnection(self, node, peer)
+                self._instructions.append(Connect(connection))
+            peer.busy[connection] = None
+            connection.begin(now, calls)
 
-    def _start(self, now: float, node: NodeInfo, peer: _Peer, call: BulkCall) -> str | None:
-        if call.deadline <= now:
-            return UNREACHABLE
-        if peer.idle:
-            connection = peer.idle.pop()
-            self._instructions.append(Flush(connection))
-        else:
-            connection = BulkConnection(self, node, peer)
-            self._instructions.append(Connect(connection))
-        peer.busy[connection] = None
-        connection.begin(now, call)
-        return None
+    def _take_alike(self, now: float, queue: deque[BulkCall]) -> list[BulkCall]:
+        """The first calls of a queue, as many as one request can make; those that turn out not to
+        be worth making end."""
+        calls: list[BulkCall] = []
+        size_bytes = 0
+        while queue and len(calls) < MAX_BULK_BLOCKS:
+            call = queue[0]
+            if calls and not _alike(calls[0], call):
+                break
+            if isinstance(call, PutCall):
+                size_bytes += call.copy.size_bytes
+                if calls and size_bytes > MAX_BULK_BYTES:
+                    break
+            queue.popleft()
+            if isinstance(call, PutCall) and not call.begin():
+                self._complete(call, EVICTED)
+            elif call.deadline <= now:
+                self._complete(call, UNREACHABLE)
+            else:
+                calls.append(call)
+        return calls
 
     def _complete(self, call: BulkCall, outcome: str) -> None:
         if outcome == UNREACHABLE:
             self.counters.bulk_failures_total += 1
         self._instructions.append(Complete(call, outcome))
 
-    def ended(self, now: float, connection: BulkConnection, outcome: str) -> None:
-        """A connection's call has ended; the connection is idle now, or closed."""
-        call, peer = connection.call, connection.peer
-        assert call is not None
-        connection.call = None
+    def ended(self, call: BulkCall, outcome: str) -> None:
+        """One of a connection's calls has ended."""
+        self._complete(call, outcome)
+
+    def free(self, now: float, connection: BulkConnection) -> None:
+        """A connection's calls have all ended; it is idle now, or closed."""
+        peer = connection.peer
         del peer.busy[connection]
         if not connection.closed:
             peer.idle.append(connection)
-        self._complete(call, outcome)
-        while peer.queue and len(peer.busy) < self.options.connections_per_peer:
-            call = peer.queue.popleft()
-            at_once = self._begin(now, connection.node, peer, call)
-            if at_once is not None:
-                self._complete(call, at_once)
+        self._start(now, connection.node, peer)
 
-    def replace(self, now: float, connection: BulkConnection) -> None:
-        """A connection that was kept had died before its call: make the call on another."""
-        call, peer = connection.call, connection.peer
-        assert call is not None
-        del peer.busy[connection]
-        outcome = UNREACHABLE if self._closed else self._start(now, connection.node, peer, call)
-        if outcome is None:
-            connection.call = None
-            return
-        peer.busy[connection] = None
-        self.ended(now, connection, outcome)
+    def again(self, peer: _Peer, calls: Iterable[BulkCall]) -> None:
+        """Make these calls once more, before all others; they began before."""
+        if self._closed:
+            for call in calls:
+                self._complete(call, UNREACHABLE)
+        else:
+            peer.queue.extendleft(reversed(list(calls)))
 
     def closed(self, connection: BulkConnection) -> None:
         """A connection is closed."""
         self._instructions.append(Flush(connection))
-        if connection.call is None:
+        if not connection.calls:
             connection.peer.idle.remove(connection)
 
     def _close_idle(self, now: float, peer: _Peer) -> None:
@@ -225,8 +255,22 @@ class BulkCaller:
             connection.end(now)
 
 
+def _alike(first: BulkCall, other: BulkCall) -> bool:
+    """Whether one request can make both calls."""
+    if abs(first.deadline - other.deadline) > MERGED_WITHIN_S:
+        return False
+    if isinstance(first, GetCall):
+        return isinstance(other, GetCall) and first.block.namespace == other.block.namespace
+    return (
+        isinstance(first, PutCall)
+        and isinstance(other, PutCall)
+        and first.copy.block.namespace == other.copy.block.namespace
+        and (first.epoch, first.meaning) == (other.epoch, other.meaning)
+    )
+
+
 class BulkConnection(LinkStream[CalleeMessage]):
-    """One connection to `node`: being made, idle, or with a call."""
+    """One connection to `node`: being made, idle, or with calls, which are one request."""
 
     one_at_a_time = True
 
@@ -234,39 +278,42 @@ class BulkConnection(LinkStream[CalleeMessage]):
         super().__init__(CalleeMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         self.node = node
         self.peer = peer
-        self.call: BulkCall | None = None
+        self.calls: deque[BulkCall] = deque()
+        """Those that have not ended, in order."""
         self.is_connected = False
         self._link = link
         self._reused = False
-        """The call began on a connection that was there already."""
+        """The calls began on a connection that was there already."""
         self._answered = False
-        """The callee has said something about this call."""
-        self._outcome = UNREACHABLE
-        """Of the call, should the connection end now."""
+        """The callee has said something about these calls."""
+        self._promised: deque[int] = deque()
+        """The digests of the blocks that are coming, one for each call."""
+        self._refused: set[BulkCall] = set()
+        """Gets whose blocks are coming and have no room."""
+        self._gone = False
+        """The BulkGo has come."""
 
     # --- events -------------------------------------------------------------------------------
 
-    def begin(self, now: float, call: BulkCall) -> None:
-        """Make this call, as soon as the connection stands."""
-        self.call = call
+    def begin(self, now: float, calls: Sequence[BulkCall]) -> None:
+        """Make these calls, which are alike, as soon as the connection stands."""
+        self.calls.extend(calls)
         self._reused = self.is_connected
         self._answered = False
-        self._outcome = UNREACHABLE
-        self._deadline = call.deadline
+        self._gone = False
         if self.is_connected:
-            self._request(call)
+            self._request(now)
         else:
-            self._deadline = min(call.deadline, now + self._link.options.connect_timeout_s)
+            self._deadline = min(self._last_moment, now + self._link.options.connect_timeout_s)
 
     def connected(self, now: float) -> None:
         """The connection stands, and at its other end is whom it was made to."""
         if self.closed:
             return
-        assert self.call is not None
+        assert self.calls
         self.is_connected = True
-        self._deadline = self.call.deadline
         self._send(BulkHello(BULK_PROTOCOL_VERSION, self._link.node_id))
-        self._request(self.call)
+        self._request(now)
 
     def wrong_peer(self, now: float, problem: str) -> None:
         """Somebody else is at the other end."""
@@ -275,58 +322,152 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.end(now)
 
     def end(self, now: float) -> None:
-        """Close, and end the call as unreachable."""
+        """Close, and end the calls as unreachable."""
         self._reused = False
         self._close(now)
 
     # --- the conversation ---------------------------------------------------------------------
 
-    def _request(self, call: BulkCall) -> None:
-        match call:
-            case PutCall(copy=copy):
-                namespace, key = copy.block
-                size, digest = copy.size_bytes, copy.digest
-                self._send(BulkPut(namespace, key, size, digest, call.epoch, call.meaning))
+    @property
+    def _last_moment(self) -> float:
+        return min(call.deadline for call in self.calls)
+
+    def _wait(self, now: float) -> None:
+        """Set the deadline for the next thing that the callee says."""
+        self._deadline = self.calls[0].deadline
+        if len(self.calls) > 1:
+            self._deadline = self._last_moment
+        if isinstance(self.calls[0], GetCall):
+            self._deadline = min(self._deadline, now + self._link.options.silence_s)
+
+    def _request(self, now: float) -> None:
+        self._wait(now)
+        match self.calls[0]:
+            case PutCall() as first:
+                headers = []
+                for call in self.calls:
+                    assert isinstance(call, PutCall)
+                    copy = call.copy
+                    headers.append(PutHeader(copy.block.key, copy.size_bytes, copy.digest))
+                namespace = first.copy.block.namespace
+                self._send(BulkPut(namespace, first.epoch, first.meaning, headers))
             case GetCall(block=block):
-                self._send(BulkGet(block.namespace, block.key, call.digest))
-            case DropCall():
+                wanted = []
+                for call in self.calls:
+                    assert isinstance(call, GetCall)
+                    wanted.append(WantedBlock(call.block.key, call.digest, call.start_bytes))
+                self._send(BulkGet(block.namespace, wanted))
+            case DropCall() as call:
                 self._send(BulkDrop(call.namespace, call.keys))
-            case ExistsCall():
+            case ExistsCall() as call:
                 self._send(BulkExists(call.namespace, call.keys))
 
     def _message(self, now: float, message: CalleeMessage) -> None:
-        first, self._answered = not self._answered, True
-        match self.call, message:
+        self._answered = True
+        match self.calls[0] if self.calls else None, message:
             case None, _:
                 raise LinkError(f"{type(message).__name__} without a request")
-            case _, BulkDone(status=status):
-                self._done(now, status)
-            case PutCall(copy=copy), BulkGo() if first:
-                self._send_block(self._link.view(copy))
+            case GetCall(), BulkDone(status=bulk.DONE):
+                raise LinkError("a get is done, and there are no blocks")
+            case _, BulkDone(status=status) if not self._gone:
+                self._all_done(now, [status] * len(self.calls))
+            case PutCall(), BulkGo(statuses=statuses) if not self._gone:
+                self._go(now, statuses)
+            case PutCall(), BulkTaken(statuses=statuses) if self._gone:
+                self._all_done(now, statuses)
             case ExistsCall() as call, BulkHeld(bitmap=bitmap):
                 call.answer(bulk.unpack_bitmap(bitmap, len(call.keys)))
-                self._done(now, bulk.DONE)
-            case GetCall() as call, BulkBlock(size_bytes=size_bytes, digest=digest):
-                room = call.begin(size_bytes, digest)
-                if room is None:  # the bytes are on their way, and nobody wants them
-                    self._outcome = bulk.NO_ROOM
-                    self._close(now)
-                else:
-                    self._receive_block(room)
+                self._all_done(now, [bulk.DONE])
+            case GetCall(), BulkBlocks(blocks=blocks):
+                self._receive_blocks(now, blocks)
             case call, _:
                 raise LinkError(f"{type(message).__name__} as answer to a {type(call).__name__}")
 
-    def _block_came(self, now: float) -> None:
-        self._done(now, bulk.DONE)
+    def _go(self, now: float, statuses: list[str]) -> None:
+        """Send what is wanted; the other puts have ended."""
+        if len(statuses) != len(self.calls):
+            raise LinkError(f"{len(statuses)} statuses for {len(self.calls)} blocks")
+        self._gone = True
+        calls, self.calls = self.calls, deque()
+        for call, status in zip(calls, statuses, strict=True):
+            assert isinstance(call, PutCall)
+            if status == bulk.WANTED:
+                self.calls.append(call)
+                self._send_block(self._link.view(call.copy))
+            else:
+                self._link.ended(call, status)
+        if not self.calls:
+            self._free(now)
+
+    def _receive_blocks(self, now: float, headers: list[BlockHeader]) -> None:
+        """The blocks that are held come now; the other gets have ended, or must be asked again."""
+        if len(headers) != len(self.calls) or self._promised:
+            raise LinkError(f"{len(headers)} blocks in answer to {len(self.calls)} gets")
+        for call, header in zip(self.calls, headers, strict=True):
+            assert isinstance(call, GetCall)
+            if header.status == bulk.DONE and header.size_bytes <= call.start_bytes:
+                raise LinkError(f"a block of {header.size_bytes} bytes from {call.start_bytes} on")
+        if headers[0].status == bulk.LATER:
+            raise LinkError("the first block is for later")
+        calls, self.calls = self.calls, deque()
+        later: list[BulkCall] = []
+        skipped_bytes = 0
+        for call, header in zip(calls, headers, strict=True):
+            assert isinstance(call, GetCall)
+            if header.status == bulk.LATER:
+                later.append(call)
+                continue
+            if header.status != bulk.DONE:
+                self._link.ended(call, header.status)
+                continue
+            self.calls.append(call)
+            self._promised.append(header.digest)
+            room = call.begin(header.size_bytes, header.digest)
+            if room is not None:
+                self._receive_block(room, call.start_bytes)
+            else:  # the bytes are on their way, and nobody wants them
+                self._refused.add(call)
+                skipped_bytes += header.size_bytes - call.start_bytes
+                self._skip_block(header.size_bytes - call.start_bytes)
+        self._link.again(self.peer, later)
+        if skipped_bytes > MAX_SKIPPED_BYTES:
+            self.end(now)
+        elif self.calls:
+            self._wait(now)
+        else:
+            self._free(now)
+
+    def _block_coming(self, now: float) -> None:
+        self._wait(now)
+
+    def _block_came(self, now: float, digest: int | None) -> None:
+        call = self.calls.popleft()
+        right = self._promised.popleft() == digest
+        if call in self._refused:
+            self._refused.remove(call)
+            self._link.ended(call, bulk.NO_ROOM)
+        else:
+            self._link.ended(call, bulk.DONE if right else bulk.WRONG_DIGEST)
+        if self.calls:
+            self._wait(now)
+        else:
+            self._free(now)
 
     def _block_sending(self, size_bytes: int) -> None:
         self._link.counters.payload_bytes_sent_bulk_put_total += size_bytes
 
-    def _done(self, now: float, outcome: str) -> None:
-        """The call has ended well enough for the connection to be kept."""
+    def _all_done(self, now: float, statuses: list[str]) -> None:
+        """All calls have ended well enough for the connection to be kept."""
+        if len(statuses) != len(self.calls) or self._promised:
+            raise LinkError(f"{len(statuses)} statuses for {len(self.calls)} calls")
+        for status in statuses:
+            self._link.ended(self.calls.popleft(), status)
+        self._free(now)
+
+    def _free(self, now: float) -> None:
         # The callee closes after `idle_s`; leave it the first half of that.
         self._deadline = now + self._link.options.idle_s / 2
-        self._link.ended(now, self, outcome)
+        self._link.free(now, self)
 
     def _late(self, now: float) -> None:
         self.end(now)
@@ -337,9 +478,12 @@ class BulkConnection(LinkStream[CalleeMessage]):
 
     def _over(self, now: float) -> None:
         self._link.closed(self)
-        if self.call is None:
+        if not self.calls:
             return
+        calls, self.calls = self.calls, deque()
         if self._reused and not self._answered:
-            self._link.replace(now, self)
+            self._link.again(self.peer, calls)
         else:
-            self._link.ended(now, self, self._outcome)
+            for call in calls:
+                self._link.ended(call, bulk.NO_ROOM if call in self._refused else UNREACHABLE)
+        self._link.free(now, self)

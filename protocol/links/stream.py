@@ -5,22 +5,26 @@ messages and blocks leave; when a connection is over. Must not know: what a mess
 ends of the links, which inherit from this, do), or how bytes travel.
 
 Whoever drives a connection tells it what happens (`received` or `filled`, `lost`, `handle_timer`),
-and after each event takes `bytes_to_send` until there are none or its transport is full, looks
+and after each event takes what there is to send until there is none or its transport is full, looks
 whether the connection is `closed`, and when `get_timer` is due. Back-pressure works both ways: what
 is not taken stays here, and while `wants_bytes` is False nothing should be read.
 
-A block's bytes need not pass through here: while `destination` is not None, what comes next is to
-be written there, and `filled` says how much was. Whoever reads more than that, because messages
-and blocks lie close together, hands everything to `received`, which copies.
+A block's bytes need not pass through here. While there are `destinations`, what comes next is to be
+written there, one after the other, and `filled` says how much was; `pieces_to_send` gives blocks in
+place, and `sent` says how much has been taken. Whoever reads more than there are destinations
+for hands everything to `received`, which copies; so it had better read no more than `scratch_bytes`
+at once. The digest of a block is made while its bytes come, when they are in the cache anyway.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, ClassVar, Generic, TypeVar
+from itertools import islice, takewhile
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
+from kvcast.protocol.messages.wire import RunningDigest
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -30,9 +34,38 @@ MAX_PROBLEM_CHARS = 200
 """How much is kept of what the other side did wrong."""
 
 
+MAX_PIECES: Final = 64
+"""Destinations, and pieces to send, that are named at once."""
+_SCRATCH_BYTES: Final = 4096
+_SINK: Final = memoryview(bytearray(64 * 1024))
+"""Where bytes go that nobody wants."""
+
+
 class LinkError(ValueError):
     """The other side broke the rules of the conversation, or whoever was handed a message of its
     cannot use it: the connection ends."""
+
+
+class _Room:
+    """What is left of the room for a block that is coming, and the digest of what has come."""
+
+    __slots__ = ("digest", "left_bytes", "view")
+
+    def __init__(
+        self, view: memoryview | None, left_bytes: int, digest: RunningDigest | None
+    ) -> None:
+        self.view = view
+        """None: nobody wants these bytes."""
+        self.left_bytes = left_bytes
+        self.digest = digest
+
+    def take(self, size_bytes: int) -> None:
+        """So many more bytes are there."""
+        self.left_bytes -= size_bytes
+        if self.view is not None:
+            assert self.digest is not None
+            self.digest.update(self.view[:size_bytes])
+            self.view = self.view[size_bytes:]
 
 
 class LinkStream(Generic[M]):
@@ -52,8 +85,8 @@ class LinkStream(Generic[M]):
         self._codec: MessageCodec[M] = MessageCodec(types, max_message_bytes=max_message_bytes)
         self._max_unsent_bytes = max_unsent_bytes
         self._buffer = bytearray()
-        self._room: memoryview | None = None
-        self._filled_bytes = 0
+        self._rooms: deque[_Room] = deque()
+        """What comes next belongs there, in this order."""
         self._out: deque[bytes | memoryview] = deque()
         """Encoded messages, and what is left of blocks."""
         self._unsent_bytes = 0
@@ -67,8 +100,12 @@ class LinkStream(Generic[M]):
         """A message has come."""
         raise NotImplementedError
 
-    def _block_came(self, now: float) -> None:
-        """The room that `_receive_block` gave is full."""
+    def _block_came(self, now: float, digest: int | None) -> None:
+        """The first of the blocks that are expected is there; the digest of the whole block, None
+        if nobody wanted it."""
+
+    def _block_coming(self, now: float) -> None:
+        """Some of a block has come."""
 
     def _block_sending(self, size_bytes: int) -> None:
         """So many bytes of a block are on their way."""
@@ -102,18 +139,25 @@ class LinkStream(Generic[M]):
     def _send_block(self, view: memoryview) -> None:
         self._out.append(view)
 
-    def _receive_block(self, room: memoryview) -> None:
-        """What comes next are bytes for `room`, which is not empty."""
-        assert self._room is None
+    def _receive_block(self, block: memoryview, start_bytes: int = 0) -> None:
+        """What comes next, after what is expected already, are the bytes of `block` from
+        `start_bytes` on, at least one; those before are there."""
+        digest = RunningDigest()
+        if start_bytes:
+            digest.update(block[:start_bytes])
+        room = block[start_bytes:]
         assert len(room) > 0
-        self._room = room
-        self._filled_bytes = 0
+        self._rooms.append(_Room(room, len(room), digest))
+
+    def _skip_block(self, size_bytes: int) -> None:
+        """What comes next, after what is expected already, nobody wants."""
+        self._rooms.append(_Room(None, size_bytes, None))
 
     def _end(self, now: float) -> None:
         """Close when what is to be sent has been taken, or after `LINGER_S`."""
         if not self.closed:
             self._ending = True
-            self._room = None
+            self._rooms.clear()
             self._deadline = now + LINGER_S
             self._buffer.clear()
             if not self._out:
@@ -125,7 +169,7 @@ class LinkStream(Generic[M]):
             return
         self.closed = True
         self._deadline = None
-        self._room = None
+        self._rooms.clear()
         self._out.clear()
         self._unsent_bytes = 0
         self._buffer.clear()
@@ -136,25 +180,62 @@ class LinkStream(Generic[M]):
     @property
     def wants_bytes(self) -> bool:
         """Whether to go on reading."""
-        return not self.closed and (
-            self._room is not None or not (self.one_at_a_time and self._out)
-        )
+        return not self.closed and (bool(self._rooms) or not (self.one_at_a_time and self._out))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """How much to read at once while there are no destinations: not much, since blocks may
+        follow, but what is left of a long message."""
+        return max(_SCRATCH_BYTES, self._codec.missing_bytes(self._buffer))
+
+    def destinations(self) -> list[memoryview]:
+        """Where the bytes that come next belong, if they are blocks'; at most `MAX_PIECES`."""
+        views = []
+        for room in islice(self._rooms, MAX_PIECES):
+            views.append(_SINK[: room.left_bytes] if room.view is None else room.view)
+            if room.left_bytes > len(views[-1]):
+                break
+        return views
 
     def destination(self) -> memoryview | None:
-        """Where the bytes that come next belong, if they are a block's."""
-        return None if self._room is None else self._room[self._filled_bytes :]
+        """The first of the `destinations`; None if there are none."""
+        if not self._rooms:
+            return None
+        room = self._rooms[0]
+        return _SINK[: room.left_bytes] if room.view is None else room.view
 
     def filled(self, now: float, size_bytes: int) -> None:
-        """So many bytes have been written to the beginning of `destination`."""
-        if self._room is not None:
-            self._filled_bytes += size_bytes
-            self._proceed(now)
+        """So many bytes have been written to the `destinations`."""
+        rooms = self._rooms
+        try:
+            while size_bytes and rooms:
+                part = min(size_bytes, rooms[0].left_bytes)
+                size_bytes -= part
+                self._take(now, part)
+        except LinkError as error:
+            self._break(now, error)
+        self._proceed(now)
 
     def received(self, now: float, data: bytes) -> None:
         """Bytes have come."""
         if not self.closed and not self._ending:
             self._buffer += data
             self._proceed(now)
+
+    def _take(self, now: float, size_bytes: int) -> None:
+        """So many bytes are in the first room."""
+        room = self._rooms[0]
+        room.take(size_bytes)
+        if room.left_bytes:
+            self._block_coming(now)
+            return
+        self._rooms.popleft()
+        self._block_came(now, None if room.digest is None else room.digest.value())
+
+    def _break(self, now: float, error: FramingError | LinkError) -> None:
+        self.problem = str(error)[:MAX_PROBLEM_CHARS]
+        self._rules_broken(error)
+        self._close(now)
 
     def _proceed(self, now: float) -> None:
         if self._proceeding:
@@ -164,24 +245,21 @@ class LinkStream(Generic[M]):
             while not self.closed and not self._ending and self._step(now):
                 pass
         except (FramingError, LinkError) as error:
-            self.problem = str(error)[:MAX_PROBLEM_CHARS]
-            self._rules_broken(error)
-            self._close(now)
+            self._break(now, error)
         finally:
             self._proceeding = False
 
     def _step(self, now: float) -> bool:
         """Use up some of what has come; False if that needs more, or has to wait."""
-        if self._room is not None:
-            size = min(len(self._buffer), len(self._room) - self._filled_bytes)
-            if size:
-                self._room[self._filled_bytes : self._filled_bytes + size] = self._buffer[:size]
-                del self._buffer[:size]
-                self._filled_bytes += size
-            if self._filled_bytes < len(self._room):
+        if self._rooms:
+            room = self._rooms[0]
+            size = min(len(self._buffer), room.left_bytes)
+            if not size:
                 return False
-            self._room = None
-            self._block_came(now)
+            if room.view is not None:
+                room.view[:size] = self._buffer[:size]
+            del self._buffer[:size]
+            self._take(now, size)
             return True
         if self.one_at_a_time and self._out:
             return False
@@ -200,31 +278,46 @@ class LinkStream(Generic[M]):
 
     def bytes_to_send(self, now: float, at_most: int) -> bytes:
         """What is to be sent next: messages, or up to `at_most` bytes of a block, copied now; b""
-        if there is nothing."""
+        if there is nothing. It counts as sent."""
         out = self._out
         if not out:
             return b""
         if self.sending_block:
-            view = out[0]
-            data = bytes(view[:at_most])
-            if len(data) < len(view):
-                out[0] = view[at_most:]
+            data = bytes(out[0][:at_most])
+        else:
+            data = b"".join(takewhile(_is_message, out))
+        self.sent(now, len(data))
+        return data
+
+    def pieces_to_send(self) -> list[bytes | memoryview]:
+        """What is to be sent next, at most `MAX_PIECES` of messages and of what is left of blocks,
+        which are not copied: they stay as they are until `sent` says that they were taken."""
+        return list(islice(self._out, MAX_PIECES))
+
+    def sent(self, now: float, size_bytes: int) -> None:
+        """So many bytes of the `pieces_to_send` have been taken."""
+        out = self._out
+        of_blocks = 0
+        while size_bytes:
+            piece = out[0]
+            part = min(size_bytes, len(piece))
+            size_bytes -= part
+            if isinstance(piece, memoryview):
+                of_blocks += part
+            else:
+                self._unsent_bytes -= part
+            if part < len(piece):
+                out[0] = piece[part:]
             else:
                 out.popleft()
-            self._block_sending(len(data))
-        else:
-            messages = []
-            while out and not self.sending_block:
-                messages.append(bytes(out.popleft()))
-            data = b"".join(messages)
-            self._unsent_bytes -= len(data)
+        if of_blocks:
+            self._block_sending(of_blocks)
         if not out:
             if self._ending:
                 self._close(now)
             else:
                 self._drained(now)
                 self._proceed(now)
-        return data
 
     # --- time, and the end --------------------------------------------------------------------
 
@@ -248,8 +341,13 @@ class LinkStream(Generic[M]):
         """AssertionError if this end contradicts itself."""
         assert self._unsent_bytes == sum(len(item) for item in self._out if isinstance(item, bytes))
         if self.closed:
-            assert self._room is None
+            assert not self._rooms
             assert not self._out
             assert self._deadline is None
-        elif self._room is not None:
+        elif self._rooms:
+            assert all(room.left_bytes > 0 for room in self._rooms)
             assert not self._buffer, "bytes wait though there is room for them"
+
+
+def _is_message(piece: object) -> bool:
+    return isinstance(piece, bytes)

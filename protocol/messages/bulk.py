@@ -6,15 +6,18 @@ many blocks, and blocks whose READs no answer reaches.
 
 The caller opens the connection, sends `BulkHello`, and then makes one request after another; the
 answer to each comes before the next is sent. Messages are framed by
-`kvcast.protocol.messages.framing`; a block's bytes follow their header unframed, exactly
-`size_bytes` of them:
+`kvcast.protocol.messages.framing`; blocks' bytes follow their header unframed:
 
-    BulkPut  -> BulkGo  -> bytes -> BulkDone     the callee has room and lacks the block
-    BulkPut  -> BulkDone                         it holds the block, or refuses
-    BulkGet  -> BulkBlock + bytes | BulkDone     held, or not
+    BulkPut  -> BulkGo -> bytes -> BulkTaken     of those blocks that the BulkGo wants
+    BulkPut  -> BulkGo                           it wants none
+    BulkGet  -> BulkBlocks + bytes               of those blocks that are held
     BulkDrop -> BulkDone;  BulkExists -> BulkHeld
 
-Who receives bytes compares their digest with the header's before anybody sees them.
+Any request may be refused as a whole by a BulkDone. A put and a get name many blocks, so that all
+of them cost one round trip; the bytes of all blocks then follow each other without anything
+between, in the order in which they were named, and a get may leave out the beginning of a block
+that it has already. Who receives bytes compares each block's digest with the header's before
+anybody sees them.
 """
 
 from __future__ import annotations
@@ -25,16 +28,26 @@ from typing import Annotated, Final
 from kvcast.protocol.messages.control import U16, U64, Key, NamespaceInfo, NodeId, hash_of_names
 from msgspec import Meta, Struct
 
-BULK_PROTOCOL_VERSION: Final = 2
+BULK_PROTOCOL_VERSION: Final = 3
 MAX_BULK_KEYS: Final = 4096
 MAX_BULK_MESSAGE_BYTES: Final = 1 << 18
 """Longest framed message; 4096 keys take 80 KiB. A block's bytes are not framed."""
 
+MAX_BULK_BLOCKS: Final = 256
+"""Blocks of one put or get; their headers take 12 KiB."""
+MAX_BULK_BYTES: Final = 32 << 20
+"""Bytes of blocks in one put, or in the answer to one get, unless one block alone has more. So much
+may be held, or set aside, for one connection."""
+
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_BULK_KEYS)]
 
-# Statuses of a BulkDone.
+# Statuses of requests and of blocks.
 DONE: Final = "done"
+WANTED: Final = "wanted"
+"""BulkPut: the callee has room for the block and lacks it."""
+LATER: Final = "later"
+"""BulkGet: held, but the answer is long enough; ask again. Never of the first block held."""
 HELD: Final = "held"
 """BulkPut: the callee holds a copy already; it stays as it is."""
 NOT_FOUND: Final = "not_found"
@@ -56,24 +69,37 @@ class BulkHello(Struct, frozen=True, tag="hello"):
     node_id: NodeId
 
 
-class BulkPut(Struct, frozen=True, tag="put"):
-    """Hold this block. `epoch`: of the caller's map, by which the callee is one of its homes;
-    `meaning`: what the namespace means to the caller (`meaning_of`)."""
+class PutHeader(Struct, frozen=True, array_like=True):
+    """One block of a put."""
 
-    namespace: U16
     key: Key
     size_bytes: Size
     digest: U64
+
+
+class BulkPut(Struct, frozen=True, tag="put"):
+    """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes;
+    `meaning`: what the namespace means to the caller (`meaning_of`)."""
+
+    namespace: U16
     epoch: U64
     meaning: U64
+    blocks: Annotated[list[PutHeader], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
+
+
+class WantedBlock(Struct, frozen=True, array_like=True):
+    """One block of a get: the copy of `digest` (0 = any), without its first `start_bytes`."""
+
+    key: Key
+    digest: U64 = 0
+    start_bytes: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 0
 
 
 class BulkGet(Struct, frozen=True, tag="get"):
-    """Send this block; `digest` 0 = any copy."""
+    """Send these blocks."""
 
     namespace: U16
-    key: Key
-    digest: U64 = 0
+    blocks: Annotated[list[WantedBlock], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 
 
 class BulkDrop(Struct, frozen=True, tag="drop"):
@@ -90,8 +116,20 @@ class BulkExists(Struct, frozen=True, tag="exists"):
     keys: Keys
 
 
+Statuses = Annotated[list[str], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
+
+
 class BulkGo(Struct, frozen=True, tag="go"):
-    """Send the bytes of the put."""
+    """Answer to BulkPut, one status a block: send the bytes of those that are WANTED. The others
+    are HELD, or refused."""
+
+    statuses: Statuses
+
+
+class BulkTaken(Struct, frozen=True, tag="taken"):
+    """The bytes have come: one status for each block that was WANTED."""
+
+    statuses: Statuses
 
 
 class BulkDone(Struct, frozen=True, tag="done"):
@@ -101,11 +139,19 @@ class BulkDone(Struct, frozen=True, tag="done"):
     count: U64 = 0
 
 
-class BulkBlock(Struct, frozen=True, tag="block"):
-    """The block asked for; `size_bytes` bytes follow."""
+class BlockHeader(Struct, frozen=True, array_like=True):
+    """One block of an answer. With status DONE, its bytes from the get's `start_bytes` on follow;
+    with any other there is nothing."""
 
-    size_bytes: Size
-    digest: U64
+    status: str
+    size_bytes: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 0
+    digest: U64 = 0
+
+
+class BulkBlocks(Struct, frozen=True, tag="blocks"):
+    """Answer to BulkGet, one header a block; the bytes of all of them follow."""
+
+    blocks: Annotated[list[BlockHeader], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 
 
 class BulkHeld(Struct, frozen=True, tag="held"):
@@ -116,7 +162,7 @@ class BulkHeld(Struct, frozen=True, tag="held"):
 
 BulkRequest = BulkPut | BulkGet | BulkDrop | BulkExists
 CallerMessage = BulkHello | BulkRequest
-CalleeMessage = BulkGo | BulkDone | BulkBlock | BulkHeld
+CalleeMessage = BulkGo | BulkTaken | BulkDone | BulkBlocks | BulkHeld
 
 
 def meaning_of(info: NamespaceInfo) -> int:

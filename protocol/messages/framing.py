@@ -78,6 +78,13 @@ class MessageCodec(Generic[M]):
         del buffer[:end]
         return self.decode(body)
 
+    def missing_bytes(self, buffer: bytearray) -> int:
+        """How many bytes the first message of `buffer` lacks; 0 if that is not known."""
+        if len(buffer) < _LENGTH.size:
+            return 0
+        length: int = _LENGTH.unpack_from(buffer)[0]
+        return max(0, min(length, self._limit) + _LENGTH.size - len(buffer))
+
     def decode(self, body: bytes) -> M:
         """One message from its body, without the length prefix; FramingError if malformed."""
         try:

@@ -343,7 +343,7 @@ class Asker:
             self._shared_part += (shared - self._shared_part) * _SHARED_GAIN
         self._answered_at = now
 
-    def _shares(self, now: float) -> bool:
+    def shares(self, now: float) -> bool:
         """Whether most answers of late went to others too, so that it pays to wait for them."""
         return now < self._shared_until and self._shared_part >= _SHARED_MOSTLY
 
@@ -373,7 +373,7 @@ class Asker:
         else:
             first_wave = _is_first_wave(now, fetch)
             gather_ms = fetch.gather_ms if first_wave else 0
-            if fetch.saw_shared or self._shares(now):
+            if fetch.saw_shared or self.shares(now):
                 srtt_s = self.homes[segment.home].rtt.srtt_s
                 if srtt_s is None:  # all answers yet were gathered ones
                     srtt_s = fetch.gather_ms / 1000

@@ -106,8 +106,9 @@ class RequesterConfig:
     read_padding: bool = False
     """Whether READs carry padding, as the network's profile says."""
     usable_offer_kinds: frozenset[int] = frozenset()
-    """Kinds of OFFER that the caller can use. If there are any, a fetch reads only its first
-    segment until it knows whether it gets an offer."""
+    """Kinds of OFFER that the caller can use. If there are any, a fetch that looks for no company
+    (no gather, no group, and few answers of late were shared) reads only its first segment until
+    it knows whether it gets an offer."""
     bulk_available: bool = False
     """Whether `TryBulk` may be raised."""
 
@@ -166,7 +167,7 @@ class FetchReport:
     chunks_plain: int = 0
     """Chunks that a home sent to this reader only."""
     bulk: bool = False
-    """The block came the bulk way."""
+    """The block came the bulk way, or all of it but the first segment."""
     reads: int = 0
     """READs sent, repeats included."""
     retries: int = 0
@@ -227,7 +228,8 @@ class TryBulk(NamedTuple):
 
 class OfferReceived(NamedTuple):
     """`home` offers the block, of which `digest` and `size` are chosen, another way, and nobody
-    shares the reads. Take it and call `Requester.bulk_done`, as for TryBulk."""
+    shares the reads. The first `start_bytes` of it are in `reservation`, which is the caller's from
+    now on. Fetch the rest, and call `Requester.bulk_done`, as for TryBulk."""
 
     fetch_id: int
     block: BlockId
@@ -235,16 +237,28 @@ class OfferReceived(NamedTuple):
     offer: Offer
     size: int
     digest: int
+    reservation: Reservation
+    start_bytes: int
+
+
+class ProbeEnded(NamedTuple):
+    """What the first segment shows says nothing of other blocks of the home, or not what was hoped
+    for: others read the block too, or the home offers no other way to it, or another home is
+    asked."""
+
+    fetch_id: int
+    block: BlockId
 
 
 class BulkCopy(NamedTuple):
-    """What came the bulk way: all bytes of the block, and the digest that they should have."""
+    """What came the bulk way: all bytes of the block, and their digest, which whoever received them
+    has made."""
 
     reservation: Reservation
     digest: int
 
 
-Event: TypeAlias = Fetched | Missed | TryBulk | OfferReceived
+Event: TypeAlias = Fetched | Missed | TryBulk | OfferReceived | ProbeEnded
 
 
 @dataclass(slots=True)

@@ -73,12 +73,10 @@ TRANSITIONS: Final[dict[FetchState, dict[FetchEvent, FetchState]]] = {
         _E.READ_ALL: _S.READING,
     },
     _S.EXPECTING: {
-        _E.READ_FIRST: _S.PROBING,
         _E.READ_ALL: _S.READING,
         _E.CHOOSE_COPY: _S.EXPECTING,
         _E.MOVE: _S.EXPECTING,
         _E.RESTART: _S.EXPECTING,
-        _E.TAKE_OFFER: _S.OFFERED,
         _E.GIVE_UP_READS: _S.LAST_RESORT,
         _E.END: _S.ENDED,
     },

@@ -20,6 +20,7 @@ from kvcast.protocol.requester.events import (
     FetchReport,
     Missed,
     MissReason,
+    ProbeEnded,
     RequesterConfig,
     RequesterCounters,
     Reservation,
@@ -51,7 +52,7 @@ class Lifecycle:
         """Those of which a copy is being put together, by its assembly's serial."""
         self.timers = TimerQueue()
         self.asker = Asker(config, counters, self.fetches, self.timers, rng)
-        self.events: deque[Event] = deque()  # at most three a fetch
+        self.events: deque[Event] = deque()  # a few a fetch
         self._counters = counters
         # By namespace, the size of the block fetched last: a guess for the next, since an
         # engine's blocks are of one size. It saves a round trip, and lets readers of the same
@@ -184,8 +185,14 @@ class Lifecycle:
             case GiveUp(reason):
                 self.miss(now, fetch, reason)
 
+    def end_probe(self, fetch: Fetch) -> None:
+        """Nobody should wait any longer for what its probe shows."""
+        if fetch.may_probe:
+            self.events.append(ProbeEnded(fetch.id, fetch.block))
+
     def _move(self, now: float, fetch: Fetch, home: int) -> None:
         """Go on with the same assembly at another home."""
+        self.end_probe(fetch)
         fetch.happen(now, FetchEvent.MOVE)
         fetch.homes.ask(now, home)
         fetch.listen()
@@ -197,6 +204,7 @@ class Lifecycle:
         """Throw the assembly away and begin anew, with any copy, at `home`."""
         fetch.report.restarts += 1
         self._counters.restarts += 1
+        self.end_probe(fetch)
         fetch.happen(now, FetchEvent.RESTART)
         self._throw_away(now, fetch)
         fetch.homes.restart(now)

@@ -57,7 +57,6 @@ from kvcast.protocol.messages.wire import (
     WireError,
     chunking_of,
     decode_offer,
-    digest_of,
     segment_index,
 )
 from kvcast.protocol.placement import Arrived, Placement
@@ -169,18 +168,26 @@ class Requester:
             self._life.refuse(fetch_id, block, refusal)
             return fetch_id
         story = Story(fetch_id, block, now)
-        known = [self._asker.home(home) for home in homes]
-        first = next((home.index for home in known if home.suspect_until <= now), homes[0])
+        first = self.first_home(now, homes)
         fetch = Fetch(story, Candidates(homes, first, now, story), deadline)
         fetch.expect_size = expect_size
         fetch.expect_digest = expect_digest
         fetch.chunking = self._asker.chunking(now, first, chunking)
         fetch.gather_ms = gather_ms
         fetch.group = group
-        fetch.may_probe = bool(self.config.usable_offer_kinds)
+        fetch.may_probe = not (gather_ms or group or expect) and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
         self._asker.pump(now)
         return fetch_id
+
+    def may_probe(self, now: float) -> bool:
+        """Whether a fetch that begins now, and looks for no company, would take an offer."""
+        return bool(self.config.usable_offer_kinds) and not self._asker.shares(now)
+
+    def first_home(self, now: float, homes: Sequence[int]) -> int:
+        """Which of these homes, of which there is at least one, a fetch would ask first."""
+        known = [self._asker.home(home) for home in homes]
+        return next((home.index for home in known if home.suspect_until <= now), homes[0])
 
     def extend(self, fetch_id: int, deadline: float) -> None:
         """Give a fetch until `deadline`, if that is later than what it has; for another waiter
@@ -246,8 +253,7 @@ class Requester:
         """Tell how a TryBulk or OfferReceived went; None = it failed.
 
         True if `copy.reservation` was taken, and comes back in `Fetched`; else it stays the
-        caller's (the fetch ended meanwhile, or the bytes have not the digest, or not the expected
-        size).
+        caller's (the fetch ended meanwhile, or this is not the copy, or of the size, expected).
         """
         fetch = self._fetches.get(fetch_id)
         if fetch is None or fetch.state not in IN_BULK:
@@ -365,8 +371,6 @@ class Requester:
             self.counters.wrong_size += 1
         elif fetch.expect_digest not in (0, copy.digest):
             self.counters.other_copy += 1
-        elif digest_of(view) != copy.digest:
-            self.counters.corrupt_blocks += 1
         else:
             return True
         return False
@@ -619,17 +623,30 @@ class Requester:
     def _after_first_segment(self, now: float, fetch: Fetch, assembly: Assembly) -> None:
         """Take the rest the way offered, if nobody shares the reads; else by READs."""
         offer = fetch.offer
-        fetch.may_probe = False
         if offer is not None and not fetch.saw_shared:
+            fetch.may_probe = False
             self.counters.offers += 1
+            self.counters.data_bytes += fetch.chunking.segment_bytes
+            fetch.report.payload_bytes += fetch.chunking.segment_bytes
+            reservation, fetch.reservation = fetch.reservation, None
+            assert reservation is not None
             event = OfferReceived(
-                fetch.id, fetch.block, fetch.homes.current, offer, assembly.size, assembly.digest
+                fetch.id,
+                fetch.block,
+                fetch.homes.current,
+                offer,
+                assembly.size,
+                assembly.digest,
+                reservation,
+                fetch.chunking.segment_bytes,
             )
             self._life.leave_reads(now, fetch, FetchEvent.TAKE_OFFER)
             self._life.events.append(event)
             return
         if offer is not None:
             self.counters.offers_ignored += 1
+        self._life.end_probe(fetch)
+        fetch.may_probe = False
         if fetch.state is FetchState.PROBING:
             fetch.happen(now, FetchEvent.READ_ALL)
         fetch.idle.extend(range(1, len(assembly.missing)))

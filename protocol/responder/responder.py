@@ -416,6 +416,16 @@ class Responder:
             for block, heat in hottest
         ]
 
+    def note_heat(
+        self, reader: int, block: BlockId, size: int, digest: int, segments: int = 1
+    ) -> None:
+        """Count that `reader` was given so many segments of a block, by READs or another way."""
+        heat = self._heat[block] = self._heat.get(block) or _Heat()
+        heat.reads += segments
+        heat.readers |= 1 << reader
+        heat.size = size
+        heat.digest = digest
+
     # --- taking READs -----------------------------------------------------------------------
 
     def _answer(
@@ -436,7 +446,7 @@ class Responder:
             return False
         partial = frame.flags & FLAG_PARTIAL
         if not partial:
-            self._note_heat(reader, block, size, held.digest)
+            self.note_heat(reader, block, size, held.digest)
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
         shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None
@@ -566,13 +576,6 @@ class Responder:
             tag=frame.tag,
         )
         self._replies.append((reader, miss))
-
-    def _note_heat(self, reader: int, block: BlockId, size: int, digest: int) -> None:
-        heat = self._heat[block] = self._heat.get(block) or _Heat()
-        heat.reads += 1
-        heat.readers |= 1 << reader
-        heat.size = size
-        heat.digest = digest
 
     # --- sending ----------------------------------------------------------------------------
 

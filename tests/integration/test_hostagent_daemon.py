@@ -100,11 +100,13 @@ async def test_two_daemons_exchange_blocks_and_stop_cleanly(tmp_path: Path) -> N
 
         got, tier, exists = await loop.run_in_executor(None, read_with_the_blocking_client)
         assert got == data
-        assert (tier, exists) == ("home", 1)
+        assert (tier, exists) == ("bulk", 1)
 
         url = f"http://{facts[0]['metrics']}/metrics"
         text = await loop.run_in_executor(None, lambda: urllib.request.urlopen(url).read())
-        assert f"kvcast_agent_payload_bytes_sent_udp_total {float(len(data))}".encode() in text
+        assert b"kvcast_agent_payload_bytes_sent_udp_total 65536.0" in text
+        rest = f"kvcast_agent_payload_bytes_sent_bulk_get_total {float(len(data) - 65536)}"
+        assert rest.encode() in text
 
         assert os.stat(tmp_path / "1.sock").st_mode & 0o777 == 0o600
         for process in processes:

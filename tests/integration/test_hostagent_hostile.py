@@ -295,29 +295,36 @@ async def test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused(tmp_path: 
         epoch = pool.controller.epoch
         means = {info.namespace: bulk.meaning_of(info) for info in pool.controller.namespaces}
         data = b"y" * 5000
-        go = await ask(bulk.BulkPut(1, key_of(1), 5000, 1234, epoch, means[1]))
-        assert isinstance(go, bulk.BulkGo)
+
+        def put_of(
+            namespace: int, key: bytes, size: int, digest: int, epoch: int, meaning: int
+        ) -> bulk.BulkPut:
+            return bulk.BulkPut(namespace, epoch, meaning, [bulk.PutHeader(key, size, digest)])
+
+        go = bulk.BulkGo([bulk.WANTED])
+        assert await ask(put_of(1, key_of(1), 5000, 1234, epoch, means[1])) == go
         writer.write(data)
-        assert await answer() == bulk.BulkDone("wrong_digest")
-        put = bulk.BulkPut(9, key_of(1), 5000, digest_of(data), epoch, means[9])
+        assert await answer() == bulk.BulkTaken(["wrong_digest"])
+        put = put_of(9, key_of(1), 5000, digest_of(data), epoch, means[9])
         assert await ask(put) == bulk.BulkDone("forbidden")
-        put = bulk.BulkPut(77, key_of(1), 5000, digest_of(data), epoch, 0)
+        put = put_of(77, key_of(1), 5000, digest_of(data), epoch, 0)
         assert await ask(put) == bulk.BulkDone("forbidden")
-        put = bulk.BulkPut(1, key_of(1), 5000, digest_of(data), epoch, means[2])
+        put = put_of(1, key_of(1), 5000, digest_of(data), epoch, means[2])
         assert await ask(put) == bulk.BulkDone("stale")
-        put = bulk.BulkPut(1, key_of(1), 50_000_000, 1, epoch, means[1])
-        assert await ask(put) == bulk.BulkDone("no_room")
+        put = put_of(1, key_of(1), 50_000_000, 1, epoch, means[1])
+        assert await ask(put) == bulk.BulkGo(["no_room"])
         pool.controller.homes_of = lambda _bucket: ["node-2"]
         pool.controller.publish()
         await pool.settled()
-        put = bulk.BulkPut(1, key_of(1), 5000, digest_of(data), epoch, means[1])
-        assert await ask(put) == bulk.BulkDone("not_home")
-        assert await ask(bulk.BulkGet(1, key_of(1))) == bulk.BulkDone("not_found")
+        put = put_of(1, key_of(1), 5000, digest_of(data), epoch, means[1])
+        assert await ask(put) == bulk.BulkGo(["not_home"])
+        get = bulk.BulkGet(1, [bulk.WantedBlock(key_of(1))])
+        assert await ask(get) == bulk.BulkBlocks([bulk.BlockHeader("not_found")])
         assert pool.agents[1].core.store.peek(BlockId(1, key_of(1))) is None
         # Half a block, and then nothing: its room is given back.
         newer = pool.controller.epoch + 1
-        put = bulk.BulkPut(1, key_of(2), 5000, digest_of(data), newer, means[1])
-        assert isinstance(await ask(put), bulk.BulkGo)
+        put = put_of(1, key_of(2), 5000, digest_of(data), newer, means[1])
+        assert await ask(put) == go
         writer.write(data[:100])
         assert pool.agents[1].core.store.used_bytes > 0
         writer.close()

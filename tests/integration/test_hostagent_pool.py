@@ -43,9 +43,43 @@ def the(blocks: list[Block | None]) -> Block:
     return block
 
 
+def by_reads(options: Options) -> Options:
+    """Nothing is read by TCP that can be read otherwise."""
+    return replace(options, agent=replace(options.agent, lone_reads_by_tcp=False))
+
+
+async def test_a_lone_reader_reads_by_tcp_what_its_first_probe_did_not_bring(
+    tmp_path: Path,
+) -> None:
+    sizes = [200_000, 1, 1023, 65536, 65537, 1_000_000]
+    async with running_pool(tmp_path, 3) as pool:
+        blocks = {key_of(i): noise(i, size) for i, size in enumerate(sizes)}
+        await pool.clients[1].put(1, blocks)
+        for block, data in zip(
+            await pool.clients[3].get(1, list(blocks), deadline_s=5), blocks.values(), strict=True
+        ):
+            assert block is not None
+            assert bytes(block.data) == data
+            assert block.tier == "bulk"
+            assert block.verify()
+            block.release()
+        home, reader = await pool.clients[1].stats(), await pool.clients[3].stats()
+        for sent, of in (("sent", home), ("received", reader)):
+            assert of[f"payload_bytes_{sent}_udp_total"] == 65536
+            assert of[f"payload_bytes_{sent}_bulk_get_total"] == sum(sizes) - 65536
+        assert reader["hits_bulk_total"] == len(sizes)
+        assert home["bulk_requests_served_total"] == 1
+        # A connection that the home has closed meanwhile is replaced, and nobody notices.
+        await pool.clients[1].put(1, {key_of(77): blocks[key_of(5)]})
+        await pool.agents[1].bulk_server.hang_up()
+        again = the(await pool.clients[3].get(1, [key_of(77)], deadline_s=5))
+        assert (bytes(again.data), again.tier) == (blocks[key_of(5)], "bulk")
+        assert (await pool.clients[3].stats())["bulk_failures_total"] == 0
+
+
 async def test_a_block_put_on_one_node_is_read_whole_on_another(tmp_path: Path) -> None:
     sizes = [1, 1023, 1024, 1025, 65536, 65537, 200_000]
-    async with running_pool(tmp_path, 3) as pool:
+    async with running_pool(tmp_path, 3, by_reads) as pool:
         blocks = {key_of(i): noise(i, size) for i, size in enumerate(sizes)}
         await pool.clients[1].put(1, blocks)
         got = await pool.clients[3].get(1, list(blocks), deadline_s=5)
@@ -79,7 +113,7 @@ async def test_a_put_reaches_home_and_replica_before_or_soon_after_it_is_acknowl
 
 
 async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, 3) as pool:
+    async with running_pool(tmp_path, 3, by_reads) as pool:
         data = noise(1, 150_000)
         await pool.clients[1].put(1, {key_of(1): data})
         gets = [pool.clients[3].get(1, [key_of(1)], deadline_s=5) for _ in range(20)]
@@ -93,7 +127,7 @@ async def test_concurrent_gets_of_one_block_make_one_fetch(tmp_path: Path) -> No
 
 async def test_a_lossy_network_costs_time_and_never_a_byte(tmp_path: Path) -> None:
     rng = random.Random(5)
-    async with running_pool(tmp_path, 3) as pool:
+    async with running_pool(tmp_path, 3, by_reads) as pool:
         pool.switch.lose = lambda _port, _frame: rng.random() < 0.05
         blocks = {key_of(i): noise(i, 100_000) for i in range(10)}
         await pool.clients[1].put(1, blocks)
@@ -121,7 +155,7 @@ async def test_the_only_home_of_a_block_misses_it_within_the_probe(tmp_path: Pat
 
 
 async def test_a_dead_homes_blocks_come_from_the_replica(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, 3) as pool:
+    async with running_pool(tmp_path, 3, by_reads) as pool:
         data = noise(1, 80_000)
         await pool.clients[3].put(1, {key_of(1): data})
         await pool.holds(2, key_of(1))
@@ -471,7 +505,7 @@ async def test_kernel_udp_serves_as_well_as_the_tunnel(tmp_path: Path) -> None:
             await pool.clients[3].get(1, list(blocks), deadline_s=10), blocks.values(), strict=True
         ):
             assert block is not None
-            assert block.tier == "home"
+            assert block.tier == "bulk"
             assert bytes(block.data) == data
         assert pool.switch.frames == 0
 
@@ -503,7 +537,7 @@ async def test_the_refusal_of_a_controller_is_heard_and_tried_again(tmp_path: Pa
 
 
 async def test_a_home_that_dies_in_the_middle_of_an_answer_is_replaced(tmp_path: Path) -> None:
-    async with running_pool(tmp_path, 3) as pool:
+    async with running_pool(tmp_path, 3, by_reads) as pool:
         data = noise(1, 2_000_000)
         await pool.clients[1].put(1, {key_of(1): data})
         await pool.holds(2, key_of(1))

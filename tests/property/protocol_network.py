@@ -22,6 +22,7 @@ from kvcast.protocol.requester import (
     Fetched,
     Missed,
     OfferReceived,
+    ProbeEnded,
     Requester,
     RequesterConfig,
     TryBulk,
@@ -277,6 +278,8 @@ class Network:
     def bulk_done(
         self, reader: Reader, event: TryBulk | OfferReceived, copy: BulkCopy | None
     ) -> None:
+        if isinstance(event, OfferReceived):
+            event.reservation.abort()
         reader.core.bulk_done(self.now, event.fetch_id, copy)
         self.after_reader(reader)
 
@@ -361,7 +364,7 @@ class Network:
                 if isinstance(event, Fetched):
                     assert isinstance(event.reservation, Room)
                     reader.arena.out.discard(event.reservation)
-            else:
+            elif not isinstance(event, ProbeEnded):
                 assert self.on_bulk is not None
                 self.on_bulk(reader, event)
         for home, frame in reader.core.frames_to_send():

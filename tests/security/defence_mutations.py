@@ -208,8 +208,11 @@ def _home_derives() -> AbstractContextManager[object]:
     return around("kvcast.hostagent.core.agent.AgentCore._lookup", derives)
 
 
-def _entry_point_derives(name: str) -> AbstractContextManager[object]:
-    """A request at the bulk entry point is served by the engine's keys."""
+def _entry_point_derives(
+    name: str, namespace_at: int | None = None
+) -> AbstractContextManager[object]:
+    """A request at the bulk entry point is served by the engine's keys. `namespace_at`: the
+    argument that is the namespace, where the request does not say it."""
     import msgspec
     from kvcast.hostagent.core.agent import AgentCore
 
@@ -221,11 +224,13 @@ def _entry_point_derives(name: str) -> AbstractContextManager[object]:
         cores[id(self.serving)] = self
 
     def derives(serve: Any) -> Any:
-        def served(self: Any, caller: str, asked: Any) -> Any:
+        def served(self: Any, *arguments: Any) -> Any:
+            *rest, asked = arguments
             keys = asked.keys if hasattr(asked, "keys") else [asked.key]
-            derived = cores[id(self)].pool_keys(asked.namespace, keys)
+            namespace = asked.namespace if namespace_at is None else arguments[namespace_at]
+            derived = cores[id(self)].pool_keys(namespace, keys)
             new = {"keys": derived} if hasattr(asked, "keys") else {"key": derived[0]}
-            return serve(self, caller, msgspec.structs.replace(asked, **new))
+            return serve(self, *rest, msgspec.structs.replace(asked, **new))
 
         return served
 
@@ -239,7 +244,7 @@ def _entry_point_derives(name: str) -> AbstractContextManager[object]:
     "the bulk entry point serves blocks by the engine's key", {GUESSES: [PROBER]}, line="NOT_FOUND"
 )
 def _get_derives() -> AbstractContextManager[object]:
-    return _entry_point_derives("get")
+    return _entry_point_derives("get", 1)
 
 
 @mutation(
@@ -348,9 +353,8 @@ def _rules_ignored() -> AbstractContextManager[object]:
 )
 def _put_not_verified() -> AbstractContextManager[object]:
     def believes(end_put: Any) -> Any:
-        def end(self: Any, put: Any, copy: Any) -> Any:
-            with mock.patch("kvcast.hostagent.core.serving.digest_of", return_value=put.digest):
-                return end_put(self, put, copy)
+        def end(self: Any, header: Any, copy: Any, _digest: int) -> Any:
+            return end_put(self, header, copy, header.digest)
 
         return end
 
@@ -373,11 +377,11 @@ def _taken_by_strangers() -> AbstractContextManager[object]:
 )
 def _last_put_wins() -> AbstractContextManager[object]:
     def forgets(begin_put: Any) -> Any:
-        def begin(self: Any, caller: str, put: Any) -> Any:
+        def begin(self: Any, put: Any, header: Any) -> Any:
             from kvcast.protocol.messages.wire import BlockId
 
-            self._store.drop(BlockId(put.namespace, put.key))
-            return begin_put(self, caller, put)
+            self._store.drop(BlockId(put.namespace, header.key))
+            return begin_put(self, put, header)
 
         return begin
 

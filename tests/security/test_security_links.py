@@ -19,7 +19,13 @@ from hostagent_harness import MiniController, Pool, key_of, running_pool
 from kvcast.controller.agent_links import AgentLink
 from kvcast.hostagent.agent import Agent, Options
 from kvcast.hostagent.client import AsyncClient
-from kvcast.protocol.messages.bulk import BULK_PROTOCOL_VERSION, BulkGet, BulkHello, CallerMessage
+from kvcast.protocol.messages.bulk import (
+    BULK_PROTOCOL_VERSION,
+    BulkGet,
+    BulkHello,
+    CallerMessage,
+    WantedBlock,
+)
 from kvcast.protocol.messages.control import AgentMessage, Refused, Register
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.service.identity import Identity, IdentityError, identity_of_uris
@@ -228,10 +234,11 @@ async def test_agents_put_and_get_over_tls(tmp_path: Path, certificates: Certifi
         assert metrics.payload_bytes_received_bulk_put_total == 100_000
         # Nobody hears or says anything there without TLS.
         address = pool.agents[2].bulk_address
+        get = BulkGet(1, [WantedBlock(key)])
         codec = MessageCodec[CallerMessage](CallerMessage)
         async with calling(address, None) as caller:
             caller.writer.write(codec.encode(BulkHello(BULK_PROTOCOL_VERSION, "node-1")))
-            caller.writer.write(codec.encode(BulkGet(1, key)) + bytes(1 << 16))
+            caller.writer.write(codec.encode(get) + bytes(1 << 16))
             with contextlib.suppress(OSError):
                 assert b"x" * 100 not in await caller.reader.read(1000), "in the clear"
         async with calling(address, certificates.of("node-1").client()) as caller:
@@ -241,7 +248,7 @@ async def test_agents_put_and_get_over_tls(tmp_path: Path, certificates: Certifi
             context = certificates.of(caller).client()
             reader, writer = await asyncio.open_connection(*address, ssl=context)
             writer.write(codec.encode(BulkHello(BULK_PROTOCOL_VERSION, name)))
-            writer.write(codec.encode(BulkGet(1, key)))
+            writer.write(codec.encode(get))
             with contextlib.suppress(OSError):
                 assert await reader.read(1) == b"", "it was answered"
             await hang_up(writer)

@@ -31,7 +31,7 @@ from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.store import Store, StoreError
 from kvcast.hostagent.client import UnavailableError
 from kvcast.protocol.messages import bulk, wire
-from kvcast.protocol.messages.bulk import BulkDrop, BulkExists, BulkGet
+from kvcast.protocol.messages.bulk import BulkDrop, BulkExists, WantedBlock
 from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceReply,
@@ -101,8 +101,7 @@ async def test_without_the_secret_a_prober_can_address_nothing(tmp_path: Path) -
             core = pool.agents[number].core
             assert core.store.peek(BlockId(1, key)) is None
             assert core.store.peek(BlockId(1, pool_key)) is not None
-            answer = core.serving.get("node-3", BulkGet(1, key))
-            assert answer == bulk.BulkDone(bulk.NOT_FOUND)
+            assert core.serving.get("node-3", 1, WantedBlock(key)) == bulk.NOT_FOUND
             held = core.serving.exists("node-3", BulkExists(1, [key]))
             assert isinstance(held, bulk.BulkHeld)
             assert bulk.unpack_bitmap(held.bitmap, 1) == [False]

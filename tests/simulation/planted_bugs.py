@@ -30,6 +30,7 @@ from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
+from kvcast.protocol.links import stream
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
@@ -309,9 +310,8 @@ def _pins_ignored() -> Any:
 def _put_not_verified() -> Any:
     original = Serving.end_put
 
-    def end(self: Serving, put: Any, copy_: Copy) -> Any:
-        with mock.patch("kvcast.hostagent.core.serving.digest_of", return_value=put.digest):
-            return original(self, put, copy_)
+    def end(self: Serving, header: Any, copy_: Copy, _digest: int) -> Any:
+        return original(self, header, copy_, header.digest)
 
     return mock.patch.object(Serving, "end_put", end)
 
@@ -435,11 +435,15 @@ def _held_for_ever() -> Any:
 
 @bug("the second piece of a block that comes by TCP is written over the first", 1, 2, 3)
 def _pieces_overlap() -> Any:
-    def destination(self: BulkCallee[Any]) -> memoryview | None:
-        room = self._room
-        return None if room is None else room[: len(room) - self._filled_bytes]
+    original = stream._Room.take
 
-    return mock.patch.object(BulkCallee, "destination", destination)
+    def take(self: Any, size_bytes: int) -> None:
+        view = self.view
+        original(self, size_bytes)
+        if view is not None:
+            self.view = view[: self.left_bytes]
+
+    return mock.patch.object(stream._Room, "take", take)
 
 
 @bug("an agent that has lost the controller does not come back", 2, 3, 4, faults=CUT_OFF)

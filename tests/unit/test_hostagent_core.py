@@ -28,7 +28,7 @@ from kvcast.protocol.links.bulk import (
     PutCall,
 )
 from kvcast.protocol.messages import bulk, local, wire
-from kvcast.protocol.messages.bulk import BulkPut, pack_bitmap, unpack_bitmap
+from kvcast.protocol.messages.bulk import BulkPut, PutHeader, pack_bitmap, unpack_bitmap
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
@@ -88,11 +88,22 @@ def pool_map(
 class Node:
     """One core with its clock at `now`; frames and calls are taken by the test."""
 
-    def __init__(self, index: int, slabs: int = 16, writes: WriteOptions | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        slabs: int = 16,
+        writes: WriteOptions | None = None,
+        *,
+        lone_reads_by_tcp: bool = False,
+    ) -> None:
         self.now = 100.0
         self.index = index
         self.memory = memoryview(bytearray(slabs * SLAB))
-        options = AgentOptions(node_id=f"node-{index}", writes=writes or WriteOptions())
+        options = AgentOptions(
+            node_id=f"node-{index}",
+            writes=writes or WriteOptions(),
+            lone_reads_by_tcp=lone_reads_by_tcp,
+        )
         self.core = AgentCore(
             options, Store(Allocator(slabs * SLAB, SLAB)), self.memory, random.Random(index)
         )
@@ -154,6 +165,8 @@ def exchange(*nodes: Node) -> int:
                 moved += 1
                 if target in by_index:
                     payload = bytes(frame.payload)
+                    if frame.op == OP_DATA:
+                        payload = payload.ljust(1024, b"\0")
                     copied = Frame(
                         frame.op,
                         frame.namespace,
@@ -167,7 +180,7 @@ def exchange(*nodes: Node) -> int:
                         frame.gather,
                         frame.wanted,
                         frame.tag,
-                        payload + bytes(-len(payload) % 1024),
+                        payload,
                     )
                     by_index[target].core.receive(by_index[target].now, node.index, copied)
         for node in nodes:
@@ -322,7 +335,8 @@ def test_when_the_udp_way_fails_the_bulk_way_is_tried_and_its_digest_checked() -
         view = call.begin(len(data), digest_of(data))
         assert view is not None
         view[:] = data if not lie else b"!" * 3000
-        call.ended(node.now, bulk.DONE)
+        call.ended(node.now, bulk.WRONG_DIGEST if lie else bulk.DONE)
+        assert node.core.metrics.bulk_wrong_digest_total == int(lie)
         if lie:
             assert items[0].status == local.MISS
             assert node.core.store.used_bytes == 0
@@ -515,13 +529,15 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     node.hold(1, b"secret")
     serving = node.core.serving
     forbidden = bulk.BulkDone(bulk.FORBIDDEN)
-    assert serving.get("node-2", bulk.BulkGet(1, key(1))) == forbidden
+    get = bulk.BulkGet(1, [bulk.WantedBlock(key(1))])
+    assert serving.refuse_get("node-2", get) == bulk.FORBIDDEN
     assert serving.exists("node-2", bulk.BulkExists(1, [key(1)])) == forbidden
     assert serving.drop("node-2", bulk.BulkDrop(1, [key(1)])) == forbidden
     assert node.core.pool is not None
     meaning = node.core.pool.meaning_of(1)
     assert meaning is not None
-    assert serving.begin_put("node-2", bulk.BulkPut(1, key(2), 5, 1, 99, meaning)) == forbidden
+    put = bulk.BulkPut(1, 99, meaning, [bulk.PutHeader(key(2), 5, 1)])
+    assert serving.refuse_put("node-2", put) == bulk.FORBIDDEN
     assert node.core.metrics.bulk_requests_refused_total == 4
     assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
 
@@ -588,10 +604,11 @@ def test_a_namespace_with_another_meaning_starts_empty() -> None:
 def test_a_bulk_put_by_a_newer_map_is_believed_and_by_an_older_one_not() -> None:
     node = pool_of([2])[0]
     meaning = bulk.meaning_of(NamespaceInfo(1, "t", "m", "1", "l"))
-    refused = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 1, meaning))
-    assert refused == bulk.BulkDone(bulk.NOT_HOME)
-    room = node.core.serving.begin_put("node-2", BulkPut(1, key(1), 10, 5, 2, meaning))
-    assert not isinstance(room, bulk.BulkDone)
+    header = PutHeader(key(1), 10, 5)
+    serving = node.core.serving
+    assert serving.begin_put(BulkPut(1, 1, meaning, [header]), header) == bulk.NOT_HOME
+    room = serving.begin_put(BulkPut(1, 2, meaning, [header]), header)
+    assert not isinstance(room, str)
     node.core.serving.abort_put(room)
     assert node.core.store.used_bytes == 0
 
@@ -612,8 +629,9 @@ def test_a_put_that_was_begun_before_the_secret_is_not_taken_after_it() -> None:
     (call,) = writer.calls()
     assert isinstance(call, PutCall)
     renamed(home, SECRET_INFO)
-    put = BulkPut(*call.copy.block, 21, call.copy.digest, call.epoch, call.meaning)
-    assert home.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
+    header = PutHeader(call.copy.block.key, 21, call.copy.digest)
+    put = BulkPut(1, call.epoch, call.meaning, [header])
+    assert home.core.serving.refuse_put("node-1", put) == bulk.STALE
     assert len(home.core.store) == 0
     call.begin()
     call.ended(writer.now, bulk.STALE)
@@ -624,8 +642,9 @@ def test_a_put_that_was_begun_before_the_secret_is_not_taken_after_it() -> None:
     late.put(1, b"under a secret's key")
     (call,) = late.calls()
     assert isinstance(call, PutCall)
-    put = BulkPut(*call.copy.block, 18, call.copy.digest, call.epoch, call.meaning)
-    assert early.core.serving.begin_put("node-1", put) == bulk.BulkDone(bulk.STALE)
+    header = PutHeader(call.copy.block.key, 18, call.copy.digest)
+    put = BulkPut(1, call.epoch, call.meaning, [header])
+    assert early.core.serving.refuse_put("node-1", put) == bulk.STALE
 
 
 @pytest.mark.parametrize("info", [SECRET_INFO, None], ids=["has_secret", "unknown"])

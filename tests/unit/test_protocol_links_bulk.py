@@ -6,7 +6,8 @@ sockets, and what the agents' own cores make of a request (`test_hostagent_core`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +29,10 @@ from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
-    BulkBlock,
+    MAX_BULK_BLOCKS,
+    MAX_BULK_BYTES,
+    BlockHeader,
+    BulkBlocks,
     BulkDone,
     BulkDrop,
     BulkExists,
@@ -37,12 +41,15 @@ from kvcast.protocol.messages.bulk import (
     BulkHeld,
     BulkHello,
     BulkPut,
+    BulkTaken,
     CalleeMessage,
     CallerMessage,
+    PutHeader,
+    WantedBlock,
 )
 from kvcast.protocol.messages.control import NodeInfo
 from kvcast.protocol.messages.framing import MessageCodec
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.wire import BlockId, digest_of
 
 OPTIONS = BulkOptions(
     connections_per_peer=2, queue_per_peer=3, connect_timeout_s=2.0, idle_s=60.0,
@@ -50,6 +57,11 @@ OPTIONS = BulkOptions(
 )  # fmt: skip
 NODE = NodeInfo(2, "node-2", "10.0.0.2", "02:00:00:00:00:02", 2, 20000, "host-2", 7000)
 DATA = bytes(range(256)) * 40
+DIGEST = digest_of(DATA)
+
+
+FOREIGN = 9
+"""A namespace that the caller may not use."""
 
 
 def key(number: int) -> bytes:
@@ -61,7 +73,7 @@ class Copy(NamedTuple):
 
     block: BlockId
     data: bytearray
-    digest: int = 77
+    digest: int = DIGEST
 
     @property
     def size_bytes(self) -> int:
@@ -79,26 +91,34 @@ class Service:
     def view(self, copy: Copy) -> memoryview:
         return memoryview(copy.data)
 
-    def begin_put(self, _caller: str, put: BulkPut) -> Copy | BulkDone:
-        if put.key in self.held:
-            return BulkDone(bulk.HELD)
-        self.out.append(put.key)
-        return Copy(BlockId(put.namespace, put.key), bytearray(put.size_bytes), put.digest)
+    def refuse_put(self, _caller: str, put: BulkPut) -> str | None:
+        return bulk.FORBIDDEN if put.namespace == FOREIGN else None
 
-    def end_put(self, put: BulkPut, copy: Copy) -> BulkDone:
-        self.out.remove(put.key)
-        self.held[put.key] = copy
-        return BulkDone(bulk.DONE)
+    def begin_put(self, put: BulkPut, block: PutHeader) -> Copy | str:
+        if block.key in self.held:
+            return bulk.HELD
+        self.out.append(block.key)
+        return Copy(BlockId(put.namespace, block.key), bytearray(block.size_bytes), block.digest)
+
+    def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
+        self.out.remove(block.key)
+        if digest != block.digest:
+            return bulk.WRONG_DIGEST
+        self.held[block.key] = copy
+        return bulk.DONE
 
     def abort_put(self, copy: Copy) -> None:
         self.out.remove(copy.block.key)
         self.aborted.append(copy.block.key)
 
-    def get(self, _caller: str, get: BulkGet) -> Copy | BulkDone:
-        if get.key not in self.held:
-            return BulkDone(bulk.NOT_FOUND)
-        self.out.append(get.key)
-        return self.held[get.key]
+    def refuse_get(self, _caller: str, get: BulkGet) -> str | None:
+        return bulk.FORBIDDEN if get.namespace == FOREIGN else None
+
+    def get(self, _caller: str, _namespace: int, block: WantedBlock) -> Copy | str:
+        if block.key not in self.held:
+            return bulk.NOT_FOUND
+        self.out.append(block.key)
+        return self.held[block.key]
 
     def end_get(self, copy: Copy) -> None:
         self.out.remove(copy.block.key)
@@ -120,6 +140,7 @@ class Caller:
         self.outcomes: list[tuple[str, str]] = []
         self.wanted: list[BulkConnection] = []
         self.room = bytearray(len(DATA))
+        self.rooms: dict[str, bytearray] = {}
 
     def act(self) -> None:
         for instruction in self.core.instructions():
@@ -130,8 +151,8 @@ class Caller:
                     self.wanted.append(connection)
         self.core.check()
 
-    def ask(self, now: float, call: BulkCall) -> None:
-        self.core.ask(now, call)
+    def ask(self, now: float, *calls: BulkCall) -> None:
+        self.core.ask(now, *calls)
         self.act()
 
     def connected(self, now: float = 0.0) -> BulkConnection:
@@ -152,6 +173,21 @@ class Caller:
             return memoryview(self.room) if size_bytes == len(self.room) else None
 
         return GetCall(2, BlockId(1, key(number)), 0, deadline, begin, self._done(name))
+
+    def get_any(
+        self, name: str, number: int, *, start: bytes = b"", most: int = 1 << 30,
+        namespace: int = 1,
+    ) -> GetCall:  # fmt: skip
+        """A get of a block of whatever size up to `most`, to `rooms[name]`, which begins so."""
+
+        def begin(size_bytes: int, _digest: int) -> memoryview | None:
+            if size_bytes > most:
+                return None
+            self.rooms[name] = bytearray(start).ljust(size_bytes, b"?")
+            return memoryview(self.rooms[name])
+
+        block = BlockId(namespace, key(number))
+        return GetCall(2, block, 0, 100.0, begin, self._done(name), len(start))
 
     def exists(self, name: str, keys: list[bytes]) -> ExistsCall:
         def answer(bits: list[bool]) -> None:
@@ -183,14 +219,14 @@ def deliver(link: LinkStream[CallerMessage] | LinkStream[CalleeMessage], data: b
 
 def converse(
     caller: Caller, connection: BulkConnection, callee: BulkCallee[Copy], *, piece: int = 1 << 20,
-    direct: bool = False, now: float = 0.0,
+    direct: bool = False, now: float = 0.0, at_most: int = 1000,
 ) -> None:  # fmt: skip
     """Carry bytes both ways until nobody has anything to say."""
     moved = True
     while moved:
         moved = False
         for source, sink in ((connection, callee), (callee, connection)):
-            while not sink.closed and (data := source.bytes_to_send(now, 1000)):
+            while not sink.closed and (data := source.bytes_to_send(now, at_most)):
                 moved = True
                 for at in range(0, len(data), piece):
                     deliver(sink, data[at : at + piece], now, direct)
@@ -214,7 +250,10 @@ def heard(link: LinkStream[CallerMessage], now: float = 0.0) -> list[CalleeMessa
 
 
 HELLO = BulkHello(BULK_PROTOCOL_VERSION, "node-1")
-PUT = BulkPut(1, key(1), len(DATA), 77, 3, 9)
+PUT = BulkPut(1, 3, 9, [PutHeader(key(1), len(DATA), DIGEST)])
+GET = BulkGet(1, [WantedBlock(key(1))])
+GO = BulkGo([bulk.WANTED])
+BLOCK = BulkBlocks([BlockHeader(bulk.DONE, len(DATA), DIGEST)])
 
 
 # --- both ends --------------------------------------------------------------------------------
@@ -298,7 +337,7 @@ def test_a_kept_connection_that_died_is_replaced_in_the_end_by_a_fresh_one() -> 
     caller.ask(1.0, caller.drop("c"))
     assert caller.wanted == []
     for connection in reversed(kept):  # each is tried, and says that it was closed
-        assert connection.call is not None
+        assert connection.calls
         connection.lost(1.0)
         caller.act()
     assert caller.outcomes == [("a", "done"), ("b", "done")]
@@ -316,7 +355,7 @@ def test_a_call_is_not_made_twice_once_it_was_answered() -> None:
     converse(caller, connection, serve(service))
     caller.ask(0.0, caller.put("put"))
     connection.bytes_to_send(0.0, 1000)
-    connection.received(0.0, said(BulkGo()))
+    connection.received(0.0, said(GO))
     connection.lost(0.0)
     caller.act()
     assert caller.outcomes[-1] == ("put", UNREACHABLE)
@@ -355,8 +394,13 @@ def test_a_callee_that_does_not_answer_is_left_at_the_deadline() -> None:
     caller = Caller()
     caller.ask(0.0, caller.get("get", deadline=7.0))
     connection = caller.connected(1.0)
-    connection.received(1.0, said(BulkBlock(len(DATA), 77)) + DATA[:100])
-    assert connection.get_timer() == 7.0
+    connection.bytes_to_send(1.0, 1000)
+    connection.received(1.0, said(BLOCK) + DATA[:100])
+    silent_at = 1.0 + OPTIONS.silence_s
+    assert connection.get_timer() == silent_at
+    connection.received(silent_at, DATA[100:200])
+    connection.received(6.0, DATA[200:300])
+    assert connection.get_timer() == 7.0, "a trickle does not put the deadline off"
     connection.handle_timer(6.9)
     assert not connection.closed
     connection.handle_timer(7.0)
@@ -378,8 +422,13 @@ def test_a_call_whose_turn_comes_too_late_is_not_made() -> None:
     "answer",
     [
         said(BulkHeld(b"")),
-        said(BulkBlock(5, 1)),
-        said(BulkGo(), BulkGo()),
+        said(BLOCK),
+        said(BulkGo([])),
+        said(BulkGo([bulk.WANTED, bulk.WANTED])),
+        said(BulkTaken([bulk.DONE])),
+        said(GO, BulkTaken([bulk.DONE, bulk.DONE])),
+        said(GO, BulkDone(bulk.DONE)),
+        said(GO, GO),
         b"\0\0\0\0",
         b"\xff\xff\xff\xff",
         b"\0\0\0\1\x80",
@@ -413,12 +462,29 @@ def test_an_answer_to_no_question_is_not_kept_for_the_next_one() -> None:
     assert caller.outcomes == [("first", "done")]
 
 
-def test_a_block_for_which_there_is_no_room_costs_the_connection() -> None:
+@pytest.mark.parametrize(("piece", "direct"), [(1 << 20, False), (7, True)])
+def test_a_block_for_which_there_is_no_room_is_read_and_thrown_away(
+    piece: int, direct: bool
+) -> None:
+    caller, service = Caller(), Service()
+    for number in range(1, 4):
+        data = DATA * 12 if number == 2 else DATA
+        service.held[key(number)] = Copy(BlockId(1, key(number)), bytearray(data), digest_of(data))
+    caller.ask(0.0, *(caller.get_any(str(n), n, most=len(DATA)) for n in (1, 2, 3)))
+    connection = caller.connected()
+    converse(caller, connection, serve(service), piece=piece, direct=direct)
+    assert caller.outcomes == [("1", "done"), ("2", "no_room"), ("3", "done")]
+    assert caller.rooms == {"1": bytearray(DATA), "3": bytearray(DATA)}
+    assert not connection.closed
+    assert caller.metrics.bulk_failures_total == 0
+
+
+def test_much_for_which_there_is_no_room_costs_the_connection() -> None:
     caller = Caller()
     caller.ask(0.0, caller.get("get"))
     connection = caller.connected()
     connection.bytes_to_send(0.0, 1000)
-    connection.received(0.0, said(BulkBlock(5, 1)) + b"hello")
+    connection.received(0.0, said(BulkBlocks([BlockHeader(bulk.DONE, (1 << 20) + 1, 1)])))
     caller.act()
     assert connection.closed
     assert caller.outcomes == [("get", "no_room")]
@@ -464,17 +530,203 @@ def test_the_end_ends_every_call_once() -> None:
     assert caller.outcomes[-1] == ("after", UNREACHABLE)
 
 
-# --- the callee -------------------------------------------------------------------------------
+# --- many blocks in one request ---------------------------------------------------------------
+
+
+def blocks_of(numbers: Iterable[int], size: int = 700) -> dict[bytes, Copy]:
+    """Different blocks of nearly the same size."""
+    held = {}
+    for number in numbers:
+        data = random.Random(number).randbytes(size + number)
+        held[key(number)] = Copy(BlockId(1, key(number)), bytearray(data), digest_of(data))
+    return held
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_gets_that_wait_together_are_one_request_answered_in_order(
+    piece: int, direct: bool
+) -> None:
+    caller, service = Caller(BulkOptions()), Service(blocks_of(range(1, 101)))
+    del service.held[key(50)]
+    caller.ask(0.0, *(caller.get_any(str(n), n) for n in range(1, 101)))
+    assert len(caller.wanted) == 1
+    connection = caller.connected()
+    callee = serve(service)
+    converse(caller, connection, callee, piece=piece, direct=direct)
+    outcomes = dict(caller.outcomes)
+    assert outcomes.pop("50") == "not_found"
+    assert set(outcomes.values()) == {"done"}
+    assert all(caller.rooms[name] == service.held[key(int(name))].data for name in outcomes)
+    assert service.out == []
+    assert callee._counters.bulk_requests_served_total == 1
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_puts_that_wait_together_are_one_request(piece: int, direct: bool) -> None:
+    caller, service = Caller(), Service(blocks_of([2]))
+    calls = [caller.put(str(n), number=n) for n in (1, 2, 3)]
+    caller.ask(0.0, *calls, caller.put("evicted", number=4, held=False))
+    connection = caller.connected()
+    callee = serve(service)
+    converse(caller, connection, callee, piece=piece, direct=direct)
+    assert dict(caller.outcomes) == {
+        "evicted": EVICTED, "1": "done", "2": "held", "3": "done"
+    }  # fmt: skip
+    assert service.held[key(1)].data == service.held[key(3)].data == DATA
+    assert callee._counters.bulk_requests_served_total == 1
+    assert caller.metrics.payload_bytes_sent_bulk_put_total == 2 * len(DATA)
+
+
+def test_calls_that_are_not_alike_are_requests_of_their_own() -> None:
+    caller = Caller(BulkOptions(connections_per_peer=1))
+    late = caller.get_any("late", 4)
+    late.deadline = 200.0
+    other = caller.get_any("2", 2, namespace=2)
+    caller.ask(0.0, caller.get_any("1", 1), other, caller.put("3"), late)
+    callee = serve(Service())
+    converse(caller, caller.connected(), callee)
+    assert callee._counters.bulk_requests_served_total == 4
+    assert caller.outcomes == [
+        ("1", "not_found"), ("2", "not_found"), ("3", "done"), ("late", "not_found")
+    ]  # fmt: skip
+
+
+def test_one_request_is_bounded_in_blocks_and_bytes() -> None:
+    caller = Caller(BulkOptions(connections_per_peer=1))
+    caller.ask(0.0, *(caller.get_any(str(n), n) for n in range(MAX_BULK_BLOCKS + 1)))
+    callee = serve(Service())
+    converse(caller, caller.connected(), callee)
+    assert callee._counters.bulk_requests_served_total == 2
+    assert len(caller.outcomes) == MAX_BULK_BLOCKS + 1
+    # The second of two large ones comes with the next answer.
+    caller, service = Caller(), Service(blocks_of((1, 2, 3), MAX_BULK_BYTES // 2))
+    caller.ask(0.0, *(caller.get_any(str(n), n) for n in (1, 2, 3)))
+    connection, callee = caller.connected(), serve(service)
+    converse(caller, connection, callee, piece=1 << 30, direct=True, at_most=1 << 30)
+    assert callee._counters.bulk_requests_served_total == 3
+    assert caller.outcomes == [("1", "done"), ("2", "done"), ("3", "done")]
+    assert all(caller.rooms[str(n)] == service.held[key(n)].data for n in (1, 2, 3))
+    # So much is not set aside for one put.
+    size = MAX_BULK_BYTES // 2 + 1
+    callee = serve(Service())
+    put = BulkPut(1, 3, 9, [PutHeader(key(n), size, 5) for n in (1, 2)])
+    callee.received(0.0, said(HELLO, put))
+    assert heard(callee) == [BulkGo([bulk.WANTED, bulk.NO_ROOM])]
+
+
+def test_the_rest_of_a_block_is_checked_with_its_beginning() -> None:
+    for start, outcome in ((DATA[:4096], "done"), (bytes(4096), "wrong_digest")):
+        caller, service = Caller(), Service()
+        service.held[key(1)] = Copy(BlockId(1, key(1)), bytearray(DATA))
+        caller.ask(0.0, caller.get_any("rest", 1, start=start))
+        callee = serve(service)
+        converse(caller, caller.connected(), callee)
+        assert caller.outcomes == [("rest", outcome)]
+        assert caller.rooms["rest"] == start + DATA[4096:]
+        assert callee._counters.payload_bytes_sent_bulk_get_total == len(DATA) - 4096
+
+
+def test_a_rest_that_a_block_does_not_have_is_not_there() -> None:
+    service = Service(blocks_of([1], 99))
+    callee = serve(service)
+    callee.received(0.0, said(HELLO, BulkGet(1, [WantedBlock(key(1), 0, 100)])))
+    assert heard(callee) == [BulkBlocks([BlockHeader(bulk.NOT_FOUND)])]
+    assert service.out == []
+
+
+def test_a_request_in_a_foreign_namespace_is_refused_as_a_whole() -> None:
+    caller, service = Caller(), Service(blocks_of([1, 2]))
+    caller.ask(0.0, *(caller.get_any(str(n), n, namespace=FOREIGN) for n in (1, 2)))
+    converse(caller, caller.connected(), serve(service))
+    assert caller.outcomes == [("1", "forbidden"), ("2", "forbidden")]
+    assert service.out == []
 
 
 @pytest.mark.parametrize(
-    "first", [BulkHello(BULK_PROTOCOL_VERSION + 1, "node-1"), BulkGet(1, key(1))]
+    "answer",
+    [
+        said(BulkBlocks([BlockHeader(bulk.NOT_FOUND)])),
+        said(BulkBlocks([BlockHeader(bulk.NOT_FOUND)] * 3)),
+        said(BulkBlocks([BlockHeader(bulk.LATER), BlockHeader(bulk.NOT_FOUND)])),
+        said(BulkBlocks([BlockHeader(bulk.DONE, 0, 1), BlockHeader(bulk.NOT_FOUND)])),
+        said(BulkBlocks([BlockHeader(bulk.DONE, 4096, 1), BlockHeader(bulk.NOT_FOUND)])),
+        said(BulkDone(bulk.DONE)),
+        said(GO),
+    ],
 )
+def test_an_answer_that_lies_about_blocks_ends_the_connection_and_the_gets(answer: bytes) -> None:
+    caller = Caller()
+    caller.ask(0.0, caller.get_any("1", 1, start=bytes(4096)), caller.get_any("2", 2))
+    connection = caller.connected()
+    connection.bytes_to_send(0.0, 1 << 20)
+    connection.received(0.0, answer)
+    caller.act()
+    assert connection.closed
+    assert caller.outcomes == [("1", UNREACHABLE), ("2", UNREACHABLE)]
+    assert caller.metrics.bulk_protocol_errors_total == 1
+
+
+def test_wrong_bytes_among_right_ones_are_told_apart() -> None:
+    caller, service = Caller(), Service(blocks_of([1, 2, 3]))
+    service.held[key(2)].data[0] ^= 1
+    caller.ask(0.0, *(caller.get_any(str(n), n) for n in (1, 2, 3)))
+    converse(caller, caller.connected(), serve(service))
+    assert caller.outcomes == [("1", "done"), ("2", "wrong_digest"), ("3", "done")]
+
+
+def test_a_callee_that_closes_half_way_leaves_what_has_come() -> None:
+    caller, service = Caller(), Service(blocks_of([1, 2, 3]))
+    caller.ask(0.0, *(caller.get_any(str(n), n) for n in (1, 2, 3)))
+    connection, callee = caller.connected(), serve(service)
+    callee.received(0.0, connection.bytes_to_send(0.0, 1 << 20))
+    connection.received(0.0, callee.bytes_to_send(0.0, 1000))
+    connection.received(0.0, callee.bytes_to_send(0.0, 1000))
+    connection.received(0.0, callee.bytes_to_send(0.0, 100))
+    connection.lost(0.0)
+    caller.act()
+    assert caller.outcomes == [("1", "done"), ("2", UNREACHABLE), ("3", UNREACHABLE)]
+    assert connection.destinations() == []
+
+
+def test_what_waits_is_made_again_where_a_kept_connection_has_died() -> None:
+    caller, service = Caller(), Service(blocks_of([2, 3]))
+    caller.ask(0.0, caller.drop("first"))
+    kept = caller.connected()
+    converse(caller, kept, serve(service))
+    caller.ask(9.0, caller.get_any("2", 2), caller.get_any("3", 3))
+    kept.lost(9.0)
+    caller.act()
+    converse(caller, caller.connected(9.0), serve(service), now=9.0)
+    assert caller.outcomes[1:] == [("2", "done"), ("3", "done")]
+
+
+def test_pieces_are_not_copied_and_count_when_they_are_taken() -> None:
+    service = Service(blocks_of([1, 2]))
+    callee = serve(service)
+    callee.received(0.0, said(HELLO, BulkGet(1, [WantedBlock(key(1)), WantedBlock(key(2))])))
+    header, first, second = callee.pieces_to_send()
+    assert isinstance(first, memoryview)
+    assert first.obj is service.held[key(1)].data
+    callee.sent(0.0, len(header) + 100)
+    assert callee.pieces_to_send() == [first[100:], second]
+    assert service.out == [key(1), key(2)]
+    callee.sent(0.0, len(first) - 100 + len(second))
+    assert callee.pieces_to_send() == []
+    assert service.out == []
+    callee.check()
+
+
+# --- the callee -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [BulkHello(BULK_PROTOCOL_VERSION + 1, "node-1"), GET])
 def test_a_caller_of_another_version_is_cut_off(first: CallerMessage) -> None:
     service = Service()
     service.held[key(1)] = Copy(BlockId(1, key(1)), bytearray(DATA))
     callee = serve(service)
-    callee.received(0.0, said(first, BulkGet(1, key(1))))
+    callee.received(0.0, said(first, GET))
     assert callee.closed
     assert heard(callee) == []
     assert service.out == []
@@ -483,16 +735,17 @@ def test_a_caller_of_another_version_is_cut_off(first: CallerMessage) -> None:
 def test_a_caller_is_who_its_certificate_names() -> None:
     for certified, let_in in (("node-1", True), ("node-3", False), (None, True)):
         callee = serve(Service(), certified)
-        callee.received(0.0, said(HELLO, BulkGet(1, key(1))))
+        callee.received(0.0, said(HELLO, GET))
         assert callee.closed == (not let_in)
-        assert heard(callee) == ([BulkDone(bulk.NOT_FOUND)] if let_in else [])
+        absent = BulkBlocks([BlockHeader(bulk.NOT_FOUND)])
+        assert heard(callee) == ([absent] if let_in else [])
 
 
 def test_a_caller_that_is_silent_is_closed_and_half_a_message_is_silence() -> None:
     callee = serve(Service())
     callee.received(1.0, said(HELLO))
     assert callee.get_timer() == 61.0
-    callee.received(50.0, said(BulkGet(1, key(1)))[:10])
+    callee.received(50.0, said(GET)[:10])
     assert callee.get_timer() == 61.0
     callee.handle_timer(61.0)
     assert callee.closed
@@ -503,7 +756,7 @@ def test_room_for_a_block_that_does_not_come_in_time_is_given_back() -> None:
         service = Service()
         callee = serve(service)
         callee.received(0.0, said(HELLO, PUT))
-        assert heard(callee, 1.0) == [BulkGo()]
+        assert heard(callee, 1.0) == [GO]
         callee.received(20.0, DATA[:5000])
         assert callee.get_timer() == OPTIONS.transfer_timeout_s, "a trickle puts nothing off"
         assert service.out == [key(1)]
@@ -521,8 +774,8 @@ def test_a_block_is_held_until_its_last_byte_is_taken_and_no_longer() -> None:
         service = Service()
         service.held[key(1)] = Copy(BlockId(1, key(1)), bytearray(DATA))
         callee = serve(service)
-        callee.received(0.0, said(HELLO, BulkGet(1, key(1))))
-        assert heard(callee) == [BulkBlock(len(DATA), 77)]
+        callee.received(0.0, said(HELLO, GET))
+        assert heard(callee) == [BLOCK]
         for _ in range(taken // 1000):
             assert service.out == [key(1)]
             callee.bytes_to_send(0.0, 1000)
@@ -537,10 +790,10 @@ def test_a_block_is_held_until_its_last_byte_is_taken_and_no_longer() -> None:
 def test_requests_sent_ahead_are_answered_in_order_and_not_read_meanwhile() -> None:
     service = Service()
     callee = serve(service)
-    ahead = said(HELLO, PUT) + DATA + said(BulkGet(1, key(1)), BulkExists(1, [key(1)]))
+    ahead = said(HELLO, PUT) + DATA + said(GET, BulkExists(1, [key(1)]))
     callee.received(0.0, ahead)
     assert not callee.wants_bytes or callee.destination() is not None
-    assert heard(callee) == [BulkGo(), BulkDone(bulk.DONE), BulkBlock(len(DATA), 77)]
+    assert heard(callee) == [GO, BulkTaken([bulk.DONE]), BLOCK]
     assert not callee.wants_bytes
     block = b"".join(callee.bytes_to_send(0.0, 4000) for _ in range(3))
     assert block == DATA

@@ -19,6 +19,7 @@ from kvcast.protocol.requester import (
     Missed,
     MissReason,
     OfferReceived,
+    ProbeEnded,
     Requester,
     RequesterConfig,
     TryBulk,
@@ -710,9 +711,9 @@ def test_bulk_is_the_last_resort_and_its_copy_is_checked() -> None:
     assert end.report.tier == "bulk"
 
 
-@pytest.mark.parametrize("copy", [None, BulkCopy(Room(OTHER), DIGEST)])
+@pytest.mark.parametrize("copy", [None, BulkCopy(Room(OTHER + b"!"), DIGEST)])
 def test_bulk_that_fails_ends_the_fetch(copy: BulkCopy | None) -> None:
-    bench = Bench(bulk_available=True, tries_per_home=2)
+    bench = Bench(bulk_available=True, tries_per_home=2, max_block_bytes=len(BYTES))
     event = silent_everywhere(bench)
     assert not bench.core.bulk_done(51.0, event.fetch_id, copy)
     (end,) = bench.events()
@@ -748,6 +749,9 @@ def test_usable_offer_is_told_once_the_first_segment_showed_no_sharing() -> None
     (event,) = bench.events()
     assert isinstance(event, OfferReceived)
     assert (event.offer.port, event.size, event.digest) == (1, len(BYTES), DIGEST)
+    assert event.start_bytes == wire.SEGMENT_BYTES
+    start = event.reservation.view[: event.start_bytes]
+    assert start == BYTES[: event.start_bytes], "what the probe brought stays"
     assert bench.reads() == []
     assert bench.core.bulk_done(0.002, event.fetch_id, BulkCopy(Room(BYTES), DIGEST))
 
@@ -777,7 +781,7 @@ def test_offer_is_ignored_where_it_does_not_help(kinds: set[int], flags: int) ->
     bench.fetch()
     bench.offer(0.001)
     bench.whole(0.001, 0, flags=flags)
-    assert bench.events() == []
+    assert bench.events() == ([ProbeEnded(1, BLOCK)] if kinds else [])
     assert [read.segment for read in bench.reads()] == [0, 1, 2]
     assert bench.core.counters.offers_ignored == 1
 
@@ -1103,15 +1107,28 @@ def test_who_waits_for_an_offer_reads_one_segment_at_the_next_home_too() -> None
     assert [(home, read.segment) for home, read in bench.core.frames_to_send()] == [(REPLICA, 0)]
 
 
-def test_nothing_is_expected_any_more_once_an_offer_is_taken() -> None:
-    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}), expect_wait_s=1.0)
-    bench.fetch(expect=True)
-    bench.offer(0.001)
-    bench.whole(0.001, 0)
-    (event,) = bench.events()
-    assert isinstance(event, OfferReceived)
-    assert not bench.core.bulk_done(0.002, event.fetch_id, None)
-    assert [read.segment for read in bench.reads()] == [0]
+@pytest.mark.parametrize("company", [{"gather_ms": 5}, {"group": 3}, {"expect": True}, {}])
+def test_who_looks_for_company_takes_no_offer(company: dict[str, Any]) -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    if not company:  # the answers of late were shared
+        bench.fetch()
+        bench.whole(0.0, 0, flags=wire.FLAG_SHARED)
+        bench.core.cancel(0.0, 1)
+        bench.events()
+        assert not bench.core.may_probe(0.001)
+    bench.fetch(0.001, **company)
+    bench.reads()
+    bench.offer(0.002)
+    bench.whole(0.002, 0)
+    assert bench.events() == []
+    assert bench.core.counters.offers == 0
+
+
+def test_a_probe_that_goes_on_at_another_home_says_so() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.miss(0.001, wire.MISS_NOT_FOUND)
+    assert bench.events() == [ProbeEnded(1, BLOCK)]
 
 
 def test_a_home_that_refuses_for_overload_is_asked_as_often_as_one_may_and_is_not_silent() -> None:

@@ -54,7 +54,7 @@ class Core(LinkStream[Take | Give]):
         else:
             self._send_block(memoryview(self.block))
 
-    def _block_came(self, now: float) -> None:
+    def _block_came(self, now: float, digest: int | None) -> None:
         self.blocks += 1
         self._send(Take())
 
