@@ -12,7 +12,9 @@ import random
 import secrets
 from dataclasses import dataclass, field, replace
 
+from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
 from kvcast.hostagent.network.control_link import ControlLink
@@ -27,10 +29,12 @@ from kvcast.hostagent.network.datagrams import (
 from kvcast.hostagent.network.interfaces import ETHERNET_MTU_BYTES, interface_mtu
 from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, chunking_for
 from kvcast.service.tls import Credentials
 
@@ -114,6 +118,8 @@ class Agent:
             default_quota_bytes=options.arena.default_quota_bytes,
             quotas=options.arena.quotas,
         )
+        incarnation = secrets.randbits(62) + 1
+        shared = self._share(stack, store, incarnation)
         if network.tunnel is None:
             sock, buffer_bytes = open_udp(network.ip, network.udp_port, network.buffer_bytes)
         else:
@@ -127,7 +133,7 @@ class Agent:
             interface_mtu(network.ip) if network.tunnel is None else ETHERNET_MTU_BYTES
         )
         agent_options = self._fitted(buffer_bytes)
-        self.core = AgentCore(agent_options, store, self.arena.memory, rng)
+        self.core = AgentCore(agent_options, store, self.arena.memory, rng, shared)
         stack.callback(self.core.close)
         self.transport: Transport = (
             UdpTransport(self.core, sock, joins=network.udp_segments)
@@ -146,7 +152,9 @@ class Agent:
         self.bulk_address = await self.bulk_server.start(network.bulk_host, network.bulk_port)
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
-        self._local_server = LocalServer(self.core, self.arena, options.local, self.transport.pump)
+        self._local_server = LocalServer(
+            self.core, self.arena, options.local, self.transport.pump, self.index_file
+        )
         self._local_server.start()
         stack.push_async_callback(self._local_server.close)
         self.transport.start()
@@ -154,7 +162,7 @@ class Agent:
         register = Register(
             version=CONTROL_PROTOCOL_VERSION,
             node_id=agent_options.node_id,
-            incarnation=secrets.randbits(63),
+            incarnation=incarnation,
             ip=network.ip,
             mac=network.mac,
             switch_port=network.switch_port,
@@ -170,6 +178,25 @@ class Agent:
         self.ready = self._control.ready
         self._control.start()
         stack.push_async_callback(self._control.close)
+
+    def _share(
+        self, stack: contextlib.AsyncExitStack, store: Store, incarnation: int
+    ) -> SharedIndex | None:
+        """Make the index beside the arena, where clients can use one."""
+        self.index_file: ArenaFile | None = None
+        if not membarrier.available():
+            log.info("clients ask for every block: this machine has no barrier for an index")
+            return None
+        arena_bytes = self.arena.size_bytes
+        self.index_file = ArenaFile(
+            index_bytes(buckets_for(arena_bytes)),
+            f"{self.arena.path}.index",
+            reserve=self._options.arena.reserve,
+        )
+        stack.callback(self.index_file.close)
+        index = Index(self.index_file.memory, arena_bytes, incarnation)
+        stack.callback(index.close)
+        return SharedIndex(index, store, membarrier.barrier)
 
     def _fitted(self, buffer_bytes: int) -> AgentOptions:
         """The options, as far as the receive buffer and the MTU allow."""

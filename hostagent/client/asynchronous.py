@@ -42,9 +42,9 @@ class AsyncClient:
     released).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, read_only: bool = False) -> None:
         """For `connect`, which is how a client is made."""
-        self._conversation = Conversation(self._post)
+        self._conversation = Conversation(self._post, read_only=read_only)
         self._waiting: dict[int, asyncio.Future[local.AgentReply]] = {}
         self._gone = ""
         self._reader: asyncio.StreamReader
@@ -63,10 +63,15 @@ class AsyncClient:
 
     @classmethod
     async def connect(
-        cls, socket_path: str, *, name: str = "", timeout_s: float = 5.0
+        cls,
+        socket_path: str,
+        *,
+        name: str = "",
+        timeout_s: float = 5.0,
+        read_only: bool = False,
     ) -> AsyncClient:
-        """Connect to the agent at `socket_path`; errors as for `Client`."""
-        client = cls()
+        """Connect to the agent at `socket_path`; arguments and errors as for `Client`."""
+        client = cls(read_only=read_only)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -115,6 +120,7 @@ class AsyncClient:
                 future.set_exception(AgentGoneError(reason))
 
     async def _run(self, call: Call[T]) -> T:
+        self._conversation.check()
         with contextlib.closing(call):
             try:
                 ask = next(call)

@@ -39,13 +39,18 @@ class Client:
     """A blocking client of the agent at `socket_path`.
 
     May be used from several threads; they take turns, a whole request each. `timeout_s` is how
-    long to wait for the agent's Welcome. Raises AgentGoneError where no agent listens, and
+    long to wait for the agent's Welcome; a client that is `read_only` cannot put, and cannot write
+    what it reads either. Blocks that this node holds are got and released without a message, where
+    the agent shares its index; nothing else changes by it. A client does not outlast a fork: in
+    the child, its calls raise AgentGoneError. Raises AgentGoneError where no agent listens, and
     AgentRejectedError where it does not let us in.
     """
 
-    def __init__(self, socket_path: str, *, name: str = "", timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, socket_path: str, *, name: str = "", timeout_s: float = 5.0, read_only: bool = False
+    ) -> None:
         self._lock = threading.Lock()
-        self._conversation = Conversation(self._post)
+        self._conversation = Conversation(self._post, read_only=read_only)
         self._replies: deque[local.AgentReply] = deque()
         self._posted: deque[local.Request] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,6 +71,7 @@ class Client:
         self.node_id = self._conversation.node_id
 
     def _run(self, call: Call[T]) -> T:
+        self._conversation.check()
         with contextlib.closing(call):
             try:
                 ask = next(call)

@@ -90,11 +90,12 @@ class Outcome:
 class Arena:
     """The agent's arena, mapped into this process."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, read_only: bool = False) -> None:
+        protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
         try:
             if os.fstat(fd).st_size < size_bytes:
                 raise AgentGoneError("the arena is smaller than the agent says")
-            self._map = mmap.mmap(fd, size_bytes)
+            self._map = mmap.mmap(fd, size_bytes, prot=protection)
         finally:
             os.close(fd)
         self.size_bytes = size_bytes

@@ -1,9 +1,10 @@
 """What a client says to its agent and what the answers mean, for both clients, without I/O.
 
 Owns: the handshake, every call (a generator of questions that is sent their answers and returns the
-call's result), batches of keys and of bytes, and that a call which fails leaves nothing held. Must
-not know: sockets, threads, event loops (`blocking` and `asynchronous` are those), or anything of
-the agent but the local API (`kvcast.protocol.messages.local`).
+call's result), what is answered without a question (`local_blocks`), batches of keys and of bytes,
+and that a call which fails leaves nothing held. Must not know: sockets, threads, event loops
+(`blocking` and `asynchronous` are those), or anything of the agent but the local API
+(`kvcast.protocol.messages.local`).
 
 A driver encodes and sends each `Ask`, and sends the generator the reply of the same number; where
 none comes it closes the generator, which undoes what it can. What needs no answer is given to
@@ -12,12 +13,15 @@ none comes it closes the generator, which undoes what it can. What needs no answ
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
+from kvcast.hostagent import membarrier
 from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome
 from kvcast.hostagent.client.errors import (
     ERROR_BY_STATUS,
@@ -26,7 +30,9 @@ from kvcast.hostagent.client.errors import (
     KvcastError,
     PutError,
 )
+from kvcast.hostagent.client.local_blocks import LocalBlocks, map_shared
 from kvcast.protocol.messages import local
+from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_KEYS, MAX_LOCAL_MESSAGE_BYTES
 from kvcast.protocol.messages.wire import KEY_BYTES
@@ -41,6 +47,7 @@ GRACE_S: Final = 5.0
 """Beyond a request's own deadline, how long the agent may take to answer."""
 SLOW_REQUEST_S: Final = 60.0
 """How long the agent may take to answer requests without a deadline of their own."""
+LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
 
@@ -62,10 +69,14 @@ Call: TypeAlias = Generator[Ask, local.AgentReply, T]
 class Conversation:
     """One connection's conversation. `post` sends a message whose answer nobody waits for, at once
     or before the next question, and never raises; blocks call it when they are released, from
-    whatever thread or garbage collector that is."""
+    whatever thread or garbage collector that is. A conversation does not outlast a fork: in the
+    child, `check` raises, and blocks let go of nothing, since what is held is the parent's."""
 
-    def __init__(self, post: Callable[[local.Request], None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[local.Request], None], *, read_only: bool = False) -> None:
+        self._send = post
+        self._read_only = read_only
+        self._forked = False
+        self._local: LocalBlocks | None = None
         self._codec = MessageCodec[local.ServerMessage](
             local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
         )
@@ -79,7 +90,9 @@ class Conversation:
     def hello(self, name: str) -> bytes:
         """What to send first. `name` of this client is for the agent's log."""
         name = (name or f"pid {os.getpid()}")[:_MAX_NAME_CHARS]
-        return self.encode(local.Hello(LOCAL_PROTOCOL_VERSION, name))
+        _watch_forks(self)
+        index = membarrier.register()
+        return self.encode(local.Hello(LOCAL_PROTOCOL_VERSION, name, self._read_only, index))
 
     def welcomed(self, data: bytes, fds: Sequence[int]) -> bool:
         """Hear the first bytes of the agent, and the descriptors that came with them, which are
@@ -93,11 +106,33 @@ class Conversation:
             raise AgentRejectedError(welcome.reason)
         if not isinstance(welcome, local.Welcome):
             raise AgentGoneError(f"the agent began with {type(welcome).__name__}")
-        if len(self._fds) != 1 or len(messages) != 1:
+        if len(self._fds) != (3 if welcome.index_bytes else 1) or len(messages) != 1:
             raise AgentGoneError("the agent's welcome is not understood")
-        self._arena = Arena(self._fds.pop(), welcome.arena_bytes)
+        if welcome.index_bytes:
+            self._local = map_shared(
+                *(self._fds.pop(1), self._fds.pop(1)),
+                index_bytes=welcome.index_bytes,
+                arena_bytes=welcome.arena_bytes,
+                max_bytes=welcome.held_bytes,
+            )
+        self._arena = Arena(self._fds.pop(), welcome.arena_bytes, read_only=self._read_only)
         self.node_id = welcome.node_id
         return True
+
+    def check(self) -> None:
+        """To be called before any call: AgentGoneError in a process that was forked from ours."""
+        if self._forked:
+            raise AgentGoneError("this client was made before a fork: make one in this process")
+
+    def leave_to_parent(self) -> None:
+        """This process is a fork: what is held is held by another."""
+        self._forked = True
+        if self._local is not None:
+            self._local.given_up = True
+
+    def _post(self, message: local.Request) -> None:
+        if not self._forked:
+            self._send(message)
 
     def replies(self, data: bytes) -> list[local.AgentReply]:
         """The replies that these bytes complete."""
@@ -124,6 +159,8 @@ class Conversation:
         """Let go of the arena, and of descriptors that came without a welcome."""
         while self._fds:
             os.close(self._fds.pop())
+        if self._local is not None:
+            self._local.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -162,15 +199,32 @@ class Conversation:
     def _outcome(self, key: bytes, got: local.GotBlock) -> Outcome:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
-        handle = got.handle
-        block = Block(
-            key,
-            self._memory.read(got.offset, got.size_bytes),
-            got.digest,
-            got.tier,
-            lambda: self._post(local.Release([handle])),
-        )
-        return Outcome(block, got.status, got.reason)
+        data = self._memory.read(got.offset, got.size_bytes)
+        if self._local is not None:
+            self._local.hold(got.size_bytes)
+        release = functools.partial(self._release, got.handle, got.size_bytes)
+        return Outcome(Block(key, data, got.digest, got.tier, release), got.status, got.reason)
+
+    def _release(self, handle: int, size_bytes: int) -> None:
+        if self._local is not None:
+            self._local.let_go(size_bytes)
+        self._post(local.Release([handle]))
+
+    def _local_outcomes(self, namespace: int, keys: list[bytes]) -> list[Outcome | None]:
+        """What is here, pinned without a message; None for the rest."""
+        if self._local is None:
+            return [None] * len(keys)
+        found = self._local.take(namespace, keys)
+        outcomes: list[Outcome | None] = []
+        for key, one in zip(keys, found, strict=True):
+            if one is None:
+                outcomes.append(None)
+                continue
+            pin, offset, size_bytes, reserved_bytes, digest = one
+            release = functools.partial(self._local.release, pin, reserved_bytes)
+            data = self._memory.read(offset, size_bytes)
+            outcomes.append(Outcome(Block(key, data, digest, LOCAL_TIER, release), local.OK, ""))
+        return outcomes
 
     # --- what both clients offer ----------------------------------------------------------------
 
@@ -212,20 +266,27 @@ class Conversation:
         expect: bool = False,
     ) -> Call[list[Outcome]]:
         """As `get`, with the reason for every block that is missing."""
-        outcomes: list[Outcome] = []
+        checked = _check_keys(keys)
+        outcomes = self._local_outcomes(namespace, checked)
+        if None not in outcomes:
+            return cast(list[Outcome], outcomes)
+        missing = [position for position, outcome in enumerate(outcomes) if outcome is None]
         try:
-            for batch in _batches(keys):
+            for places in _parts(missing, MAX_KEYS):
+                batch = [checked[place] for place in places]
                 request = local.Get(
                     next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
                 )
                 got = yield from self._ask(request, local.Got, deadline_s + GRACE_S)
-                outcomes += map(self._outcome, batch, _one_each(batch, got.blocks))
+                came = map(self._outcome, batch, _one_each(batch, got.blocks))
+                for place, outcome in zip(places, came, strict=True):
+                    outcomes[place] = outcome
         except BaseException:
-            for outcome in outcomes:
-                if outcome.block is not None:
-                    outcome.block.release()
+            for given in outcomes:
+                if given is not None and given.block is not None:
+                    given.block.release()
             raise
-        return outcomes
+        return cast(list[Outcome], outcomes)
 
     def prefetch(
         self,
@@ -296,8 +357,9 @@ class Conversation:
 
     def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
         """How many of `keys`, counted from the first without a gap, the pool holds now."""
-        total = 0
-        for batch in _batches(keys):
+        checked = _check_keys(keys)
+        total = self._local.prefix(namespace, checked) if self._local is not None else 0
+        for batch in _parts(checked[total:], MAX_KEYS):
             request = local.Exists(next(self._numbers), namespace, batch, deadline_s)
             count = yield from self._count(request, deadline_s + GRACE_S)
             total += count
@@ -353,6 +415,8 @@ class Conversation:
         hold different bytes). Raises UnavailableError without a controller."""
         request = local.FindNamespace(next(self._numbers), tenant, model, version, layout)
         found = yield from self._ask(request, local.FoundNamespace, SLOW_REQUEST_S)
+        if self._local is not None:
+            self._local.told(found.info.namespace, meaning_of(found.info))
         return found.info.namespace
 
     def group(self, namespace: int, nodes: Sequence[str]) -> Call[int]:
@@ -368,18 +432,38 @@ class Conversation:
         return (yield from self._ask(request, local.PoolDescription, GRACE_S))
 
 
+def _watch_forks(conversation: Conversation) -> None:
+    """From now on, a fork of this process leaves the conversation to its parent."""
+    if not _conversations:
+        os.register_at_fork(after_in_child=_leave_all_to_parent)
+        _conversations.append(weakref.WeakSet())
+    _conversations[0].add(conversation)
+
+
+def _leave_all_to_parent() -> None:
+    for conversation in list(_conversations[0]):
+        conversation.leave_to_parent()
+
+
+_conversations: list[weakref.WeakSet[Conversation]] = []
+"""All of this process that have begun; empty until one has."""
+
+
 def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    checked = [bytes(key) for key in keys]
-    for key in checked:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"a key is {KEY_BYTES} bytes, not {len(key)}")
+    checked = list(map(bytes, keys))
+    if not set(map(len, checked)) <= {KEY_BYTES}:
+        wrong = next(len(key) for key in checked if len(key) != KEY_BYTES)
+        raise ValueError(f"a key is {KEY_BYTES} bytes, not {wrong}")
     return checked
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[list[bytes]]:
-    checked = _check_keys(keys)
-    for start in range(0, len(checked), MAX_KEYS):
-        yield checked[start : start + MAX_KEYS]
+    return _parts(_check_keys(keys), MAX_KEYS)
+
+
+def _parts(items: list[T], most: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), most):
+        yield items[start : start + most]
 
 
 def _put_batches(

@@ -21,6 +21,7 @@ from kvcast.hostagent.core.queries import Queries
 from kvcast.hostagent.core.reads import ReadOptions, Reads
 from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.protocol.messages import local
@@ -115,10 +116,17 @@ class AgentCore:
     """See the module's description."""
 
     def __init__(
-        self, options: AgentOptions, store: Store, memory: memoryview, rng: random.Random
+        self,
+        options: AgentOptions,
+        store: Store,
+        memory: memoryview,
+        rng: random.Random,
+        shared: SharedIndex | None = None,
     ) -> None:
         self.options = options
         self.store = store
+        self.shared = shared
+        """What clients find without asking; None = they ask for everything."""
         self.memory = memory
         self.metrics = Metrics()
         self.outbox = BulkOutbox()
@@ -276,6 +284,8 @@ class AgentCore:
             if self.pool is not None:
                 self.pool.namespaces.setdefault(message.info.namespace, message.info)
             self._found(message.request, message.info, local.OK, "")
+            if self.pool is not None:
+                self._state_namespace(self.pool, message.info.namespace)
         else:
             assert isinstance(message, GroupReply)
             self._found(message.request, message.info, local.OK, "")
@@ -303,8 +313,28 @@ class AgentCore:
         old = self.outbox.pool
         self.outbox.pool = pool
         self._use_chunking(pool.chunking)
-        if old is None:
-            return
+        if old is not None:
+            self._hide_namespaces(old, pool)
+            self._leave_old_pool(now, old, pool)
+        for namespace in pool.namespaces:
+            self._state_namespace(pool, namespace)
+
+    def _hide_namespaces(self, old: Pool, pool: Pool) -> None:
+        """Clients look nothing up in a namespace that means something else now, until what it meant
+        before is dropped: nobody shall find that under its new meaning."""
+        for namespace in old.namespaces:
+            if self.shared is not None and old.meaning_of(namespace) != pool.meaning_of(namespace):
+                self.shared.state_namespace(namespace, 0, readable=False)
+
+    def _state_namespace(self, pool: Pool, namespace: int) -> None:
+        """Let clients look up what they would get by asking. Where there is a secret, they must
+        ask: only the agent can tell the pool's keys from an engine's."""
+        if self.shared is not None:
+            info = pool.namespaces[namespace]
+            allowed = bool(pool.may_use(namespace, self.options.node_id)) and not info.has_secret
+            self.shared.state_namespace(namespace, meaning_of(info), readable=allowed)
+
+    def _leave_old_pool(self, now: float, old: Pool, pool: Pool) -> None:
         # An index may come to stand for another node: a controller that has lost its state
         # numbers them anew, and a node that is forgotten leaves its own to the next.
         gone = {
@@ -455,7 +485,14 @@ class AgentCore:
 
     def values(self) -> dict[str, float]:
         """Totals since the start, and present values, by name."""
+        self.store.elsewhere.refresh()
         values = self.metrics.snapshot()
+        if self.shared is not None:
+            for item in fields(self.shared.counters):
+                values[f"index_{item.name}_total"] = float(getattr(self.shared.counters, item.name))
+            # Nobody asked for these, and they were gets and hits all the same.
+            values["gets_total"] += self.shared.counters.hits
+            values["hits_local_total"] += self.shared.counters.hits
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (
             ("requester", self.requester.counters),
@@ -508,5 +545,7 @@ class AgentCore:
 
     def close(self) -> None:
         """Let go of everything that is held for others."""
+        if self.shared is not None:
+            self.shared.close()
         self.control_lost()
         self.responder.close()

@@ -6,7 +6,8 @@ know: sockets or framing; replies go out through a function.
 
 The bounds, per client: `MAX_REQUESTS_IN_FLIGHT` requests without an answer, `MAX_HANDLES`
 handles, tickets and pins together, and `AgentOptions.client_share` of the arena in the bytes
-that they hold. What exceeds one of them ends as "busy", and is counted.
+that they hold. What exceeds one of them ends as "busy", and is counted. What a client pins without
+a message (`shared_index`) counts towards its share, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
 from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
 from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.shared_index import Region
 from kvcast.hostagent.core.store import Copy, QuotaError, StoreError
 from kvcast.hostagent.core.writes import PutBatch
 from kvcast.protocol.messages import local
@@ -36,17 +38,22 @@ _KeyRequest = (
 
 
 class Session:
-    """One client. `send` takes replies, in any order, until `close`."""
+    """One client. `send` takes replies, in any order, until `close`. A client that is `read_only`
+    puts nothing, since it cannot write the arena."""
 
     def __init__(
         self,
         core: AgentCore,
         send: Callable[[local.AgentReply], None],
         tenants: Tenants = ALL_TENANTS,
+        *,
+        read_only: bool = False,
     ) -> None:
         self._core = core
         self._send = send
         self._tenants = tenants
+        self._read_only = read_only
+        self._region: Region | None = None
         self._closed = False
         self._in_flight = 0
         self._told: dict[int, tuple[str, str, str, str]] = {}
@@ -65,9 +72,33 @@ class Session:
         """Requests without an answer yet."""
         return self._in_flight
 
+    @property
+    def max_held_bytes(self) -> int:
+        """How much of the arena this client may hold."""
+        return self._max_held_bytes
+
+    @property
+    def may_share(self) -> bool:
+        """Whether this client may read the index: it names the blocks of all tenants, so a client
+        that is let in for some of them asks the agent for every block."""
+        return self._core.shared is not None and self._tenants is ALL_TENANTS
+
+    def share(self, memory: memoryview, offended: Callable[[str], None]) -> None:
+        """This client may read the index, and pins what it finds in `memory`; `offended` is told
+        why it is to be cut off, if it is."""
+        assert self.may_share
+        assert self._core.shared is not None
+        self._region = Region(memory, self._max_held_bytes, offended)
+        self._core.shared.join(self._region)
+
     def close(self) -> None:
         """The client is gone: unpin and give back all that it held."""
         self._closed = True
+        if self._region is not None:
+            assert self._core.shared is not None
+            self._core.shared.leave(self._region)
+            self._region.words.release()
+            self._region = None
         store = self._core.store
         for copy in self._handles.values():
             store.unpin(copy)
@@ -211,8 +242,10 @@ class Session:
     def _may_hold(self, copy: Copy | None, reserved_bytes: int) -> bool:
         """Whether one more handle, ticket or pin is within bounds; a copy's bytes count once."""
         count = len(self._handles) + len(self._tickets) + self._pin_count
-        more_bytes = 0 if copy in self._held else reserved_bytes
-        fits = count < local.MAX_HANDLES and self._held_bytes + more_bytes <= self._max_held_bytes
+        held_bytes = self._held_bytes + (0 if copy in self._held else reserved_bytes)
+        if self._region is not None:
+            held_bytes += self._region.held_bytes
+        fits = count < local.MAX_HANDLES and held_bytes <= self._max_held_bytes
         if not fits:
             self._core.metrics.local_busy_total += 1
         return fits
@@ -253,8 +286,15 @@ class Session:
             expect=request.expect,
         )
 
+    def _look(self) -> None:
+        """See what the client pins by itself, before it is given more to hold."""
+        if self._region is not None:
+            assert self._core.shared is not None
+            self._core.shared.look(self._region)
+
     def _take(self, batch: GetBatch) -> list[local.GotBlock]:
         """Turn a finished batch's pins into handles of this client."""
+        self._look()
         blocks = []
         for item in batch.items:
             assert item is not None
@@ -286,11 +326,15 @@ class Session:
             self._core.store.unpin(copy)
 
     def _alloc(self, request: local.Alloc) -> None:
+        if self._read_only:
+            self._forbid(request.request, "this client reads only")
+            return
         if len(request.sizes) != len(request.keys):
             reason = f"{len(request.keys)} keys and {len(request.sizes)} sizes"
             self._fail(request.request, local.INVALID, reason)
             return
         extents = []
+        self._look()
         for key, size_bytes in zip(request.keys, request.sizes, strict=True):
             extents.append(self._alloc_one(BlockId(request.namespace, key), size_bytes))
         self._reply(local.Allocated(request.request, extents))
@@ -347,6 +391,7 @@ class Session:
 
     def _pin(self, request: local.Pin) -> None:
         count = 0
+        self._look()
         for key in request.keys:
             block = BlockId(request.namespace, key)
             copy = self._core.store.get(block)

@@ -10,19 +10,24 @@ compute the same block get bytes that differ in the last bits, and whoever reads
 not find another half way. Pins keep a copy's bytes where they are; a pinned copy that is dropped
 is **doomed**: gone from the index at once, its bytes free when the last pin goes.
 
+Others may find and pin committed copies by themselves (`PinnedElsewhere`). The store learns of such
+pins before it looks for victims, and once more when it takes a copy away; one that was pinned in
+between is doomed, and its bytes stay.
+
 Eviction is least-recently-used over unpinned committed copies, of the namespace where its quota
 is what lacks, else of all. Where the victim's slab is cut for another size, the slab's other
 copies go with it, since one free slot of the wrong size helps nobody; so a slab in which anything
 is pinned or being written is passed over. What cannot succeed evicts nothing: before the first
-victim is chosen, it is known that some victims make the room.
+victim is chosen, it is known that some victims make the room (unless somebody pins them meanwhile).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.bounded_map import BoundedMap
@@ -58,10 +63,12 @@ class StaleReservationError(StoreError):
 
 class Copy:
     """One copy of a block in the arena. `reserved_bytes` is what it takes, `size_bytes` what it
-    is; `home` whether this node held it as one of the block's homes when it was committed."""
+    is; `home` whether this node held it as one of the block's homes when it was committed; `cell`
+    by which name others can pin it, 0 where they cannot."""
 
     __slots__ = (
         "block",
+        "cell",
         "digest",
         "generation",
         "home",
@@ -85,6 +92,7 @@ class Copy:
         self.offset = offset
         self.reserved_bytes = reserved_bytes
         self.generation = generation
+        self.cell = 0
         self.digest = 0
         self.home = False
         self.pins = 0
@@ -93,6 +101,37 @@ class Copy:
     def __repr__(self) -> str:
         state = ("reserved", "committed", "doomed")[self.state]
         return f"<Copy {self.block} {self.size_bytes} B at {self.offset} {state} pins={self.pins}>"
+
+
+class PinnedElsewhere(Protocol):
+    """Who finds and pins committed copies without asking the store. Its methods may pin, unpin and
+    get copies of the store, and nothing else of it."""
+
+    def publish(self, copy: Copy) -> None:
+        """A copy was committed, and may be found."""
+        ...
+
+    def withdraw(self, copies: Iterable[Copy]) -> None:
+        """These are not to be found any more. Those that are pinned elsewhere have been pinned in
+        the store when this returns, and nobody else can pin them."""
+        ...
+
+    def refresh(self) -> None:
+        """Pin in the store what is pinned elsewhere now, and unpin what is not any more."""
+        ...
+
+
+class _NobodyElse:
+    """The store's copies are found through the store alone."""
+
+    def publish(self, copy: Copy) -> None:
+        pass
+
+    def withdraw(self, copies: Iterable[Copy]) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -141,6 +180,7 @@ class Store:
         quotas: dict[int, int] | None = None,
     ) -> None:
         self.allocator = allocator
+        self.elsewhere: PinnedElsewhere = _NobodyElse()
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -250,6 +290,7 @@ class Store:
         self._evicted.pop(copy.block, None)
         self._make_evictable(copy)
         self.counters.commits += 1
+        self.elsewhere.publish(copy)
         return copy
 
     def abort(self, copy: Copy) -> None:
@@ -291,9 +332,10 @@ class Store:
         self._dropped_in[namespace] = self._generation
         for block in [block for block in self._evicted if block.namespace == namespace]:
             del self._evicted[block]
-        gone = [block for block in self._index if block.namespace == namespace]
-        for block in gone:
-            self.drop(block)
+        gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
+        self.elsewhere.withdraw(gone)
+        for copy in gone:
+            self.drop(copy.block)
         return len(gone)
 
     # --- inside ---------------------------------------------------------------------------
@@ -332,6 +374,7 @@ class Store:
 
     def _remove(self, copy: Copy) -> None:
         """Out of the index; the bytes go now, or with the last pin."""
+        self.elsewhere.withdraw((copy,))
         del self._index[copy.block]
         if copy.pins:
             copy.state = DOOMED
@@ -368,6 +411,8 @@ class Store:
         if more_bytes > quota:
             self.counters.over_quota += 1
             raise QuotaError(f"{more_bytes} bytes exceed namespace {namespace}'s quota of {quota}")
+        if state.used_bytes + more_bytes > quota:
+            self.elsewhere.refresh()
         while state.used_bytes + more_bytes > quota:
             if not state.evictable:
                 self.counters.over_quota += 1
@@ -378,18 +423,25 @@ class Store:
         offset = self.allocator.allocate(size_bytes)
         if offset is not None:
             return offset
-        if not self._room_can_be_made(size_bytes):
-            self.counters.no_room += 1
-            raise NoRoomError(
-                f"no room for {size_bytes} bytes: {self.held_bytes} of "
-                f"{self.allocator.capacity_bytes} bytes are pinned or being written"
-            )
+        self.elsewhere.refresh()
+        offset = self.allocator.allocate(size_bytes)
+        if offset is None and not self._room_can_be_made(size_bytes):
+            raise self._no_room(size_bytes)
         while offset is None:
             more = self._make_room(self.allocator.extent_bytes(size_bytes))
-            # Where there is nothing left to evict, the room is there, if hard to find.
+            # Where there is nothing left to evict, the room is there, if hard to find; or what was
+            # to go has been pinned elsewhere since it was chosen.
             offset = self.allocator.allocate(size_bytes, thorough=not more)
-            assert more or offset is not None, f"no room for {size_bytes} bytes after all"
+            if offset is None and not more:
+                raise self._no_room(size_bytes)
         return offset
+
+    def _no_room(self, size_bytes: int) -> NoRoomError:
+        self.counters.no_room += 1
+        return NoRoomError(
+            f"no room for {size_bytes} bytes: {self.held_bytes} of "
+            f"{self.allocator.capacity_bytes} bytes are pinned or being written"
+        )
 
     def _room_can_be_made(self, size_bytes: int) -> bool:
         """Whether evicting can make room for an extent that does not fit now: O(1), but for what
@@ -431,8 +483,11 @@ class Store:
 
     def _clear_out(self, index: int) -> None:
         """Evict all copies of a slab in which nothing is stuck."""
-        for offset in self.allocator.neighbours(index * self.allocator.slab_bytes):
-            self._evict(self._by_offset[offset])
+        offsets = self.allocator.neighbours(index * self.allocator.slab_bytes)
+        victims = [self._by_offset[offset] for offset in offsets]
+        self.elsewhere.withdraw(victims)
+        for victim in victims:
+            self._evict(victim)
 
     def check(self) -> None:
         """Assert every invariant of the store and its allocator; for tests."""

@@ -1,7 +1,7 @@
 """The local API's adapter: the Unix socket that clients connect to.
 
-Owns: the handshake with the arena's descriptor, framing, and back-pressure. Must not know: what a
-request does (`sessions`), or who may connect (`access`).
+Owns: the handshake with the descriptors of the arena, the index and the client's region, framing,
+and back-pressure. Must not know: what a request does (`sessions`), or who may connect (`access`).
 
 The socket is 0600, and the kernel's word on the peer is asked for besides: only the agent's own
 user, root, and the users and groups that a rule lets in get in. At most `max_clients` at once. A
@@ -26,6 +26,7 @@ from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.network.peer_credentials import peer_of
 from kvcast.hostagent.tiers.arena import ArenaFile
+from kvcast.hostagent.tiers.pin_region import PinRegion
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_LOCAL_MESSAGE_BYTES
@@ -62,9 +63,11 @@ class LocalServer:
         arena: ArenaFile,
         options: LocalOptions,
         core_told: Callable[[], None],
+        index: ArenaFile | None = None,
     ) -> None:
         self._core = core
         self._arena = arena
+        self._index = index
         self._options = options
         self._core_told = core_told
         self._socket: socket.socket | None = None
@@ -152,21 +155,20 @@ class LocalServer:
             if not isinstance(hello, local.Hello):
                 raise FramingError(f"{type(hello).__name__} before Hello")
             if hello.version != LOCAL_PROTOCOL_VERSION:
-                reason = f"version {hello.version} is not {LOCAL_PROTOCOL_VERSION}"
+                reason = (
+                    f"version {hello.version} of the client's protocol is not the agent's "
+                    f"{LOCAL_PROTOCOL_VERSION}: they must be of one kvcast release"
+                )
                 await self._reject(connection, codec, reason)
                 return
             log.debug("local API: %s (user %d) connects", hello.client, peer.uid)
-            welcome = local.Welcome(
-                LOCAL_PROTOCOL_VERSION, self._core.options.node_id, self._arena.size_bytes
-            )
-            fd = self._arena.open_for_client()
+            client = _Client(self, self._core, codec, self._core_told, tenants, hello.read_only)
             try:
-                # A new connection's buffer takes so few bytes whole.
-                socket.send_fds(connection, [codec.encode(welcome)], [fd])
-            finally:
-                os.close(fd)
-            client = _Client(self, self._core, codec, self._core_told, tenants)
-            await loop.connect_accepted_socket(lambda: client, connection)
+                self._welcome(connection, codec, client, hello)
+                await loop.connect_accepted_socket(lambda: client, connection)
+            except BaseException:
+                client.end_session()
+                raise
             client.start(pending)
         except FramingError as error:
             self._core.metrics.local_protocol_errors_total += 1
@@ -178,6 +180,34 @@ class LocalServer:
         except BaseException:
             connection.close()
             raise
+
+    def _welcome(
+        self,
+        connection: socket.socket,
+        codec: MessageCodec[local.ClientMessage],
+        client: _Client,
+        hello: local.Hello,
+    ) -> None:
+        """Say Welcome, with what the client may map."""
+        node_id = self._core.options.node_id
+        welcome = local.Welcome(LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes)
+        with contextlib.ExitStack() as stack:
+            fds = [self._arena.open_for_client(read_only=hello.read_only)]
+            stack.callback(os.close, fds[0])
+            if hello.index and self._index is not None and client.session.may_share:
+                fds.append(self._index.open_for_client(read_only=True))
+                stack.callback(os.close, fds[1])
+                fds.append(client.share())
+                stack.callback(os.close, fds[2])
+                welcome = local.Welcome(
+                    LOCAL_PROTOCOL_VERSION,
+                    node_id,
+                    self._arena.size_bytes,
+                    self._index.size_bytes,
+                    client.session.max_held_bytes,
+                )
+            # A new connection's buffer takes so few bytes whole.
+            socket.send_fds(connection, [codec.encode(welcome)], fds)
 
     async def _reject(
         self,
@@ -223,19 +253,36 @@ class _Client(asyncio.Protocol):
         codec: MessageCodec[local.ClientMessage],
         core_told: Callable[[], None],
         tenants: Tenants,
+        read_only: bool = False,
     ) -> None:
         self._server = server
         self._core = core
         self._codec = codec
         self._core_told = core_told
-        self._session = Session(core, self._send, tenants)
+        self.session = Session(core, self._send, tenants, read_only=read_only)
+        self._region: PinRegion | None = None
         self._transport: asyncio.Transport | None = None
         self._cut_off = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        if self._cut_off:  # by what it wrote into its region before this
+            self._transport.abort()
         self._server.joined(self)
+
+    def share(self) -> int:
+        """Make a region for this client; its descriptor, to be sent and closed."""
+        self._region = PinRegion()
+        self.session.share(self._region.memory, self._offends)
+        return self._region.fd
+
+    def end_session(self) -> None:
+        """Let go of what the client held."""
+        self.session.close()
+        if self._region is not None:
+            self._region.close()
+            self._region = None
 
     def start(self, pending: list[local.ClientMessage]) -> None:
         """Handle what came together with Hello."""
@@ -245,7 +292,7 @@ class _Client(asyncio.Protocol):
         self._transport = None
         if not self._cut_off:
             self._core.metrics.local_clients_left_total += 1
-        self._session.close()
+        self.end_session()
         self._server.left(self)
         self._core_told()
 
@@ -258,7 +305,7 @@ class _Client(asyncio.Protocol):
             for message in messages:
                 if isinstance(message, local.Hello):
                     raise FramingError("a second Hello")
-                self._session.handle(now, message)
+                self.session.handle(now, message)
         except FramingError as error:
             self._offends(str(error))
         self._core_told()

@@ -284,7 +284,7 @@ class Allocator:
 
 
 class ArenaFile:
-    """The arena's bytes: a locked shared-memory file, mapped read-write.
+    """The arena's bytes, or the index's: a locked shared-memory file, mapped read-write.
 
     `path` None: a file named after the process in /dev/shm, or in the temporary directory where
     /dev/shm is missing or too small. `reserve` allocates the pages now, so that a full tmpfs is
@@ -309,12 +309,14 @@ class ArenaFile:
         self._map = mmap.mmap(self._fd, size_bytes)
         self.memory = memoryview(self._map)
 
-    def open_for_client(self) -> int:
-        """A file descriptor of the arena to hand to a client; the caller closes it.
+    def open_for_client(self, *, read_only: bool = False) -> int:
+        """A file descriptor of the file to hand to a client; the caller closes it.
 
-        Opened anew, because a duplicate would share our lock and keep it after our death.
+        Opened anew, because a duplicate would share our lock and keep it after our death, and what
+        a client may do follows from how it was opened.
         """
-        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        mode = os.O_RDONLY if read_only else os.O_RDWR
+        return os.open(f"/proc/self/fd/{self._fd}", mode | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Unlink the file and let go of the mapping; harmless when repeated."""

@@ -4,9 +4,11 @@ Owns: the messages' types and bounds. One Unix stream socket a client, framed by
 `kvcast.protocol.messages.framing`. Must not know: what the agent does with a request, or asyncio.
 
 The client sends `Hello`; the agent answers `Welcome`, and with its first byte passes a file
-descriptor of the arena (SCM_RIGHTS). From then on the client sends requests with numbers of its
-own choice, as many at once as `MAX_REQUESTS_IN_FLIGHT`, and the agent answers each exactly once,
-in any order, by a reply with the same number or by `Failed`. `Release` has no answer.
+descriptor of the arena (SCM_RIGHTS), and where the client may find blocks by itself two more: of
+the index, to be read, and of a region of the client's own (`kvcast.protocol.messages.shared`).
+From then on the client sends requests with numbers of its own choice, as many at once as
+`MAX_REQUESTS_IN_FLIGHT`, and the agent answers each exactly once, in any order, by a reply with
+the same number or by `Failed`. `Release` has no answer.
 
 A block that a get returns is pinned in the arena, and named by a handle, until the client
 releases the handle or disconnects. Bytes to put are written by the client itself into the
@@ -29,7 +31,7 @@ from kvcast.protocol.messages.control import (
 )
 from msgspec import Meta, Struct
 
-LOCAL_PROTOCOL_VERSION: Final = 1
+LOCAL_PROTOCOL_VERSION: Final = 2
 
 MAX_KEYS: Final = 4096
 """Keys in one request."""
@@ -68,10 +70,14 @@ Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First message on a connection; `client` is a name for logs."""
+    """First message on a connection; `client` is a name for logs. `read_only`: it will not put,
+    and gets an arena that it cannot write. `index`: it can find and pin blocks by itself (it has
+    registered for the agent's barriers)."""
 
     version: U16
     client: Text
+    read_only: bool = False
+    index: bool = False
 
 
 class Get(Struct, frozen=True, tag="get"):
@@ -204,11 +210,15 @@ class DescribePool(Struct, frozen=True, tag="describe_pool"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long."""
+    """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long. With
+    `index_bytes` above 0 come the index, so long, and a region; and then `held_bytes` is how much
+    the client may pin there, in sizes of blocks, before it is cut off."""
 
     version: U16
     node_id: Text
     arena_bytes: U64
+    index_bytes: U64 = 0
+    held_bytes: U64 = 0
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

@@ -169,7 +169,7 @@ async def test_random_bytes_into_the_unix_socket(tmp_path: Path) -> None:
     rng = random.Random(3)
     async with running_pool(tmp_path, 3) as pool:
         codec = MessageCodec[local.ClientMessage](local.ClientMessage)
-        hello = codec.encode(local.Hello(1, "hostile"))
+        hello = codec.encode(local.Hello(local.LOCAL_PROTOCOL_VERSION, "hostile"))
         get = codec.encode(local.Get(1, 1, [key_of(1)], 0.01))
         metrics = pool.agents[1].core.metrics
         cut = metrics.local_protocol_errors_total
@@ -202,7 +202,9 @@ async def test_a_client_that_never_reads_its_answers_is_bounded(tmp_path: Path) 
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, str(tmp_path / "1.sock"))
-        await loop.sock_sendall(sock, codec.encode(local.Hello(1, "deaf")))
+        await loop.sock_sendall(
+            sock, codec.encode(local.Hello(local.LOCAL_PROTOCOL_VERSION, "deaf"))
+        )
         stats = codec.encode(local.GetStats(1)) * 1000
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
@@ -241,7 +243,7 @@ async def test_a_client_that_dies_in_the_middle_of_a_put_leaves_no_bytes(tmp_pat
     async with running_pool(tmp_path, 2) as pool:
         codec = MessageCodec[local.ClientMessage](local.ClientMessage)
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))
-        writer.write(codec.encode(local.Hello(1, "dying")))
+        writer.write(codec.encode(local.Hello(local.LOCAL_PROTOCOL_VERSION, "dying")))
         keys = [key_of(n) for n in range(20)]
         writer.write(codec.encode(local.Alloc(1, 1, keys, [60_000] * 20)))
         store = pool.agents[1].core.store

@@ -304,6 +304,7 @@ async def test_a_client_that_disconnects_leaves_nothing_pinned(tmp_path: Path) -
         assert all(block is not None for block in held)
         assert await loop.run_in_executor(None, other.pin, 1, list(blocks)) == 10
         store = pool.agents[1].core.store
+        store.elsewhere.refresh()
         pins = [store.peek(block).pins for block in store.blocks()]  # type: ignore[union-attr]
         assert pins == [2] * 10
         other.close()

@@ -1,0 +1,327 @@
+"""What a client finds and pins by itself: the agent's index, and this client's region.
+
+Owns: looking blocks up, pins and their bound, and what is done where the agent writes at the same
+time. Must not know: sockets, or what becomes of a block that is not found here (`conversation`
+asks the agent for it). The agent's half is `kvcast.hostagent.core.shared_index`, the layout
+`kvcast.protocol.messages.shared`.
+
+To pin: read the slot's generation, then its fields; write the cell; read the generation again.
+Where it is still the same, the agent will see the pin before it takes the bytes for anything else,
+and the fields are of one copy. Where it is not, the pin is taken back and all begins again, some
+times; then the agent is asked.
+
+Pins are taken by one thread at a time. They are given back by any, also by a garbage collector in
+the middle of taking one: that clears the cell, and leaves the books to whoever takes the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from kvcast.hostagent.client.errors import AgentGoneError
+from kvcast.protocol.messages import shared
+from kvcast.protocol.messages.shared import ENTRY_BYTES, FIELDS, WORD_BYTES
+
+_TRIES: Final = 3
+_LEAST_FOR_NUMPY: Final = 24
+_NAMESPACE_WORDS: Final = shared.NAMESPACES_OFFSET // WORD_BYTES
+_NO_CELL: Final = -1
+
+
+class Found(NamedTuple):
+    """A copy that is pinned: by which cell of the region, and where its bytes lie in the arena."""
+
+    pin: int
+    offset: int
+    size_bytes: int
+    reserved_bytes: int
+    digest: int
+
+
+class _Place(NamedTuple):
+    """An entry, as it was read."""
+
+    slot: int
+    word: int
+    generation: int
+    offset: int
+    size_bytes: int
+    reserved_bytes: int
+    digest: int
+
+
+class LocalBlocks:
+    """`raw`: the index, of which slices are bytes; `words`: the same, and `region` this client's
+    region, by words. A client may pin `max_bytes` of an arena of `arena_bytes`. `map_shared` makes
+    one. AgentGoneError where there is no index that we can read."""
+
+    def __init__(
+        self, raw: Any, words: Any, region: Any, *, arena_bytes: int, max_bytes: int
+    ) -> None:
+        header = shared.HEADER.unpack(bytes(raw[: shared.HEADER.size]))
+        magic, layout, self._incarnation, index_bytes, of_arena_bytes, buckets, *_ = header
+        sizes = (index_bytes, of_arena_bytes)
+        if (
+            (magic, layout) != (shared.INDEX_MAGIC, shared.INDEX_LAYOUT)
+            or not 2 <= buckets <= shared.MAX_SLOTS // shared.SLOTS_A_BUCKET
+            or buckets & (buckets - 1)
+            or sizes != (shared.index_bytes(buckets), arena_bytes)
+            or len(raw) != index_bytes
+        ):
+            raise AgentGoneError("the agent's index is not understood")
+        self.given_up = False
+        """Set where the region is not ours any more: closed, or our parent's."""
+        self.table: Any = None
+        """The index as `_Table`, where there is numpy."""
+        self._raw = raw
+        self._words = words
+        self._region = region
+        self._bits = buckets.bit_length() - 1
+        self._entries = shared.entries_offset(buckets)
+        self._arena_bytes = arena_bytes
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        self._hits = 0
+        self._cells_used = 0
+        self._free = list(range(shared.PIN_CELLS - 1, -1, -1))
+        self._released: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+        self._told: dict[int, int] = {}
+
+    def told(self, namespace: int, meaning: int) -> None:
+        """The agent said what a number means: by that alone it is looked up from now on."""
+        self._told[namespace] = meaning
+
+    # --- pins -----------------------------------------------------------------------------------
+
+    def take(self, namespace: int, keys: Sequence[bytes]) -> list[Found | None]:
+        """Pin those of these blocks that are here, each to be given to `release`; None for the
+        others, for which the agent is to be asked."""
+        if not self._readable(namespace):
+            return [None] * len(keys)
+        found: list[Found | None] = []
+        with self._lock:
+            self._settle()
+            try:
+                for key in keys:
+                    found.append(self._take(namespace, key))
+                valid = self._readable(namespace)
+                if valid:
+                    self._tell(found)
+                    return found
+            except BaseException:
+                self._undo(found)
+                raise
+            self._undo(found)
+        return [None] * len(keys)
+
+    def release(self, pin: int, reserved_bytes: int) -> None:
+        """Undo one pin. From any thread, and never raises."""
+        if not self.given_up:
+            try:
+                self._region[shared.CELLS_WORD + pin] = 0
+            except ValueError:
+                return  # closed in this moment
+            self._released.append((pin, reserved_bytes))
+
+    def hold(self, size_bytes: int) -> None:
+        """The agent has pinned a block for this client, which counts, too; `let_go` undoes it."""
+        with self._lock:
+            self._held_bytes += size_bytes
+
+    def let_go(self, size_bytes: int) -> None:
+        """From any thread, and never raises."""
+        self._released.append((_NO_CELL, size_bytes))
+
+    def _settle(self) -> None:
+        """Do the books of what was released."""
+        while self._released:
+            pin, size_bytes = self._released.popleft()
+            self._held_bytes -= size_bytes
+            if pin != _NO_CELL:
+                self._free.append(pin)
+
+    def _undo(self, found: list[Found | None]) -> None:
+        for one in found:
+            if one is not None:
+                self.release(one.pin, one.reserved_bytes)
+
+    def _take(self, namespace: int, key: bytes) -> Found | None:
+        for _ in range(_TRIES):
+            place = self._find(namespace, key)
+            if place is None or not self._free:
+                return None
+            _, word, generation, offset, size_bytes, reserved_bytes, digest = place
+            if self._held_bytes + reserved_bytes > self._max_bytes:
+                return None
+            pin = self._free.pop()
+            if pin >= self._cells_used:
+                self._cells_used = pin + 1
+                self._region[shared.CELLS_USED_WORD] = pin + 1
+            self._region[shared.CELLS_WORD + pin] = shared.cell_of(place.slot, generation)
+            if self._words[word] == generation:
+                self._held_bytes += reserved_bytes
+                return Found(pin, offset, size_bytes, reserved_bytes, digest)
+            self._region[shared.CELLS_WORD + pin] = 0
+            self._free.append(pin)
+        return None
+
+    def _tell(self, found: list[Found | None]) -> None:
+        """Let the agent know what was of use, at its leisure."""
+        region, hits = self._region, self._hits
+        for one in found:
+            if one is not None:
+                cell = region[shared.CELLS_WORD + one.pin]
+                region[shared.RING_WORD + hits % shared.RING_CELLS] = cell
+                hits += 1
+        if hits != self._hits:
+            self._hits = hits
+            region[shared.HITS_WORD] = hits
+
+    # --- lookups --------------------------------------------------------------------------------
+
+    def prefix(self, namespace: int, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, counted from the first without a gap, are here now."""
+        if not keys or not self._readable(namespace) or self._find(namespace, keys[0]) is None:
+            return 0
+        begin = 0
+        if self.table is not None and len(keys) >= _LEAST_FOR_NUMPY:
+            # What lies in its second bucket, or is being changed, is looked up alone.
+            for position in self.table.not_found(namespace, keys):
+                if self._find(namespace, keys[position]) is None:
+                    begin = position
+                    break
+            else:
+                begin = len(keys)
+        else:
+            while begin < len(keys) and self._find(namespace, keys[begin]) is not None:
+                begin += 1
+        return begin if self._readable(namespace) else 0
+
+    def _readable(self, namespace: int) -> bool:
+        """Whether a namespace may be looked up and means what we were told, and the agent knows
+        us."""
+        if self.given_up or not 0 <= namespace < shared.NAMESPACES:
+            return False
+        words = self._words
+        at = _NAMESPACE_WORDS + 2 * namespace
+        meaning = self._told.get(namespace)
+        return bool(
+            words[at + 1] == 1
+            and (meaning is None or words[at] == meaning)
+            and words[shared.INCARNATION_WORD] == self._incarnation
+            and self._region[shared.CLOSED_WORD] == 0
+        )
+
+    def _find(self, namespace: int, key: bytes) -> _Place | None:
+        high, low = shared.KEY_HALVES.unpack(key)
+        tag = key[WORD_BYTES:] if low else shared.tag_of(low).to_bytes(WORD_BYTES, "little")
+        for bucket in shared.buckets_of(namespace, high, low, self._bits):
+            start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
+            tags = bytes(self._raw[start : start + shared.BUCKET_BYTES])
+            at = tags.find(tag)
+            while at >= 0:
+                if at % WORD_BYTES == 0:
+                    slot = bucket * shared.SLOTS_A_BUCKET + at // WORD_BYTES
+                    place = self._read(slot, namespace, high, low)
+                    if place is not None:
+                        return place
+                at = tags.find(tag, at + 1)
+        return None
+
+    def _read(self, slot: int, namespace: int, high: int, low: int) -> _Place | None:
+        """The entry of a slot, if it is of this block and lies in the arena."""
+        start = self._entries + slot * ENTRY_BYTES
+        word = start // WORD_BYTES
+        generation = self._words[word]
+        fields = bytes(self._raw[start + WORD_BYTES : start + ENTRY_BYTES])
+        high_, low_, offset, digest, _, size_bytes, namespace_, state, reserved_bytes = (
+            FIELDS.unpack(fields)
+        )
+        if (
+            generation % 2
+            or (high_, low_, namespace_, state) != (high, low, namespace, shared.HELD)
+            or self._words[word] != generation
+            or not 0 < size_bytes <= self._arena_bytes
+            or offset + size_bytes > self._arena_bytes
+        ):
+            return None
+        return _Place(slot, word, generation, offset, size_bytes, reserved_bytes, digest)
+
+    def close(self) -> None:
+        """Unmap what is ours; pins are the agent's to undo."""
+        self.given_up = True
+        self.table = None
+        self._raw = b""
+        for memory in (self._words, self._region):
+            memory.release()
+
+
+class _Table:
+    """The index in arrays, to look many blocks up at once."""
+
+    def __init__(self, numpy: Any, raw: mmap.mmap, bits: int) -> None:
+        self._numpy = numpy
+        words = numpy.frombuffer(raw, numpy.uint64)
+        buckets = 1 << bits
+        tags = shared.TAGS_OFFSET // WORD_BYTES
+        entries = shared.entries_offset(buckets) // WORD_BYTES
+        self._tags = words[tags:entries].reshape(buckets, shared.SLOTS_A_BUCKET)
+        self._entries = words[entries:].reshape(-1, ENTRY_BYTES // WORD_BYTES)
+        self._shift = numpy.uint64(64 - bits)
+
+    def not_found(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
+        """The positions of those that are not, or not for certain, in their first buckets."""
+        numpy = self._numpy
+        spread, _, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
+        halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
+        high, low = halves[:, 0], halves[:, 1]
+        of_namespace = numpy.array([namespace], numpy.uint64) * by_namespace
+        buckets = ((high + low * by_low + of_namespace) * spread >> self._shift).astype(numpy.intp)
+        wanted = numpy.where(low == 0, numpy.uint64(shared.tag_of(0)), low)
+        columns = (self._tags[buckets] == wanted[:, None]).argmax(axis=1)
+        slots = buckets * shared.SLOTS_A_BUCKET + columns
+        generations = self._entries[slots, 0]
+        entries = self._entries[slots]
+        # Of the sixth word: size, namespace and state, from below.
+        kind = numpy.uint64(namespace | shared.HELD << 16)
+        found = (
+            (entries[:, 1] == high)
+            & (entries[:, 2] == low)
+            & (entries[:, 6] >> numpy.uint64(32) == kind)
+            & (generations & numpy.uint64(1) == 0)
+            & (generations == self._entries[slots, 0])
+        )
+        return [] if found.all() else list(numpy.flatnonzero(~found).tolist())
+
+
+def map_shared(
+    index_fd: int, region_fd: int, *, index_bytes: int, arena_bytes: int, max_bytes: int
+) -> LocalBlocks:
+    """Map what the agent has passed; the descriptors are closed. AgentGoneError where it is not
+    what the agent says."""
+    try:
+        if (
+            os.fstat(index_fd).st_size != index_bytes
+            or os.fstat(region_fd).st_size != shared.REGION_BYTES
+        ):
+            raise AgentGoneError("the agent's index or region is not of the size that it says")
+        raw = mmap.mmap(index_fd, index_bytes, prot=mmap.PROT_READ)
+        region = memoryview(mmap.mmap(region_fd, shared.REGION_BYTES)).cast("Q")
+    finally:
+        os.close(index_fd)
+        os.close(region_fd)
+    blocks = LocalBlocks(
+        raw, memoryview(raw).cast("Q"), region, arena_bytes=arena_bytes, max_bytes=max_bytes
+    )
+    # Imported when somebody connects, so that who only imports the library does not wait for it.
+    with contextlib.suppress(ImportError):
+        blocks.table = _Table(importlib.import_module("numpy"), raw, blocks._bits)
+    return blocks
