@@ -26,11 +26,12 @@ NIXL, a view of the arena for kvcast, and an object of redis-py's for Redis. The
 alone. What readers do with the bytes, and giving them back, is not part of it (`release_us` has
 the latter).
 
-With one client, operations follow one another, each compared before the next (local gets when all
-of a turn are over: to compare 16 MiB empties the processor's caches, and the next get, which moves
-no byte, would take three times as long). With several, each has its own blocks, and all begin at
-the same moment; `bytes_per_s` is what moved for all of them together, from the first begin to
+With one client, operations follow one another, and what came is compared before the next (of local
+gets when all of a turn are over: comparing 16 MiB empties the processor's caches, and a get that
+moves no byte would take three times as long). With several, each has its own blocks, and all begin
+at the same moment; `bytes_per_s` is what moved for all of them together, from the first begin to
 the last end (nothing moves for a local get).
+
 Stores take turns in rounds, in another order each time, so that what the machine does meanwhile
 hits all alike. All processes stand ready throughout; NIXL's holder, whose thread never rests, is
 stopped while the others are measured.
@@ -48,7 +49,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import os
 import statistics
 import sys
@@ -518,23 +518,32 @@ async def run(options: StoreOptions, report: dict[str, Any] | None = None) -> di
             report |= summary(comparison.figures)
             _tell(comparison.progress(case))
         pool.check_alive()
-    await asyncio.to_thread(_read_path, report, skipped)
+    _read_path(report, skipped, quick=options.quick)
     report["load_after"] = os.getloadavg()
     report["seconds"] = round(time.monotonic() - start_s, 1)
     return report
 
 
-def _read_path(report: dict[str, Any], skipped: dict[str, str]) -> None:
+def _read_path(report: dict[str, Any], skipped: dict[str, str], *, quick: bool) -> None:
     """What the shared way of reads is worth beside a bare pair of sockets, which is a question of
-    its own."""
+    its own; CommandError if a block of its came wrong or not at all."""
     name = "kvcast.bench.read_path"
-    if importlib.util.find_spec(name) is None:
+    try:
+        read_path = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
         skipped["read_path_over_bare"] = f"{name} is not there"
         return
     _tell("the read path beside a bare pair of sockets")
-    measured = importlib.import_module(name).measure()
+    settings = read_path.Settings(seconds=0.3) if quick else read_path.Settings()
+    measured = read_path.measure(settings)
     report["read_path"] = measured
-    report["read_path_over_bare"] = measured["read_path_over_bare"]
+    report["read_path_over_bare"] = round(measured["read_path_over_bare"], 3)
+    if measured["wrong_blocks"] or measured["missed"]:
+        raise CommandError(
+            f"{name}: {measured['wrong_blocks']} wrong blocks, {measured['missed']} missed"
+        )
 
 
 def _tell(text: str) -> None:

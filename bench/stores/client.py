@@ -78,8 +78,8 @@ class StoreClient(ABC):
 
     def place(self, keys: Sequence[bytes], size_bytes: int, *, local: bool) -> dict[str, Any]:
         """Put the blocks that belong to these keys; where they are."""
-        for key in keys:
-            self.putter(key, content.block_bytes(key, size_bytes), {}, local=local)()
+        for key, block in blocks_of(keys, size_bytes).items():
+            self.putter(key, block, {}, local=local)()
             self.release()
         return {}
 
@@ -88,7 +88,7 @@ class StoreClient(ABC):
         wrong = missing = 0
         for key in keys:
             wrong_here, missing_here = compared(
-                [key], size_bytes, self.getter([key], size_bytes, {})()
+                blocks_of([key], size_bytes), self.getter([key], size_bytes, {})()
             )
             wrong += wrong_here
             missing += missing_here
@@ -96,16 +96,19 @@ class StoreClient(ABC):
         return wrong, missing
 
 
-def compared(
-    keys: Sequence[bytes], size_bytes: int, got: Sequence[Buffer | None]
-) -> tuple[int, int]:
-    """(wrong bytes, missing blocks) of what came for these keys."""
+def blocks_of(keys: Sequence[bytes], size_bytes: int) -> dict[bytes, bytes]:
+    """The blocks that belong to these keys."""
+    return {key: content.block_bytes(key, size_bytes) for key in keys}
+
+
+def compared(wanted: Mapping[bytes, bytes], got: Sequence[Buffer | None]) -> tuple[int, int]:
+    """(wrong bytes, missing blocks) of what came, in the order of what is wanted."""
     wrong = missing = 0
-    for key, data in zip(keys, got, strict=True):
+    for (key, block), data in zip(wanted.items(), got, strict=True):
         if data is None:
             missing += 1
-        else:
-            wrong += content.wrong_bytes(key, size_bytes, data)
+        elif not np.array_equal(np.frombuffer(data, np.uint8), np.frombuffer(block, np.uint8)):
+            wrong += content.wrong_bytes(key, len(block), data)
     return wrong, missing
 
 

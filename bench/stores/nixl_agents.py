@@ -25,9 +25,9 @@ from kvcast.bench.stores.client import (
     StoreClient,
     StoreError,
     Where,
+    blocks_of,
     compared,
 )
-from kvcast.workloads import content
 
 _SPINS = 1000
 """How often a transfer is looked at between two looks at the clock."""
@@ -95,12 +95,12 @@ class NixlClient(StoreClient):
 
     def place(self, keys: Sequence[bytes], size_bytes: int, *, local: bool) -> dict[str, Any]:
         where = self.reserve(keys, size_bytes)
-        for key in keys:
-            self._at(key, size_bytes)[:] = content.block_bytes(key, size_bytes)
+        for key, block in blocks_of(keys, size_bytes).items():
+            self._at(key, size_bytes)[:] = block
         return where
 
     def look(self, keys: Sequence[bytes], size_bytes: int) -> tuple[int, int]:
-        return compared(keys, size_bytes, [self._at(key, size_bytes) for key in keys])
+        return compared(blocks_of(keys, size_bytes), [self._at(key, size_bytes) for key in keys])
 
     def drop(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvcast.bench.stores.client import StoreClient, StoreError, compared
+from kvcast.bench.stores.client import StoreClient, StoreError, blocks_of, compared
 from kvcast.service.commands import explain
-from kvcast.workloads import content
 
 
 class _Unit(NamedTuple):
@@ -37,7 +36,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._client: StoreClient | None = None
-        self._kind, self._size_bytes = "", 0
+        self._kind = ""
+        self._wanted: dict[bytes, bytes] = {}
         self._units: list[_Unit] = []
         self._got: list[Any] = []
 
@@ -82,22 +82,32 @@ class Worker:
     def _do_turn(self, units: list[list[str]], **what: Any) -> dict[str, Any]:
         told: dict[str, Any] = {"seconds": [], "release_s": [], "origins": []}
         told |= {"wrong_bytes": 0, "missing": 0}
+        self._expect(units, **what)
         for unit in units:
-            self._do_prepare([unit], **what)
+            self._prepare([unit], **what)
             told["seconds"] += self._do_run()["seconds"]
             for name, value in self._do_finish().items():
                 told[name] += value
         return told
 
-    def _do_prepare(
+    def _do_prepare(self, units: list[list[str]], **what: Any) -> dict[str, Any]:
+        self._expect(units, **what)
+        self._prepare(units, **what)
+        return {}
+
+    def _expect(self, units: list[list[str]], kind: str, size_bytes: int, **_: Any) -> None:
+        """Make all blocks beforehand: the less is done between two operations, the better."""
+        keys = [key for unit in units for key in _keys(unit)]
+        self._wanted = {} if kind == "exists" else blocks_of(keys, size_bytes)
+        gc.collect()
+
+    def _prepare(
         self, units: list[list[str]], kind: str, size_bytes: int, where: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        self._kind, self._size_bytes, self._got = kind, size_bytes, []
+    ) -> None:
+        self._kind, self._got = kind, []
         self._units = [
             _Unit(keys, self._call(kind, keys, size_bytes, where)) for keys in map(_keys, units)
         ]
-        gc.collect()
-        return {}
 
     def _call(
         self, kind: str, keys: list[bytes], size_bytes: int, where: Mapping[str, Any]
@@ -108,7 +118,7 @@ class Worker:
         if kind == "exists":
             return client.asker(keys)
         (key,) = keys
-        return client.putter(key, content.block_bytes(key, size_bytes), where, local=False)
+        return client.putter(key, self._wanted[key], where, local=False)
 
     def _do_run(self, at_s: float = 0.0) -> dict[str, Any]:
         """Run what was prepared, not before `at_s` of the monotonic clock."""
@@ -130,7 +140,8 @@ class Worker:
         wrong = missing = 0
         for unit, got in zip(self._units, self._got, strict=True):
             if self._kind == "get":
-                wrong_here, missing_here = compared(unit.keys, self._size_bytes, got)
+                wanted = {key: self._wanted[key] for key in unit.keys}
+                wrong_here, missing_here = compared(wanted, got)
                 wrong += wrong_here
                 missing += missing_here
             elif self._kind == "exists":

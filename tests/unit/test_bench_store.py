@@ -7,10 +7,12 @@ stores, which tests/integration/test_pool_store_bench.py starts.
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,3 +207,30 @@ async def test_a_worker_process_that_ends_is_an_error_with_its_last_words(tmp_pa
 def test_what_cannot_be_measured_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(CommandError):
         StoreOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_the_read_path_is_measured_where_it_is_there_and_fails_with_wrong_blocks(
+    monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    measured = {"read_path_over_bare": 0.61234, "wrong_blocks": wrong, "missed": 0}
+    fake: Any = ModuleType("kvcast.bench.read_path")
+    fake.Settings = lambda **settings: settings
+    fake.measure = lambda settings: measured | settings
+    monkeypatch.setitem(sys.modules, "kvcast.bench.read_path", fake)
+    report: dict[str, Any] = {}
+    with pytest.raises(CommandError, match="1 wrong blocks") if wrong else nullcontext():
+        bench._read_path(report, {}, quick=True)
+    assert report == {"read_path_over_bare": 0.612, "read_path": measured | {"seconds": 0.3}}
+
+
+def test_a_read_path_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(name, name=name)
+
+    monkeypatch.setattr(bench.importlib, "import_module", absent)
+    report: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    bench._read_path(report, skipped, quick=True)
+    assert report == {}
+    assert skipped == {"read_path_over_bare": "kvcast.bench.read_path is not there"}
