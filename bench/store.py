@@ -50,7 +50,6 @@ import asyncio
 import contextlib
 import importlib
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -174,7 +173,7 @@ class Figures:
             "wrong_bytes": self.wrong_bytes,
         }
         if self.release_s:
-            told["release_us"] = _us(statistics.median(self.release_s))
+            told["release_us"] = _us(percentile(self.release_s, 0.50))
         if self.agents_bytes:
             told["agents_processor_ns_per_byte"] = round(self.agents_s * 1e9 / self.agents_bytes, 3)
         return told
@@ -304,9 +303,9 @@ class Comparison:
     def progress(self, case: Case) -> str:
         """The medians of a case in a line."""
         medians = [
-            f"{name} {_shown(statistics.median(figures.seconds))}"
+            f"{name} {_shown(p50_s)}"
             for name, figures in self.figures[case].items()
-            if figures.seconds
+            if (p50_s := percentile(figures.seconds, 0.50)) is not None
         ]
         return f"{case.name}: {', '.join(medians) or 'nothing came'}"
 
@@ -368,10 +367,10 @@ _OVER_PEER: Final = {
 def summary(figures: dict[Case, dict[str, Figures]]) -> dict[str, Any]:
     """The report's numbers: the questions on top, then every single figure."""
     alone = {
-        (case.operation, case.size_bytes, name): statistics.median(one.seconds)
+        (case.operation, case.size_bytes, name): p50_s
         for case, by_store in figures.items()
         for name, one in by_store.items()
-        if case.clients == 1 and one.seconds
+        if case.clients == 1 and (p50_s := percentile(one.seconds, 0.50)) is not None
     }
     report: dict[str, Any] = {}
     over: dict[str, dict[str, float]] = {}
