@@ -54,6 +54,7 @@ import grpc
 from kvcast.bench import switch_programs as programs
 from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
+from kvcast.bench.processor_time import processor_time_s
 from kvcast.bench.switch_programs import Arrival, Setup
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -248,11 +249,7 @@ class Started:
 
     def processor_time_s(self) -> float:
         """What all threads of the process have used so far."""
-        used = 0
-        for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                used += int(task.read_text().split()[0])
-        return used / 1e9
+        return processor_time_s(self.process.pid)
 
 
 @contextlib.contextmanager

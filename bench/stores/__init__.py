@@ -1,0 +1,1 @@
+"""The stores that `kvcast.bench.store` measures: how each is started, and how each is asked."""
