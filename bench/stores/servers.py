@@ -4,7 +4,8 @@ its clients are told where they are.
 Owns: the list of stores, their server processes, what is missing and how to install it. Must not
 know: how a store is asked (its client module), or what is measured.
 
-Servers listen on the holder's side of the link alone, and never outlive this process.
+Servers listen on the holder's side of the link alone (Mooncake's clients choose ports on all
+addresses, and cannot be told otherwise), and never outlive this process.
 """
 
 from __future__ import annotations
