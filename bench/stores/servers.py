@@ -153,15 +153,15 @@ class KvcastStore(Store):
     CLIENT = "kvcast.bench.stores.kvcast_pool:KvcastClient"
     HAS_LOCAL = True
 
-    def __init__(self, link: Link, folder: Path, pool: Pool) -> None:
-        super().__init__(link, folder)
+    def __init__(self, link: Link, pool: Pool) -> None:
+        super().__init__(link, pool.folder)
         self.pool = pool
 
     def options(self, side: int) -> dict[str, Any]:
         return {"socket": str(self.pool.sockets[STAR.hosts[side].node_id])}
 
 
-def make_pool(link: Link, folder: Path) -> Pool:
+def make_pool(link: Link) -> Pool:
     """The pool that is measured, not started yet. Agents wait as long as they do by default, since
     no switch in software is on the way."""
     defaults = RequesterConfig()
@@ -177,7 +177,7 @@ def make_pool(link: Link, folder: Path) -> Pool:
             f"--quiet={defaults.quiet_s}",
         ),
     )
-    pool = Pool(STAR, options, folder / "pool")
+    pool = Pool(STAR, options)
     pool.network = link
     return pool
 
