@@ -51,7 +51,6 @@ import contextlib
 import importlib
 import os
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -484,11 +483,10 @@ async def run(options: StoreOptions, report: dict[str, Any] | None = None) -> di
         "skipped": skipped,
     }
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcast-bench-")))
         link: Link = VethLink() if options.namespaces else LoopbackLink()
         _tell("starting kvcast")
-        pool = await stack.enter_async_context(make_pool(link, folder))
-        ours = KvcastStore(link, folder, pool)
+        pool = await stack.enter_async_context(make_pool(link))
+        ours = KvcastStore(link, pool)
         stack.push_async_callback(ours.stop)
         await ours.start(clients)
         stores: list[Store] = [ours]
@@ -496,7 +494,7 @@ async def run(options: StoreOptions, report: dict[str, Any] | None = None) -> di
             reason = peer.missing()
             if reason is None:
                 _tell(f"starting {peer.NAME}")
-                store = peer(link, folder)
+                store = peer(link, pool.folder)
                 stack.push_async_callback(store.stop)
                 try:
                     await store.start(clients)

@@ -4,7 +4,8 @@ its clients are told where they are.
 Owns: the list of stores, their server processes, what is missing and how to install it. Must not
 know: how a store is asked (its client module), or what is measured.
 
-Servers listen on the holder's side of the link alone, and never outlive this process.
+Servers listen on the holder's side of the link alone (Mooncake's clients choose ports on all
+addresses, and cannot be told otherwise), and never outlive this process.
 """
 
 from __future__ import annotations
@@ -152,15 +153,15 @@ class KvcastStore(Store):
     CLIENT = "kvcast.bench.stores.kvcast_pool:KvcastClient"
     HAS_LOCAL = True
 
-    def __init__(self, link: Link, folder: Path, pool: Pool) -> None:
-        super().__init__(link, folder)
+    def __init__(self, link: Link, pool: Pool) -> None:
+        super().__init__(link, pool.folder)
         self.pool = pool
 
     def options(self, side: int) -> dict[str, Any]:
         return {"socket": str(self.pool.sockets[STAR.hosts[side].node_id])}
 
 
-def make_pool(link: Link, folder: Path) -> Pool:
+def make_pool(link: Link) -> Pool:
     """The pool that is measured, not started yet. Agents wait as long as they do by default, since
     no switch in software is on the way."""
     defaults = RequesterConfig()
@@ -176,7 +177,7 @@ def make_pool(link: Link, folder: Path) -> Pool:
             f"--quiet={defaults.quiet_s}",
         ),
     )
-    pool = Pool(STAR, options, folder / "pool")
+    pool = Pool(STAR, options)
     pool.network = link
     return pool
 

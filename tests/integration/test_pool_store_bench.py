@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from kvcast.bench.store import SIZES, cases
 from kvcast.bench.stores.servers import PEERS, RedisStore
+from kvcast.topologies.namespaces import NETNS_FOLDER, why_not
 
 pytestmark = pytest.mark.slow
 _MARK = "KVCAST_TEST_RUN"
@@ -176,3 +177,24 @@ def test_a_killed_run_leaves_no_process(mark: str) -> None:
             break
         threading.Event().wait(0.05)
     assert left == []
+
+
+@pytest.mark.root
+def test_two_namespaces_stand_in_for_loopback_and_are_gone_afterwards(
+    tmp_path: Path, mark: str
+) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    path = tmp_path / "store.json"
+    peers = ["redis"] if RedisStore.missing() is None else []
+    words = ("--quick", "--namespaces", "--peers", *peers, "--json", str(path))
+    with _bench(mark, *words) as bench:
+        _, progress = bench.communicate()
+    assert bench.returncode == 0, progress
+    report = json.loads(path.read_text())
+    _check_ours(report)
+    assert report["link"] == "veth pair"
+    assert {one["store"] for one in report["figures"]} == {"kvcast", *peers}
+    assert list(NETNS_FOLDER.glob(f"kvc{bench.pid}x*")) == []
+    assert list(_left_over(mark)) == []
