@@ -422,6 +422,12 @@ def _is_source(of: Copy, node: U64) -> bool:
     return listened
 
 
+@native
+def _is_of(to: Copy, at: U64) -> bool:
+    """Whether a DATA of the block is of this copy of it."""
+    return to.digest == u64_at(at + _DIGEST_AT)[0] and to.size == _u32(at + _SIZE_AT)
+
+
 # --- placing ----------------------------------------------------------------------------------
 
 
@@ -479,7 +485,7 @@ def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
     if _find(t, at) != number + 1:
         return False
     to = t.copies[number]
-    if to.digest != u64_at(at + _DIGEST_AT)[0] or to.size != _u32(at + _SIZE_AT):
+    if not _is_of(to, at):
         return False
     _put(t, to, at, source)
     return True
@@ -517,8 +523,7 @@ def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
         number = _find(t, at)
         if number != 0:
             to = t.copies[number - 1]
-            chosen = to.digest == u64_at(at + _DIGEST_AT)[0] and to.size == _u32(at + _SIZE_AT)
-            if chosen and _is_source(to, source):
+            if _is_of(to, at) and _is_source(to, source):
                 _put(t, to, at, source)
                 return False
     t.frame = at
