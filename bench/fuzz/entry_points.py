@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -23,7 +24,7 @@ from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError, Message
 from kvcast.bench.fuzz.engine import Target
-from kvcast.bench.fuzz.shapes import spoil_bytes, spoil_proto, spoil_stream
+from kvcast.bench.fuzz.shapes import framed, frames_of, spoil_bytes, spoil_proto, spoil_stream
 from kvcast.bench.fuzz.targets import (
     KEY,
     agent_messages,
@@ -36,7 +37,7 @@ from kvcast.bench.fuzz.targets import (
     register,
     stream_of,
 )
-from kvcast.bench.hostile_bytes import HttpStreams, Mutator
+from kvcast.bench.hostile_bytes import HttpStreams, Mutator, encapsulation, seed_datagrams
 from kvcast.controller.core import membership, tiers
 from kvcast.controller.core import namespaces as names
 from kvcast.controller.core import pool as controller_pool
@@ -48,6 +49,7 @@ from kvcast.hostagent.core import sessions
 from kvcast.hostagent.core.access import Tenants
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.reads import GetBatch
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network import local_server
 from kvcast.hostagent.tiers.arena import Allocator
@@ -62,7 +64,7 @@ from kvcast.protocol.links.bulk import (
     PutCall,
 )
 from kvcast.protocol.links.stream import LinkStream
-from kvcast.protocol.messages import local
+from kvcast.protocol.messages import local, wire
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
@@ -73,14 +75,25 @@ from kvcast.protocol.messages.control import (
     Register,
     Registered,
 )
+from kvcast.protocol.messages.ethernet import (
+    FRAME_OVERHEAD_BYTES,
+    MAX_FRAME_BYTES,
+    Endpoint,
+    parse_ip,
+    parse_mac,
+    unwrap,
+)
 from kvcast.protocol.messages.framing import MessageCodec
 from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.protocol.requester import requester
+from kvcast.protocol.responder import responder
 from kvcast.service import http
 from kvcast.switchsim.p4runtime import entities as p4runtime_entities
 from kvcast.switchsim.p4runtime import service as p4runtime
 from kvcast.switchsim.p4runtime import tables as p4runtime_tables
 from kvcast.switchsim.p4runtime import values as p4runtime_values
 from kvcast.switchsim.reference.switch import Switch
+from kvcast.topologies.star import Star
 from prometheus_client.metrics_core import Metric
 
 SLAB: Final = 64 * 1024
@@ -164,6 +177,123 @@ def _hold(agent: AgentCore, key: bytes, data: bytes) -> None:
     copy = agent.store.reserve(BlockId(1, key), len(data))
     agent.memory[copy.offset : copy.offset + len(data)] = data
     agent.store.commit(copy, digest_of(data), home=True)
+
+
+# --- the data port --------------------------------------------------------------------------------
+
+
+class DataPortHarness:
+    """An agent that asks for one block and holds another, as datagrams reach it through a tunnel;
+    those of one length in a row come in one piece. Python counts what is malformed, too."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._agent = _agent()
+        self._held = b"h" * (3 * SLAB)
+        _hold(self._agent, _HELD_KEY, self._held)
+        host, other = Star.of(2).hosts
+        self._capsule = encapsulation(other, host)
+        self._placement = self._agent.requester.placement
+        self._own = Endpoint(parse_mac(host.mac), parse_ip(host.ip), host.udp_port)
+        self._placement.unwrap_for(self._own)
+        pool = self._agent.pool
+        assert pool is not None
+        self._placement.know(pool.index_by_ip)
+        self._good = [
+            self._capsule.wrap(datagram)
+            for key in (KEY, _HELD_KEY)
+            for datagram in seed_datagrams(1, key)
+        ]
+
+    def corpus(self) -> list[bytes]:
+        answer = [frame for frame in self._good if len(frame) == MAX_FRAME_BYTES]
+        many = [*answer, *answer, *self._good]
+        return [b"".join(map(framed, some)) for some in (answer, many, self._good)]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        frames = frames_of(data)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            at = rng.randrange(len(frames)) if frames else 0
+            draw = rng.random()
+            if not frames or draw < 0.3:
+                frames.insert(rng.randint(at, len(frames)), rng.choice(self._good))
+            elif draw < 0.8:
+                frames[at] = self._spoil_frame(frames[at], rng)
+            elif draw < 0.9:
+                frames[at:at] = [frames[at]] * rng.choice((1, 3, 70))
+            else:
+                del frames[at]
+        return b"".join(map(framed, frames))
+
+    def _spoil_frame(self, frame: bytes, rng: random.Random) -> bytes:
+        """Mostly what is behind Ethernet, IPv4 and UDP, which else would hardly be reached."""
+        if rng.random() < 0.2:
+            return spoil_bytes(frame, rng)
+        header = frame[FRAME_OVERHEAD_BYTES : FRAME_OVERHEAD_BYTES + wire.HEADER_BYTES]
+        behind = frame[FRAME_OVERHEAD_BYTES + wire.HEADER_BYTES :]
+        datagram = spoil_bytes(header, rng) + behind
+        return self._capsule.wrap(datagram[: wire.MAX_DATAGRAM_BYTES])
+
+    def run(self, data: bytes) -> None:
+        self._now += 1.0
+        now, agent = self._now, self._agent
+        ended: list[GetBatch] = []
+        agent.reads.get(now, 1, [KEY], now + 0.5, ended.append)
+        agent.frames_to_send(now, 64)
+        malformed = 0
+        for length, frames in itertools.groupby(frames_of(data), len):
+            some = list(frames)
+            malformed += sum(map(self._is_malformed, some))
+            self._placement.place_bytes(
+                b"".join(some),
+                lambda arrivals: agent.placed(now, arrivals),
+                lambda source, datagram: agent.receive(now, source, wire.decode(datagram)),
+                stride=length,
+            )
+            agent.after_receiving(now)
+            agent.requester.check()
+            agent.answers_to_send(now, 64)
+        assert self._placement.take_counts().malformed == malformed
+        agent.handle_timer(now + 0.6)
+        for call in list(agent.outbox.calls):
+            call.ended(now + 0.6, "unreachable")
+        agent.outbox.calls.clear()
+        assert len(ended) == 1, "a get has not ended, or twice"
+        for item in ended[0].items:
+            if item is not None and item.copy is not None:
+                agent.store.unpin(item.copy)
+        agent.responder.close()
+        agent.store.drop(BlockId(1, KEY))
+        agent.store.check()
+        held = agent.store.peek(BlockId(1, _HELD_KEY))
+        assert held is not None
+        assert agent.serving.view(held) == self._held, "the bytes of another block have changed"
+        assert len(self._placement) == agent.requester.fetches_in_flight == 0
+
+    def _is_malformed(self, frame: bytes) -> bool:
+        try:
+            outer = unwrap(frame)
+            if outer.dst == self._own:
+                wire.decode(outer.payload)
+        except wire.WireError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+_HELD_KEY: Final = bytes(15) + b"h"
+
+
+register(
+    Target(
+        "data-port",
+        "what reaches an agent's data port, while it fetches one block and serves another",
+        DataPortHarness,
+        (core, requester, responder),
+    )
+)
 
 
 # --- the local socket -----------------------------------------------------------------------------

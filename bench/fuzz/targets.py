@@ -24,6 +24,7 @@ from kvcast.controller import flags as controller_flags
 from kvcast.controller.http import tokens
 from kvcast.hostagent import flags as agent_flags
 from kvcast.p4 import artefact
+from kvcast.protocol import placement
 from kvcast.protocol.messages import bulk, control, ethernet, framing, local, wire
 from kvcast.service import options, values
 from kvcast.switchsim import flags as switch_flags
@@ -215,11 +216,14 @@ _STREAMS: Final[tuple[tuple[Any, Callable[[], Sequence[Any]]], ...]] = (
 
 class CodecHarness:
     """Datagrams, Ethernet frames and streams; the first byte says which. What is decoded is encoded
-    and decoded again, and a stream in pieces must give what it gives whole."""
+    and decoded again, compiled code must think the same of a frame, and a stream in pieces must
+    give what it gives whole."""
 
     def __init__(self) -> None:
         host, other = Star.of(2).hosts
         self._capsule = encapsulation(host, other)
+        self._plain, self._wrapped = placement.Placement(), placement.Placement()
+        self._wrapped.unwrap_for(ethernet.Endpoint(bytes(6), 0))  # nothing is for us
 
     def corpus(self) -> list[bytes]:
         datagrams = seed_datagrams(1, KEY)
@@ -244,8 +248,10 @@ class CodecHarness:
         kind, rest = (data[0], data[1:]) if data else (0, b"")
         try:
             if kind == 0:
+                self._compare(self._plain, rest, wire.decode)
                 self._datagram(rest)
             elif kind == 1:
+                self._compare(self._wrapped, rest, ethernet.unwrap)
                 self._datagram(bytes(ethernet.unwrap(rest).payload))
             elif kind == 2:
                 offer = wire.decode_offer(rest)
@@ -254,6 +260,18 @@ class CodecHarness:
                 self._stream(_STREAMS[(kind - 3) % len(_STREAMS)][0], rest)
         except (wire.WireError, framing.FramingError):
             pass
+
+    def _compare(
+        self, place: placement.Placement, data: bytes, read: Callable[[bytes], object]
+    ) -> None:
+        """Compiled code must take what Python takes."""
+        place.place_bytes(data, lambda _: None, lambda *_: None)
+        malformed = 0
+        try:
+            read(data)
+        except wire.WireError:
+            malformed = 1
+        assert place.take_counts().malformed == malformed, "Python and compiled code disagree"
 
     def _datagram(self, data: bytes) -> None:
         frame = wire.decode(data)

@@ -20,6 +20,7 @@ from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
 from kvcast.protocol.placement import Arrived, Placement, compiled
 from kvcast.protocol.requester import Event, Fetched, Requester, RequesterConfig
+from msgspec.structs import replace
 from protocol_network import Room
 
 ME = Endpoint(b"\x02kv\x00\x00\x01", 0x0A4D0001)
@@ -386,7 +387,7 @@ def test_what_is_entered_is_found_until_it_leaves(
         assert room == (bytes([key + 1]) * 10 if key in numbers else bytes(10))
 
 
-def test_who_is_listened_to_can_change() -> None:
+def test_compiled_code_takes_data_from_those_who_are_listened_to() -> None:
     placement = Placement()
     placement.know(NODES)
     room = bytearray(10)
@@ -397,6 +398,19 @@ def test_who_is_listened_to_can_change() -> None:
     placement.listen(number, {400})
     assert placement.listens_to(number) == {400}
     assert [is_placed(placement, frame, ip) for ip in NODES] == [False, False, True]
+
+
+def test_compiled_code_takes_chunks_of_the_chosen_copy() -> None:
+    placement = Placement()
+    placement.know(NODES)
+    room = bytearray(10)
+    placement.enter(KEYED, 10, 1, memoryview(room), wire.CELLS, {2})
+    frame = wire.Frame(wire.OP_DATA, *KEYED, digest=1, size=10, payload=b"x" * 10)
+    for other in (replace(frame, digest=2), replace(frame, size=11), replace(frame, namespace=8)):
+        assert not is_placed(placement, other, 0x0A4D0002)
+        assert room == bytes(10)
+    assert is_placed(placement, frame, 0x0A4D0002)
+    assert room == b"x" * 10
 
 
 @pytest.mark.parametrize("chunking", wire.CHUNKINGS[1:])

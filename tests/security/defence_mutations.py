@@ -122,6 +122,18 @@ def around(target: str, make: Callable[[Any], Any]) -> AbstractContextManager[ob
     return mock.patch(target, make(getattr(_found(home), name)))
 
 
+def recompiled(function: str, by: str) -> AbstractContextManager[object]:
+    """Compile placement with one of its functions replaced by one of `native_mutations`."""
+    import native_mutations
+    from kvcast.protocol import placement
+
+    module = placement.__name__
+    return all_of(
+        replaced(f"{module}.{function}", getattr(native_mutations, by)),
+        replaced(f"{module}.compiled", placement.compiled.__wrapped__),
+    )
+
+
 def _found(path: str) -> Any:
     names = path.split(".")
     for at in range(len(names), 0, -1):
@@ -670,6 +682,14 @@ def _any_home() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "compiled code puts DATA from any node in its place",
+    {ANSWERS: ["test_compiled_code_takes_data_from_those_who_are_listened_to"]},
+)
+def _any_home_compiled() -> AbstractContextManager[object]:
+    return recompiled("_is_source", "any_node")
+
+
+@mutation(
     "readers do not check the assembled block",
     {
         LIES: [
@@ -1076,6 +1096,14 @@ def _copies_mixed() -> AbstractContextManager[object]:
         return takes
 
     return around("kvcast.protocol.requester.requester.Requester._receive_data", mixes)
+
+
+@mutation(
+    "compiled code puts chunks of any copy into one block",
+    {FLIPS: ["test_compiled_code_takes_chunks_of_the_chosen_copy"]},
+)
+def _copies_mixed_compiled() -> AbstractContextManager[object]:
+    return recompiled("_is_of", "any_copy")
 
 
 # === operators' mistakes ==========================================================================

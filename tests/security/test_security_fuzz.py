@@ -30,6 +30,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "config",
         "control-link",
         "control-link-agent",
+        "data-port",
         "http",
         "json-loader",
         "local-socket",
