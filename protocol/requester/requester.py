@@ -123,6 +123,7 @@ class Requester:
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
+        probe: bool = True,
     ) -> int:
         """Start fetching `block` from the first of `homes` that works; returns the fetch's id.
 
@@ -130,6 +131,7 @@ class Requester:
         taken. `deadline` is a time on the clock of `now`. With `expect_size` (bytes) the first
         round trip already asks for several segments, and copies of another size are refused.
         With `expect_digest` (not 0) no copy but that one is taken.
+        Without `probe` no offer is taken.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -158,7 +160,8 @@ class Requester:
         fetch.expect_digest = expect_digest
         fetch.gather_ms = gather_ms
         fetch.group = group
-        fetch.may_probe = not (gather_ms or group or expect) and self.may_probe(now)
+        looks_for_company = gather_ms or group or expect
+        fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
         self._asker.pump(now)
         return fetch_id
