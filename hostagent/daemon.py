@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.flags import Setup, options_of, parse
+from kvcast.hostagent.network.event_loop import new_loop
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `kvcast agent`."""
     setup = parse(argv)
     setup_logging(setup.flags.log_level, setup.flags.log_format)
-    return asyncio.run(run(setup))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(run(setup))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
-from weakref import WeakSet
 
 import msgspec
 from aiohttp import web
@@ -115,8 +114,8 @@ class HttpServer:
         self._rate = RateLimit(rate_per_s)
         self._admit = admit
         self._log = log
-        self._spoken: WeakSet[asyncio.BaseTransport] = WeakSet()
-        """Connections on which a request was made."""
+        self._silent: set[web.RequestHandler] = set()
+        """Connections on which no request was made yet, until they must have made one."""
         self._runner: web.ServerRunner | None = None
         self._busy = 0
         self._listener = Listener(
@@ -155,13 +154,16 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         protocol = server()
+        self._silent.add(protocol)
         asyncio.get_running_loop().call_later(FIRST_REQUEST_TIMEOUT_S, self._must_speak, protocol)
         return protocol
 
     def _must_speak(self, protocol: web.RequestHandler) -> None:
         """Close a connection that has asked for nothing, or for half of something."""
         transport = protocol.transport
-        if transport is not None and transport not in self._spoken:
+        silent = protocol in self._silent
+        self._silent.discard(protocol)
+        if transport is not None and silent:
             self.counts["connections_silent"] += 1
             transport.abort()
 
@@ -196,8 +198,7 @@ class HttpServer:
     async def _bounded(self, request: web.BaseRequest) -> web.Response:
         """Bounds and errors of every request."""
         self.counts["requests"] += 1
-        if request.transport is not None:
-            self._spoken.add(request.transport)
+        self._silent.discard(request.protocol)
         try:
             return await self._answered(request)
         except HttpError as error:

@@ -18,7 +18,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvcast.protocol.links.stream import LINGER_S, LinkStream
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError
@@ -68,9 +68,8 @@ class LinkDriver(asyncio.BufferedProtocol):
 
     # --- the transport's events ---------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def connection_made(self, base: asyncio.BaseTransport) -> None:
+        transport = self._transport = cast(asyncio.Transport, base)  # uvloop's are no subclass
         try:
             self.link = self._opened(transport)
         except PeerError as error:

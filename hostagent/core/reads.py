@@ -415,13 +415,15 @@ class Reads:
             if self._fetches.get(fetch.block) is fetch:
                 self._outbox.calls.append(_Rest(self, fetch, home).call)
 
-    def _read(self, now: float, fetch: _Fetch) -> None:
-        """Read a block that was to come another way."""
+    def _read(self, now: float, fetch: _Fetch, *, probe: bool = True) -> None:
+        """Read a block that was to come another way. `probe`: whether an offer may be taken."""
         if self._fetches.get(fetch.block) is not fetch:
             return  # it has ended
         pool = self._outbox.pool
         homes = pool.other_homes_of(fetch.block) if pool is not None else []
-        fetch.fetch_id = self.requester.fetch(now, fetch.block, homes, deadline=fetch.deadline)
+        fetch.fetch_id = self.requester.fetch(
+            now, fetch.block, homes, deadline=fetch.deadline, probe=probe
+        )
 
     # --- the bulk way -------------------------------------------------------------------------
 
@@ -444,7 +446,7 @@ class Reads:
         elif came is None or outcome != bulk.DONE:
             if came is not None:
                 came.abort()
-            self._read(now, fetch)
+            self._read(now, fetch, probe=False)
         else:
             del self._fetches[fetch.block]
             self._metrics.payload_bytes_received_bulk_get_total += came.view.nbytes

@@ -281,6 +281,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self.calls: deque[BulkCall] = deque()
         """Those that have not ended, in order."""
         self.is_connected = False
+        self._last_moment = 0.0
+        """When the first of the calls must have ended."""
         self._link = link
         self._reused = False
         """The calls began on a connection that was there already."""
@@ -298,6 +300,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
     def begin(self, now: float, calls: Sequence[BulkCall]) -> None:
         """Make these calls, which are alike, as soon as the connection stands."""
         self.calls.extend(calls)
+        self._last_moment = min(call.deadline for call in calls)
         self._reused = self.is_connected
         self._answered = False
         self._gone = False
@@ -328,15 +331,9 @@ class BulkConnection(LinkStream[CalleeMessage]):
 
     # --- the conversation ---------------------------------------------------------------------
 
-    @property
-    def _last_moment(self) -> float:
-        return min(call.deadline for call in self.calls)
-
     def _wait(self, now: float) -> None:
         """Set the deadline for the next thing that the callee says."""
-        self._deadline = self.calls[0].deadline
-        if len(self.calls) > 1:
-            self._deadline = self._last_moment
+        self._deadline = self._last_moment
         if isinstance(self.calls[0], GetCall):
             self._deadline = min(self._deadline, now + self._link.options.silence_s)
 

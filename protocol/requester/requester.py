@@ -138,6 +138,7 @@ class Requester:
         gather_ms: int | None = None,
         group: int = 0,
         expect: bool = False,
+        probe: bool = True,
     ) -> int:
         """Start fetching `block` from the first of `homes` that works; returns the fetch's id.
 
@@ -146,6 +147,7 @@ class Requester:
         round trip already asks for several segments, and copies of another size are refused.
         With `expect_digest` (not 0) no copy but that one is taken.
         READs are for chunks of `chunking`, unless the home is known to send no such ones.
+        Without `probe` no offer is taken.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -175,7 +177,8 @@ class Requester:
         fetch.chunking = self._asker.chunking(now, first, chunking)
         fetch.gather_ms = gather_ms
         fetch.group = group
-        fetch.may_probe = not (gather_ms or group or expect) and self.may_probe(now)
+        looks_for_company = gather_ms or group or expect
+        fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
         self._asker.pump(now)
         return fetch_id

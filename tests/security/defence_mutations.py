@@ -47,6 +47,10 @@ class Mutation:
         return tuple(dict.fromkeys([*named, *self.also]))
 
 
+LIES = "as a home, sends bytes"
+OFFERS = "has readers connect elsewhere"
+MUCH = "has a home hold"
+
 MUTATIONS: dict[str, Mutation] = {}
 
 
@@ -374,6 +378,53 @@ def _put_not_verified() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "what comes by TCP is taken for what was promised",
+    {
+        LIES: [
+            "test_wrong_bytes_among_right_ones_are_told_apart",
+            "test_the_rest_of_a_block_is_checked_with_its_beginning",
+        ]
+    },
+    line="outcomes",
+)
+def _bulk_not_verified() -> AbstractContextManager[object]:
+    def believes(block_came: Any) -> Any:
+        def came(self: Any, now: float, _digest: int | None) -> None:
+            block_came(self, now, self._promised[0])
+
+        return came
+
+    return around("kvcast.protocol.links.bulk_caller.BulkConnection._block_came", believes)
+
+
+@mutation(
+    "a reader connects to where an offer says",
+    {
+        OFFERS: [
+            "test_an_offer_names_the_bulk_link_and_no_offer_sends_a_reader_elsewhere",
+        ]
+    },
+    line="tier",
+)
+def _offers_believed() -> AbstractContextManager[object]:
+    def believes(take_offer: Any) -> Any:
+        def takes(self: Any, now: float, event: Any) -> None:
+            take_offer(self, now, event._replace(home=event.offer.port))
+
+        return takes
+
+    return around("kvcast.hostagent.core.reads.Reads._take_offer", believes)
+
+
+@mutation(
+    "a request by TCP may ask for any number of bytes at once",
+    {MUCH: ["test_one_request_is_bounded_in_blocks_and_bytes"]},
+)
+def _bulk_without_bounds() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.bulk_callee.MAX_BULK_BYTES", 1 << 62)
+
+
+@mutation(
     "who is no home of a block takes it",
     {POISONS: ["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"]},
     line="not_home",
@@ -559,7 +610,6 @@ AS_NODE_AT_ADDRESS = "poses as a node at its address"
 PROGRAMS = "programs the switch"
 SPOOFS = "sends from another host's address"
 ANSWERS = "answers for buckets"
-LIES = "as a home, sends bytes"
 CONNECTIONS = "floods an entry point with connections"
 NONSENSE = "floods an entry point with nonsense"
 REQUESTS = "floods the HTTP API"

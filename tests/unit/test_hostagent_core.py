@@ -129,7 +129,7 @@ class Node:
         self.core.reads.get(self.now, 1, [key(number)], self.now + deadline_s, answered)
         return items
 
-    def put(self, number: int, data: bytes) -> list[local.PutBlock]:
+    def put(self, number: int, data: bytes, ack: str = "") -> list[local.PutBlock]:
         """Start a put; the list fills when it is acknowledged."""
         results: list[local.PutBlock] = []
 
@@ -138,7 +138,7 @@ class Node:
 
         copy = self.core.store.reserve(BlockId(1, key(number)), len(data))
         self.memory[copy.offset : copy.offset + len(data)] = data
-        self.core.writes.commit(self.now, [copy], answered)
+        self.core.writes.commit(self.now, [copy], answered, ack)
         return results
 
     def calls(self) -> list[BulkCall]:
@@ -390,6 +390,30 @@ def test_a_put_whose_home_is_dead_is_acknowledged_by_the_replica() -> None:
     assert results == []
     to_replica.ended(node.now, bulk.DONE)
     assert [r.status for r in results] == [local.OK]
+
+
+def test_a_put_says_what_its_acknowledgement_waits_for() -> None:
+    node = pool_of([2, 3])[0]
+    assert [r.status for r in node.put(1, b"data", "local")] == [local.OK]
+    node.calls()
+    results = node.put(2, b"data", "replicas")
+    to_home, to_replica = node.calls()
+    to_home.ended(node.now, bulk.DONE)
+    assert results == []
+    to_replica.ended(node.now, bulk.HELD)
+    assert [(r.status, r.copies) for r in results] == [(local.OK, 2)]
+    # Some of the homes are not all of them, and the writer is told how many there are.
+    results = node.put(3, b"data", "replicas")
+    to_home, to_replica = node.calls()
+    to_replica.ended(node.now, UNREACHABLE)
+    to_home.ended(node.now, bulk.DONE)
+    assert [(r.status, r.copies) for r in results] == [(local.UNAVAILABLE, 1)]
+    home = pool_of([1, 3])[0]
+    results = home.put(1, b"data", "replicas")
+    assert results == [], "the writer is the first home, and not all of them"
+    (to_replica,) = home.calls()
+    to_replica.ended(home.now, bulk.DONE)
+    assert [(r.status, r.copies) for r in results] == [(local.OK, 2)]
 
 
 def test_a_put_on_the_home_itself_is_acknowledged_at_once() -> None:
