@@ -247,6 +247,7 @@ class LocalBlocks:
         )
         if (
             generation % 2
+            or generation > shared.LAST_GENERATION
             or (high_, low_, namespace_, state) != (high, low, namespace, shared.HELD)
             or self._words[word] != generation
             or not 0 < size_bytes <= self._arena_bytes
