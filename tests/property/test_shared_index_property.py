@@ -84,7 +84,7 @@ class Scene:
             elif action < 0.86:
                 self.store.drop_namespace(NAMESPACE)
             elif action < 0.87:
-                victim = rng.choice([actor for actor in self.regions])
+                victim = rng.choice(list(self.regions))
                 if rng.random() < 0.5:
                     victim.killed = True  # or it is cut off, and does not know
                 self.shared.leave(self.regions[victim])
