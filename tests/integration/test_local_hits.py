@@ -209,7 +209,7 @@ async def test_the_index_cannot_be_written_by_clients_and_the_region_not_be_cut(
             os.write(index_fd, b"x")
         with pytest.raises(OSError, match="Invalid argument"):
             os.ftruncate(index_fd, 0)
-        for length in (0, shared.REGION_BYTES + 1):
+        for length in (shared.REGION_BYTES + 1, 0):
             with pytest.raises(PermissionError):
                 os.ftruncate(region_fd, length)
         os.close(index_fd)
@@ -227,7 +227,11 @@ async def test_a_client_that_writes_nonsense_is_cut_off_and_the_others_go_on(
         (held,) = await client.get(1, [key_of(1)])
         blocks._region[shared.CELLS_USED_WORD] = 1 << 60
         await client.stats()
-        await until(lambda: not hostile.connected)
+        for _ in range(500):
+            if not hostile.connected:
+                break
+            await asyncio.sleep(0.01)
+        assert not hostile.connected
         assert pool.agents[1].core.metrics.local_protocol_errors_total == 1
         with pytest.raises(AgentGoneError):
             await hostile.get(1, [key_of(1)])

@@ -304,7 +304,7 @@ def test_who_pins_beyond_its_share_is_cut_off() -> None:
     client = node.client(max_bytes=20 * BLOCK_BYTES)
     client.blocks._max_bytes = ARENA_BYTES  # a client that does not keep to it
     client.take(*numbers)
-    node.put(9999)
+    node.shared.refresh()
     assert client.offences == [f"it pins more than {20 * BLOCK_BYTES} bytes"]
     assert node.store.held_bytes == 0
     node.store.check()
