@@ -441,7 +441,7 @@ _conversations: list[weakref.WeakSet[Conversation]] = []
 
 
 def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    checked = list(map(bytes, keys))
+    checked = list(keys) if set(map(type, keys)) <= {bytes} else list(map(bytes, keys))
     if not set(map(len, checked)) <= {KEY_BYTES}:
         wrong = next(len(key) for key in checked if len(key) != KEY_BYTES)
         raise ValueError(f"a key is {KEY_BYTES} bytes, not {wrong}")

@@ -316,7 +316,7 @@ def _regions_ignored() -> Any:
 
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(SharedIndex, "withdraw", withdraw))
-    stack.enter_context(mock.patch.object(SharedIndex, "refresh", lambda self: None))
+    stack.enter_context(mock.patch.object(SharedIndex, "refresh", return_value=None))
     return stack
 
 
