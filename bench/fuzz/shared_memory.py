@@ -44,7 +44,7 @@ def _key(number: int) -> bytes:
 def _writes(data: bytes) -> Iterator[tuple[int, int]]:
     """Places and words."""
     whole = len(data) // _WRITE.size * _WRITE.size
-    return _WRITE.iter_unpack(data[:whole])  # type: ignore[return-value]
+    return _WRITE.iter_unpack(data[:whole])
 
 
 def _index_memory() -> memoryview:

@@ -223,8 +223,9 @@ class Store:
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, without touching the LRU order."""
-        index = self._index  # a pair is as good as a BlockId here, and quicker made
-        return [(namespace, key) in index for key in keys]
+        # A pair is as good as a BlockId here, and quicker made.
+        pairs = zip(itertools.repeat(namespace), keys, strict=False)
+        return list(map(self._index.__contains__, pairs))
 
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
