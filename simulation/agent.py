@@ -18,8 +18,10 @@ from typing import Final, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.links.control_caller import (
     ControlCaller,
     ControlConnection,
@@ -27,6 +29,7 @@ from kvcast.protocol.links.control_caller import (
 )
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.network import Link
@@ -95,13 +98,19 @@ CoreFactory = Callable[["SimHost", random.Random], AgentCore]
 
 def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
     """The core of a new process, as `kvcast.hostagent.agent` makes it: over the host's memory,
-    whatever is in it, with an empty index. A tier that outlives the process joins here."""
+    whatever is in it, with an empty index. A tier that outlives the process joins here.
+
+    Nothing happens between a client's write and its look at the index here, so the barrier has
+    nothing to do; how they interleave is `tests/property/test_shared_index_property.py`'s."""
     options = host.options
     store = Store(
         Allocator(options.arena_bytes, options.slab_bytes),
         default_quota_bytes=options.default_quota_bytes,
     )
-    return AgentCore(options.agent, store, memoryview(host.memory), rng)
+    host.index = memoryview(bytearray(index_bytes(buckets_for(options.arena_bytes))))
+    index = Index(host.index, options.arena_bytes, host.lives)
+    shared = SharedIndex(index, store, barrier=lambda: None)
+    return AgentCore(options.agent, store, memoryview(host.memory), rng, shared)
 
 
 class SimHost:
@@ -121,6 +130,8 @@ class SimHost:
         self.memory = bytearray(world.stream(f"memory/{options.number}").randbytes(1024)) * (
             options.arena_bytes // 1024
         )
+        self.index = memoryview(b"")
+        """What the present process, or the last one, has written for its clients."""
         self.network = network
         self.observer = observer
         self.process: SimAgent | None = None

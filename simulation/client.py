@@ -2,7 +2,9 @@
 
 Owns: what a client does with the answers, and telling the model of all of it. Must not know: what
 is right (`model.py`). It talks to the real `Session`, and reads and writes the arena in
-place.
+place. What its host holds it finds and pins itself, by the client library's own `LocalBlocks`;
+some pins it writes late, when what they name may be gone, as a client does that was stopped in the
+middle.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvcast.hostagent.client.local_blocks import Found, LocalBlocks
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
-from kvcast.protocol.messages import local
+from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.simulation.model import Model, Name, ViolationError
 
@@ -24,6 +27,9 @@ PUT_BOUND_S: Final = 8.0
 
 PATIENT_S: Final = 3.0
 """A get that waits less may miss a block because of a few time-outs."""
+
+_LATE_PINS: Final = 0.1
+"""How often a client that lets go of a block pins it once more, too late."""
 
 Owed = Callable[[int, Name], frozenset[tuple[int, int]]]
 """(reader, name): the copies, by host and identity, of which one must be readable now; none if
@@ -40,10 +46,24 @@ class Client:
         self._model = model
         self._owed = owed
         self._session = Session(agent.core, self._replied)
+        self._pins = memoryview(bytearray(shared.REGION_BYTES))
+        self._session.share(self._pins, self._cut_off)
+        self._words = self._pins.cast("Q")
+        self._local = LocalBlocks(
+            agent.host.index,
+            agent.host.index.cast("Q"),
+            self._words,
+            arena_bytes=agent.host.options.arena_bytes,
+            max_bytes=self._session.max_pinned_bytes,
+        )
+        self._rng = agent.host.world.stream(f"pins/{agent.host.number}/{agent.host.lives}")
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
         self.closed = False
         agent.on_death.append(self._died)
+
+    def _cut_off(self, reason: str) -> None:
+        raise ViolationError(0, f"host {self._host.number} cut an honest client off: {reason}")
 
     def _died(self) -> None:
         self._model.voided(self._host.number)
@@ -93,6 +113,20 @@ class Client:
             )
             for name in names
         ]
+        keys = [key for _, key in names]
+        asked: list[tuple[Name, int]] = []
+        here = self._local.take(namespace, keys)
+        for name, token, found in zip(names, tokens, here, strict=True):
+            if found is None:
+                asked.append((name, token))
+            else:
+                world = host.world
+                world.counts["get.without_a_message"] += 1
+                self._take(name, token, _as_got(found), hold_s, found)
+                if then is not None:
+                    then(name, True)
+        if not asked:
+            return
         number = self._number()
 
         def answered(reply: local.AgentReply) -> None:
@@ -101,20 +135,27 @@ class Client:
                 blocks = reply.blocks
             else:
                 assert isinstance(reply, local.Failed), reply
-                blocks = [local.GotBlock(reply.status, reply.reason)] * len(names)
-            for name, token, block in zip(names, tokens, blocks, strict=True):
-                self._take(name, token, block, hold_s)
+                blocks = [local.GotBlock(reply.status, reply.reason)] * len(asked)
+            for (name, token), block in zip(asked, blocks, strict=True):
+                self._take(name, token, block, hold_s, None)
                 if then is not None:
                     then(name, block.status == local.OK)
 
-        keys = [key for _, key in names]
+        keys = [key for (_, key), _ in asked]
         self._ask(
             local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect),
             number,
             answered,
         )
 
-    def _take(self, name: Name, token: int, block: local.GotBlock, hold_s: float) -> None:
+    def _take(
+        self,
+        name: Name,
+        token: int,
+        block: local.GotBlock,
+        hold_s: float,
+        found: Found | None,
+    ) -> None:
         host, model, world = self._host, self._model, self._host.world
         request = model.ends(token)
         world.counts[f"get.{block.status}"] += 1
@@ -140,10 +181,31 @@ class Client:
                 raise ViolationError(
                     1, f"bytes that host {host.number} holds of {name[1].hex()} have changed"
                 )
-            self._session.handle(self.agent.now, local.Release([block.handle]))
-            self.agent.pump()
+            if found is None:
+                self._session.handle(self.agent.now, local.Release([block.handle]))
+                self.agent.pump()
+                return
+            cell = self._words[shared.CELLS_WORD + found.pin]
+            self._local.release(found.pin, found.reserved_bytes)
+            if self._rng.random() < _LATE_PINS:
+                self._pin_late(cell)
 
         world.after(hold_s, lambda: host.when_running(self.agent, look_again))
+
+    def _pin_late(self, cell: int) -> None:
+        """Write a pin of what was found a while ago, look (it is gone, or may be: a client would
+        look at the index again), and take it back later."""
+        at = shared.CELLS_WORD + shared.PIN_CELLS - 1
+
+        def write(value: int) -> None:
+            if not self.closed:
+                self._words[shared.CELLS_USED_WORD] = shared.PIN_CELLS
+                self._words[at] = value
+
+        world = self._host.world
+        world.counts["fault.late_pin"] += 1
+        world.after(self._rng.uniform(0.0, 2.0), lambda: write(cell))
+        world.after(2.0 + self._rng.uniform(0.0, 1.0), lambda: write(0))
 
     def _bytes(self, block: local.GotBlock) -> bytes:
         return bytes(self._host.memory[block.offset : block.offset + block.size_bytes])
@@ -217,16 +279,20 @@ class Client:
     def exists(self, names: list[Name]) -> None:
         """Ask how long a prefix the pool holds."""
         host, model = self._host, self._model
+        keys = [key for _, key in names]
+        here = self._local.prefix(names[0][0], keys)
+        model.exist(host.number, names[:here])
+        if here == len(names):
+            return
         number = self._number()
         token = model.begins(host.number, names[0], "exists", host.world.now + 10.0, frozenset())
 
         def answered(reply: local.AgentReply) -> None:
             model.ends(token)
             if isinstance(reply, local.Ack):
-                model.exist(host.number, names[: reply.count])
+                model.exist(host.number, names[here : here + reply.count])
 
-        keys = [key for _, key in names]
-        self._ask(local.Exists(number, names[0][0], keys, 1.0), number, answered)
+        self._ask(local.Exists(number, names[0][0], keys[here:], 1.0), number, answered)
 
     def drop(self, name: Name) -> None:
         """Have the pool forget a block."""
@@ -248,6 +314,10 @@ class Client:
         """Disconnect, and leave whatever is held to the agent."""
         self.closed = True
         self._session.close()
+
+
+def _as_got(found: Found) -> local.GotBlock:
+    return local.GotBlock(local.OK, "", "local", 0, found.offset, found.size_bytes, found.digest)
 
 
 def _ignore(_reply: local.AgentReply) -> None:

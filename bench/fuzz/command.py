@@ -16,7 +16,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.bench.fuzz import arena, entry_points  # noqa: F401 - they register their targets
+from kvcast.bench.fuzz import (  # noqa: F401 - they register their targets
+    arena,
+    entry_points,
+    shared_memory,
+)
 from kvcast.bench.fuzz.engine import Options, Report, Target, fuzz, tell
 from kvcast.bench.fuzz.targets import TARGETS
 from kvcast.service import reports

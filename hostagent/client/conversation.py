@@ -113,7 +113,7 @@ class Conversation:
                 *(self._fds.pop(1), self._fds.pop(1)),
                 index_bytes=welcome.index_bytes,
                 arena_bytes=welcome.arena_bytes,
-                max_bytes=welcome.held_bytes,
+                max_bytes=welcome.pinned_bytes,
             )
         self._arena = Arena(self._fds.pop(), welcome.arena_bytes, read_only=self._read_only)
         self.node_id = welcome.node_id
@@ -200,15 +200,8 @@ class Conversation:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
         data = self._memory.read(got.offset, got.size_bytes)
-        if self._local is not None:
-            self._local.hold(got.size_bytes)
-        release = functools.partial(self._release, got.handle, got.size_bytes)
+        release = functools.partial(self._post, local.Release([got.handle]))
         return Outcome(Block(key, data, got.digest, got.tier, release), got.status, got.reason)
-
-    def _release(self, handle: int, size_bytes: int) -> None:
-        if self._local is not None:
-            self._local.let_go(size_bytes)
-        self._post(local.Release([handle]))
 
     def _local_outcomes(self, namespace: int, keys: list[bytes]) -> list[Outcome | None]:
         """What is here, pinned without a message; None for the rest."""
@@ -450,7 +443,7 @@ _conversations: list[weakref.WeakSet[Conversation]] = []
 
 
 def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    checked = list(map(bytes, keys))
+    checked = list(keys) if set(map(type, keys)) <= {bytes} else list(map(bytes, keys))
     if not set(map(len, checked)) <= {KEY_BYTES}:
         wrong = next(len(key) for key in checked if len(key) != KEY_BYTES)
         raise ValueError(f"a key is {KEY_BYTES} bytes, not {wrong}")

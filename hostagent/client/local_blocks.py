@@ -32,7 +32,6 @@ from kvcast.protocol.messages.shared import ENTRY_BYTES, FIELDS, WORD_BYTES
 _TRIES: Final = 3
 _LEAST_FOR_NUMPY: Final = 24
 _NAMESPACE_WORDS: Final = shared.NAMESPACES_OFFSET // WORD_BYTES
-_NO_CELL: Final = -1
 
 
 class Found(NamedTuple):
@@ -131,22 +130,12 @@ class LocalBlocks:
                 return  # closed in this moment
             self._released.append((pin, reserved_bytes))
 
-    def hold(self, size_bytes: int) -> None:
-        """The agent has pinned a block for this client, which counts, too; `let_go` undoes it."""
-        with self._lock:
-            self._held_bytes += size_bytes
-
-    def let_go(self, size_bytes: int) -> None:
-        """From any thread, and never raises."""
-        self._released.append((_NO_CELL, size_bytes))
-
     def _settle(self) -> None:
         """Do the books of what was released."""
         while self._released:
-            pin, size_bytes = self._released.popleft()
-            self._held_bytes -= size_bytes
-            if pin != _NO_CELL:
-                self._free.append(pin)
+            pin, reserved_bytes = self._released.popleft()
+            self._held_bytes -= reserved_bytes
+            self._free.append(pin)
 
     def _undo(self, found: list[Found | None]) -> None:
         for one in found:
@@ -247,6 +236,7 @@ class LocalBlocks:
         )
         if (
             generation % 2
+            or generation > shared.LAST_GENERATION
             or (high_, low_, namespace_, state) != (high, low, namespace, shared.HELD)
             or self._words[word] != generation
             or not 0 < size_bytes <= self._arena_bytes

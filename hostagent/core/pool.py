@@ -6,6 +6,7 @@ homes, a node's addresses, who may use a namespace. Must not know: how maps arri
 
 from __future__ import annotations
 
+import struct
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
@@ -13,9 +14,12 @@ from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.ethernet import parse_mac
-from kvcast.protocol.messages.wire import BUCKETS, CHUNKINGS, BlockId, bucket_of
+from kvcast.protocol.messages.wire import BUCKETS, CHUNKINGS, KEY_BYTES, BlockId, bucket_of
 
 NO_NODE: Final = -1
+
+_LOW_BITS: Final = struct.Struct(f">{KEY_BYTES - 2}xH")
+"""The end of a key; `bucket_of` takes its lowest bits."""
 
 
 class PoolMapError(LinkError):
@@ -63,6 +67,11 @@ class Pool:
     def homes_of(self, block: BlockId) -> tuple[int, ...]:
         """The block's home and replicas, in order; node indices."""
         return self._buckets[bucket_of(block.key)]
+
+    def homes_of_all(self, keys: list[bytes]) -> list[tuple[int, ...]]:
+        """As `homes_of`, of many blocks of one namespace."""
+        buckets = self._buckets
+        return [buckets[low % BUCKETS] for (low,) in _LOW_BITS.iter_unpack(b"".join(keys))]
 
     def other_homes_of(self, block: BlockId) -> list[int]:
         """The block's homes without this node."""

@@ -93,26 +93,28 @@ class _Exists:
         self._keys = keys
         self._deadline = deadline
         self._found = found
-        self._held = [store.peek(BlockId(namespace, key)) is not None for key in keys]
+        self._held = store.holds(namespace, keys)
         self._round = 0
         self._left = 0
 
     def start(self) -> None:
         """Ask the next home of every block not found yet; answer where none is left to ask."""
         pool = self._outbox.pool
-        while pool is not None:
+        while pool is not None and False in self._held:
             by_node: dict[int, list[int]] = {}
+            missing = [position for position, held in enumerate(self._held) if not held]
+            homes = pool.homes_of_all([self._keys[position] for position in missing])
             any_home_left = False
             # What lies behind a gap that can no longer be filled is not asked for.
-            for position, held in enumerate(self._held):
-                if held:
-                    continue
-                homes = pool.homes_of(BlockId(self._namespace, self._keys[position]))
-                if self._round >= len(homes):
+            for position, nodes in zip(missing, homes, strict=True):
+                if self._round >= len(nodes):
                     break
                 any_home_left = True
-                if homes[self._round] != pool.index:
-                    by_node.setdefault(homes[self._round], []).append(position)
+                node = nodes[self._round]
+                if node in by_node:
+                    by_node[node].append(position)
+                elif node != pool.index:
+                    by_node[node] = [position]
             self._round += 1
             if by_node:
                 self._left = len(by_node)
@@ -121,13 +123,13 @@ class _Exists:
                 return
             if not any_home_left:
                 break
-        prefix = next((i for i, held in enumerate(self._held) if not held), len(self._held))
-        self._found(prefix)
+        self._found(self._held.index(False) if False in self._held else len(self._held))
 
     def _ask(self, node: int, positions: list[int]) -> None:
         def answer(held: list[bool]) -> None:
             for position, is_held in zip(positions, held, strict=True):
-                self._held[position] = self._held[position] or is_held
+                if is_held:
+                    self._held[position] = True
 
         def ended(_now: float, _outcome: str) -> None:
             self._left -= 1

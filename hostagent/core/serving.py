@@ -142,5 +142,4 @@ class Serving:
         """Which blocks are here."""
         if not self._may_use(caller, exists.namespace):
             return BulkDone(bulk.FORBIDDEN)
-        held = [self._store.peek(BlockId(exists.namespace, key)) is not None for key in exists.keys]
-        return BulkHeld(bulk.pack_bitmap(held))
+        return BulkHeld(bulk.pack_bitmap(self._store.holds(exists.namespace, exists.keys)))

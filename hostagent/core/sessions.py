@@ -73,9 +73,11 @@ class Session:
         return self._in_flight
 
     @property
-    def max_held_bytes(self) -> int:
-        """How much of the arena this client may hold."""
-        return self._max_held_bytes
+    def max_pinned_bytes(self) -> int:
+        """How much of the arena this client may pin by itself: half of what it may hold. For the
+        agent reads pins while the client changes them, and may take for held at once what was held
+        one after the other: so much before, and so much after."""
+        return self._max_held_bytes // 2
 
     @property
     def may_share(self) -> bool:

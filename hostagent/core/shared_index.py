@@ -55,8 +55,8 @@ class SharedCounters:
 
 
 class Region:
-    """One client's region. `max_bytes`: how much it may pin; `offended` is told once why the
-    client is to be cut off."""
+    """One client's region. `max_bytes`: what it is cut off for pinning more than; `offended` is
+    told why, once."""
 
     def __init__(self, memory: memoryview, max_bytes: int, offended: Callable[[str], None]) -> None:
         assert len(memory) == shared.REGION_BYTES

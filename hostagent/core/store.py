@@ -221,6 +221,12 @@ class Store:
         """The committed copy of a block, without touching the LRU order."""
         return self._index.get(block)
 
+    def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
+        """Which blocks have a committed copy, without touching the LRU order."""
+        # A pair is as good as a BlockId here, and quicker made.
+        pairs = zip(itertools.repeat(namespace), keys, strict=False)
+        return list(map(self._index.__contains__, pairs))
+
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
         copy = self._index.get(block)

@@ -204,7 +204,7 @@ class LocalServer:
                     node_id,
                     self._arena.size_bytes,
                     self._index.size_bytes,
-                    client.session.max_held_bytes,
+                    client.session.max_pinned_bytes,
                 )
             # A new connection's buffer takes so few bytes whole.
             socket.send_fds(connection, [codec.encode(welcome)], fds)

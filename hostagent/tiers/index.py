@@ -12,12 +12,16 @@ buckets are full is left out, and costs its readers a message.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.shared import ENTRY_BYTES, FIELDS, SLOTS_A_BUCKET, WORD_BYTES
 from kvcast.protocol.messages.wire import BlockId
 
 BYTES_A_SLOT = 8192
 """The index has a slot for so much of the arena: 0.9 % of it, and half full at blocks of 16 KiB."""
+
+_NO_FIELDS: Final = bytes(FIELDS.size)
 
 
 def buckets_for(arena_bytes: int) -> int:
@@ -40,17 +44,9 @@ class Index:
         self._entries = shared.entries_offset(buckets)
         self._commits = 0
         self.slots = buckets * SLOTS_A_BUCKET
-        shared.HEADER.pack_into(
-            memory,
-            0,
-            shared.INDEX_MAGIC,
-            shared.INDEX_LAYOUT,
-            incarnation,
-            len(memory),
-            arena_bytes,
-            buckets,
-            0,
-            0,
+        memory[: shared.HEADER.size] = shared.HEADER.pack(
+            *(shared.INDEX_MAGIC, shared.INDEX_LAYOUT, incarnation),
+            *(len(memory), arena_bytes, buckets, 0, 0),
         )
 
     def publish(
@@ -70,21 +66,11 @@ class Index:
                 if tag or generation >= shared.LAST_GENERATION:
                     continue
                 self._commits += 1
-                self._words[word] = generation + 1
-                FIELDS.pack_into(
-                    self._memory,
-                    (word + 1) * WORD_BYTES,
-                    high,
-                    low,
-                    offset,
-                    digest,
-                    self._commits,
-                    size_bytes,
-                    block.namespace,
-                    shared.HELD,
-                    reserved_bytes,
+                fields = FIELDS.pack(
+                    *(high, low, offset, digest, self._commits),
+                    *(size_bytes, block.namespace, shared.HELD, reserved_bytes),
                 )
-                self._words[word] = generation + 2
+                self._change(slot, generation, fields)
                 tags[at + number] = shared.tag_of(low)
                 return shared.cell_of(slot, generation + 2)
         return 0
@@ -95,10 +81,15 @@ class Index:
         slot, generation = shared.slot_of(cell)
         word = (self._entries + slot * ENTRY_BYTES) // WORD_BYTES
         assert self._words[word] == generation, f"slot {slot} has been withdrawn"
-        self._words[word] = generation + 1
         self._words[self._tags_word + slot] = 0
-        FIELDS.pack_into(self._memory, (word + 1) * WORD_BYTES, *(0,) * 9)
-        self._words[word] = generation + 2
+        self._change(slot, generation, _NO_FIELDS)
+
+    def _change(self, slot: int, generation: int, fields: bytes) -> None:
+        """Write an entry, odd while that lasts."""
+        start = self._entries + slot * ENTRY_BYTES
+        self._words[start // WORD_BYTES] = generation + 1
+        self._memory[start + WORD_BYTES : start + ENTRY_BYTES] = fields
+        self._words[start // WORD_BYTES] = generation + 2
 
     def generation(self, slot: int) -> int:
         """The present generation of a slot; LookupError if there is no such slot."""

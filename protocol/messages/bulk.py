@@ -176,15 +176,16 @@ def _meaning(tenant: str, model: str, version: str, layout: str, has_secret: boo
     return hash_of_names(b"kvcast-meaning", (tenant, model, version, layout), bytes([has_secret]))
 
 
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
 def pack_bitmap(bits: list[bool]) -> bytes:
     """Booleans as bytes, lowest bit first."""
-    number = 0
-    for i, bit in enumerate(bits):
-        number |= bit << i
-    return number.to_bytes(-(-len(bits) // 8), "little")
+    digits = bytes(bits)[::-1].translate(_DIGITS)
+    return int(digits or b"0", 2).to_bytes(-(-len(bits) // 8), "little")
 
 
 def unpack_bitmap(bitmap: bytes, count: int) -> list[bool]:
     """The first `count` bits of a bitmap; bits beyond its end are False."""
-    number = int.from_bytes(bitmap, "little")
-    return [bool(number >> i & 1) for i in range(count)]
+    digits = f"{int.from_bytes(bitmap, 'little'):0{count}b}"
+    return [digit == "1" for digit in digits[: -count - 1 : -1]]

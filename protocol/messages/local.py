@@ -211,14 +211,14 @@ class DescribePool(Struct, frozen=True, tag="describe_pool"):
 
 class Welcome(Struct, frozen=True, tag="welcome"):
     """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long. With
-    `index_bytes` above 0 come the index, so long, and a region; and then `held_bytes` is how much
-    the client may pin there, in sizes of blocks, before it is cut off."""
+    `index_bytes` above 0 come the index, so long, and a region, and `pinned_bytes` is how much of
+    the arena the client may pin there."""
 
     version: U16
     node_id: Text
     arena_bytes: U64
     index_bytes: U64 = 0
-    held_bytes: U64 = 0
+    pinned_bytes: U64 = 0
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

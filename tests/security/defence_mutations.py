@@ -186,6 +186,10 @@ SHARES_ENTRY = "shares the switch's pending"
 NAMES = "uses up the names"
 SOCKET_FLOOD = "floods the local socket"
 
+INDEX_TENANTS = "learns from the index"
+INDEX_NUMBERS = "finds another namespace's blocks in the index"
+REGION = "pins the arena full"
+INDEX_FILE = "changes the index"
 PROBER = "test_without_the_secret_a_prober_can_address_nothing"
 ONE_TENANT = "test_a_client_of_one_tenant_does_nothing_in_anothers_namespace"
 
@@ -352,6 +356,88 @@ def _bulk_of_all() -> AbstractContextManager[object]:
 )
 def _sessions_of_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.sessions.Session._may_use", yes)
+
+
+@mutation(
+    "clients of some tenants get the index of all",
+    {INDEX_TENANTS: ["test_a_client_let_in_for_some_tenants_gets_no_index"]},
+    line="_local is None",
+)
+def _index_for_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.sessions.Session.may_share", property(yes))
+
+
+@mutation(
+    "clients may look up every namespace",
+    {
+        INDEX_TENANTS: ["test_a_namespace_with_a_secret_is_asked_for_and_never_looked_up"],
+        INDEX_NUMBERS: ["test_a_namespace_that_is_taken_from_the_node_is_not_looked_up"],
+    },
+)
+def _all_readable() -> AbstractContextManager[object]:
+    def readable_anyway(state: Any) -> Any:
+        def states(self: Any, namespace: int, meaning: int, *, readable: bool) -> None:
+            state(self, namespace, meaning, readable=True)
+
+        return states
+
+    return around("kvcast.hostagent.core.shared_index.SharedIndex.state_namespace", readable_anyway)
+
+
+@mutation(
+    "clients forget what they were told that a number means",
+    {
+        INDEX_NUMBERS: [
+            "test_a_client_does_not_find_another_namespace_under_the_number_that_it_was_told"
+        ]
+    },
+    line="pytest.raises",
+)
+def _told_nothing() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.client.local_blocks.LocalBlocks.told", nothing)
+
+
+@mutation(
+    "the agent believes everything that a region says",
+    {
+        REGION: [
+            "test_who_pins_beyond_its_share_is_cut_off",
+            "test_nonsense_in_a_region_costs_its_client_its_pins_and_nobody_else",
+            "test_a_client_that_writes_nonsense_is_cut_off_and_the_others_go_on",
+        ]
+    },
+)
+def _regions_believed() -> AbstractContextManager[object]:
+    def believes(look: Any) -> Any:
+        def looks(self: Any, region: Any) -> None:
+            with mock.patch.object(self, "leave"), mock.patch.object(region, "offended"):
+                look(self, region)
+
+        return looks
+
+    return around("kvcast.hostagent.core.shared_index.SharedIndex.look", believes)
+
+
+@mutation(
+    "clients get the index to write",
+    {INDEX_FILE: ["test_the_index_cannot_be_written_by_clients_and_the_region_not_be_cut"]},
+    also=["test_a_read_only_descriptor_of_the_arena_maps_for_reading_only"],
+    line="pytest.raises",
+)
+def _index_writable() -> AbstractContextManager[object]:
+    def opens_anyway(open_for_client: Any) -> Any:
+        return lambda self, *, read_only=False: open_for_client(self)
+
+    return around("kvcast.hostagent.tiers.arena.ArenaFile.open_for_client", opens_anyway)
+
+
+@mutation(
+    "the length of a region is not sealed",
+    {INDEX_FILE: ["test_the_index_cannot_be_written_by_clients_and_the_region_not_be_cut"]},
+    line="pytest.raises",
+)
+def _not_sealed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.tiers.pin_region.fcntl.fcntl", nothing)
 
 
 @mutation(

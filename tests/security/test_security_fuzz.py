@@ -18,7 +18,15 @@ from kvcast.bench.fuzz import command
 from kvcast.bench.fuzz.engine import Options, Target, fuzz, tell
 from kvcast.bench.fuzz.targets import TARGETS, FunctionHarness, register
 
-INPUTS = {"json-loader": 60, "config": 80, "http": 80, "control-link": 120, "trace": 150}
+INPUTS = {
+    "index": 150,
+    "pin-region": 150,
+    "json-loader": 60,
+    "config": 80,
+    "http": 80,
+    "control-link": 120,
+    "trace": 150,
+}
 
 
 def test_the_entry_points_are_those_that_there_are() -> None:
@@ -32,9 +40,11 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "control-link-agent",
         "data-port",
         "http",
+        "index",
         "json-loader",
         "local-socket",
         "p4runtime",
+        "pin-region",
         "tokens",
         "trace",
     ]

@@ -26,6 +26,7 @@ from kvcast.hostagent.core import agent as agent_core_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.serving import Serving
+from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
@@ -300,6 +301,30 @@ def _pins_ignored() -> Any:
     stack.enter_context(mock.patch.object(Store, "_remove", remove))
     stack.enter_context(mock.patch.object(Store, "check", return_value=None))
     return stack
+
+
+@bug("an agent evicts without a look at what clients pin by themselves", 0, 1)
+def _regions_ignored() -> Any:
+    original = SharedIndex.withdraw
+
+    def withdraw(self: SharedIndex, copies: Any) -> None:
+        regions, self._regions = self._regions, {}
+        original(self, copies)
+        self._regions = regions
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(SharedIndex, "withdraw", withdraw))
+    stack.enter_context(mock.patch.object(SharedIndex, "refresh", return_value=None))
+    return stack
+
+
+@bug("what is evicted stays in the index that clients read", 0, 1)
+def _not_withdrawn() -> Any:
+    def withdraw(self: SharedIndex, copies: Any) -> None:
+        for copy_ in copies:
+            copy_.cell = 0
+
+    return mock.patch.object(SharedIndex, "withdraw", withdraw)
 
 
 @bug(
