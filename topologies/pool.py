@@ -125,13 +125,14 @@ def link_flags(rate_bits_per_s: float) -> list[str]:
     return [f"--responder-rate={rate_bits_per_s / (8 * DATA_FRAME_BYTES):g}"]
 
 
-def _behind_the_hosts(part: str) -> list[str]:
+def _behind_the_hosts(part: str, options: PoolOptions) -> list[str]:
     """What makes the switch yield to the hosts where all share a few processors.
 
     Real hosts have processors of their own. Here a switch that ran ahead of the slowest of them
-    would answer a segment before that host has had the time to ask for it.
+    would answer a segment before that host has had the time to ask for it. Behind links of a rate
+    it cannot run ahead; but it is their clock, and who waits for it would wait for the link.
     """
-    return ["nice", "-n", "10"] if part == "switch" else []
+    return ["nice", "-n", "10"] if part == "switch" and not options.link_rate_bits_per_s else []
 
 
 def make_network(runner: Runner, star: Star) -> Network:
@@ -255,7 +256,7 @@ class Pool:
             (self._folder / f"{name}.log").unlink(missing_ok=True)  # an earlier pool's
             self.parts[name] = Part(
                 name,
-                [*self.network.prefix(name), *_behind_the_hosts(name), *command],
+                [*self.network.prefix(name), *_behind_the_hosts(name, self.options), *command],
                 log_path=self._folder / f"{name}.log",
                 environment=environment,
                 announces=not (name == "switch" and self.options.switch == "bmv2"),

@@ -140,6 +140,7 @@ async def test_a_rate_of_links_reaches_the_switch_both_ways_and_every_agent(
         async with pool:
             pass
     assert {"--port-rate=1e+07", "--uplink-rate=1e+07"} <= set(pool.parts["switch"].command)
+    assert "nice" not in pool.parts["switch"].command  # it is the links' clock
     for node in ("node-1", "node-2"):
         command = pool.parts[node].command
         (pace,) = (word for word in command if word.startswith("--responder-rate="))
