@@ -254,19 +254,17 @@ def what_times_mean(report: dict[str, Any]) -> str:
     if not rate:
         return "Links had no rate here: the times are those of this machine, and say nothing else."
     before, now = report["plain_fetch_p99_ms"], report["fetch_p99_ms"]
-    told = ""
-    if before and now:
-        told = (
-            f"99 of 100 gets took at most {before:.0f} ms plainly and {now:.0f} ms through kvcast. "
-        )
+    if before is None or now is None:
+        return "No get had to wait for a link."
+    told = f"99 of 100 gets took at most {before:.0f} ms plainly and {now:.0f} ms through kvcast. "
     busy = max(run["load"]["processors_busy_p95"] or 0.0 for run in report["runs"].values())
-    alone = (
-        "" if lone is None else f"a lone get took {lone['ms'] / lone['link_ms']:.2f} times what "
-    )
     how = (
-        f"{alone}{'its link needs, ' if alone else ''}and in 95 of 100 half seconds the processors "
-        f"were no more than {100 * busy:.0f} % busy with the pool"
+        f"in 95 of 100 half seconds the processors were no more than {100 * busy:.0f} % busy with "
+        "the pool"
     )
+    if lone is not None:
+        over = lone["ms"] / lone["link_ms"]
+        how = f"a lone get took {over:.2f} times what its link needs, and {how}"
     if report["links_were_the_limit"]:
         return f"{told}These are times of links of {rate / 1e6:g} Mb/s, not of this machine: {how}."
     return f"{told}THIS MACHINE WAS TOO SLOW, or too busy, for links of {rate / 1e6:g} Mb/s: {how}."

@@ -110,7 +110,7 @@ class PortOptions:
             raise PortError(f"loss {self.loss} is not between 0 and 1")
         if self.rate_bits_per_s is not None and self.rate_bits_per_s <= 0:
             raise PortError(f"port rate {self.rate_bits_per_s} is not above 0")
-        if self.uplink_bits_per_s is not None and self.uplink_bits_per_s <= 0:
+        if self.uplink_bits_per_s is not None and not self.uplink_bits_per_s > 0:
             raise PortError(f"uplink rate {self.uplink_bits_per_s} is not above 0")
         if not 0 <= self.quantum_s <= 1:
             raise PortError(f"port quantum {self.quantum_s} is not 0 to 1 s")

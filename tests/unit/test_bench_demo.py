@@ -193,6 +193,8 @@ def test_the_times_are_said_to_be_the_links_only_where_the_machine_was_not_the_l
     assert "no more than 10 % busy" in told
     assert "THIS MACHINE WAS TOO SLOW" in what_times_mean(_report(4.0, 1.0, busy=0.9))
     assert "those of this machine" in what_times_mean(_report(4.0, 1.0, rate=0.0))
+    nothing = _report(None, None) | {"fetch_p99_ms": None, "plain_fetch_p99_ms": None}
+    assert "No get had to wait" in what_times_mean(nothing)
     late = _report(4.0, 1.0)
     late["lone_get"]["ms"] = 20.0
     assert links_were_the_limit(late) is False
