@@ -3,10 +3,16 @@
 Owns: how the workload is scaled to the machine, the two phases, the report. Must not know: how a
 report is drawn (picture.py) or which flags asked for it (kvcast.cli.demo).
 
-Scaling: before the first replay, a short calibration measures how many chunks a second the plain
-pool delivers and how many blocks a second it takes in. From these follow the block size, how much
-of the workload fits, and how far its time is stretched or compressed; the report says all three.
-Both phases replay the same requests at the same times, each on a fresh pool.
+Links: every node's link has one rate, each way, emulated at the switch's ports (docs/switchsim.md).
+A short calibration without rates measures how many chunks a second this machine moves when all
+nodes read at once; the rate is chosen so low that all links together carry only a part of that
+(`choose_rate`). Whether the links, and not the processors, were the limit is then measured too: a
+lone get beside what its link needs for it, and how busy both were (load.py). Blocks that are put go
+to their homes by TCP, beside the emulated links: what is measured is gets.
+
+Scaling: from the rate follow the block size, how much of the workload fits, and how far its time is
+stretched or compressed, so that the plain pool's gets would fill `_LINK_SHARE` of all links; the
+report says all of it. Both phases replay the same requests at the same times, each on a fresh pool.
 """
 
 from __future__ import annotations
@@ -19,35 +25,65 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvcast.bench import load
 from kvcast.bench.outage import Outage, Phases, name_of, play_with_outage
 from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, Tally, links_to
 from kvcast.hostagent.client import AsyncClient
 from kvcast.service import provenance
-from kvcast.topologies.pool import Pool, PoolError, PoolOptions, Runner, Switch
+from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolError, PoolOptions, Runner, Switch
 from kvcast.topologies.star import Star
 from kvcast.workloads import content, generators, traces
 from kvcast.workloads.generators import Demand, Request, WorkloadOptions, chain
 
 CHUNK_BYTES = 1024
-BLOCK_SIZES = (4096, 8192, 16384)
-"""What a block may be scaled to: small enough that a prompt's blocks pass a software switch in a
+BLOCK_SIZES = (4096, 8192, 16384, 32768, 65536)
+"""What a block may be scaled to: small enough that a prompt's blocks pass an emulated link in a
 fraction of a second, as they would pass a real one in microseconds."""
+_PREFIX_BLOCKS = 1
+"""Blocks of a typical prefix. The blocks of a longer one lie on more homes, whose links share the
+work of an incast, while the readers' own links carry all of them: with as many blocks as nodes,
+most of the time that a get takes is that of its reader's link, whatever the switch does."""
+LINK_RATES = (1e6, 2e6, 5e6)
+"""Bits a second that a link may be given. At the highest a block of 64 KiB takes 0.11 s: long
+beside the tens of milliseconds for which workloads let homes gather, or a crowded machine leaves a
+process waiting."""
 
 _STARTUP_S = 6.0
 """Of the budget, set aside for each pool's start and end and for the calibration."""
+_MACHINE_SHARE = 0.1
+"""All links together carry so much at most of what the machine moves in one go: frames one by one,
+at a link's pace, cost about ten times as much, and engines and the controller take their part."""
+_LINK_SHARE = 0.3
+"""How much of all links the plain pool's gets would fill, if requests came evenly."""
 _BUSY_SHARE = 0.10
-"""How much of the plain pool's measured rate the workload may ask for, so that it keeps up."""
+"""Links without a rate: how much of what the machine moves the workload may ask for."""
+_REQUESTS_PER_S = 60
+"""Requests at most: each takes processors some milliseconds, however small it is."""
 _READS_WANTED = 600
 """Remote block reads that make the percentiles mean something; smaller blocks until they fit."""
 _ARENA_BYTES = 192 << 20
-_CALIBRATION_PUTS = 6
-"""Blocks that each node puts to begin with."""
+_CALIBRATION_PUTS = 32
+"""Blocks that each node puts, and that another node reads, to begin with."""
 _CALIBRATION_BYTES = 65536
+_LONE_GET_S = 0.25
+"""What a lone get should take a link."""
+_LONE_GET_AT_MOST = 1.25
+"""In times that its link needs: beyond, the machine made it wait."""
+_BUSY_AT_MOST = 0.6
+"""Of all processors, by the pool and its engines, in 95 of 100 half seconds: beyond, processes wait
+for each other."""
 _HOW: dict[Runner, str] = {
     "processes": "as processes that UDP tunnels join",
     "namespaces": "in network namespaces",
     "mininet": "on the hosts of a Mininet network",
 }
+_IN_FLIGHT = 256
+"""Requests at once: enough that those that wait for a link do not keep others from asking."""
+_READER_GROUPS = False
+"""The answer to a reader group goes to all members. In a pool of eight nodes with two copies of
+each block beside the writer's, about one rank of four holds what the others ask for, and its link
+would carry it nevertheless: measured, a third more on the ranks' links. So ranks ask one by one, at
+the same time, and the home gathers."""
 _KILL_AT_SHARE = 0.3
 """When a part is killed, as a share of the requests; the longer rest shows the recovery."""
 
@@ -62,7 +98,7 @@ class DemoOptions:
     """A trace in Mooncake's JSONL form."""
     star: Star = field(default_factory=lambda: Star.of(8))
     """The network: one switch and its nodes."""
-    seconds_budget: float = 90.0
+    seconds_budget: float = 150.0
     """How long the whole demo may take, pools' starts and both replays included."""
     seed: int = 1
     dispatch: generators.Dispatch = "round-robin"
@@ -71,6 +107,8 @@ class DemoOptions:
     spans the replay."""
     block_bytes: int | None = None
     """None: chosen by the calibration."""
+    link_rate_bits_per_s: float | None = None
+    """Of every node's link, each way; 0: links without a rate; None: chosen by the calibration."""
     runner: Runner = "processes"
     switch: Switch = "switchsim"
     run_dir: Path | None = None
@@ -84,9 +122,31 @@ class Speed:
     """What the calibration found."""
 
     chunks_per_s: float
-    """Chunks of 1 KiB that a plain pool delivers to several readers together."""
+    """Chunks of 1 KiB that a plain pool delivers, all nodes together, over links without a rate."""
     puts_per_s: float
     """Blocks of 64 KiB that the pool takes in."""
+
+
+@dataclass(frozen=True)
+class LoneGet:
+    """One get while nothing else happened."""
+
+    size_bytes: int
+    took_ms: float
+    link_ms: float
+    """What the frames of so many bytes take on the reader's link: no get can be faster."""
+
+    @property
+    def over_link(self) -> float:
+        return self.took_ms / self.link_ms
+
+    def report(self) -> dict[str, Any]:
+        """The numbers as plain data."""
+        return {
+            "bytes": self.size_bytes,
+            "ms": round(self.took_ms, 2),
+            "link_ms": round(self.link_ms, 2),
+        }
 
 
 @dataclass(frozen=True)
@@ -129,21 +189,32 @@ async def run(
     replay_s = max(5.0, (options.seconds_budget - 3 * _STARTUP_S) / 2)
     reporter.say(
         f"starting {len(options.star.hosts)} nodes, a controller and a switch, "
-        f"{_HOW[options.runner]}; first the switch only forwards"
+        f"{_HOW[options.runner]}; first to see what this machine can do"
     )
-    async with _pool(options, plain=True) as pool, _links(pool) as links:
+    async with _pool(options, plain=True, link_rate=0.0) as pool, _links(pool) as links:
         speed = await calibrate(links)
-        reporter.say(
-            f"this machine's software switch delivers about {speed.chunks_per_s:,.0f} chunks "
-            f"of 1 KiB a second"
-        )
-        plan = make_plan(options, lines, speed, replay_s)
+    link_rate = rate_for(options, speed)
+    reporter.say(
+        f"all nodes reading at once, it moves about {speed.chunks_per_s:,.0f} chunks of 1 KiB a "
+        f"second: {_links_told(link_rate)}"
+    )
+    reporter.say("the plain switch first: it only forwards")
+    async with _pool(options, plain=True, link_rate=link_rate) as pool, _links(pool) as links:
+        lone = await lone_get(links, link_rate)
+        if lone is not None:
+            reporter.say(
+                f"a lone get of {lone.size_bytes >> 10} KiB takes {lone.took_ms:.0f} ms; its link "
+                f"needs {lone.link_ms:.0f} ms"
+            )
+        plan = make_plan(options, lines, speed, replay_s, link_rate)
         reporter.say(plan.scaling)
-        plain = await _replay(pool, links, plan, reporter, "plain switch")
-        plain_switch = await _switch_counters(pool)
-    runs = {"plain": plain.report(plan.block_bytes) | {"switch": plain_switch}}
+        async with load.measured(pool) as plain_load:
+            plain = await _replay(pool, links, plan, reporter, "plain switch")
+            plain_switch = await _switch_counters(pool)
+    head = _head(options, plan, speed, link_rate, lone)
+    runs = {"plain": _run_report(plain, plan, plain_switch, plain_load)}
     if so_far is not None:
-        so_far |= _head(options, plan, speed) | {"runs": runs}
+        so_far |= head | {"runs": runs}
     done = [request for request in plan.requests if request.number in plain.done]
     if len(done) < len(plan.requests):
         reporter.say(
@@ -152,19 +223,25 @@ async def run(
         )
         plan = replace(plan, requests=done)
     reporter.say("the same requests again, now with kvcast in the switch")
-    async with _pool(options, plain=False) as pool, _links(pool) as links:
+    async with (
+        _pool(options, plain=False, link_rate=link_rate) as pool,
+        _links(pool) as links,
+        load.measured(pool) as kvcast_load,
+    ):
         kvcast, outage = await _second_replay(pool, links, plan, reporter, options.kill)
         kvcast_switch = await _switch_counters(pool)
-    runs["kvcast"] = kvcast.report(plan.block_bytes) | {"switch": kvcast_switch}
-    report = _head(options, plan, speed) | _report(runs, time.monotonic() - began)
+    runs["kvcast"] = _run_report(kvcast, plan, kvcast_switch, kvcast_load)
+    report = head | _report(runs, time.monotonic() - began)
+    report["links_were_the_limit"] = links_were_the_limit(report)
     return report if outage is None else report | {"outage": outage_report(kvcast, outage)}
 
 
-def _pool(options: DemoOptions, *, plain: bool) -> Pool:
+def _pool(options: DemoOptions, *, plain: bool, link_rate: float) -> Pool:
     pool_options = PoolOptions(
         runner=options.runner,
         switch=options.switch,
         plain=plain,
+        link_rate_bits_per_s=link_rate,
         arena_bytes=_ARENA_BYTES,
         seed=options.seed,
         log_level=options.log_level,
@@ -177,38 +254,55 @@ def _links(pool: Pool) -> Any:
     return links_to([pool.sockets[host.node_id] for host in pool.star.hosts])
 
 
+def rate_for(options: DemoOptions, speed: Speed) -> float:
+    """The rate of every link, bits a second: as asked for, or the highest of LINK_RATES at which
+    all links together carry no more than `_MACHINE_SHARE` of what the machine moves."""
+    if options.link_rate_bits_per_s is not None:
+        return options.link_rate_bits_per_s
+    if options.switch == "bmv2":
+        return 0.0  # its ports have none
+    frames_per_s = speed.chunks_per_s * _MACHINE_SHARE / len(options.star.hosts)
+    fitting = [rate for rate in LINK_RATES if rate <= frames_per_s * 8 * DATA_FRAME_BYTES]
+    return max(fitting, default=LINK_RATES[0])
+
+
+def _links_told(rate: float) -> str:
+    if not rate:
+        return "links have no rate, so times are this machine's"
+    return f"every node's link gets {rate / 1e6:g} Mb/s each way, emulated at the switch's ports"
+
+
 async def calibrate(links: list[NodeLink]) -> Speed:
-    """Measure a plain pool for a second or two: blocks in, then some of them to several nodes."""
+    """Measure a plain pool for a second or two: every node puts, then every node reads what another
+    has put, all at once."""
     clients = [await link.client() for link in links]
     namespace = await clients[0].namespace("bench", "calibration", "1", "64 KiB")
-    puts = {
-        node: [chain(b"calibration", (node, number)) for number in range(_CALIBRATION_PUTS)]
+    puts = [
+        [chain(b"calibration", (node, number)) for number in range(_CALIBRATION_PUTS)]
         for node in range(len(clients))
-    }
+    ]
     puts_s = 0.0
     for half in (slice(0, 1), slice(1, None)):  # the first opens connections, and is not counted
         began = time.monotonic()
         await asyncio.gather(
             *(
-                clients[node].put(
+                client.put(
                     namespace,
                     {key: content.block_bytes(key, _CALIBRATION_BYTES) for key in keys[half]},
                 )
-                for node, keys in puts.items()
+                for client, keys in zip(clients, puts, strict=True)
             )
         )
         puts_s = time.monotonic() - began
-
-    async def read(client: AsyncClient) -> int:
-        arrived = 0
-        for block in await client.get(namespace, puts[0], deadline_s=20.0):
-            if block is not None:
-                arrived += block.tier != "local"
-                block.release()
-        return arrived
-
     began = time.monotonic()
-    arrived = sum(await asyncio.gather(*(read(client) for client in clients[1:4])))
+    arrived = sum(
+        await asyncio.gather(
+            *(
+                _remote_blocks(client, namespace, puts[node - 1])
+                for node, client in enumerate(clients)
+            )
+        )
+    )
     reads_s = time.monotonic() - began
     if not arrived:  # one node alone: everything is local
         arrived, reads_s = 1, 0.1
@@ -218,26 +312,69 @@ async def calibrate(links: list[NodeLink]) -> Speed:
     )
 
 
+async def _remote_blocks(client: AsyncClient, namespace: int, keys: list[bytes]) -> int:
+    """How many of these blocks come from elsewhere."""
+    arrived = 0
+    for block in await client.get(namespace, keys, deadline_s=20.0):
+        if block is not None:
+            arrived += block.tier != "local"
+            block.release()
+    return arrived
+
+
+async def lone_get(links: list[NodeLink], link_rate: float) -> LoneGet | None:
+    """One get on an idle plain pool, and what its link needs for it: the middle one of three. None
+    without a rate, or where nothing lies elsewhere."""
+    if not link_rate or len(links) < 2:
+        return None
+    block_s = _CALIBRATION_BYTES / CHUNK_BYTES * 8 * DATA_FRAME_BYTES / link_rate
+    count = min(_CALIBRATION_PUTS, max(2, round(_LONE_GET_S / block_s)))
+    writer, reader = await links[1].client(), await links[0].client()
+    namespace = await writer.namespace("bench", "lone", "1", "64 KiB")
+    gets = []
+    for attempt in range(3):
+        keys = [chain(b"lone", (attempt, number)) for number in range(count)]
+        await writer.put(
+            namespace, {key: content.block_bytes(key, _CALIBRATION_BYTES) for key in keys}
+        )
+        began = time.monotonic()
+        arrived = await _remote_blocks(reader, namespace, keys)
+        took_s = time.monotonic() - began
+        gets.append(LoneGet(arrived * _CALIBRATION_BYTES, 1e3 * took_s, 1e3 * arrived * block_s))
+    remote = sorted((get for get in gets if get.size_bytes), key=lambda get: get.over_link)
+    return remote[len(remote) // 2] if remote else None
+
+
 def make_plan(
     options: DemoOptions,
     lines: list[traces.TraceLine] | None,
     speed: Speed,
     replay_s: float,
+    link_rate: float,
 ) -> Plan:
-    """Scale the workload to the machine. See the module's text."""
-    chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
+    """Scale the workload to the links, or, where they have no rate, to the machine. See the
+    module's text."""
+    span_s = 0.85 * replay_s
+    nodes = len(options.star.hosts)
+    if link_rate:
+        chunks = _LINK_SHARE * nodes * link_rate / (8 * DATA_FRAME_BYTES) * span_s
+    else:
+        chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
     size = options.block_bytes or _block_bytes(chunks)
     chunks_per_block = max(1, -(-size // CHUNK_BYTES))
-    room = _ARENA_BYTES * len(options.star.hosts) // (5 * size)  # homes' copies and readers' caches
+    room = _ARENA_BYTES * nodes // (5 * size)  # homes' copies and readers' caches
     bounds = {
         "remote_reads": max(1, int(chunks / chunks_per_block)),
         "written": max(1, min(room, int(speed.puts_per_s * replay_s * 0.3))),
-        "requests_at_most": max(1, int(25 * replay_s)),
+        "requests_at_most": max(1, int(_REQUESTS_PER_S * replay_s)),
     }
     wanted = WorkloadOptions(
-        nodes=len(options.star.hosts), seed=options.seed, rate_per_s=1.0, dispatch=options.dispatch
+        nodes=nodes,
+        seed=options.seed,
+        rate_per_s=1.0,
+        prefix_blocks=_PREFIX_BLOCKS,
+        dispatch=options.dispatch,
     )
-    span_s = 0.85 * replay_s
     if lines is None:
         requests, demand = generators.take(generators.generate(options.workload, wanted), **bounds)
         stretch = span_s / max(1e-3, requests[-1].time_s)
@@ -301,7 +438,13 @@ def _make_replay(
         plan.requests,
         links,
         [host.node_id for host in pool.star.hosts],
-        ReplayOptions(block_bytes=plan.block_bytes, budget_s=plan.replay_s),
+        ReplayOptions(
+            block_bytes=plan.block_bytes,
+            in_flight=_IN_FLIGHT,
+            budget_s=plan.replay_s,
+            gather=not pool.options.plain,
+            reader_groups=_READER_GROUPS,
+        ),
         on_progress=reporter.phase(name, len(plan.requests)),
     )
 
@@ -359,10 +502,20 @@ async def _switch_counters(pool: Pool) -> dict[str, Any]:
     return {name: status.get(name) for name in ("decisions", "fills")}
 
 
-def _head(options: DemoOptions, plan: Plan, speed: Speed) -> dict[str, Any]:
+def _run_report(
+    tally: Tally, plan: Plan, switch: dict[str, Any], measured: load.Load
+) -> dict[str, Any]:
+    return tally.report(plan.block_bytes) | {"switch": switch, "load": measured.report()}
+
+
+def _head(
+    options: DemoOptions, plan: Plan, speed: Speed, link_rate: float, lone: LoneGet | None
+) -> dict[str, Any]:
     """What is known before the replays."""
     return {
         "bench": "demo",
+        "link_rate_bps": link_rate or None,
+        "lone_get": None if lone is None else lone.report(),
         "workload": {
             "name": plan.name,
             "description": plan.description,
@@ -389,6 +542,17 @@ def _head(options: DemoOptions, plan: Plan, speed: Speed) -> dict[str, Any]:
     }
 
 
+def links_were_the_limit(report: dict[str, Any]) -> bool | None:
+    """Whether times are those of the emulated links, and not of this machine; None: without a rate
+    they are the machine's in any case."""
+    if not report["link_rate_bps"]:
+        return None
+    lone = report["lone_get"]
+    in_time = lone is None or lone["ms"] <= _LONE_GET_AT_MOST * lone["link_ms"]
+    busy = [run["load"]["processors_busy_p95"] for run in report["runs"].values()]
+    return in_time and all(share is None or share <= _BUSY_AT_MOST for share in busy)
+
+
 def _report(runs: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The kvcast run's numbers on top, both runs in full below; wrong_bytes of both runs."""
     plain, kvcast = runs["plain"], runs["kvcast"]
@@ -399,6 +563,10 @@ def _report(runs: dict[str, Any], seconds: float) -> dict[str, Any]:
         "home_egress_ratio": kvcast["home_egress_ratio"],
         "plain_home_egress_ratio": plain["home_egress_ratio"],
         "hits": kvcast["hits"],
+        "fetch_p50_ms": kvcast["fetch_ms"]["p50"],
+        "fetch_p99_ms": kvcast["fetch_ms"]["p99"],
+        "plain_fetch_p50_ms": plain["fetch_ms"]["p50"],
+        "plain_fetch_p99_ms": plain["fetch_ms"]["p99"],
         "fetch_ms": {name: run["fetch_ms"] for name, run in runs.items()},
         "runs": runs,
         "seconds": round(seconds, 1),

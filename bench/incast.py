@@ -10,8 +10,8 @@ two pools of separate processes: with the switch program off (plain) and on.
 home_egress_ratio = payload bytes that the home sent to readers, over UDP and TCP, divided by the
 bytes of the distinct blocks. Every byte of every block is checked against what its key demands.
 
-`--link-rate` emulates links of a speed: the home sends no faster, and the switch's ports deliver
-no faster; choose it so low that this machine is not the limit. One reader alone is then measured
+`--link-rate` emulates links of a speed, each way, at the switch's ports; choose it so low that
+this machine is not the limit. One reader alone is then measured
 too, and `over_one_reader` says how many times as long the last of N readers took: about N through
 a plain switch, and about 1 where each byte leaves its home once.
 
@@ -32,7 +32,6 @@ from typing import Any
 
 from kvcast.bench.replay import TIERS, EgressMeter, NodeLink, links_to
 from kvcast.controller.core.placement import place
-from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
 from kvcast.protocol.messages.wire import CHUNK_BYTES, bucket_of
 from kvcast.service import provenance
 from kvcast.service.statistics import ratio, summary
@@ -165,7 +164,6 @@ async def run(options: IncastOptions, so_far: dict[str, Any] | None = None) -> d
 
 def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
     held = options.blocks * options.rounds * _slab(options.block_bytes)
-    home_rate = options.home_rate or options.link_rate / (8 * MAX_FRAME_BYTES)
     pool_options = PoolOptions(
         runner=options.runner,
         switch=options.switch,
@@ -173,8 +171,8 @@ def _pool(options: IncastOptions, nodes: int, name: str, **more: Any) -> Pool:
         loss=options.loss,
         seed=options.seed,
         arena_bytes=max(16 << 20, 2 * held),
-        agent_flags=(f"--responder-rate={home_rate:g}",) if home_rate else (),
-        switch_flags=(f"--port-rate={options.link_rate:g}",) if options.link_rate else (),
+        link_rate_bits_per_s=options.link_rate,
+        agent_flags=(f"--responder-rate={options.home_rate:g}",) if options.home_rate else (),
         log_level=options.log_level,
         **more,
     )

@@ -53,8 +53,8 @@ def _figure(report: dict[str, Any]) -> bytes:
             "axes.labelcolor": "#475569",
         }
     ):
-        figure = Figure(figsize=(13, 4.6), dpi=130, layout="constrained")
-        over_time, fetches, tiers = figure.subplots(1, 3, width_ratios=[1.35, 1, 1.15])
+        figure = Figure(figsize=(13, 4.9), dpi=130, layout="constrained")
+        fetches, over_time, tiers = figure.subplots(1, 3, width_ratios=[1, 1.35, 1.15])
         _draw_egress(over_time, report)
         _draw_fetches(fetches, report)
         _draw_tiers(tiers, report)
@@ -101,7 +101,7 @@ def _draw_egress(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _draw_fetches(axes: Any, report: dict[str, Any]) -> None:
-    """How long engines waited for blocks that were not in their own memory."""
+    """How long engines waited for gets that were not answered by their own node alone."""
     shares = ("p50", "p99", "max")
     for shift, (name, colour) in ((-0.2, ("plain", _PLAIN)), (0.2, ("kvcast", _KVCAST))):
         values = [report["fetch_ms"][name][share] or 0.0 for share in shares]
@@ -155,8 +155,15 @@ _LABELS = {"plain": "plain switch", "kvcast": "kvcast"}
 
 def _headline(report: dict[str, Any]) -> str:
     plain, kvcast = report["plain_home_egress_ratio"], report["home_egress_ratio"]
+    rate = report["link_rate_bps"]
+    links = f", links of {rate / 1e6:g} Mb/s" if rate else ""
+    before, now = report["plain_fetch_p99_ms"], report["fetch_p99_ms"]
+    times = ""
+    if rate and before and now:
+        times = f"99 of 100 gets took at most {before:.0f} ms through a plain switch, {now:.0f} ms "
+        times += "through kvcast.\n"
     return (
-        f"kvcast: {report['workload']['name']}, {report['parameters']['nodes']} nodes. "
+        f"{report['workload']['name']}, {report['parameters']['nodes']} nodes{links}. {times}"
         f"A fetched byte left its home {_times(plain)} through a plain switch, "
         f"{_times(kvcast)} through kvcast"
     )
@@ -207,14 +214,29 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
+    def percent(value: float | None) -> str:
+        return "–" if value is None else f"{100 * value:.0f} %"
+
+    def loads(name: str) -> tuple[str, str]:
+        return percent(plain["load"][name]), percent(kvcast["load"][name])
+
     rows = [
+        *(
+            (f"time of a get, {name}", ms(plain["fetch_ms"][name]), ms(kvcast["fetch_ms"][name]))
+            for name in ("p50", "p99", "max")
+        ),
         ("bytes that left their homes", *(mib(r["home_egress_bytes"]) for r in (plain, kvcast))),
         ("distinct bytes fetched", *(mib(r["distinct_bytes_fetched"]) for r in (plain, kvcast))),
         ("home egress ratio", *(number(r["home_egress_ratio"]) for r in (plain, kvcast))),
         *(
-            (f"fetch time, {name}", ms(plain["fetch_ms"][name]), ms(kvcast["fetch_ms"][name]))
-            for name in ("p50", "p99", "max")
+            [
+                ("busiest link from a home", *loads("uplink_busiest")),
+                ("the same in its busiest second", *loads("uplink_peak")),
+            ]
+            if report["link_rate_bps"]
+            else []
         ),
+        ("processors busy", *loads("processors_busy")),
         *(
             (f"blocks from {label}", share(plain, tier), share(kvcast, tier))
             for tier, (label, _) in _TIERS.items()

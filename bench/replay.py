@@ -71,6 +71,13 @@ class ReplayOptions:
     """No request starts later than this after the first."""
     sample_s: float = 0.5
     """Period of the samples of the homes' sent bytes."""
+    gather: bool = True
+    """Whether gets let homes gather, as the workload's do; where no switch joins reads, that would
+    only make them wait."""
+    reader_groups: bool = True
+    """Whether the ranks of one engine name their reader group, and all but the first wait for what
+    the first asks for; else each asks for itself, at the same time. The answer to a group goes to
+    all of its members, to those as well that hold the block: as writers, or as its home."""
     namespace_tag: str = "bench"
     """Goes into the namespaces' names, so that two replays on one pool can be kept apart."""
 
@@ -276,7 +283,8 @@ class Player:
                     "bench", request.namespace, self._options.namespace_tag, layout
                 )
             place = (request.namespace, request.group)
-            if len(request.group) > 1 and place not in self._groups:
+            named = self._options.reader_groups and len(request.group) > 1
+            if named and place not in self._groups:
                 client = await self._links[0].client()
                 members = [self._node_ids[node] for node in request.group]
                 self._groups[place] = await client.group(
@@ -295,7 +303,9 @@ class Player:
             group = self._groups.get((request.namespace, request.group), 0)
             got = await asyncio.gather(
                 *(
-                    self._fetch(request, rank, keys[:known], group, reads, expect=place > 0)
+                    self._fetch(
+                        request, rank, keys[:known], group, reads, expect=group != 0 and place > 0
+                    )
                     for place, rank in enumerate(ranks)
                 )
             )
@@ -322,7 +332,7 @@ class Player:
                 namespace,
                 keys,
                 deadline_s=self._options.deadline_s,
-                gather_ms=request.gather_ms,
+                gather_ms=request.gather_ms if self._options.gather else 0,
                 group=group,
                 expect=expect,
             )

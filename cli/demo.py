@@ -29,7 +29,9 @@ _KILL_BUDGET_S = 40.0
 _DESCRIPTION = """\
 Starts a whole pool (one software switch, one controller, an agent for every node; --runner says in
 what), replays a workload through a plain switch, then again through kvcast, checks every byte, and
-ends with a table and a picture. Block size and count are scaled to this machine, and said.
+ends with a table and a picture: how long a get takes, and how many bytes leave the homes. All links
+are emulated and have one rate, so slow that they are the limit and not this machine, which is
+measured. Rate, block size and count are scaled to the machine, and said.
 
 workloads (--workload):
 """
@@ -37,6 +39,9 @@ workloads (--workload):
 _EPILOG = """\
 home egress ratio = payload bytes that homes sent to readers / bytes of the distinct blocks that
 at least one node fetched from elsewhere. 1: each byte left its home once.
+time of a get = from an engine's call until all of its blocks are there; only gets that needed
+blocks from elsewhere count. Links carry frames of READs and their answers; blocks that are put go
+beside them, by TCP.
 
 examples:
   kvcast demo
@@ -72,7 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="a star as TOML or JSON: nodes = 8, or hosts with node_id, ip, mac, switch_port",
     )
     parser.add_argument(
-        "--seconds-budget", type=float, default=90.0, metavar="S", help="about how long it may take"
+        "--seconds-budget",
+        type=float,
+        default=150.0,
+        metavar="S",
+        help="about how long it may take",
     )
     parser.add_argument(
         "--time-scale",
@@ -89,6 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--block-size", type=parse_size, metavar="SIZE", help="(default: scaled to the machine)"
+    )
+    parser.add_argument(
+        "--link-rate",
+        type=float,
+        metavar="BITS/S",
+        help="rate of every node's link, each way, emulated at the switch's ports; 0 = none "
+        "(default: so low that the links are the limit, and not this machine)",
     )
     parser.add_argument("--seed", type=int, default=1, help="seeds the workload")
     parser.add_argument(
@@ -137,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--nodes must be between 1 and 32")
     if options.block_size is not None and not 1024 <= options.block_size <= 1 << 20:
         parser.error("--block-size must be between 1 KiB and 1 MiB")
+    if options.link_rate is not None and not 0 <= options.link_rate <= 1e12:
+        parser.error("--link-rate must be 0 to 1e12 bits a second")
     return run_command(lambda: _demo(options), log_level=options.log_level)
 
 
@@ -158,6 +176,7 @@ async def _demo(options: argparse.Namespace) -> int:
                 dispatch=options.dispatch,
                 time_scale=options.time_scale,
                 block_bytes=options.block_size,
+                link_rate_bits_per_s=options.link_rate,
                 runner=options.runner,
                 switch=options.switch,
                 run_dir=options.out / "logs",
@@ -192,6 +211,7 @@ def _print_table(console: Console, report: dict[str, Any]) -> None:
         table.add_row(name, plain, kvcast)
     console.print(table)
     console.print(verdict(report), highlight=False)
+    console.print(what_times_mean(report), highlight=False)
     if "outage" in report:
         console.print(what_it_cost(report["outage"], report["wrong_bytes"]), highlight=False)
 
@@ -226,6 +246,28 @@ def verdict(report: dict[str, Any]) -> str:
     if kvcast > 0.9 * plain:
         return both + "reads hardly coincided, and kvcast gained nothing here."
     return both + f"{100 * (1 - kvcast / plain):.0f} % less on their links."
+
+
+def what_times_mean(report: dict[str, Any]) -> str:
+    """What the times of gets came to, and whose they are: the links' or this machine's."""
+    rate, lone = report["link_rate_bps"], report["lone_get"]
+    if not rate:
+        return "Links had no rate here: the times are those of this machine, and say nothing else."
+    before, now = report["plain_fetch_p99_ms"], report["fetch_p99_ms"]
+    if before is None or now is None:
+        return "No get had to wait for a link."
+    told = f"99 of 100 gets took at most {before:.0f} ms plainly and {now:.0f} ms through kvcast. "
+    busy = max(run["load"]["processors_busy_p95"] or 0.0 for run in report["runs"].values())
+    how = (
+        f"in 95 of 100 half seconds the processors were no more than {100 * busy:.0f} % busy with "
+        "the pool"
+    )
+    if lone is not None:
+        over = lone["ms"] / lone["link_ms"]
+        how = f"a lone get took {over:.2f} times what its link needs, and {how}"
+    if report["links_were_the_limit"]:
+        return f"{told}These are times of links of {rate / 1e6:g} Mb/s, not of this machine: {how}."
+    return f"{told}THIS MACHINE WAS TOO SLOW, or too busy, for links of {rate / 1e6:g} Mb/s: {how}."
 
 
 class _LineReporter(Reporter):

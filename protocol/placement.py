@@ -436,12 +436,6 @@ def _is_source(of: Copy, node: U64) -> bool:
     return listened
 
 
-@native
-def _is_of(to: Copy, at: U64) -> bool:
-    """Whether a DATA of the block is of this copy of it."""
-    return to.digest == u64_at(at + _DIGEST_AT)[0] and to.size == _u32(at + _SIZE_AT)
-
-
 # --- placing ----------------------------------------------------------------------------------
 
 

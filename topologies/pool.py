@@ -25,11 +25,14 @@ import signal
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES
+from kvcast.protocol.messages.wire import CHUNK_BYTES, CHUNKS_PER_SEGMENT, HEADER_BYTES
 from kvcast.topologies.network import Network, NetworkError
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.processes import TunnelNetwork
@@ -40,6 +43,8 @@ Switch = Literal["switchsim", "bmv2"]
 RUNNERS: tuple[Runner, ...] = ("processes", "namespaces", "mininet")
 SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
+DATA_FRAME_BYTES = FRAME_OVERHEAD_BYTES + HEADER_BYTES + CHUNK_BYTES
+"""A frame with a chunk of a block, on links of an MTU of 1500, as all runners have them."""
 HTTP_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 _LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena)?")
@@ -74,6 +79,9 @@ class PoolOptions:
     """Probability with which switchsim loses a frame, each time it crosses a link."""
     seed: int = 1
     """Seed of that loss."""
+    link_rate_bits_per_s: float = 0.0
+    """Rate of every node's link, each way, in Ethernet frames without preamble; 0: links without
+    a rate. See `link_flags`."""
     start_timeout_s: float = 60.0
     """How long the whole pool may take to be ready."""
     log_level: str = "info"
@@ -92,27 +100,39 @@ def find_simple_switch() -> str | None:
     return shutil.which(named) if named else shutil.which("simple_switch_grpc")
 
 
-def patience_flags(nodes: int) -> list[str]:
+def patience_flags(nodes: int, link_rate_bits_per_s: float = 0.0) -> list[str]:
     """An agent's flags that say when silence is a loss, where one machine plays a whole rack.
 
     A software switch needs some 0.1 ms for every copy of a frame, so a window of segments to all
     nodes takes it tens of milliseconds a node; and all processes share a few cores. Silence of
-    that length is a queue, and a repeated READ would only make it longer.
+    that length is a queue, and a repeated READ would only make it longer. On emulated links, so
+    does what waits before it there: a segment to each of the other nodes, say.
     """
+    queue_s = 0.0
+    if link_rate_bits_per_s:
+        queue_s = nodes * CHUNKS_PER_SEGMENT * DATA_FRAME_BYTES * 8 / link_rate_bits_per_s
     return [
-        f"--rto-initial={max(0.5, 0.06 * nodes):.3g}",
-        f"--rto-min={max(0.25, 0.03 * nodes):.3g}",
-        f"--quiet={max(0.15, 0.015 * nodes):.3g}",
+        f"--rto-initial={max(0.5, 0.06 * nodes) + queue_s:.3g}",
+        f"--rto-min={max(0.25, 0.03 * nodes) + queue_s:.3g}",
+        f"--quiet={max(0.15, 0.015 * nodes) + queue_s:.3g}",
     ]
 
 
-def _behind_the_hosts(part: str) -> list[str]:
+def link_flags(rate_bits_per_s: float) -> list[str]:
+    """An agent's flags behind a link of that rate: it sends answers no faster, as a host whose
+    card is busy keeps them waiting; the switch's port is the link itself, which carries all frames
+    that way no faster."""
+    return [f"--responder-rate={rate_bits_per_s / (8 * DATA_FRAME_BYTES):g}"]
+
+
+def _behind_the_hosts(part: str, options: PoolOptions) -> list[str]:
     """What makes the switch yield to the hosts where all share a few processors.
 
     Real hosts have processors of their own. Here a switch that ran ahead of the slowest of them
-    would answer a segment before that host has had the time to ask for it.
+    would answer a segment before that host has had the time to ask for it. Behind links of a rate
+    it cannot run ahead; but it is their clock, and who waits for it would wait for the link.
     """
-    return ["nice", "-n", "10"] if part == "switch" else []
+    return ["nice", "-n", "10"] if part == "switch" and not options.link_rate_bits_per_s else []
 
 
 def make_network(runner: Runner, star: Star) -> Network:
@@ -193,6 +213,8 @@ class Pool:
                 )
             if options.loss or options.switch_flags:
                 raise PoolError("BMv2 takes neither loss nor flags of kvcast switch")
+            if options.link_rate_bits_per_s:
+                raise PoolError("BMv2's ports have no rate: choose links without one")
             if find_simple_switch() is None:
                 raise PoolError(
                     "simple_switch_grpc is not on the PATH and KVCAST_SIMPLE_SWITCH_GRPC does "
@@ -200,6 +222,8 @@ class Pool:
                 )
         if not 0 <= options.loss < 1:
             raise PoolError(f"loss {options.loss} is no probability below 1")
+        if not 0 <= options.link_rate_bits_per_s < inf:
+            raise PoolError(f"a link of {options.link_rate_bits_per_s} bits/s: no such rate")
 
     def _make_folders(self) -> None:
         remove_leftovers(SHARED_MEMORY, Path("/tmp"), Path(tempfile.gettempdir()))
@@ -232,7 +256,7 @@ class Pool:
             (self._folder / f"{name}.log").unlink(missing_ok=True)  # an earlier pool's
             self.parts[name] = Part(
                 name,
-                [*self.network.prefix(name), *_behind_the_hosts(name), *command],
+                [*self.network.prefix(name), *_behind_the_hosts(name, self.options), *command],
                 log_path=self._folder / f"{name}.log",
                 environment=environment,
                 announces=not (name == "switch" and self.options.switch == "bmv2"),
@@ -240,7 +264,7 @@ class Pool:
 
     def _switch_command(self) -> list[str]:
         options, device = self.options, self.star.device_id
-        grpc = _joined(self.network.grpc_address)
+        grpc, rate = _joined(self.network.grpc_address), options.link_rate_bits_per_s
         ports = [(h.switch_port, self.network.switch_port(h)) for h in self.star.hosts]
         if options.switch == "bmv2":
             binary = find_simple_switch()
@@ -263,6 +287,7 @@ class Pool:
             f"--stats-json={self.switch_stats_path}",
             f"--seed={options.seed}",
             *([f"--loss={options.loss}"] if options.loss else []),
+            *([f"--port-rate={rate:g}", f"--uplink-rate={rate:g}"] if rate else []),
             *options.switch_flags,
         ]
 
@@ -303,7 +328,8 @@ class Pool:
             f"--arena-bytes={options.arena_bytes}",
             f"--arena-path={arena}",
             "--no-arena-reserve",  # dozens of agents share this machine's memory
-            *patience_flags(len(self.star.hosts)),
+            *patience_flags(len(self.star.hosts), options.link_rate_bits_per_s),
+            *(link_flags(options.link_rate_bits_per_s) if options.link_rate_bits_per_s else []),
             *self.network.agent_flags(host),
             *options.agent_flags,
         ]

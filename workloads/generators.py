@@ -331,7 +331,7 @@ DESCRIPTIONS = {
     "tp-mla": (
         f"conversations on engines whose {TENSOR_PARALLEL_RANKS} tensor-parallel ranks sit on "
         "different hosts; with MLA every rank needs the same latent KV, so every fetch is "
-        "N-to-1; the ranks are a reader group"
+        "N-to-1"
     ),
     "rollout": (
         "reinforcement learning: one node prefills a prompt, then up to 8 samples of it start "

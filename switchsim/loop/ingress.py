@@ -4,7 +4,10 @@ Owns: batches of received frames, learned tunnel peers, checksums and tags that 
 unfinished, and the count of every frame that goes no further. Must not know: the program; queues.
 
 A frame's way ends in `accept`, which gives it to the program at once: there is no queue before
-the program but the kernel's buffer, which drops when it is full (rx_kernel_drops).
+the program but the kernel's buffer, which drops when it is full (rx_kernel_drops). A port with an
+uplink rate is the exception: it is an emulated link towards the switch, which takes one frame at a
+time, each for length x 8 / rate, and holds `depth` of them (rx_queue_drops). A frame has arrived
+when its last bit has; in real time, frames are given to the program up to a quantum late.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from kvcast.native.linux import (
     SockAddrIn,
     TpacketHeader,
     error_number,
+    free,
     getsockopt,
+    malloc,
     recvmmsg,
     swap16,
 )
@@ -45,6 +50,7 @@ from kvcast.native.subset import (
     atomic_load,
     atomic_store,
     bytes_at,
+    copy,
     indirect,
     move,
     native,
@@ -60,11 +66,13 @@ from kvcast.switchsim.loop.state import (
     FLUSH_FRAMES,
     KIND_PACKET,
     KIND_UDP_LEARNING,
+    NEVER,
     PORT_NUMBERS,
     RECEIVE_BATCH,
     Loop,
     Outbox,
     Port,
+    QueuedFrame,
 )
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 
@@ -90,9 +98,100 @@ def accept(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None
         if lost(port.loss_threshold, port.rx_random):
             port.rx_loss += 1
             return
+    if port.uplink_ps_per_byte == 0:
+        enter(loop, port, frame, length, now_ns)
+    else:
+        put_on_uplink(loop, port, frame, length, now_ns)
+
+
+@native
+def enter(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
+    """A frame is in the switch."""
     port.rx_frames += 1
     port.rx_bytes += length
     run_program(loop, port.number, frame, length, now_ns)
+
+
+@native
+def put_on_uplink(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
+    """A host sends a frame: it is here once the frames before it, and then its own bits, are."""
+    queue = port.arriving[0]
+    if queue.frames >= port.depth:
+        port.rx_queue_drops += 1
+        return
+    address = malloc(size_of(QueuedFrame) + length)
+    if address == 0:
+        port.rx_queue_drops += 1
+        return
+    start = port.uplink_free_at_ns if port.uplink_free_at_ns > now_ns else now_ns
+    duration_ps = length * port.uplink_ps_per_byte + port.uplink_remainder_ps
+    port.uplink_free_at_ns = start + duration_ps // 1000
+    port.uplink_remainder_ps = duration_ps % 1000
+    queued = QueuedFrame.at(address)
+    queued.next = 0
+    queued.arrival_ns = port.uplink_free_at_ns
+    queued.length = length
+    copy(address + size_of(QueuedFrame), frame, length)
+    if queue.first == 0:
+        queue.first = address
+        loop.busy_uplinks += 1
+    else:
+        QueuedFrame.at(queue.last).next = address
+    queue.last = address
+    queue.frames += 1
+
+
+@native
+def take_arrived(loop: Loop, now_ns: U64) -> U64:
+    """Process the frames that have come over uplinks by now, of each port a quantum's at a time;
+    when there will be more, or NEVER."""
+    earliest = NEVER
+    if loop.busy_uplinks != 0:
+        for i in range(loop.port_count):
+            port = loop.ports[i]
+            queue = port.arriving[0]
+            if queue.first != 0 and (
+                QueuedFrame.at(queue.first).arrival_ns + port.quantum_ns <= now_ns
+            ):
+                while queue.first != 0 and QueuedFrame.at(queue.first).arrival_ns <= now_ns:
+                    address = queue.first
+                    frame = QueuedFrame.at(address)
+                    queue.first = frame.next
+                    queue.frames -= 1
+                    enter(loop, port, address + size_of(QueuedFrame), frame.length, now_ns)
+                    free(address)
+                if queue.first == 0:
+                    loop.busy_uplinks -= 1
+            if queue.first != 0:
+                due_ns = QueuedFrame.at(queue.first).arrival_ns + port.quantum_ns
+                if due_ns < earliest:
+                    earliest = 0 + due_ns
+    return earliest
+
+
+@native
+def next_arrived(loop: Loop) -> U64:
+    """When the next frame will have come over an uplink, or NEVER."""
+    earliest = NEVER
+    if loop.busy_uplinks != 0:
+        for i in range(loop.port_count):
+            first = loop.ports[i].arriving[0].first
+            if first != 0 and QueuedFrame.at(first).arrival_ns < earliest:
+                earliest = QueuedFrame.at(first).arrival_ns
+    return earliest
+
+
+@native
+def discard_arriving(loop: Loop) -> None:
+    """Free the frames that are on their way; the loop ends."""
+    for i in range(loop.port_count):
+        queue = loop.ports[i].arriving[0]
+        while queue.first != 0:
+            address = queue.first
+            queue.first = QueuedFrame.at(address).next
+            free(address)
+        queue.frames = 0
+    loop.busy_uplinks = 0
 
 
 @native

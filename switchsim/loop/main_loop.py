@@ -4,10 +4,10 @@ Owns: the order of these, time (real or virtual), the change of programs, and th
 waking: Python writes `wake_fd`, the loop writes `notify_fd`. Must not know: P4; how frames are
 received and sent.
 
-A turn: adopt a new program if one is offered; frames whose time at their port has come; frames
-from Python; one batch of each port that is readable; everything gathered is sent; news for Python
-is announced; sleep until a descriptor is readable. What Python sets, it sets before it writes
-`wake_fd`, and the loop reads `wake_fd` before it looks, so no wake-up is lost.
+A turn: adopt a new program if one is offered; frames whose time at their port has come, on the
+way in or out; frames from Python; one batch of each port that is readable; everything gathered is
+sent; news for Python is announced; sleep until a descriptor is readable. What Python sets, it sets
+before it writes `wake_fd`, and the loop reads `wake_fd` before it looks, so no wake-up is lost.
 
 Between turns the loop increments the program's epoch; while it sleeps, the epoch is NEVER. Code
 that replaces what a packet may still read waits for the epoch to change (llvm engine).
@@ -43,7 +43,13 @@ from kvcast.switchsim.loop.egress import (
     next_release,
     release_all,
 )
-from kvcast.switchsim.loop.ingress import accept, receive
+from kvcast.switchsim.loop.ingress import (
+    accept,
+    discard_arriving,
+    next_arrived,
+    receive,
+    take_arrived,
+)
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop
 from kvcast.switchsim.loop.state import (
     NEVER,
@@ -173,7 +179,10 @@ def run_loop(loop: Loop) -> None:
     while atomic_load(loop.stop) == 0:
         adopt_program(loop)
         next_epoch(loop)
+        arrived_ns = take_arrived(loop, now_ns)
         due_ns = release_all(loop, now_ns)
+        if arrived_ns < due_ns:
+            due_ns = 0 + arrived_ns
         injected = take_injected(loop, now_ns)
         flush(loop)
         announce(loop)
@@ -226,6 +235,9 @@ def run_virtual(loop: Loop, until_ns: U64, stop_at_output: U64) -> bool:
         if address != 0:
             arrival_ns = Record.at(address).time_ns
         departure_ns = next_release(loop)
+        uplink_ns = next_arrived(loop)
+        if uplink_ns < departure_ns:
+            departure_ns = 0 + uplink_ns
         next_ns = departure_ns if departure_ns < arrival_ns else arrival_ns
         if stop_at_output != 0 and next_ns > loop.now_ns and ring_peek(loop.punt) != 0:
             until_ns = 0 + loop.now_ns
@@ -234,6 +246,7 @@ def run_virtual(loop: Loop, until_ns: U64, stop_at_output: U64) -> bool:
             if departure_ns > until_ns or departure_ns == NEVER:
                 break
             loop.now_ns = departure_ns
+            take_arrived(loop, departure_ns)
             release_all(loop, departure_ns)
         else:
             if arrival_ns > until_ns:
@@ -252,4 +265,5 @@ def run_virtual(loop: Loop, until_ns: U64, stop_at_output: U64) -> bool:
 @native
 def close_loop(loop: Loop) -> None:
     """Free what waits. The loop does not run any more."""
+    discard_arriving(loop)
     discard_queues(loop)

@@ -233,6 +233,9 @@ class NativeLoop:
         native.tx_random = _seed(f"{options.seed}/{number}/tx")
         if options.rate_bits_per_s is not None:
             native.ps_per_byte = max(1, round(8e12 / options.rate_bits_per_s))
+        if options.uplink_bits_per_s is not None:
+            native.uplink_ps_per_byte = max(1, round(8e12 / options.uplink_bits_per_s))
+        if native.ps_per_byte or native.uplink_ps_per_byte:
             native.quantum_ns = int(options.quantum_s * 1e9)
 
     def _set_up_tunnel(self, native: Any, port: UdpTunnelPort) -> None:

@@ -178,6 +178,15 @@ class Port(Struct):
     """Frames that have left, and are kept for that."""
     queues: Annotated[Ptr[Queue], Inline(PRIORITIES)]
 
+    uplink_ps_per_byte: U64
+    """Picoseconds a byte takes on its way in; 0 = no rate."""
+    uplink_remainder_ps: U64
+    uplink_free_at_ns: U64
+    """When the last of `arriving` will be here."""
+    arriving: Annotated[Ptr[Queue], Inline(1)]
+    """Frames on their way in; their `arrival_ns` is when the last bit will be here. At most `depth`
+    of them."""
+
     receive_messages: Ptr[MsgHdr]
     receive_at_once: U64
     """Messages of the next receive: fewer where each holds many frames."""
@@ -243,6 +252,8 @@ class Loop(Struct):
     """Index of a port, plus 1; 0 = there is none."""
     backlog: U64
     """Ports at which frames wait for their rate."""
+    busy_uplinks: U64
+    """Ports with `arriving` frames."""
     handover_ns: U64
     """When `departed` frames of some port must be handed over; NEVER = there are none."""
     pending_ports: U64

@@ -49,7 +49,8 @@ class PortCounters:
     rx_loss: int = 0
     """Received frames dropped by injected loss."""
     rx_queue_drops: int = 0
-    """Received frames dropped because the ingress queue of an in-process port was full."""
+    """Received frames dropped because the ingress queue of an in-process port, or an uplink's, was
+    full."""
     rx_kernel_drops: int = 0
     """Frames that the kernel dropped because the ingress queue, and then its buffer, was full."""
     rx_runts: int = 0
@@ -87,16 +88,20 @@ class PortOptions:
     """What all kinds of ports have in common."""
 
     queue_depth: int = DEFAULT_QUEUE_DEPTH
-    """Frames that the ingress queue holds, and the egress queue of a rate-limited port."""
+    """Frames that the ingress queue holds, and the egress queue of a rate-limited port, and an
+    uplink."""
     loss: float = 0.0
     """Probability, 0 to 1, with which each received and each sent frame is dropped."""
     seed: int = 0
     """Seed of the losses; every port and direction draws from a sequence of its own."""
     rate_bits_per_s: float | None = None
     """Egress rate; None = as fast as the socket takes it."""
+    uplink_bits_per_s: float | None = None
+    """Ingress rate (compiled loop only), as of a host's own link; None = as fast as frames come."""
     quantum_s: float = DEFAULT_QUANTUM_S
-    """How late frames may leave a port with a rate, so that several leave in one piece (compiled
-    loop, real time only; when they would have left is reckoned without it)."""
+    """How late frames may leave a port with a rate, or be taken from an uplink, so that several go
+    in one piece (compiled loop, real time only; when they would have gone is reckoned without
+    it)."""
 
     def __post_init__(self) -> None:
         if self.queue_depth < 1:
@@ -105,6 +110,8 @@ class PortOptions:
             raise PortError(f"loss {self.loss} is not between 0 and 1")
         if self.rate_bits_per_s is not None and self.rate_bits_per_s <= 0:
             raise PortError(f"port rate {self.rate_bits_per_s} is not above 0")
+        if self.uplink_bits_per_s is not None and not self.uplink_bits_per_s > 0:
+            raise PortError(f"uplink rate {self.uplink_bits_per_s} is not above 0")
         if not 0 <= self.quantum_s <= 1:
             raise PortError(f"port quantum {self.quantum_s} is not 0 to 1 s")
 

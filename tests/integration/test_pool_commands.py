@@ -94,6 +94,19 @@ async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     assert report["home_egress_ratio"] < report["plain_home_egress_ratio"]
     for run in ("plain", "kvcast"):
         assert {"p50", "p99", "max"} == set(report["fetch_ms"][run])
+    for name in ("fetch_p50_ms", "fetch_p99_ms", "plain_fetch_p50_ms", "plain_fetch_p99_ms"):
+        assert report[name] > 0
+    # The links' rate was in force: nothing is ever faster than a wire. Counters are a quantum
+    # late, and are read while the switch runs.
+    rate, lone = report["link_rate_bps"], report["lone_get"]
+    assert lone["ms"] >= lone["link_ms"] > 8e3 * lone["bytes"] / rate
+    for run in report["runs"].values():
+        for way in ("uplink", "downlink"):
+            assert 0 < run["load"][f"{way}_busiest"] <= 1.02
+            assert run["load"][f"{way}_peak"] <= 1.25
+        assert 0 < run["load"]["processors_busy"] <= 1
+    assert f"{rate / 1e6:g} Mb/s" in text
+    assert isinstance(report["links_were_the_limit"], bool)
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "out" / "demo.html").read_text()
     assert "data:image/png;base64," in page

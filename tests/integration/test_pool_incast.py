@@ -1,16 +1,19 @@
 """Incast on a whole pool of processes: N nodes read the same blocks at the same moment.
 
-Oracle: the home's own count of what it sent, and bytes that follow from keys. Cannot see: how
-long anything takes on other machines; no test asserts a time.
+Oracle: the home's own count of what it sent, bytes that follow from keys, and what frames take on
+a wire. Cannot see: how long anything takes on other machines; no test asserts that it is fast, only
+that no emulated link is faster than its rate.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from kvcast.bench.incast import IncastOptions, run
-from kvcast.topologies.pool import PoolError
+from kvcast.protocol.messages.wire import CHUNK_BYTES
+from kvcast.topologies.pool import DATA_FRAME_BYTES, PoolError
 
 pytestmark = pytest.mark.alone  # it measures what processes do at once
 
@@ -40,6 +43,24 @@ async def test_lost_frames_cost_only_their_repeats(tmp_path: Path) -> None:
     assert report["wrong_bytes"] == 0
     assert 1.0 <= report["home_egress_ratio"] <= 1.35
     assert report["runs"]["plain"]["misses"] == 0
+
+
+async def test_links_of_a_rate_carry_no_more_in_either_direction(tmp_path: Path) -> None:
+    """The home's way out carries both readers' copies, one after the other; each reader's way in
+    one copy. Both by the same rate, so the plain readers cannot both be done before two copies'
+    time, and nobody before one's."""
+    rate, blocks, size = 5e6, 2, 128 * 1024
+    options = IncastOptions(
+        readers=2, blocks=blocks, block_bytes=size, link_rate=rate, run_dir=tmp_path
+    )
+    report = await run(options)
+    copy_ms = 1e3 * blocks * size / CHUNK_BYTES * DATA_FRAME_BYTES * 8 / rate
+    assert report["fetch_ms"]["one_reader"]["max"] >= copy_ms
+    assert report["fetch_ms"]["kvcast"]["p50"] >= copy_ms
+    assert report["fetch_ms"]["plain"]["max"] >= 2 * copy_ms
+    assert report["misses"] == report["wrong_bytes"] == 0
+    stats = json.loads((tmp_path / "plain" / "switch-stats.json").read_text())
+    assert stats["ports"]["1"]["rx_bytes"] >= 2 * blocks * size  # all of it came over the link
 
 
 async def test_a_resident_block_is_served_while_its_home_is_stopped(tmp_path: Path) -> None:

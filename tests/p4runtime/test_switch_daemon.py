@@ -57,12 +57,13 @@ def test_the_contracts_flags_are_understood() -> None:
         *("--grpc-addr", "127.0.0.1:9000", "--device-id", "7", "--cpu-port", "100", "--strict"),
         *("--port", "1=udp:127.0.0.1:7001:127.0.0.1:8001", "--port", "2=if:veth0"),
         *("--loss", "0.25", "--seed", "3", "--port-rate", "1e6", "--queue-depth", "99"),
-        *("--stats-json", "/tmp/s.json"),
+        *("--stats-json", "/tmp/s.json", "--uplink-rate", "2e6"),
     )
     assert (options.grpc_port, options.device_id, options.cpu_port) == (9000, 7, 100)
     assert [spec.number for spec in options.ports] == [1, 2]
     assert (options.loss, options.seed, options.queue_depth) == (0.25, 3, 99)
     assert options.port_rate_bits_per_s == 1e6
+    assert options.uplink_rate_bits_per_s == 2e6
     assert options.strict
 
 
@@ -78,6 +79,9 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--loss", "2"], "loss"),
         (["--queue-depth", "0"], "queue depth"),
         (["--port-rate", "-1"], "port rate"),
+        (["--uplink-rate", "0"], "uplink rate"),
+        (["--uplink-rate", "nan"], "uplink rate"),
+        (["--uplink-rate", "1e6", "--engine", "reference"], "--engine llvm"),
         (["--p4info", "x.txtpb"], "--program"),
         (["--port-quantum", "2"], "quantum"),
         (["--tls-cert", "x"], "--tls-key"),

@@ -12,9 +12,18 @@ from typing import Any
 
 import pytest
 from kvcast.bench import demo, picture
-from kvcast.bench.demo import BLOCK_SIZES, DemoOptions, Reporter, Speed, make_plan
+from kvcast.bench.demo import (
+    BLOCK_SIZES,
+    LINK_RATES,
+    DemoOptions,
+    Reporter,
+    Speed,
+    links_were_the_limit,
+    make_plan,
+    rate_for,
+)
 from kvcast.bench.replay import Tally
-from kvcast.cli.demo import verdict
+from kvcast.cli.demo import verdict, what_times_mean
 from kvcast.service import provenance, reports
 from kvcast.service.statistics import ratio, summary
 from kvcast.topologies.pool import PoolError, Runner
@@ -34,7 +43,7 @@ def _trace(requests: int, spacing_ms: float, blocks: int = 6) -> list[TraceLine]
 @pytest.mark.parametrize("speed", [SLOW, FAST])
 def test_a_workload_is_scaled_to_what_the_machine_carries(name: str, speed: Speed) -> None:
     replay_s = 20.0
-    plan = make_plan(DemoOptions(workload=name), None, speed, replay_s)
+    plan = make_plan(DemoOptions(workload=name), None, speed, replay_s, 0.0)
     assert plan.block_bytes in BLOCK_SIZES
     chunks = plan.demand.remote_reads * plan.block_bytes / 1024
     assert chunks <= 0.5 * speed.chunks_per_s * replay_s
@@ -43,9 +52,32 @@ def test_a_workload_is_scaled_to_what_the_machine_carries(name: str, speed: Spee
     assert f"{len(plan.requests)} requests" in plan.scaling
 
 
+@pytest.mark.parametrize("name", ["mix", "tp-mla", "rollout", "fan-out", "storm", "chat"])
+@pytest.mark.parametrize("rate", [1e6, 5e6])
+def test_with_links_of_a_rate_a_workload_is_scaled_to_what_they_carry(
+    name: str, rate: float
+) -> None:
+    plan = make_plan(DemoOptions(workload=name), None, FAST, 50.0, rate)
+    carried = 8 * rate / 8 * plan.requests[-1].time_s  # eight links, eight bits a byte
+    asked_for = plan.demand.remote_reads * plan.block_bytes
+    assert 0.1 * carried < asked_for < 0.6 * carried
+    assert plan.requests[-1].time_s < 50.0
+
+
+def test_the_rate_of_links_follows_from_what_the_machine_moves() -> None:
+    rates = [rate_for(DemoOptions(), Speed(chunks, 60.0)) for chunks in (1.0, 20e3, 50e3, 1e6)]
+    assert rates == sorted(rates)
+    assert rates[0] == LINK_RATES[0]
+    assert rates[-1] == LINK_RATES[-1]
+    for rate, chunks in zip(rates[1:], (20e3, 50e3, 1e6), strict=True):
+        assert 8 * rate / 8 < 0.2 * chunks * 1024  # bytes a second, of eight links
+    assert rate_for(DemoOptions(link_rate_bits_per_s=7e6), FAST) == 7e6
+    assert rate_for(DemoOptions(switch="bmv2"), FAST) == 0.0
+
+
 def test_a_faster_machine_replays_more() -> None:
-    slow = make_plan(DemoOptions(), None, SLOW, 20.0)
-    fast = make_plan(DemoOptions(), None, FAST, 20.0)
+    slow = make_plan(DemoOptions(), None, SLOW, 20.0, 0.0)
+    fast = make_plan(DemoOptions(), None, FAST, 20.0, 0.0)
     assert fast.demand.remote_reads * fast.block_bytes > 4 * (
         slow.demand.remote_reads * slow.block_bytes
     )
@@ -53,7 +85,7 @@ def test_a_faster_machine_replays_more() -> None:
 
 def test_a_trace_is_cut_to_what_fits_and_the_part_is_named() -> None:
     options = DemoOptions(trace=Path("x/long.jsonl"))
-    plan = make_plan(options, _trace(5000, 200.0), SLOW, 20.0)
+    plan = make_plan(options, _trace(5000, 200.0), SLOW, 20.0, 0.0)
     assert plan.name == "long.jsonl"
     assert len(plan.requests) < 5000
     assert re.search(rf"the first {len(plan.requests)} of the trace's 5000 requests", plan.scaling)
@@ -63,14 +95,14 @@ def test_a_trace_is_cut_to_what_fits_and_the_part_is_named() -> None:
 
 def test_a_given_time_scale_is_kept_and_cuts_the_trace_too() -> None:
     options = DemoOptions(trace=Path("t.jsonl"), time_scale=2.0)
-    plan = make_plan(options, _trace(100, 1000.0), FAST, 20.0)
+    plan = make_plan(options, _trace(100, 1000.0), FAST, 20.0, 0.0)
     assert plan.requests[1].time_s == pytest.approx(0.5)
     assert len(plan.requests) == 35  # 17 seconds of replay, two requests in each
     assert "compressed 2.0 times" in plan.scaling
 
 
 def test_a_slow_trace_is_told_to_be_stretched_when_it_is() -> None:
-    plan = make_plan(DemoOptions(trace=Path("t.jsonl")), _trace(30, 10.0), FAST, 20.0)
+    plan = make_plan(DemoOptions(trace=Path("t.jsonl")), _trace(30, 10.0), FAST, 20.0, 0.0)
     assert "stretched" in plan.scaling
 
 
@@ -91,7 +123,9 @@ def test_the_provenance_says_where_and_of_what(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "deep" / "report.json").read_text())["commit"] == told["commit"]
 
 
-def _report(plain: float | None, kvcast: float | None) -> dict[str, Any]:
+def _report(
+    plain: float | None, kvcast: float | None, *, rate: float = 10e6, busy: float = 0.1
+) -> dict[str, Any]:
     def run(ratio: float | None) -> dict[str, Any]:
         tally = Tally(gets=4, fetch_ms=[3.0, 5.0], seconds=2.0, requests=2)
         tally.hits.update({"local": 1, "shared": 2, "home": 1})
@@ -99,10 +133,15 @@ def _report(plain: float | None, kvcast: float | None) -> dict[str, Any]:
             tally.fetched = {("n", bytes([i])) for i in range(2)}
             tally.egress_bytes = ratio * 2 * 4096
         tally.egress_samples = [(0.5, 100.0), (2.0, tally.egress_bytes)]
-        return tally.report(4096)
+        load = dict.fromkeys(("uplink_busiest", "uplink_peak", "processors_busy"), 0.25)
+        return tally.report(4096) | {"load": load | {"processors_busy_p95": busy}}
 
     runs = {"plain": run(plain), "kvcast": run(kvcast)}
-    return {
+    report = {
+        "link_rate_bps": rate or None,
+        "lone_get": {"bytes": 4096, "ms": 11.0, "link_ms": 10.0} if rate else None,
+        "fetch_p99_ms": runs["kvcast"]["fetch_ms"]["p99"],
+        "plain_fetch_p99_ms": runs["plain"]["fetch_ms"]["p99"],
         "runs": runs,
         "home_egress_ratio": runs["kvcast"]["home_egress_ratio"],
         "plain_home_egress_ratio": runs["plain"]["home_egress_ratio"],
@@ -113,6 +152,7 @@ def _report(plain: float | None, kvcast: float | None) -> dict[str, Any]:
         "commit": "abc",
         "time": "now",
     }
+    return report | {"links_were_the_limit": links_were_the_limit(report)}
 
 
 def test_a_tallys_report_divides_what_homes_sent_by_what_was_fetched() -> None:
@@ -144,6 +184,20 @@ def test_the_verdict_says_what_was_gained_or_that_nothing_was() -> None:
     assert "75 % less" in verdict(_report(4.0, 1.0))
     assert "gained nothing" in verdict(_report(1.02, 1.0))
     assert "nothing for a switch to do" in verdict(_report(None, None))
+
+
+def test_the_times_are_said_to_be_the_links_only_where_the_machine_was_not_the_limit() -> None:
+    told = what_times_mean(_report(4.0, 1.0))
+    assert "99 of 100 gets took at most 5 ms plainly and 5 ms through kvcast" in told
+    assert "times of links of 10 Mb/s, not of this machine: a lone get took 1.10 times" in told
+    assert "no more than 10 % busy" in told
+    assert "THIS MACHINE WAS TOO SLOW" in what_times_mean(_report(4.0, 1.0, busy=0.9))
+    assert "those of this machine" in what_times_mean(_report(4.0, 1.0, rate=0.0))
+    nothing = _report(None, None) | {"fetch_p99_ms": None, "plain_fetch_p99_ms": None}
+    assert "No get had to wait" in what_times_mean(nothing)
+    late = _report(4.0, 1.0)
+    late["lone_get"]["ms"] = 20.0
+    assert links_were_the_limit(late) is False
 
 
 @pytest.mark.parametrize(

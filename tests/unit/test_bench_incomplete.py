@@ -5,12 +5,14 @@ Oracle: the file. Cannot see: real pools, which the tests in tests/integration s
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench import demo, hostile, incast
+from kvcast.bench import demo, hostile, incast, load
 from kvcast.bench.incast import IncastOptions, Outcome
 from kvcast.cli.bench import main
 from kvcast.topologies.pool import PoolError
@@ -48,7 +50,8 @@ async def test_a_demo_whose_second_pool_does_not_start_reports_the_plain_replay(
         async def __aexit__(self, *_: object) -> None:
             pass
 
-    def pool(_options: demo.DemoOptions, *, plain: bool) -> Nothing:
+    def pool(_options: demo.DemoOptions, *, plain: bool, link_rate: float) -> Nothing:
+        assert link_rate in (0.0, demo.LINK_RATES[0])
         if not plain:
             raise PoolError("the controller does not start")
         return Nothing()
@@ -62,11 +65,19 @@ async def test_a_demo_whose_second_pool_does_not_start_reports_the_plain_replay(
     async def switch_counters(_pool: object) -> dict[str, Any]:
         return {}
 
+    async def lone_get(_links: object, _rate: float) -> None:
+        return None
+
+    @contextlib.asynccontextmanager
+    async def measured(_pool: object) -> AsyncIterator[load.Load]:
+        yield load.Load(0.0, frozenset(), 1)
+
     for name, stand_in in {
         "_pool": pool, "_links": Nothing, "calibrate": calibrate, "_replay": replay,
-        "_switch_counters": switch_counters,
+        "_switch_counters": switch_counters, "lone_get": lone_get,
     }.items():  # fmt: skip
         monkeypatch.setattr(demo, name, stand_in)
+    monkeypatch.setattr(load, "measured", measured)
     so_far: dict[str, Any] = {}
     with pytest.raises(PoolError, match="does not start"):
         await demo.run(demo.DemoOptions(), demo.Reporter(), so_far)

@@ -127,6 +127,46 @@ def test_hosts_can_answer_at_the_moment_that_a_frame_reaches_them() -> None:
         assert loop.counters["processed"] == 6
 
 
+def test_an_uplink_takes_one_frame_at_a_time_and_links_of_others_are_their_own() -> None:
+    """125 bytes at 1 Mb/s take a millisecond; the way out has no rate."""
+    with loop_of(
+        inside(1, uplink_bits_per_s=1e6), inside(2, uplink_bits_per_s=1e6), inside(3)
+    ) as loop:
+        for at_ns, source in ((0, 1), (0, 1), (0, 2), (500_000, 3), (5_000_000, 1)):
+            loop.inject(source, frame_to(3, 125, label=source), at_ns)
+        left = loop.run_until(SECOND_NS)
+        told = [(e.time_ns, int.from_bytes(e.frame[15:23], "big")) for e in left]
+        assert told[0] == (500_000, 3)
+        assert sorted(told[1:3]) == [(1_000_000, 1), (1_000_000, 2)]
+        assert told[3:] == [(2_000_000, 1), (6_000_000, 1)]
+        assert loop.read_counters(1)["rx_bytes"] == 3 * 125
+
+
+def test_a_way_in_and_a_way_out_follow_each_other() -> None:
+    """A frame is stored before it is forwarded: two links, two times."""
+    with loop_of(inside(1, uplink_bits_per_s=1e6), inside(2, rate_bits_per_s=5e5)) as loop:
+        for label in range(3):
+            loop.inject(1, frame_to(2, 125, label=label), 0)
+        left = loop.run_until(SECOND_NS)
+        assert [e.time_ns for e in left] == [3_000_000, 5_000_000, 7_000_000]
+
+
+def test_an_uplink_keeps_no_more_than_its_depth_and_counts_the_rest() -> None:
+    with loop_of(inside(1, uplink_bits_per_s=1e6, queue_depth=2), inside(2)) as loop:
+        for label in range(5):
+            loop.inject(1, frame_to(2, 125, label=label), 0)
+        assert [int.from_bytes(e.frame[15:23], "big") for e in loop.run_until(SECOND_NS)] == [0, 1]
+        counters = loop.read_counters(1)
+        assert (counters["rx_frames"], counters["rx_queue_drops"]) == (2, 3)
+
+
+def test_frames_on_an_uplink_are_freed_when_the_loop_ends() -> None:
+    with loop_of(inside(1, uplink_bits_per_s=1e3), inside(2)) as loop:
+        loop.inject(1, frame_to(2, 125), 0)
+        assert loop.run_until(1000) == []
+    # `loop_of` closes it; the allocator would abort on a frame that is freed twice
+
+
 def test_frames_that_leave_at_one_moment_are_told_together() -> None:
     ports = [inside(n, rate_bits_per_s=1e6 if n < 3 else 1e5) for n in range(1, 4)]
     with loop_of(*ports, double=Double(flood_ports=3)) as loop:
@@ -561,6 +601,20 @@ def test_a_tunnel_with_a_rate_sends_no_faster(peers: list[socket.socket]) -> Non
         labels = [int.from_bytes(peers[1].recv(2000)[15:23], "big") for _ in range(100)]
         # 100 x 125 bytes at 1 Mb/s: the last bit has left after 100 ms, and never before.
         assert time.monotonic() - start_s >= 0.1
+        assert labels == list(range(100))
+
+
+def test_a_tunnel_with_an_uplink_rate_takes_no_more(peers: list[socket.socket]) -> None:
+    port = tunnel(1, peers[0], uplink_bits_per_s=1e6)
+    with loop_of(port, inside(2)) as loop:
+        loop.start()
+        start_s = time.monotonic()
+        for label in range(100):
+            peers[0].sendto(frame_to(2, 125, label=label), port.local)
+        wait_until(lambda: loop.counters["processed"] == 100)
+        # 100 x 125 bytes at 1 Mb/s: the last bit is here after 100 ms, and never before.
+        assert time.monotonic() - start_s >= 0.1
+        labels = [int.from_bytes(e.frame[15:23], "big") for e in loop.take()]
         assert labels == list(range(100))
 
 

@@ -80,7 +80,10 @@ def test_malformed_specifications_are_named_errors(text: str) -> None:
         parse_port(text, max_port=511)
 
 
-@pytest.mark.parametrize("options", [{"loss": 1.5}, {"queue_depth": 0}, {"rate_bits_per_s": 0.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"loss": 1.5}, {"queue_depth": 0}, {"rate_bits_per_s": 0.0}, {"uplink_bits_per_s": -1.0}],
+)
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(PortError):
         PortOptions(**options)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kvcast.topologies import pool as pools
 from kvcast.topologies.pool import (
+    DATA_FRAME_BYTES,
     Pool,
     PoolError,
     PoolOptions,
@@ -68,6 +69,9 @@ def test_arenas_go_where_all_of_them_fit_or_are_refused(tmp_path: Path) -> None:
         (PoolOptions(switch="bmv2"), "needs network interfaces"),
         (PoolOptions(switch="bmv2", runner="namespaces", loss=0.1), "neither loss"),
         (PoolOptions(switch="bmv2", runner="namespaces", switch_flags=("--x",)), "neither loss"),
+        (PoolOptions(switch="bmv2", runner="namespaces", link_rate_bits_per_s=1e6), "no rate"),
+        (PoolOptions(link_rate_bits_per_s=-1.0), "no such rate"),
+        (PoolOptions(link_rate_bits_per_s=float("nan")), "no such rate"),
         (PoolOptions(loss=1.0), "no probability"),
         (PoolOptions(loss=-0.1), "no probability"),
     ],
@@ -122,6 +126,30 @@ def test_a_pool_is_ready_when_every_node_it_wants_is(
     nodes: list[dict[str, object]], missing: str
 ) -> None:
     assert what_is_missing({"nodes": nodes}, {"a", "b"}) == missing
+
+
+async def test_a_rate_of_links_reaches_the_switch_both_ways_and_every_agent(
+    tmp_path: Path,
+) -> None:
+    """No agent starts: only the commands are looked at."""
+    flags = ("--no-such-flag",)
+    pool = Pool(
+        Star.of(2), PoolOptions(link_rate_bits_per_s=10e6, controller_flags=flags), tmp_path
+    )
+    with pytest.raises(PoolError, match="no-such-flag"):
+        async with pool:
+            pass
+    assert {"--port-rate=1e+07", "--uplink-rate=1e+07"} <= set(pool.parts["switch"].command)
+    assert "nice" not in pool.parts["switch"].command  # it is the links' clock
+    for node in ("node-1", "node-2"):
+        command = pool.parts[node].command
+        (pace,) = (word for word in command if word.startswith("--responder-rate="))
+        assert float(pace.partition("=")[2]) * 8 * DATA_FRAME_BYTES == pytest.approx(10e6, rel=1e-3)
+
+
+def test_slow_links_make_nodes_more_patient() -> None:
+    for slow, fast in zip(patience_flags(8, 1e6), patience_flags(8, 10e6), strict=True):
+        assert float(slow.partition("=")[2]) > float(fast.partition("=")[2]) > 0.15
 
 
 def test_more_nodes_on_one_machine_are_more_patient() -> None:
