@@ -22,20 +22,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvcast.bench.balance import Balance
-from kvcast.bench.hostile_bytes import (
-    BLOCK_BYTES,
-    FrameSource,
-    HttpStreams,
-    LocalStreams,
-    Mutator,
-)
+from kvcast.bench.hostile_bytes import BLOCK_BYTES, hostile_frames, http_stream, local_stream
 from kvcast.bench.hostile_streams import (
     CUT_OFF,
     IGNORED,
@@ -47,6 +43,7 @@ from kvcast.bench.hostile_streams import (
 )
 from kvcast.bench.incast import home_keys
 from kvcast.bench.replay import NodeLink, links_to
+from kvcast.bench.usage import anonymous_mib
 from kvcast.protocol.requester.events import ANSWER_OUTCOMES
 from kvcast.protocol.responder import READ_OUTCOMES
 from kvcast.service import provenance
@@ -127,15 +124,6 @@ def tracebacks(pool: Pool) -> list[str]:
     ]
 
 
-def resident_mib(pid: int) -> float:
-    """The process's resident memory, without what it shares with others."""
-    fields = {}
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = rest.split()
-    return int(fields["RssAnon"][0]) / 1024
-
-
 async def run(options: HostileOptions, so_far: dict[str, Any] | None = None) -> dict[str, Any]:
     """Attack a pool at every entry point; the report, whose `passed` says whether all held.
     `so_far` gets the entry points as they come."""
@@ -187,7 +175,7 @@ class _Attack:
         self.pool = pool
         self.links = links
         self.options = options
-        self.mutator = Mutator(options.seed)
+        self.rng = random.Random(options.seed)
         self.namespace = 0
         self.keys = [chain(b"hostile", number) for number in range(4)]
         self.lies: list[str] = []
@@ -242,8 +230,8 @@ class _Attack:
     async def local_socket(self) -> EntryPoint:
         host = self.pool.star.hosts[0]
         entry_point = EntryPoint("local socket", host.node_id)
-        streams = LocalStreams(self.mutator, self.namespace, self.keys)
-        hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), streams.stream)
+        stream = partial(local_stream, self.rng, self.namespace, self.keys)
+        hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), stream)
         before = await self._settled_agent()
         asked = self._stats_asked
         await self._send_streams(entry_point, hostiles)
@@ -254,8 +242,8 @@ class _Attack:
 
     async def http(self) -> EntryPoint:
         entry_point = EntryPoint("http", "controller")
-        streams = HttpStreams(self.mutator, self.namespace, self.keys)
-        hostiles = HttpHostiles(self.pool.network.http_address, streams.stream)
+        stream = partial(http_stream, self.rng, self.namespace, self.keys[0])
+        hostiles = HttpHostiles(self.pool.network.http_address, stream)
         before = await self._http_counts()
         await self._send_streams(entry_point, hostiles)
         after = await self._http_counts()
@@ -338,13 +326,13 @@ class _Attack:
         backward: float,
     ) -> None:
         """Send frames no faster than the part takes them, and watch its memory."""
-        source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
+        frames = hostile_frames(self.rng, me, other, self.namespace, keys, backward=backward)
         pid = self.pool.pids[entry_point.part]
         assert pid is not None
         inode_queue = ReceiveQueue(attacker.getpeername())
         while entry_point.sent < self.options.frames:
             for _ in range(min(32, self.options.frames - entry_point.sent)):
-                frame = source.frame()
+                frame = next(frames)
                 try:
                     attacker.send(frame)
                 except (BlockingIOError, ConnectionRefusedError):
@@ -352,7 +340,7 @@ class _Attack:
                 entry_point.sent += 1
                 entry_point.sent_bytes += len(frame)
                 if entry_point.sent == self.options.frames // 10:
-                    entry_point.rss_before_mib = resident_mib(pid)
+                    entry_point.rss_before_mib = anonymous_mib(pid)
             while inode_queue.bytes_waiting() > 200_000:
                 await asyncio.sleep(_PACE_S)
                 if self.pool.pids[entry_point.part] is None:
@@ -379,7 +367,7 @@ class _Attack:
                 await asyncio.gather(*(hostiles.one() for _ in range(_CONNECTIONS_AT_ONCE)))
             )
             if not entry_point.rss_before_mib and entry_point.sent_bytes >= self._frame_bytes // 10:
-                entry_point.rss_before_mib = resident_mib(pid)
+                entry_point.rss_before_mib = anonymous_mib(pid)
         entry_point.sent = sum(hostiles.outcomes.values())
         entry_point.outcomes = {
             **dict(sorted(hostiles.outcomes.items())),
@@ -388,7 +376,7 @@ class _Attack:
         self._weigh(entry_point, pid)
 
     def _weigh(self, entry_point: EntryPoint, pid: int) -> None:
-        entry_point.rss_after_mib = round(resident_mib(pid), 2)
+        entry_point.rss_after_mib = round(anonymous_mib(pid), 2)
         entry_point.rss_before_mib = round(entry_point.rss_before_mib, 2)
         entry_point.rss_growth_mib = round(
             entry_point.rss_after_mib - entry_point.rss_before_mib, 2
