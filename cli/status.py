@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcast.cli.tables import table_of
 from kvcast.hostagent.core.metrics import added, quantile
-from kvcast.service.commands import EXIT_OK, CommandError, add_log_level, run_command
-from kvcast.service.options import HelpFormatter
+from kvcast.service.commands import (
+    EXIT_OK,
+    CommandError,
+    add_log_level,
+    command_parser,
+    run_command,
+)
 from kvcast.service.tls import Credentials, TlsError
 from kvcast.service.values import number
 
@@ -43,12 +48,11 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast status`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast status",
-        description="Shows a running pool: its nodes and their tiers, links, the switch's "
+    parser = command_parser(
+        "kvcast status",
+        "Shows a running pool: its nodes and their tiers, links, the switch's "
         "decisions and what lives in its memory.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
     )
     parser.add_argument(
         "--http",

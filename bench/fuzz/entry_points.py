@@ -19,10 +19,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
+import finsy as fy
 import grpc
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError, Message
+from kvcast.bench import switch_programs
 from kvcast.bench.fuzz.engine import Harness
 from kvcast.bench.fuzz.shapes import spoil_proto
 from kvcast.bench.fuzz.targets import (
@@ -42,7 +44,9 @@ from kvcast.controller.core import membership, tiers
 from kvcast.controller.core import namespaces as names
 from kvcast.controller.core import pool as controller_pool
 from kvcast.controller.core.program import Settings
+from kvcast.controller.core.reconcile import SwitchState, diff
 from kvcast.controller.http import api as http_api
+from kvcast.controller.switch.connection import update_of
 from kvcast.hostagent.core import agent as core
 from kvcast.hostagent.core import pool as agent_pool
 from kvcast.hostagent.core import sessions
@@ -514,20 +518,15 @@ class HttpHarness(LoopHarness):
         ]
 
     def corpus(self) -> list[bytes]:
-        body = b'{"namespace": 1, "key": "' + KEY.hex().encode() + b'"}'
-        head = b"Host: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
-        requests = [
-            b"GET " + path + b" HTTP/1.1\r\n" + head + b"\r\n"
-            for path in (b"/healthz", b"/v1/status", b"/v1/decisions", b"/metrics", b"/v1/pin")
-        ]
-        for method in (b"POST", b"DELETE"):
-            length = str(len(body)).encode()
-            requests.append(
-                method + b" /v1/pin HTTP/1.1\r\n" + head
-                + b"Content-Length: " + length + b"\r\n\r\n" + body
-            )  # fmt: skip
-        chunked = b"POST /v1/pin HTTP/1.1\r\n" + head + b"Transfer-Encoding: chunked\r\n\r\n"
-        return [*requests, chunked + b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"]
+        body = f'{{"namespace": 1, "key": "{KEY.hex()}"}}'
+        head = "HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
+        paths = ("/healthz", "/v1/status", "/v1/decisions", "/metrics", "/v1/pin")
+        requests = [f"GET {path} {head}\r\n" for path in paths]
+        for method in ("POST", "DELETE"):
+            requests.append(f"{method} /v1/pin {head}Content-Length: {len(body)}\r\n\r\n{body}")
+        chunk = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+        requests.append(f"POST /v1/pin {head}Transfer-Encoding: chunked\r\n\r\n{chunk}")
+        return [request.encode() for request in requests]
 
     def spoil(self, data: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.4:
@@ -649,13 +648,14 @@ class P4RuntimeHarness(LoopHarness):
             yield await self._said.get()
 
     def corpus(self) -> list[bytes]:
-        rng = random.Random(0)
+        changes = diff(SwitchState(), switch_programs.kvcast().state).upserts
+        schema = fy.P4Schema(self._p4info)
         inputs: list[Message] = []
-        for table in self._p4info.tables:
+        for change in {change.kind: change for change in changes}.values():
             write = _write()
-            update = write.updates.add(type=p4r.Update.INSERT)
-            _fill_entry(update.entity.table_entry, table, self._p4info, rng)
+            write.updates.append(update_of(change, schema).encode_update(schema))
             inputs.append(write)
+        for table in self._p4info.tables:
             read = p4r.ReadRequest(device_id=1)
             read.entities.add().table_entry.table_id = table.preamble.id
             inputs.append(read)
@@ -758,42 +758,9 @@ def _write() -> p4r.WriteRequest:
     return write
 
 
-def _value(bits: int, rng: random.Random) -> bytes:
-    number = rng.getrandbits(bits)
-    return number.to_bytes(max(1, -(-number.bit_length() // 8)), "big")
-
-
-def _fill_entry(entry: Any, table: Any, p4info: Any, rng: random.Random) -> None:
-    """A well-formed entry of a table."""
-    entry.table_id = table.preamble.id
-    ranked = False
-    for field in table.match_fields:
-        match = entry.match.add(field_id=field.id)
-        if field.match_type == p4i.MatchField.EXACT:
-            match.exact.value = _value(field.bitwidth, rng)
-        elif field.match_type == p4i.MatchField.LPM:
-            match.lpm.value, match.lpm.prefix_len = b"\0", field.bitwidth
-        elif field.match_type == p4i.MatchField.RANGE:
-            match.range.low, match.range.high, ranked = b"\0", _value(field.bitwidth, rng), True
-        elif field.match_type == p4i.MatchField.OPTIONAL:
-            match.optional.value, ranked = _value(field.bitwidth, rng), True
-        else:
-            value = _value(field.bitwidth, rng)
-            match.ternary.value, match.ternary.mask, ranked = value, value, True
-    if ranked:
-        entry.priority = 7
-    actions = {action.preamble.id: action for action in p4info.actions}
-    action = actions[rng.choice(list(table.action_refs)).id]
-    entry.action.action.action_id = action.preamble.id
-    for param in action.params:
-        entry.action.action.params.add(param_id=param.id, value=_value(param.bitwidth, rng))
-
-
-_ENTITIES: Final = (
-    "packet_replication_engine_entry { multicast_group_entry {"
-    " multicast_group_id: 9 replicas { egress_port: 1 instance: 1 } } }",
+_SESSION: Final = (
     "packet_replication_engine_entry { clone_session_entry {"
-    " session_id: 9 replicas { egress_port: 1 instance: 1 } } }",
+    " session_id: 9 replicas { egress_port: 1 instance: 1 } } }"
 )
 _ENTITIES_OF: Final = {
     "digests": "digest_entry { digest_id: %d config { max_list_size: 8 } }",
@@ -805,8 +772,8 @@ _ENTITIES_OF: Final = {
 
 
 def _other_writes(p4info: Any) -> list[Message]:
-    """Groups, sessions, digests, counters, registers."""
-    inserted = [(p4r.Update.INSERT, entity) for entity in _ENTITIES]
+    """A session, digests, counters, meters, registers."""
+    inserted = [(p4r.Update.INSERT, _SESSION)]
     modified = [
         (p4r.Update.MODIFY, entity % each.preamble.id)
         for field, entity in _ENTITIES_OF.items()

@@ -21,13 +21,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvcast.bench.hostile import ReceiveQueue, bound_socket, discard
+from kvcast.bench.hostile import bound_socket, bytes_waiting, discard
 from kvcast.bench.hostile_bytes import hostile_frames, http_stream, local_stream
 from kvcast.bench.hostile_streams import (
     HostileStream,
-    HttpHostiles,
     LocalHostiles,
-    NoiseHostiles,
+    http_hostiles,
+    noise_hostiles,
 )
 from kvcast.bench.replay import NodeLink
 from kvcast.bench.soak import plan as kinds
@@ -267,7 +267,6 @@ class Faults:
             other = self._rng.choice([host for host in self._hosts if host is not me])
         namespace, keys = self._target()
         frames = hostile_frames(self._hostile_rng, me, other, namespace, keys, backward=0.3)
-        queue = ReceiveQueue(peer)
         sent = 0
         with bound_socket(*place, peer=peer) as attacker:
             while sent < _FRAMES:
@@ -277,7 +276,7 @@ class Faults:
                     sent += 1
                 discard(attacker)
                 await asyncio.sleep(0.01)
-                if queue.bytes_waiting() > _QUEUE_BYTES:
+                if bytes_waiting(peer) > _QUEUE_BYTES:
                     break
         return sent
 
@@ -299,7 +298,7 @@ class Faults:
     async def _bytes_to_http(self, fault: Fault, target: str) -> int:
         namespace, keys = self._target()
         stream = partial(http_stream, self._hostile_rng, namespace, keys[0])
-        hostiles = HttpHostiles(self._pool.network.http_address, stream)
+        hostiles = http_hostiles(self._pool.network.http_address, stream)
         return await self._stream(hostiles, target)
 
     async def _bytes_to_port(self, fault: Fault, node_id: str) -> int:
@@ -311,7 +310,7 @@ class Faults:
                 (self._pool.network.grpc_address, "switch"),
             )
         )
-        return await self._stream(NoiseHostiles(address, self._hostile_rng), part)
+        return await self._stream(noise_hostiles(address, self._hostile_rng), part)
 
     async def _stream(self, hostiles: HostileStream, part: str) -> int:
         began = time.monotonic()
