@@ -522,8 +522,8 @@ class HttpHarness(LoopHarness):
         head = "HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
         paths = ("/healthz", "/v1/status", "/v1/decisions", "/metrics", "/v1/pin")
         requests = [f"GET {path} {head}\r\n" for path in paths]
-        for method in ("POST", "DELETE"):
-            requests.append(f"{method} /v1/pin {head}Content-Length: {len(body)}\r\n\r\n{body}")
+        for method, said in (("POST", body), ("DELETE", body), ("POST", body[:-1])):
+            requests.append(f"{method} /v1/pin {head}Content-Length: {len(said)}\r\n\r\n{said}")
         chunk = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
         requests.append(f"POST /v1/pin {head}Transfer-Encoding: chunked\r\n\r\n{chunk}")
         return [request.encode() for request in requests]
