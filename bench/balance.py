@@ -33,7 +33,7 @@ class Balance:
         return f"{self.of} do not add up by {self.unaccounted}: {self}"
 
     def __str__(self) -> str:
-        return f"{_side(self.given)} = {_side(self.found)}"
+        return f"{side_of(self.given)} = {side_of(self.found)}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -48,5 +48,6 @@ def _present(side: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in side.items() if count}
 
 
-def _side(side: dict[str, int]) -> str:
+def side_of(side: dict[str, int]) -> str:
+    """One side in words."""
     return " + ".join(f"{count:,} {name}" for name, count in _present(side).items()) or "0"

@@ -22,31 +22,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvcast.bench.balance import Balance
-from kvcast.bench.hostile_bytes import (
-    BLOCK_BYTES,
-    FrameSource,
-    HttpStreams,
-    LocalStreams,
-    Mutator,
-)
+from kvcast.bench.hostile_bytes import BLOCK_BYTES, hostile_frames, http_stream, local_stream
 from kvcast.bench.hostile_streams import (
     CUT_OFF,
     IGNORED,
     REJECTED,
     TO_THE_END,
     HostileStream,
-    HttpHostiles,
     LocalHostiles,
+    http_hostiles,
 )
 from kvcast.bench.incast import home_keys
 from kvcast.bench.replay import NodeLink, links_to
+from kvcast.bench.usage import anonymous_mib
 from kvcast.protocol.requester.events import ANSWER_OUTCOMES
 from kvcast.protocol.responder import READ_OUTCOMES
 from kvcast.service import provenance
@@ -127,13 +124,17 @@ def tracebacks(pool: Pool) -> list[str]:
     ]
 
 
-def resident_mib(pid: int) -> float:
-    """The process's resident memory, without what it shares with others."""
-    fields = {}
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = rest.split()
-    return int(fields["RssAnon"][0]) / 1024
+async def wrong_bytes_of(link: NodeLink, namespace: int, keys: Sequence[bytes]) -> list[int | None]:
+    """How many bytes of each of these blocks are wrong; None of one that cannot be read."""
+    client = await link.client()
+    found: list[int | None] = []
+    for key, block in zip(keys, await client.get(namespace, keys, deadline_s=20.0), strict=True):
+        if block is None:
+            found.append(None)
+            continue
+        with block:
+            found.append(content.wrong_bytes(key, BLOCK_BYTES, block.data))
+    return found
 
 
 async def run(options: HostileOptions, so_far: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -187,7 +188,7 @@ class _Attack:
         self.pool = pool
         self.links = links
         self.options = options
-        self.mutator = Mutator(options.seed)
+        self.rng = random.Random(options.seed)
         self.namespace = 0
         self.keys = [chain(b"hostile", number) for number in range(4)]
         self.lies: list[str] = []
@@ -242,8 +243,8 @@ class _Attack:
     async def local_socket(self) -> EntryPoint:
         host = self.pool.star.hosts[0]
         entry_point = EntryPoint("local socket", host.node_id)
-        streams = LocalStreams(self.mutator, self.namespace, self.keys)
-        hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), streams.stream)
+        stream = partial(local_stream, self.rng, self.namespace, self.keys)
+        hostiles = LocalHostiles(str(self.pool.sockets[host.node_id]), stream)
         before = await self._settled_agent()
         asked = self._stats_asked
         await self._send_streams(entry_point, hostiles)
@@ -254,8 +255,8 @@ class _Attack:
 
     async def http(self) -> EntryPoint:
         entry_point = EntryPoint("http", "controller")
-        streams = HttpStreams(self.mutator, self.namespace, self.keys)
-        hostiles = HttpHostiles(self.pool.network.http_address, streams.stream)
+        stream = partial(http_stream, self.rng, self.namespace, self.keys[0])
+        hostiles = http_hostiles(self.pool.network.http_address, stream)
         before = await self._http_counts()
         await self._send_streams(entry_point, hostiles)
         after = await self._http_counts()
@@ -266,37 +267,27 @@ class _Attack:
 
     async def aftermath(self, entry_point: EntryPoint) -> list[str]:
         """What does not work any more."""
-        problems = [
-            f"after {entry_point.entry_point}: block {key} was made up" for key in self.lies
-        ]
+        problems = [f"block {key} was made up" for key in self.lies]
         self.lies.clear()
         for name, pid in self.pool.pids.items():
             if pid != self._pids[name]:
-                problems.append(f"after {entry_point.entry_point}: {name} does not run any more")
+                problems.append(f"{name} does not run any more")
         try:
             self._fresh += 1
             fresh = [chain(b"hostile-fresh", (self._fresh, number)) for number in range(2)]
             await asyncio.wait_for(self._put(0, fresh), 30)
-            for key in self.keys + fresh:
-                client = await self.links[1].client()
-                (block,) = await client.get(self.namespace, [key], deadline_s=20.0)
-                if block is None:
-                    problems.append(
-                        f"after {entry_point.entry_point}: block {key.hex()} cannot be read"
-                    )
-                    continue
-                with block:
-                    if content.wrong_bytes(key, BLOCK_BYTES, block.data):
-                        problems.append(
-                            f"after {entry_point.entry_point}: block {key.hex()} has wrong bytes"
-                        )
-            # The next entry point shall not find the old blocks in the reader's own memory.
+            keys = self.keys + fresh
+            wrong = await wrong_bytes_of(self.links[1], self.namespace, keys)
+            for key, count in zip(keys, wrong, strict=True):
+                if count != 0:
+                    what = "cannot be read" if count is None else "has wrong bytes"
+                    problems.append(f"block {key.hex()} {what}")
             status = await self.pool.http("GET", "/healthz")
             if status != {"ok": True}:
-                problems.append(f"after {entry_point.entry_point}: /healthz says {status}")
+                problems.append(f"/healthz says {status}")
         except (OSError, TimeoutError, RuntimeError) as error:
-            problems.append(f"after {entry_point.entry_point}: {type(error).__name__}: {error}")
-        return problems
+            problems.append(f"{type(error).__name__}: {error}")
+        return [f"after {entry_point.entry_point}: {problem}" for problem in problems]
 
     async def _put(self, node: int, keys: Sequence[bytes]) -> None:
         client = await self.links[node].client()
@@ -338,13 +329,12 @@ class _Attack:
         backward: float,
     ) -> None:
         """Send frames no faster than the part takes them, and watch its memory."""
-        source = FrameSource(self.mutator, me, other, self.namespace, keys, backward=backward)
+        frames = hostile_frames(self.rng, me, other, self.namespace, keys, backward=backward)
         pid = self.pool.pids[entry_point.part]
         assert pid is not None
-        inode_queue = ReceiveQueue(attacker.getpeername())
         while entry_point.sent < self.options.frames:
             for _ in range(min(32, self.options.frames - entry_point.sent)):
-                frame = source.frame()
+                frame = next(frames)
                 try:
                     attacker.send(frame)
                 except (BlockingIOError, ConnectionRefusedError):
@@ -352,8 +342,8 @@ class _Attack:
                 entry_point.sent += 1
                 entry_point.sent_bytes += len(frame)
                 if entry_point.sent == self.options.frames // 10:
-                    entry_point.rss_before_mib = resident_mib(pid)
-            while inode_queue.bytes_waiting() > 200_000:
+                    entry_point.rss_before_mib = anonymous_mib(pid)
+            while bytes_waiting(attacker.getpeername()) > 200_000:
                 await asyncio.sleep(_PACE_S)
                 if self.pool.pids[entry_point.part] is None:
                     raise self.pool.parts[entry_point.part].failure(
@@ -379,7 +369,7 @@ class _Attack:
                 await asyncio.gather(*(hostiles.one() for _ in range(_CONNECTIONS_AT_ONCE)))
             )
             if not entry_point.rss_before_mib and entry_point.sent_bytes >= self._frame_bytes // 10:
-                entry_point.rss_before_mib = resident_mib(pid)
+                entry_point.rss_before_mib = anonymous_mib(pid)
         entry_point.sent = sum(hostiles.outcomes.values())
         entry_point.outcomes = {
             **dict(sorted(hostiles.outcomes.items())),
@@ -388,7 +378,7 @@ class _Attack:
         self._weigh(entry_point, pid)
 
     def _weigh(self, entry_point: EntryPoint, pid: int) -> None:
-        entry_point.rss_after_mib = round(resident_mib(pid), 2)
+        entry_point.rss_after_mib = round(anonymous_mib(pid), 2)
         entry_point.rss_before_mib = round(entry_point.rss_before_mib, 2)
         entry_point.rss_growth_mib = round(
             entry_point.rss_after_mib - entry_point.rss_before_mib, 2
@@ -600,7 +590,7 @@ def _local_balances(hostiles: LocalHostiles, own: int, grown: dict[str, int]) ->
     ]
 
 
-def _http_balances(hostiles: HttpHostiles, grown: dict[str, int]) -> list[Balance]:
+def _http_balances(hostiles: HostileStream, grown: dict[str, int]) -> list[Balance]:
     """What the clients saw, and what the API counted; one connection and answer is the bench's."""
     prefix = "answers_"
     given = {n.removeprefix(prefix): c for n, c in grown.items() if n.startswith(prefix)}
@@ -631,19 +621,15 @@ def _http_balances(hostiles: HttpHostiles, grown: dict[str, int]) -> list[Balanc
     ]
 
 
-class ReceiveQueue:
+def bytes_waiting(address: tuple[str, int]) -> int:
     """How many bytes wait in the receive buffer of the UDP socket at that address."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        host, port = address
-        self._wanted = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
-
-    def bytes_waiting(self) -> int:
-        for line in Path("/proc/net/udp").read_text(encoding="ascii").splitlines()[1:]:
-            words = line.split()
-            if words[1] == self._wanted:
-                return int(words[4].partition(":")[2], 16)
-        return 0
+    host, port = address
+    wanted = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+    for line in Path("/proc/net/udp").read_text(encoding="ascii").splitlines()[1:]:
+        words = line.split()
+        if words[1] == wanted:
+            return int(words[4].partition(":")[2], 16)
+    return 0
 
 
 def bound_socket(host: str, port: int, *, peer: tuple[str, int]) -> socket.socket:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcast.protocol.messages import ethernet, framing, local, wire
@@ -21,40 +21,30 @@ BLOCK_BYTES = 16 * 1024
 """Size of the blocks that hostile frames are about."""
 
 
-class Mutator:
-    """Makes hostile bytes from well-formed ones; the same for the same seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-
-    def mutate(self, message: bytes) -> bytes:
-        """`message` with something wrong about it (now and then nothing)."""
-        rng = self.rng
-        data = bytearray(message)
-        for _ in range(rng.choice((1, 1, 1, 2, 8))):
-            kind = rng.randrange(8)
-            if not data or kind == 0:
-                data += rng.randbytes(rng.choice((1, 7, 64, 600)))
-            elif kind == 1:
-                del data[rng.randrange(len(data)) :]
-            elif kind == 2:
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            elif kind == 3:
-                data[rng.randrange(len(data))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
-            elif kind == 4:
-                at = rng.randrange(len(data))
-                width = rng.choice((2, 4, 8))
-                data[at : at + width] = rng.choice((b"\x00", b"\xff")) * width
-            elif kind == 5:
-                at = rng.randrange(len(data))
-                data[at:at] = data[at : at + rng.randrange(1, 32)]
-            elif kind == 6:
-                at = rng.randrange(len(data))
-                del data[at : at + rng.randrange(1, 32)]
-            else:
-                at = rng.randrange(len(data))
-                data[at : at + 8] = rng.randbytes(8)
-        return bytes(data)
+def mutate(message: bytes, rng: random.Random) -> bytes:
+    """`message` with something wrong about it (now and then nothing)."""
+    data = bytearray(message)
+    for _ in range(rng.choice((1, 1, 1, 2, 8))):
+        kind = rng.randrange(8)
+        at = rng.randrange(len(data)) if data and kind else 0
+        if not data or kind == 0:
+            data += rng.randbytes(rng.choice((1, 7, 64, 600)))
+        elif kind == 1:
+            del data[at:]
+        elif kind == 2:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 3:
+            data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
+        elif kind == 4:
+            width = rng.choice((2, 4, 8))
+            data[at : at + width] = rng.choice((b"\x00", b"\xff")) * width
+        elif kind == 5:
+            data[at:at] = data[at : at + rng.randrange(1, 32)]
+        elif kind == 6:
+            del data[at : at + rng.randrange(1, 32)]
+        else:
+            data[at : at + 8] = rng.randbytes(8)
+    return bytes(data)
 
 
 def encapsulation(me: Host, other: Host) -> ethernet.Encapsulation:
@@ -111,142 +101,122 @@ def foreign_frames(me: Host) -> list[bytes]:
     return [broadcast + b"\x08\x06" + bytes(46), broadcast + b"\x86\xdd" + bytes(60)]
 
 
-class FrameSource:
-    """Hostile frames from one host to another about some blocks; of `backward`, that share goes
-    the other way, as if the other had sent it."""
-
-    def __init__(
-        self,
-        mutator: Mutator,
-        me: Host,
-        other: Host,
-        namespace: int,
-        keys: Sequence[bytes],
-        *,
-        backward: float,
-    ) -> None:
-        self._mutator = mutator
-        self._backward = backward
-        self._wraps = [encapsulation(me, other), encapsulation(other, me)]
-        self._datagrams = [each for key in keys for each in seed_datagrams(namespace, key)]
-        self._foreign = foreign_frames(me)
-
-    def frame(self) -> bytes:
-        """One frame: noise, a well-formed one, a mutated one, or one whose datagram is mutated
-        and whose Ethernet, IPv4 and UDP headers are right."""
-        rng = self._mutator.rng
+def hostile_frames(
+    rng: random.Random,
+    me: Host,
+    other: Host,
+    namespace: int,
+    keys: Sequence[bytes],
+    *,
+    backward: float,
+) -> Iterator[bytes]:
+    """Hostile frames without end from one host to another about some blocks; of `backward`, that
+    share goes the other way, as if the other had sent it. Each is noise, a well-formed one, a
+    mutated one, or one whose datagram is mutated and whose Ethernet, IPv4 and UDP headers are
+    right."""
+    wraps = [encapsulation(me, other).wrap, encapsulation(other, me).wrap]
+    datagrams = [each for key in keys for each in seed_datagrams(namespace, key)]
+    foreign = foreign_frames(me)
+    while True:
         draw = rng.random()
         if draw < 0.05:
-            return rng.randbytes(rng.randrange(1, 1500))
+            yield rng.randbytes(rng.randrange(1, 1500))
+            continue
         if draw < 0.06:
-            return rng.choice(self._foreign)
-        wrap = self._wraps[rng.random() < self._backward]
-        datagram = rng.choice(self._datagrams)
+            yield rng.choice(foreign)
+            continue
+        wrap = wraps[rng.random() < backward]
+        datagram = rng.choice(datagrams)
         if draw < 0.2:
-            return wrap.wrap(datagram)
-        if draw < 0.5:
-            return self._mutator.mutate(wrap.wrap(datagram))
-        return wrap.wrap(self._mutator.mutate(datagram)[: wire.MAX_DATAGRAM_BYTES])
+            yield wrap(datagram)
+        elif draw < 0.5:
+            yield mutate(wrap(datagram), rng)
+        else:
+            yield wrap(mutate(datagram, rng)[: wire.MAX_DATAGRAM_BYTES])
 
 
-class LocalStreams:
-    """What hostile clients say to an agent's Unix socket: a greeting, requests, and one last
-    request, whose answer shows that the agent has read on to the end."""
+def local_stream(
+    rng: random.Random, namespace: int, keys: Sequence[bytes], last_request: int
+) -> bytes:
+    """What a hostile client says on one connection to an agent's Unix socket: a greeting, requests,
+    and at last GetStats of that number, whose answer shows that the agent has read on to the end.
+    """
+    encode = framing.MessageCodec[Any](local.ClientMessage).encode
+    share = rng.choice((0.0, 0.02, 0.1, 0.5))  # of messages that are not well-formed
+    version = local.LOCAL_PROTOCOL_VERSION if rng.random() < 0.95 else rng.randrange(1 << 16)
+    hello = encode(local.Hello(version, "hostile"))
+    stream = hello if rng.random() < 0.9 else mutate(hello, rng)
+    length = rng.choice((200, 1000, 4000, 8000))
+    while len(stream) < length:
+        message = encode(_request(rng, namespace, keys))
+        if rng.random() < share:
+            message = _spoiled(message, rng)
+        stream += message
+    return stream + encode(local.GetStats(last_request))
 
-    def __init__(self, mutator: Mutator, namespace: int, keys: Sequence[bytes]) -> None:
-        self._mutator = mutator
-        self._namespace = namespace
-        self._keys = list(keys)
-        self._codec: framing.MessageCodec[Any] = framing.MessageCodec(local.ClientMessage)
 
-    def stream(self, last_request: int) -> bytes:
-        """One connection's bytes; the last message is GetStats of that number."""
-        rng = self._mutator.rng
-        share = rng.choice((0.0, 0.02, 0.1, 0.5))  # of messages that are not well-formed
-        version = local.LOCAL_PROTOCOL_VERSION if rng.random() < 0.95 else rng.randrange(1 << 16)
-        hello = self._encode(local.Hello(version, "hostile"))
-        stream = hello if rng.random() < 0.9 else self._mutator.mutate(hello)
-        length = rng.choice((200, 1000, 4000, 8000))
-        while len(stream) < length:
-            message = self._encode(self._request())
-            if rng.random() < share:
-                message = self._spoil(message)
-            stream += message
-        return stream + self._encode(local.GetStats(last_request))
-
-    def _encode(self, message: Any) -> bytes:
-        return self._codec.encode(message)
-
-    def _request(self) -> Any:
-        rng = self._mutator.rng
-        number, namespace = rng.randrange(1 << 31), self._namespace
-        some = rng.choice((1, 1, 4, 40))
-        keys = [rng.choice((rng.choice(self._keys), rng.randbytes(16))) for _ in range(some)]
-        fresh = [rng.randbytes(16) for _ in range(some)]  # the blocks put before stay what they are
-        handles = [rng.randrange(1 << 16) for _ in range(some)]
-        return rng.choice(
-            (
-                local.Get(number, namespace, keys, rng.choice((0.0, 0.001, 0.02))),
-                local.Exists(number, namespace, keys[:4], 0.02),
-                local.Alloc(number, namespace, fresh, [rng.choice((1, 1000, 1 << 30))] * some),
-                local.Alloc(number, namespace, fresh, [1] * (some + 1)),
-                local.Commit(number, handles),
-                local.Abort(number, handles),
-                local.Release(handles),
-                local.Drop(number, namespace, fresh[:4]),
-                local.Pin(number, namespace, keys),
-                local.Unpin(number, namespace, keys),
-                local.DescribePool(number, namespace, keys),
-                local.Get(number, rng.randrange(1 << 16), keys, 1.0),
-            )
+def _request(rng: random.Random, namespace: int, held: Sequence[bytes]) -> Any:
+    number = rng.randrange(1 << 31)
+    some = rng.choice((1, 1, 4, 40))
+    keys = [rng.choice((rng.choice(held), rng.randbytes(16))) for _ in range(some)]
+    fresh = [rng.randbytes(16) for _ in range(some)]  # the blocks put before stay what they are
+    handles = [rng.randrange(1 << 16) for _ in range(some)]
+    return rng.choice(
+        (
+            local.Get(number, namespace, keys, rng.choice((0.0, 0.001, 0.02))),
+            local.Exists(number, namespace, keys[:4], 0.02),
+            local.Alloc(number, namespace, fresh, [rng.choice((1, 1000, 1 << 30))] * some),
+            local.Alloc(number, namespace, fresh, [1] * (some + 1)),
+            local.Commit(number, handles),
+            local.Abort(number, handles),
+            local.Release(handles),
+            local.Drop(number, namespace, fresh[:4]),
+            local.Pin(number, namespace, keys),
+            local.Unpin(number, namespace, keys),
+            local.DescribePool(number, namespace, keys),
+            local.Get(number, rng.randrange(1 << 16), keys, 1.0),
         )
-
-    def _spoil(self, message: bytes) -> bytes:
-        rng = self._mutator.rng
-        draw = rng.random()
-        if draw < 0.4:  # a right length, and wrong bytes behind it
-            body = self._mutator.mutate(message[4:])
-            return struct.pack("!I", len(body)) + body
-        if draw < 0.85:
-            return self._mutator.mutate(message)
-        return rng.randbytes(rng.randrange(1, 512))
+    )
 
 
-class HttpStreams:
-    """What hostile clients say to the HTTP API: one request, and what may follow on it."""
+def _spoiled(message: bytes, rng: random.Random) -> bytes:
+    draw = rng.random()
+    if draw < 0.4:  # a right length, and wrong bytes behind it
+        body = mutate(message[4:], rng)
+        return struct.pack("!I", len(body)) + body
+    if draw < 0.85:
+        return mutate(message, rng)
+    return rng.randbytes(rng.randrange(1, 512))
 
-    def __init__(self, mutator: Mutator, namespace: int, keys: Sequence[bytes]) -> None:
-        self._mutator = mutator
-        self._body = {"namespace": namespace, "key": keys[0].hex()}
 
-    def stream(self) -> bytes:
-        """One connection's bytes."""
-        rng = self._mutator.rng
-        body = json.dumps(self._body).encode()
-        if rng.random() < 0.5:
-            body = self._mutator.mutate(body)
-        if rng.random() < 0.4:
-            body += rng.randbytes(rng.choice((100, 4_000, 20_000)))
-        method = rng.choice(("GET", "POST", "DELETE", "PUT", "BREW"))
-        path = rng.choice(("/healthz", "/v1/status", "/v1/pin", "/v1/decisions", "/metrics", "/x"))
-        path += rng.choice(("", "?" + "a" * rng.randrange(2000), "/../" * rng.randrange(20)))
-        extra = rng.choice(
-            (
-                "Connection: close\r\n",
-                "Connection: close\r\nX: " + "y" * rng.choice((10, 1_000, 10_000)) + "\r\n",
-                "Connection: close\r\nExpect: everything\r\n",
-                "",
-            )
+def http_stream(rng: random.Random, namespace: int, key: bytes) -> bytes:
+    """What a hostile client says on one connection to the HTTP API: one request, and what may
+    follow on it."""
+    body = json.dumps({"namespace": namespace, "key": key.hex()}).encode()
+    if rng.random() < 0.5:
+        body = mutate(body, rng)
+    if rng.random() < 0.4:
+        body += rng.randbytes(rng.choice((100, 4_000, 20_000)))
+    method = rng.choice(("GET", "POST", "DELETE", "PUT", "BREW"))
+    path = rng.choice(("/healthz", "/v1/status", "/v1/pin", "/v1/decisions", "/metrics", "/x"))
+    path += rng.choice(("", "?" + "a" * rng.randrange(2000), "/../" * rng.randrange(20)))
+    extra = rng.choice(
+        (
+            "Connection: close\r\n",
+            "Connection: close\r\nX: " + "y" * rng.choice((10, 1_000, 10_000)) + "\r\n",
+            "Connection: close\r\nExpect: everything\r\n",
+            "",
         )
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n{extra}\r\n"
-        ).encode()
-        draw = rng.random()
-        if draw < 0.5:
-            return head + body
-        if draw < 0.7:
-            return self._mutator.mutate(head) + body
-        if draw < 0.95:
-            return self._mutator.mutate(head + body)
-        return rng.randbytes(rng.choice((1, 100, 3_000)))
+    )
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n{extra}\r\n"
+    ).encode()
+    draw = rng.random()
+    if draw < 0.5:
+        return head + body
+    if draw < 0.7:
+        return mutate(head, rng) + body
+    if draw < 0.95:
+        return mutate(head + body, rng)
+    return rng.randbytes(rng.choice((1, 100, 3_000)))

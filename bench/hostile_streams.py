@@ -13,9 +13,9 @@ has been dealt with.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -32,19 +32,22 @@ RESET = "reset by the server"
 SILENT = "silent"
 
 
-class HostileStream(ABC):
-    """One kind of server. `outcomes` counts connections, `answers` what was answered on them."""
+class HostileStream:
+    """Clients of one server. `next_client()`: what the next one says, and who understands what
+    comes back. `outcomes` counts connections, `answers` what was answered on them."""
 
-    def __init__(self, family: socket.AddressFamily, address: Any) -> None:
+    def __init__(
+        self,
+        family: socket.AddressFamily,
+        address: Any,
+        next_client: Callable[[], tuple[bytes, _Listener]],
+    ) -> None:
         self._family = family
         self._address = address
+        self._next_client = next_client
         self.connections = 0
         self.outcomes: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
-
-    @abstractmethod
-    def _message(self) -> tuple[bytes, _Listener]:
-        """What the next client says, and who understands what comes back."""
 
     async def fence(self) -> bool:
         """Have a well-formed request answered on a connection of its own, where it matters."""
@@ -53,7 +56,7 @@ class HostileStream(ABC):
     async def one(self) -> int:
         """One connection; returns how many bytes were sent."""
         loop = asyncio.get_running_loop()
-        payload, listener = self._message()
+        payload, listener = self._next_client()
         with socket.socket(self._family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
@@ -120,19 +123,20 @@ class HostileStream(ABC):
                 return SILENT
 
 
-class _Listener(ABC):
-    """Understands what comes back on one connection."""
+class _Listener:
+    """Understands what comes back on one connection; this one counts bytes."""
 
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()
         self.finished = False
         """Nothing more needs to be waited for."""
 
-    @abstractmethod
-    def hear(self, data: bytes) -> None: ...
+    def hear(self, data: bytes) -> None:
+        self.answers["bytes"] += len(data)
 
-    @abstractmethod
-    def outcome(self, ending: str) -> str: ...
+    def outcome(self, ending: str) -> str:
+        """What the connection came to; `ending` is how it ended."""
+        return ending
 
 
 # --- an agent's Unix socket -------------------------------------------------------------------
@@ -149,19 +153,17 @@ class LocalHostiles(HostileStream):
 
     def __init__(self, path: str, make: Callable[[int], bytes]) -> None:
         """`make(number)` gives one connection's bytes, the last of them GetStats of `number`."""
-        super().__init__(socket.AF_UNIX, path)
-        self._make = make
-        self._number = 1 << 40  # no hostile request has so large a number
+        numbers = itertools.count(1 << 40)  # no hostile request has so large a number
+
+        def next_client() -> tuple[bytes, _Listener]:
+            number = next(numbers)
+            return make(number), _LocalListener(number)
+
+        super().__init__(socket.AF_UNIX, path, next_client)
         self.fences = 0
 
-    def _message(self) -> tuple[bytes, _Listener]:
-        self._number += 1
-        return self._make(self._number), _LocalListener(self._number)
-
     async def fence(self) -> bool:
-        codec: framing.MessageCodec[Any] = framing.MessageCodec(
-            local.ServerMessage, max_message_bytes=local.MAX_LOCAL_MESSAGE_BYTES
-        )
+        codec = _server_codec()
         self.fences += 1
         reader, writer = await asyncio.open_unix_connection(self._address)
         try:
@@ -179,13 +181,17 @@ class LocalHostiles(HostileStream):
         return True
 
 
+def _server_codec() -> framing.MessageCodec[Any]:
+    return framing.MessageCodec(
+        local.ServerMessage, max_message_bytes=local.MAX_LOCAL_MESSAGE_BYTES
+    )
+
+
 class _LocalListener(_Listener):
     def __init__(self, last_request: int) -> None:
         super().__init__()
         self._last = last_request
-        self._codec: framing.MessageCodec[Any] = framing.MessageCodec(
-            local.ServerMessage, max_message_bytes=local.MAX_LOCAL_MESSAGE_BYTES
-        )
+        self._codec = _server_codec()
         self._rejected = False
 
     def hear(self, data: bytes) -> None:
@@ -213,21 +219,13 @@ class _LocalListener(_Listener):
 UNANSWERED = "closed unanswered"
 
 
-class HttpHostiles(HostileStream):
-    """Clients of the HTTP API."""
-
-    def __init__(self, address: tuple[str, int], make: Callable[[], bytes]) -> None:
-        super().__init__(socket.AF_INET, address)
-        self._make = make
-
-    def _message(self) -> tuple[bytes, _Listener]:
-        return self._make(), _HttpListener()
+def http_hostiles(address: tuple[str, int], make: Callable[[], bytes]) -> HostileStream:
+    """Clients of the HTTP API; `make()` gives one connection's bytes."""
+    return HostileStream(socket.AF_INET, address, lambda: (make(), _HttpListener()))
 
 
 class _HttpListener(_Listener):
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffer = b""
+    _buffer = b""
 
     def hear(self, data: bytes) -> None:
         self._buffer += data
@@ -259,31 +257,20 @@ class _HttpListener(_Listener):
 # --- any TCP port -----------------------------------------------------------------------------
 
 
-class NoiseHostiles(HostileStream):
+def noise_hostiles(address: tuple[str, int], rng: random.Random) -> HostileStream:
     """Clients of a TCP port that do not speak its protocol: noise, at times behind a length.
 
     Nothing that could be understood: where no TLS asks who is there, a well-formed message on a
     link between parts is believed, and no hostile input.
     """
 
-    def __init__(self, address: tuple[str, int], rng: random.Random) -> None:
-        super().__init__(socket.AF_INET, address)
-        self._rng = rng
-
-    def _message(self) -> tuple[bytes, _Listener]:
-        rng = self._rng
+    def next_client() -> tuple[bytes, _Listener]:
         noise = rng.randbytes(rng.choice((0, 1, 3, 100, 5_000, 100_000)))
         draw = rng.random()
         if draw < 0.3:
             noise = len(noise).to_bytes(4, "big") + noise
         elif draw < 0.5:
             noise = b"\x16\x03\x01" + noise  # as TLS begins
-        return noise, _NoiseListener()
+        return noise, _Listener()
 
-
-class _NoiseListener(_Listener):
-    def hear(self, data: bytes) -> None:
-        self.answers["bytes"] += len(data)
-
-    def outcome(self, ending: str) -> str:
-        return ending
+    return HostileStream(socket.AF_INET, address, next_client)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvcast.bench.replay import Replay, Tally, Turn
+from kvcast.service.statistics import ratio
 from kvcast.topologies.pool import Pool
 
 PARTS: Final = ("controller", "switch", "agent")
@@ -70,14 +71,13 @@ class Phase:
         return self.came / self.wanted if self.wanted else None
 
     def as_dict(self) -> dict[str, Any]:
-        rate = self.hit_rate
         return {
             "requests": self.requests,
             "failed_requests": self.failed_requests,
             "blocks_wanted": self.wanted,
             "blocks_came": self.came,
             "misses": self.missed,
-            "hit_rate": None if rate is None else round(rate, 4),
+            "hit_rate": ratio(self.came, self.wanted),
         }
 
 

@@ -1,16 +1,17 @@
 """The picture of a demo: a PNG and a self-contained HTML page.
 
 Owns: how two replays of one workload are drawn. Must not know: how they were measured; it reads
-the demo's report (plain data) alone. matplotlib is imported when something is drawn, not before.
+the demo's report (plain data) alone.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-import io
 from pathlib import Path
 from typing import Any
+
+from kvcast.bench.plotting import drawn
 
 _PLAIN, _KVCAST, _IDEAL = "#8a94a6", "#0f7b6c", "#d97706"
 _TIERS = {
@@ -34,34 +35,14 @@ def draw(report: dict[str, Any], folder: Path) -> tuple[Path, Path]:
 
 
 def _figure(report: dict[str, Any]) -> bytes:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(
-        {
-            "font.family": "DejaVu Sans",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": "#94a3b8",
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "xtick.color": "#475569",
-            "ytick.color": "#475569",
-            "axes.labelcolor": "#475569",
-        }
-    ):
-        figure = Figure(figsize=(13, 4.9), dpi=130, layout="constrained")
+    def fill(figure: Any) -> None:
         fetches, over_time, tiers = figure.subplots(1, 3, width_ratios=[1, 1.35, 1.15])
         _draw_egress(over_time, report)
         _draw_fetches(fetches, report)
         _draw_tiers(tiers, report)
         figure.suptitle(_headline(report), x=0.01, ha="left", fontsize=13)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": "kvcast"})
-        return out.getvalue()
+
+    return drawn(fill, (13, 4.9), dpi=130)
 
 
 def _draw_egress(axes: Any, report: dict[str, Any]) -> None:

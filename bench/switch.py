@@ -44,7 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -56,6 +56,7 @@ from kvcast.bench import traffic
 from kvcast.bench.memory import Driver
 from kvcast.bench.processor_time import processor_time_s
 from kvcast.bench.switch_programs import Arrival, Setup
+from kvcast.controller.core.reconcile import Verb
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvcast.service.statistics import ratio
@@ -271,15 +272,20 @@ def switch_command(ports: Sequence[str], *more: str) -> list[str]:
 
 async def program_switch(address: str, setup: Setup) -> None:
     """Push the program and write the entries, as a controller would."""
+    async with _connected(address, fy.SwitchOptions(setup.p4info, setup.program)) as client:
+        await programs.write(client, setup)
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str, options: fy.SwitchOptions) -> AsyncIterator[fy.Switch]:
     ready = asyncio.Event()
 
     async def is_ready(_: fy.Switch) -> None:
         ready.set()
 
-    options = fy.SwitchOptions(p4info=setup.p4info, p4blob=setup.program, ready_handler=is_ready)
-    async with fy.Switch("bench", address, options) as client:
+    async with fy.Switch("bench", address, options(ready_handler=is_ready)) as client:
         await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
-        await programs.write(client, setup)
+        yield client
 
 
 class Run(NamedTuple):
@@ -409,19 +415,11 @@ def _writes_under_load(
 
 async def _write_storm(address: str) -> float:
     """Insert and delete entries of l2_forward in batches for a while; updates a second."""
-    ready = asyncio.Event()
-
-    async def is_ready(_: fy.Switch) -> None:
-        ready.set()
-
-    setup = programs.kvcast()
-    options = fy.SwitchOptions(p4info=setup.p4info, ready_handler=is_ready)
-    async with fy.Switch("bench", address, options) as client:
-        await asyncio.wait_for(ready.wait(), _START_TIMEOUT_S)
+    async with _connected(address, fy.SwitchOptions(programs.kvcast().p4info)) as client:
         # Written out beforehand: it is not the client's speed that is asked for.
         requests = [
-            programs.write_request(client, kind, _STORM_BATCH).SerializeToString()
-            for kind in ("insert", "delete")
+            programs.write_request(client, verb, _STORM_BATCH).SerializeToString()
+            for verb in (Verb.INSERT, Verb.DELETE)
         ]
         async with grpc.aio.insecure_channel(address) as channel:
             write: Any = channel.unary_unary("/p4.v1.P4Runtime/Write")

@@ -4,26 +4,34 @@ Owns: what is written into the tables of kvcast's program and of the router (l3)
 each scenario sends, and how either gets into a switch: by hand, or over P4Runtime. Must not know:
 how anything is measured.
 
-kvcast's program is set up as its controller would: hosts 1 to 9 on ports 1 to 9, host 1 the home
-of every block, host i 10.77.0.i at MAC 02:6b:76:00:00:ii. The router has a thousand routes.
+kvcast's program is set up by the controller's own code: hosts 1 to 9 on ports 1 to 9, host 1 the
+home of every block, host i 10.77.0.i at MAC 02:6b:76:00:00:ii. The router has a thousand routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import finsy as fy
 from finsy.proto import p4r
 from kvcast.bench import l3
+from kvcast.controller.core.membership import Address
+from kvcast.controller.core.program import Host, Settings, desired_state, port_bit
+from kvcast.controller.core.reconcile import ActionCall, EntryChange, SwitchState, Verb, diff
+from kvcast.controller.core.residency import Resident
+from kvcast.controller.switch.connection import update_of
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages import ethernet, wire
+from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.wire import BlockId
 from kvcast.switchsim import loader
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm
+from kvcast.topologies.star import Star
 
 HOSTS = 9
 READERS = range(2, HOSTS + 1)
@@ -35,19 +43,8 @@ CONTENT = bytes(i * 131 & 0xFF for i in range(wire.SEGMENT_BYTES))
 FRAME_BYTES = 1066
 """An Ethernet frame about as long as one that carries DATA of 1 KiB."""
 
-_READERS_GROUP = 2048
 _LEASE_TICKS = 1 << 31
 _ROUTES = 1000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A table entry; a key is a number, or (number, prefix length)."""
-
-    table: str
-    key: tuple[int | tuple[int, int], ...]
-    action: str
-    params: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,7 @@ class Setup:
     name: str
     program: Path
     p4info: Path
-    entries: tuple[Entry, ...]
-    groups: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
-    defaults: tuple[Entry, ...] = ()
+    state: SwitchState
 
 
 def endpoint(host: int) -> ethernet.Endpoint:
@@ -67,60 +62,44 @@ def endpoint(host: int) -> ethernet.Endpoint:
     return ethernet.Endpoint(mac, ethernet.parse_ip(f"10.77.0.{host}"), wire.UDP_PORT)
 
 
-def _kvcast_entries() -> Iterator[Entry]:
-    yield Entry("l2_forward", (0xFFFFFFFFFFFF,), "flood")
-    for host in range(1, HOSTS + 1):
-        at, bit = endpoint(host), 1 << (host - 1)
-        mac = int.from_bytes(at.mac, "big")
-        yield Entry("l2_forward", (mac,), "to_port", (host, bit))
-        yield Entry("port_guard", (host, at.ip), "admit", (bit, 256 + host))
-        yield Entry("namespace_guard", (host, NAMESPACE), "allow")
-        yield Entry("egress_host", (host,), "rewrite", (mac, at.ip, at.udp_port, bit))
-    for bucket in range(wire.BUCKETS):
-        yield Entry("bucket_home", (bucket, HOME), "home")
-    yield Entry("port_set", (sum(1 << (h - 1) for h in READERS),), "set_group", (_READERS_GROUP,))
-    yield Entry(
-        "resident",
-        (NAMESPACE, int.from_bytes(RESIDENT_KEY, "big"), 0),
-        "resident_at",
-        (3, 1, wire.segment_bitmap(len(CONTENT), 0), wire.digest_of(CONTENT), len(CONTENT)),
-    )
-
-
 def kvcast(target: str = "v1model") -> Setup:
     """kvcast's program with nine hosts."""
     files = artefact(target)
-    groups = {1: [(host, 0) for host in range(1, HOSTS + 1)]}
-    for host in range(1, HOSTS + 1):
-        groups[256 + host] = [(host, 0), (host, RECIRCULATE_RID)]
-    groups[_READERS_GROUP] = [(host, 0) for host in READERS]
-    return Setup(
-        name="kvcast",
-        program=Path(str(files.json)),
-        p4info=Path(str(files.p4info)),
-        entries=tuple(_kvcast_entries()),
-        groups=tuple((number, tuple(replicas)) for number, replicas in groups.items()),
-        defaults=(Entry("settings", (), "set_settings", (1, _LEASE_TICKS, 0)),),
+    hosts = [
+        Host(h.node_id, Address(h.ip, h.mac, h.switch_port, h.udp_port, h.ip, 1))
+        for h in Star.of(HOSTS).hosts
+    ]
+    resident = Resident(
+        BlockId(NAMESPACE, RESIDENT_KEY),
+        slots=(3,),
+        generation=1,
+        digest=wire.digest_of(CONTENT),
+        size_bytes=len(CONTENT),
+        pinned=True,
+        admitted_at=0.0,
     )
+    state = desired_state(
+        Settings(True, _LEASE_TICKS, heat_threshold=0, recirculate_rid=RECIRCULATE_RID),
+        hosts,
+        [[hosts[HOME - 1].node_id]] * wire.BUCKETS,
+        [NamespaceInfo(NAMESPACE, "bench", "switch", "1", "bytes")],
+        [],
+        [resident],
+        {sum(port_bit(reader) for reader in READERS): 0},
+    )
+    state.digests.clear()  # nobody listens
+    return Setup("kvcast", Path(str(files.json)), Path(str(files.p4info)), state)
 
 
 def router() -> Setup:
     """The router with a thousand routes, of which ten lead to hosts."""
-    entries = []
-    for number in range(_ROUTES):
-        prefix = (20 << 24) | (number << 8)
-        port = 2 + number % 8
+    routes = {((20 << 24) | (number << 8), 24): 2 + number % 8 for number in range(_ROUTES)}
+    routes[10 << 24, 8] = 2
+    state = SwitchState()
+    for route, port in routes.items():
         mac = int.from_bytes(endpoint(port).mac, "big")
-        entries.append(Entry("ipv4_route", ((prefix, 24),), "to_nexthop", (port, mac, 0x026B76FF)))
-    entries.append(
-        Entry(
-            "ipv4_route",
-            ((10 << 24, 8),),
-            "to_nexthop",
-            (2, int.from_bytes(endpoint(2).mac, "big"), 0x026B76FF),
-        )
-    )
-    return Setup("l3", l3.PROGRAM, l3.P4INFO, tuple(entries))
+        state.entries["ipv4_route", (route,)] = ActionCall("to_nexthop", (port, mac, 0x026B76FF))
+    return Setup("l3", l3.PROGRAM, l3.P4INFO, state)
 
 
 # --- into a switch --------------------------------------------------------------------------------
@@ -128,67 +107,36 @@ def router() -> Setup:
 
 def load(switch: Engine, setup: Setup) -> None:
     """Load a program and its entries by hand."""
-    switch.load(loader.load(setup.program.read_bytes(), setup.name))
+    program = loader.load(setup.program.read_bytes(), setup.name)
+    switch.load(program)
     tables = {name.split(".")[-1]: table for name, table in switch.tables.items()}
-    for group, replicas in setup.groups:
-        switch.set_multicast_group(group, replicas)
-    names = {table: _action_names(switch, name) for table, name in _full_names(switch).items()}
-    for entry in setup.entries:
-        match = [Lpm(*k) if isinstance(k, tuple) else Exact(k) for k in entry.key]
-        tables[entry.table].add(match, 0, names[entry.table][entry.action], entry.params)
-    for entry in setup.defaults:
-        tables[entry.table].set_default(names[entry.table][entry.action], entry.params)
-
-
-def _full_names(switch: Engine) -> dict[str, str]:
-    return {name.split(".")[-1]: name for name in switch.tables}
-
-
-def _action_names(switch: Engine, table: str) -> dict[str, str]:
-    program = switch.program
-    assert program is not None
-    spec = switch.tables[table].spec
-    actions = (program.actions[number].name for number in spec.actions)
-    return {name.split(".")[-1]: name for name in actions}
+    for group, replicas in setup.state.groups.items():
+        switch.set_multicast_group(group, sorted(replicas))
+    for (name, keys), call in setup.state.entries.items():
+        actions = (program.actions[number].name for number in tables[name].spec.actions)
+        action = next(full for full in actions if full.split(".")[-1] == call.name)
+        if not keys:
+            tables[name].set_default(action, call.params)
+            continue
+        match = [Lpm(*key) if isinstance(key, tuple) else Exact(key) for key in keys]
+        tables[name].add(match, 0, action, call.params)
 
 
 async def write(client: fy.Switch, setup: Setup) -> None:
     """Write the entries over P4Runtime; the program is the client's to push."""
-
-    def made(entry: Entry, *, default: bool = False) -> fy.P4TableEntry:
-        table = client.p4info.tables[entry.table]
-        action = client.p4info.actions[entry.action]
-        fields = [field.alias for field in table.match_fields]
-        keys = [f"{k[0]}/{k[1]}" if isinstance(k, tuple) else k for k in entry.key]
-        params = dict(zip([p.name for p in action.params], entry.params, strict=True))
-        match = fy.P4TableMatch(dict(zip(fields, keys, strict=True))) if keys else None
-        return fy.P4TableEntry(
-            entry.table,
-            match=match,
-            action=fy.P4TableAction(entry.action, **params),
-            is_default_action=default,
-        )
-
-    for group, replicas in setup.groups:
-        await client.write([+fy.P4MulticastGroupEntry(group, replicas=list(replicas))])
-    await client.write([+made(entry) for entry in setup.entries])
-    if setup.defaults:
-        await client.write([~made(entry, default=True) for entry in setup.defaults])
+    changes = diff(SwitchState(), setup.state).upserts
+    await client.write([update_of(change, client.p4info) for change in changes])
 
 
-def write_request(client: fy.Switch, kind: Literal["insert", "delete"], count: int) -> Any:
+def write_request(client: fy.Switch, verb: Verb, count: int) -> Any:
     """A P4Runtime WriteRequest that inserts or deletes `count` addresses in l2_forward."""
     request = p4r.WriteRequest(
         device_id=client.device_id, election_id=p4r.Uint128(low=client.election_id)
     )
     for number in range(count):
-        entry = fy.P4TableEntry(
-            "l2_forward",
-            match=fy.P4TableMatch({"hdr.ethernet.dst": 0x0A_0000_0000 + number}),
-            action=fy.P4TableAction("to_port", port=3, port_bit=4),
-        )
-        change = +entry if kind == "insert" else -entry
-        request.updates.append(change.encode_update(client.p4info))
+        key = ("l2_forward", (0x0A_0000_0000 + number,))
+        change = EntryChange(verb, key, ActionCall("to_port", (3, 4)))
+        request.updates.append(update_of(change, client.p4info).encode_update(client.p4info))
     return request
 
 

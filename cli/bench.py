@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from kvcast.cli.tables import table_of
 from kvcast.service import reports
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, run_command
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, add_log_level, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.values import parse_size
+
+T = TypeVar("T")
 
 _INCAST = """\
 N nodes read the same blocks, which one home holds, at the same moment: first through a plain
@@ -70,7 +74,94 @@ soak.png in --out shows memory, descriptors and threads by part, hit rate, and t
 about 20 minutes for the switch and half of the agents, and 40 for the controller."""
 
 
-_SOAK_FLAGS = {"pool": ("minutes", "nodes", "loss", "arena_bytes", "out"), "switch": ("frames",)}
+class _Flag(NamedTuple):
+    """A flag, named as the field of the bench's options that it sets."""
+
+    field: str
+    default: Any
+    text: str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    flag: str = ""
+    """Its name, where that is not the field's."""
+
+
+_BLOCK_SIZE = _Flag("block_bytes", "64KiB", "size of each block", "SIZE", flag="block-size")
+_LOST = "probability of losing a frame each time it crosses a link"
+_INCAST_FLAGS = (
+    _Flag("readers", 8, "nodes that read", "N"),
+    _Flag("blocks", 8, "distinct blocks", "K"),
+    _BLOCK_SIZE,
+    _Flag("rounds", 1, "repetitions on one pool, each with fresh blocks"),
+    _Flag("loss", 0.0, f"{_LOST} (switchsim)", "P"),
+    _Flag("seed", 1, "seeds the loss and the keys"),
+    _Flag(
+        "home_rate",
+        0.0,
+        "most that the home sends, as its link would let it; unlimited if left out",
+        "FRAMES/S",
+    ),
+    _Flag(
+        "link_rate",
+        0.0,
+        "emulate links of this speed (100e6 = 100 Mb/s), slow enough that this machine is not "
+        "the limit, and say how much longer the last reader took than one reader alone",
+        "BITS/S",
+    ),
+    _Flag(
+        "runner",
+        "processes",
+        "UDP tunnels (no root), network namespaces or Mininet (root)",
+        choices=("processes", "namespaces", "mininet"),
+    ),
+    _Flag(
+        "switch",
+        "switchsim",
+        "kvcast's software switch, or simple_switch_grpc from the PATH or "
+        "KVCAST_SIMPLE_SWITCH_GRPC",
+        choices=("switchsim", "bmv2"),
+    ),
+)
+_SIMULATION_FLAGS = (
+    _Flag("readers", 8, "nodes that read", "N"),
+    _Flag("blocks", 1, "distinct blocks", "K"),
+    _BLOCK_SIZE._replace(default="2MiB"),
+    _Flag("link_rate_bits_per_s", 100e9, "speed of every link", "BITS/S", flag="link-rate"),
+    _Flag("loss", 0.0, "of a frame at each port it crosses", "P"),
+    _Flag(
+        "spread_ns",
+        2000,
+        "the readers start within so much of each other; 2000 is about one round trip",
+        "NS",
+    ),
+    _Flag("gather_ms", 0, "what READs let the home gather", "MS"),
+    _Flag("seed", 1, "seeds starts, losses and keys"),
+)
+_HOSTILE_FLAGS = (
+    _Flag(
+        "frames",
+        100_000,
+        "frames into each of the data-plane entry points; the streams get as many bytes",
+        "N",
+    ),
+    _Flag("nodes", 3, "nodes of the pool"),
+    _Flag("seed", 1, "seeds the mutations"),
+)
+_SOAK_FLAGS = {
+    "pool": (
+        _Flag("minutes", 10.0, "how long faults and load go on"),
+        _Flag("nodes", 6, "nodes with an agent; one more is the attacker's"),
+        _Flag("loss", 0.002, _LOST, "P"),
+        _Flag(
+            "arena_bytes",
+            "32MiB",
+            "memory of each agent for blocks; small, so that it evicts all the time",
+            "SIZE",
+        ),
+        _Flag("out", Path("kvcast-soak"), "picture and logs", "DIR"),
+    ),
+    "switch": (_Flag("frames", 2_000_000, "frames to process", "N"),),
+}
 """What goes with one --what only."""
 
 
@@ -80,29 +171,14 @@ def build_parser() -> argparse.ArgumentParser:
         prog="kvcast bench", description="Measure one thing.", formatter_class=HelpFormatter
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    incast = benches.add_parser(
-        "incast",
-        help="N nodes read the same blocks at once",
-        description=_INCAST,
-        epilog=_INCAST_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    incast.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
-    incast.add_argument("--blocks", type=int, default=8, metavar="K", help="distinct blocks")
-    incast.add_argument(
-        "--block-size", type=parse_size, default="64KiB", metavar="SIZE", help="size of each block"
-    )
-    incast.add_argument(
-        "--rounds", type=int, default=1, help="repetitions on one pool, each with fresh blocks"
-    )
-    incast.add_argument(
-        "--loss",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="probability of losing a frame each time it crosses a link (switchsim)",
-    )
-    incast.add_argument("--seed", type=int, default=1, help="seeds the loss and the keys")
+
+    def bench(name: str, text: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+        return benches.add_parser(
+            name, help=text, description=description, epilog=epilog, formatter_class=HelpFormatter
+        )
+
+    incast = bench("incast", "N nodes read the same blocks at once", _INCAST, _INCAST_EXAMPLES)
+    _add(incast, _INCAST_FLAGS)
     incast.add_argument(
         "--gather-ms",
         type=int,
@@ -110,120 +186,44 @@ def build_parser() -> argparse.ArgumentParser:
         help="how long the readers, who know of the storm, let the home wait for joiners; by "
         "default 100 ms, and 12 ms a reader beyond eight, since they share this machine",
     )
-    incast.add_argument(
-        "--home-rate",
-        type=float,
-        default=0.0,
-        metavar="FRAMES/S",
-        help="most that the home sends, as its link would let it; unlimited if left out",
-    )
-    incast.add_argument(
-        "--link-rate",
-        type=float,
-        default=0.0,
-        metavar="BITS/S",
-        help="emulate links of this speed (100e6 = 100 Mb/s), slow enough that this machine is not "
-        "the limit, and say how much longer the last reader took than one reader alone",
-    )
     incast.add_argument("--resident", action="store_true", help="ask the resident question")
-    incast.add_argument(
-        "--runner",
-        choices=["processes", "namespaces", "mininet"],
-        default="processes",
-        help="UDP tunnels (no root), network namespaces or Mininet (root)",
-    )
-    incast.add_argument(
-        "--switch",
-        choices=["switchsim", "bmv2"],
-        default="switchsim",
-        help="kvcast's software switch, or simple_switch_grpc from the PATH or "
-        "KVCAST_SIMPLE_SWITCH_GRPC",
-    )
     _report_options(incast)
-    simulation = benches.add_parser(
-        "incast-simulation",
-        help="the same on fast links, in virtual time (a simulation)",
-        description=_SIMULATION,
-        formatter_class=HelpFormatter,
+    simulation = bench(
+        "incast-simulation", "the same on fast links, in virtual time (a simulation)", _SIMULATION
     )
-    simulation.add_argument("--readers", type=int, default=8, metavar="N", help="nodes that read")
-    simulation.add_argument("--blocks", type=int, default=1, metavar="K", help="distinct blocks")
-    simulation.add_argument(
-        "--block-size", type=parse_size, default="2MiB", metavar="SIZE", help="size of each block"
-    )
-    simulation.add_argument(
-        "--link-rate", type=float, default=100e9, metavar="BITS/S", help="speed of every link"
-    )
-    simulation.add_argument(
-        "--loss", type=float, default=0.0, metavar="P", help="of a frame at each port it crosses"
-    )
-    simulation.add_argument(
-        "--spread-ns",
-        type=int,
-        default=2000,
-        metavar="NS",
-        help="the readers start within so much of each other; 2000 is about one round trip",
-    )
-    simulation.add_argument(
-        "--gather-ms", type=int, default=0, metavar="MS", help="what READs let the home gather"
-    )
-    simulation.add_argument("--seed", type=int, default=1, help="seeds starts, losses and keys")
+    _add(simulation, _SIMULATION_FLAGS)
     _report_options(simulation, run_dir=False)
-    hostile = benches.add_parser(
-        "hostile",
-        help="mutated frames and bytes into every entry point of a pool",
-        description=_HOSTILE,
-        formatter_class=HelpFormatter,
+    hostile = bench(
+        "hostile", "mutated frames and bytes into every entry point of a pool", _HOSTILE
     )
-    hostile.add_argument(
-        "--frames",
-        type=int,
-        default=100_000,
-        metavar="N",
-        help="frames into each of the data-plane entry points; the streams get as many bytes",
-    )
-    hostile.add_argument("--nodes", type=int, default=3, help="nodes of the pool")
-    hostile.add_argument("--seed", type=int, default=1, help="seeds the mutations")
+    _add(hostile, _HOSTILE_FLAGS)
     _report_options(hostile)
-    soak = benches.add_parser(
+    soak = bench(
         "soak",
-        help="a pool under load and faults, or a switch under a flood, for long: is it flat?",
-        description=_SOAK,
-        epilog=_SOAK_EXAMPLES,
-        formatter_class=HelpFormatter,
+        "a pool under load and faults, or a switch under a flood, for long: is it flat?",
+        _SOAK,
+        _SOAK_EXAMPLES,
     )
-    soak.add_argument("--what", choices=["pool", "switch"], default="pool", help="see above")
-    soak.add_argument("--seed", type=int, default=1, help="seeds the plan of faults and the load")
-    of_pool = soak.add_argument_group("of a pool")
-    of_pool.add_argument(
-        "--minutes", type=float, default=10.0, help="how long faults and load go on"
-    )
-    of_pool.add_argument(
-        "--nodes", type=int, default=6, help="nodes with an agent; one more is the attacker's"
-    )
-    of_pool.add_argument(
-        "--loss",
-        type=float,
-        default=0.002,
-        metavar="P",
-        help="probability of losing a frame each time it crosses a link",
-    )
-    of_pool.add_argument(
-        "--arena-bytes",
-        type=parse_size,
-        default="32MiB",
-        metavar="SIZE",
-        help="memory of each agent for blocks; small, so that it evicts all the time",
-    )
-    of_pool.add_argument(
-        "--out", type=Path, default=Path("kvcast-soak"), metavar="DIR", help="picture and logs"
-    )
-    of_switch = soak.add_argument_group("of a switch")
-    of_switch.add_argument(
-        "--frames", type=int, default=2_000_000, metavar="N", help="frames to process"
-    )
+    soak.add_argument("--what", choices=list(_SOAK_FLAGS), default="pool", help="see above")
+    _add(soak, (_Flag("seed", 1, "seeds the plan of faults and the load"),))
+    for what, flags in _SOAK_FLAGS.items():
+        _add(soak.add_argument_group(f"of a {what}"), flags)
     _report_options(soak, run_dir=False)
     return parser
+
+
+def _add(parser: argparse._ActionsContainer, flags: Iterable[_Flag]) -> None:
+    for field, default, text, metavar, choices, flag in flags:
+        is_size = metavar == "SIZE"
+        parser.add_argument(
+            f"--{(flag or field).replace('_', '-')}",
+            dest=field,
+            type=parse_size if is_size else type(default),
+            default=default,
+            help=text,
+            metavar=metavar,
+            choices=choices,
+        )
 
 
 def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) -> None:
@@ -234,12 +234,7 @@ def _report_options(parser: argparse.ArgumentParser, *, run_dir: bool = True) ->
     )
     if run_dir:
         parser.add_argument("--run-dir", metavar="DIR", type=Path, help="keep all logs there")
-    parser.add_argument(
-        "--log-level",
-        choices=["debug", "info", "warning", "error"],
-        default="warning",
-        help="debug shows tracebacks",
-    )
+    add_log_level(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,8 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         defaults = vars(parser.parse_args(["soak"]))
         for what, flags in _SOAK_FLAGS.items():
             for flag in flags:
-                if what != options.what and getattr(options, flag) != defaults[flag]:
-                    parser.error(f"--{flag.replace('_', '-')} goes with --what {what}")
+                if what != options.what and getattr(options, flag.field) != defaults[flag.field]:
+                    parser.error(f"--{flag.field.replace('_', '-')} goes with --what {what}")
     command = {
         "incast": _run_incast,
         "incast-simulation": _run_simulation,
@@ -261,28 +256,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: command(options), log_level=options.log_level)
 
 
+def _made(kind: type[T], options: argparse.Namespace) -> T:
+    """The bench's options, from the flags that set its fields."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in vars(options).items() if name in names})
+
+
 async def _run_incast(options: argparse.Namespace) -> int:
     from kvcast.bench import incast
 
     with reports.in_the_making(options.json) as so_far:
-        report = await incast.run(
-            incast.IncastOptions(
-                readers=options.readers,
-                blocks=options.blocks,
-                block_bytes=options.block_size,
-                rounds=options.rounds,
-                loss=options.loss,
-                seed=options.seed,
-                gather_ms=options.gather_ms,
-                home_rate=options.home_rate,
-                link_rate=options.link_rate,
-                resident=options.resident,
-                runner=options.runner,
-                switch=options.switch,
-                run_dir=options.run_dir,
-            ),
-            so_far,
-        )
+        report = await incast.run(_made(incast.IncastOptions, options), so_far)
     reports.report_to(options.json, report, _print_incast)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
@@ -290,41 +274,29 @@ async def _run_incast(options: argparse.Namespace) -> int:
 async def _run_simulation(options: argparse.Namespace) -> int:
     from kvcast.simulation import incast as incast_simulation
 
-    report = incast_simulation.run(
-        incast_simulation.SimulationOptions(
-            readers=options.readers,
-            blocks=options.blocks,
-            block_bytes=options.block_size,
-            link_rate_bits_per_s=options.link_rate,
-            loss=options.loss,
-            spread_ns=options.spread_ns,
-            gather_ms=options.gather_ms,
-            seed=options.seed,
-        )
-    )
+    report = incast_simulation.run(_made(incast_simulation.SimulationOptions, options))
     reports.report_to(options.json, report, _print_simulation)
     return EXIT_FAILED if report["wrong_bytes"] else EXIT_OK
 
 
 def _print_simulation(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     parameters = report["parameters"]
-    table = Table()
-    for title in ("", "one reader", "plain switch", "kvcast"):
-        table.add_column(title, justify="right" if title else "left")
     names = ("one_reader", "plain", "kvcast")
-    ratios = ("", report["plain_home_egress_ratio"], report["home_egress_ratio"])
-    table.add_row("home egress ratio", *(str(ratio) for ratio in ratios))
-    for share in ("p50", "max"):
-        times = (report["fetch_us"][name][share] for name in names)
-        shown = ("–" if time_us is None else f"{time_us:,.1f}" for time_us in times)
-        table.add_row(f"fetch time {share}, µs", *shown)
-    slower = (report["over_one_reader"].get(name, 1) for name in names)
-    table.add_row("slowest over one reader", *(str(times) for times in slower))
-    drops = (report["queue_drops"][name] for name in names)
-    table.add_row("frames that found a full queue", *(f"{count:,}" for count in drops))
+    times = {share: [report["fetch_us"][name][share] for name in names] for share in ("p50", "max")}
+    rows = [
+        ("home egress ratio", "", report["plain_home_egress_ratio"], report["home_egress_ratio"]),
+        *(
+            (f"fetch time {share}, µs", *("–" if us is None else f"{us:,.1f}" for us in of_all))
+            for share, of_all in times.items()
+        ),
+        ("slowest over one reader", *(report["over_one_reader"].get(name, 1) for name in names)),
+        (
+            "frames that found a full queue",
+            *(f"{report['queue_drops'][name]:,}" for name in names),
+        ),
+    ]
     console = Console()
     console.print(
         f"simulation: {parameters['readers']} readers, {parameters['blocks']} blocks of "
@@ -333,36 +305,31 @@ def _print_simulation(report: dict[str, Any]) -> None:
         f"misses {report['misses']}, wrong bytes {report['wrong_bytes']}",
         highlight=False,
     )
-    console.print(table)
+    console.print(table_of(("", "one reader", "plain switch", "kvcast"), rows))
 
 
 def _print_incast(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     parameters, runs = report["parameters"], report["runs"]
     titles = {"one_reader": "one reader", "plain": "plain switch", "kvcast": "kvcast"}
     columns = [name for name in titles if name in runs]
-    table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(titles[name], justify="right")
+    rows: list[tuple[Any, ...]] = []
 
     def row(label: str, value: Any) -> None:
-        table.add_row(label, *(str(value(runs[name])) for name in columns))
+        rows.append((label, *(value(runs[name]) for name in columns)))
 
     row("home egress ratio", lambda run: run["home_egress_ratio"])
     row("bytes that left the home", lambda run: f"{run['home_egress_bytes']:,}")
     for share in ("p50", "p99", "max"):
         row(f"fetch time {share}, ms", lambda run, share=share: run["fetch_ms"][share])
     if over_one := report["over_one_reader"]:
-        table.add_row("slowest over one reader", *(str(over_one.get(name, 1)) for name in columns))
+        rows.append(("slowest over one reader", *(over_one.get(name, 1) for name in columns)))
     for tier in next(iter(runs.values()))["hits"]:
         if any(run["hits"][tier] for run in runs.values()):
             row(f"blocks: {tier}", lambda run, tier=tier: run["hits"][tier])
-    row("gets", lambda run: run["gets"])
-    row("misses", lambda run: run["misses"])
-    row("wrong bytes", lambda run: run["wrong_bytes"])
+    for name in ("gets", "misses", "wrong_bytes"):
+        row(name.replace("_", " "), lambda run, name=name: run[name])
     console = Console()
     console.print(
         f"{report['bench']}: {parameters['readers']} readers, {parameters['blocks']} blocks "
@@ -370,56 +337,43 @@ def _print_incast(report: dict[str, Any]) -> None:
         f"{parameters['switch']} over {parameters['runner']}",
         highlight=False,
     )
-    console.print(table)
+    console.print(table_of(("", *(titles[name] for name in columns)), rows))
 
 
 async def _run_hostile(options: argparse.Namespace) -> int:
     from kvcast.bench import hostile
 
     with reports.in_the_making(options.json) as so_far:
-        report = await hostile.run(
-            hostile.HostileOptions(
-                frames=options.frames,
-                nodes=options.nodes,
-                seed=options.seed,
-                run_dir=options.run_dir,
-            ),
-            so_far,
-        )
+        report = await hostile.run(_made(hostile.HostileOptions, options), so_far)
     reports.report_to(options.json, report, _print_hostile)
     return EXIT_OK if report["passed"] else EXIT_FAILED
 
 
 def _print_hostile(report: dict[str, Any]) -> None:
+    from kvcast.bench.balance import side_of
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title="hostile input", title_justify="left")
     columns = ("entry_point", "sent", "bytes", "lost count of", "MiB before", "after", "growth")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "entry_point" else "right")
-    for entry_point in report["entry_points"]:
-        table.add_row(
-            entry_point["entry_point"],
-            f"{entry_point['sent']:,}",
-            f"{entry_point['sent_bytes']:,}",
-            f"{sum(abs(balance['unaccounted']) for balance in entry_point['balances']):,}",
-            f"{entry_point['rss_before_mib']:.1f}",
-            f"{entry_point['rss_after_mib']:.1f}",
-            f"{entry_point['rss_growth_mib']:+.1f}",
+    rows = [
+        (
+            each["entry_point"],
+            f"{each['sent']:,}",
+            f"{each['sent_bytes']:,}",
+            f"{sum(abs(balance['unaccounted']) for balance in each['balances']):,}",
+            f"{each['rss_before_mib']:.1f}",
+            f"{each['rss_after_mib']:.1f}",
+            f"{each['rss_growth_mib']:+.1f}",
         )
-    Console().print(table)
+        for each in report["entry_points"]
+    ]
+    Console().print(table_of(columns, rows, title="hostile input", left=("entry_point",)))
     for entry_point in report["entry_points"]:
         print(f"{entry_point['entry_point']}:")
         for balance in entry_point["balances"]:
-            print(f"  {balance['of']}: {_side(balance['given'])} = {_side(balance['found'])}")
+            print(f"  {balance['of']}: {side_of(balance['given'])} = {side_of(balance['found'])}")
     for problem in report["problems"]:
         print(f"kvcast: {problem}")
     print("passed" if report["passed"] else "failed")
-
-
-def _side(counts: dict[str, int]) -> str:
-    return " + ".join(f"{count:,} {name}" for name, count in counts.items()) or "0"
 
 
 async def _run_soak(options: argparse.Namespace) -> int:
@@ -434,18 +388,8 @@ async def _soak_pool(
     from kvcast.bench.soak import picture as soak_picture
     from kvcast.bench.soak import pool
 
-    report = await pool.run(
-        pool.SoakOptions(
-            minutes=options.minutes,
-            nodes=options.nodes,
-            seed=options.seed,
-            loss=options.loss,
-            arena_bytes=options.arena_bytes,
-            run_dir=options.out / "logs",
-        ),
-        tell,
-        so_far,
-    )
+    options.run_dir = options.out / "logs"
+    report = await pool.run(_made(pool.SoakOptions, options), tell, so_far)
     reports.report_to(options.json, report, _print_soak)
     picture = soak_picture.draw(report, options.out)
     if options.json != "-":
@@ -472,7 +416,6 @@ def _print_switch_soak(report: dict[str, Any]) -> None:
 
 def _print_soak(report: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     windows = report["windows"]
@@ -489,18 +432,12 @@ def _print_soak(report: dict[str, Any]) -> None:
         f"fetches (median of windows): {fetches}",
         highlight=False,
     )
-    faults = Table(title="faults", title_justify="left")
-    faults.add_column("kind")
-    faults.add_column("times", justify="right")
-    for kind, count in report["faults"].items():
-        faults.add_row(kind, f"{count:,}")
-    console.print(faults)
-    criteria = Table(title="criteria", title_justify="left")
-    for name in ("", "must hold", "found", ""):
-        criteria.add_column(name)
-    for each in report["criteria"]:
-        criteria.add_row(
-            each["name"], each["demand"], each["found"], "holds" if each["holds"] else "FAILS"
-        )
-    console.print(criteria)
+    faults = [(kind, f"{count:,}") for kind, count in report["faults"].items()]
+    console.print(table_of(("kind", "times"), faults, title="faults", left=("kind",)))
+    criteria = [
+        (each["name"], each["demand"], each["found"], "holds" if each["holds"] else "FAILS")
+        for each in report["criteria"]
+    ]
+    columns = ("", "must hold", "found", "")
+    console.print(table_of(columns, criteria, title="criteria", left=columns))
     print("passed" if report["passed"] else "failed")

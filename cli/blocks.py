@@ -6,19 +6,22 @@ Owns: how a block is named on the command line. Must not know: how it travels.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcast.service.commands import add_log_level
+from kvcast.service.commands import add_log_level, command_parser, run_command
 from kvcast.service.values import TextError, whole_number
 
 if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
 
 
-def add_block_options(parser: argparse.ArgumentParser) -> None:
-    """--socket, the namespace's options and --log-level."""
+def block_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with --socket, the namespace's options and --log-level."""
+    parser = command_parser(program, description, examples)
     parser.add_argument(
         "--socket",
         type=Path,
@@ -40,12 +43,19 @@ def add_block_options(parser: argparse.ArgumentParser) -> None:
         help="its number (0 to 65535) instead, if you know it",
     )
     add_log_level(parser)
+    return parser
 
 
-def check_block_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with a message if an option that argparse cannot check is wrong."""
+def run_block_command(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], Coroutine[Any, Any, int]],
+) -> int:
+    """Run a command with these words; its exit status."""
+    options = parser.parse_args(argv)
     if options.socket is None:
         parser.error("--socket (or KVCAST_SOCKET) must name an agent's Unix socket")
+    return run_command(lambda: command(options), log_level=options.log_level)
 
 
 def key_from(text: str) -> bytes:
@@ -59,10 +69,15 @@ def key_from(text: str) -> bytes:
     return key
 
 
-async def namespace_of(client: AsyncClient, options: argparse.Namespace) -> int:
-    """The number of the namespace that the options name."""
-    if options.namespace is not None:
-        return int(options.namespace)
-    return await client.namespace(
-        options.tenant, options.model, options.model_version, options.layout
-    )
+@contextlib.asynccontextmanager
+async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, int]]:
+    """A client of the agent, and the number of the namespace that the options name."""
+    from kvcast.hostagent.client import AsyncClient
+
+    async with await AsyncClient.connect(str(options.socket)) as client:
+        number = options.namespace
+        if number is None:
+            number = await client.namespace(
+                options.tenant, options.model, options.model_version, options.layout
+            )
+        yield client, number

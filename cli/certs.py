@@ -218,18 +218,12 @@ def _renew(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from kvcast.service.authority import read_certificate
+    from kvcast.service.authority import issued_in, read_certificate
 
     ends = read_certificate(options.folder / "ca.pem").not_valid_after_utc
     print(f"authority, until {ends:%Y-%m-%d}")
-    _list(_issued_of(options.folder))
+    _list(issued_in(options.folder))
     return EXIT_OK
-
-
-def _issued_of(folder: Path) -> list[Issued]:
-    from kvcast.service.authority import read_part
-
-    return [read_part(path.parent) for path in sorted(folder.glob("*/cert.pem"))]
 
 
 def _list(issued: Sequence[Issued]) -> None:

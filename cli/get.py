@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcast.cli.blocks import add_block_options, check_block_options, key_from, namespace_of
-from kvcast.service.commands import EXIT_MISS, EXIT_OK, CommandError, run_command
-from kvcast.service.options import HelpFormatter
+from kvcast.cli.blocks import block_parser, connected, key_from, run_block_command
+from kvcast.service.commands import EXIT_MISS, EXIT_OK, CommandError
 from kvcast.service.values import number
 
 _EXAMPLES = """\
@@ -21,12 +20,8 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast get`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast get",
-        description="Fetch a block. Exit status 3: it is not in the pool.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
+    description = "Fetch a block. Exit status 3: it is not in the pool."
+    parser = block_parser("kvcast get", description, _EXAMPLES)
     parser.add_argument("key", type=key_from, metavar="KEY", help="32 hexadecimal digits")
     parser.add_argument("-o", "--output", metavar="FILE", help="(default: standard output)")
     parser.add_argument(
@@ -39,23 +34,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print size, digest and tier instead of the bytes"
     )
-    add_block_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch a block; 3 if it is not in the pool."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    check_block_options(parser, options)
-    return run_command(lambda: _get(options), log_level=options.log_level)
+    return run_block_command(build_parser(), argv, _get)
 
 
 async def _get(options: argparse.Namespace) -> int:
-    from kvcast.hostagent.client import AsyncClient
-
-    async with await AsyncClient.connect(str(options.socket)) as client:
-        namespace = await namespace_of(client, options)
+    async with connected(options) as (client, namespace):
         (block,) = await client.get(namespace, [options.key], deadline_s=options.deadline)
         if block is None:
             print(f"kvcast: {options.key.hex()} is not in the pool", file=sys.stderr)

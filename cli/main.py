@@ -27,12 +27,12 @@ class Command:
 
 
 EXTRAS = {
-    "agent": ("aiohttp", "llvmlite", "prometheus_client"),
+    "agent": ("aiohttp", "llvmlite", "prometheus_client", "uvloop"),
     "controller": ("aiohttp", "cryptography", "finsy", "prometheus_client", "rich"),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy", "uvloop"}.union(*EXTRAS.values())))
+EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcast.service.addresses import format_host_port, parse_host_port
-from kvcast.service.commands import failed
-from kvcast.service.options import HelpFormatter
+from kvcast.service.commands import command_parser, failed
 from kvcast.service.tls import TlsError, TlsFiles
 
 _DESCRIPTION = """\
@@ -33,12 +32,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast shell`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast shell",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
+    parser = command_parser("kvcast shell", _DESCRIPTION, _EXAMPLES)
     parser.add_argument(
         "--switch",
         type=parse_host_port,

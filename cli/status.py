@@ -18,9 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcast.cli.tables import table_of
 from kvcast.hostagent.core.metrics import added, quantile
-from kvcast.service.commands import EXIT_OK, CommandError, add_log_level, run_command
-from kvcast.service.options import HelpFormatter
+from kvcast.service.commands import (
+    EXIT_OK,
+    CommandError,
+    add_log_level,
+    command_parser,
+    run_command,
+)
 from kvcast.service.tls import Credentials, TlsError
 from kvcast.service.values import number
 
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "KVCAST_TOKEN"
 _TIMEOUT_S = 5.0
+_RESIDENTS_SHOWN = 12
 _TIERS = ("local", "switch", "shared", "home", "bulk")
 
 _EXAMPLES = """\
@@ -41,12 +48,11 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast status`."""
-    parser = argparse.ArgumentParser(
-        prog="kvcast status",
-        description="Shows a running pool: its nodes and their tiers, links, the switch's "
+    parser = command_parser(
+        "kvcast status",
+        "Shows a running pool: its nodes and their tiers, links, the switch's "
         "decisions and what lives in its memory.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
     )
     parser.add_argument(
         "--http",
@@ -222,48 +228,40 @@ def _summary(status: dict[str, Any]) -> RenderableType:
 
 def _nodes(status: dict[str, Any], before: tuple[dict[str, Any], float] | None) -> RenderableType:
     """A row a node: state, memory, and what its link carried to readers."""
-    from rich.table import Table
-
-    table = Table(title="nodes", title_justify="left")
-    table.add_column("node")
-    table.add_column("port", justify="right")
-    table.add_column("state")
-    for name in ("buckets", "blocks", "DRAM MiB", "sent MiB", "MiB/s"):
-        table.add_column(name, justify="right")
-    for node in _by_port(status):
-        counters = status.get("agents", {}).get(node["node_id"], {})
-        table.add_row(
+    counted = status.get("agents", {})
+    rows = [
+        (
             node["node_id"],
-            str(node["switch_port"]),
+            node["switch_port"],
             _state(node),
-            str(node["buckets"]),
-            str(node["blocks"]),
+            node["buckets"],
+            node["blocks"],
             f"{node['arena_used_bytes'] / 2**20:.1f}/{node['arena_bytes'] / 2**20:.0f}",
-            f"{_sent(counters) / 2**20:.1f}",
-            _rate(node["node_id"], counters, before),
+            f"{_sent(counted.get(node['node_id'], {})) / 2**20:.1f}",
+            _rate(node["node_id"], counted.get(node["node_id"], {}), before),
         )
-    return table
+        for node in _by_port(status)
+    ]
+    columns = ("node", "port", "state", "buckets", "blocks", "DRAM MiB", "sent MiB", "MiB/s")
+    return table_of(columns, rows, title="nodes", left=("node", "state"))
 
 
 def _hits(status: dict[str, Any]) -> RenderableType:
     """A row a node, and one for all: where engines' blocks came from, and how long those waited
     that were fetched."""
-    from rich.table import Table
-
-    table = Table(title="blocks got, by where they came from", title_justify="left")
-    table.add_column("node")
-    for name in (*_TIERS, "misses", "p50 ms", "p99 ms"):
-        table.add_column(name, justify="right")
     agents = status.get("agents", {})
-    rows = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
-    for name, counters in (*rows.items(), ("all", added(rows.values()))):
-        table.add_row(
+    counted = {node["node_id"]: agents.get(node["node_id"], {}) for node in _by_port(status)}
+    rows = [
+        (
             name,
             *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
             f"{counters.get('misses_total', 0):.0f}",
             *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
-    return table
+        for name, counters in (*counted.items(), ("all", added(counted.values())))
+    ]
+    columns = ("node", *_TIERS, "misses", "p50 ms", "p99 ms")
+    return table_of(columns, rows, title="blocks got, by where they came from", left=("node",))
 
 
 def _fetch_ms(counters: dict[str, float], q: float) -> str:
@@ -314,22 +312,21 @@ def _counts(title: str, counts: dict[str, float] | None) -> RenderableType | Non
 
 
 def _residents(status: dict[str, Any]) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title="in the switch's memory", title_justify="left")
-    for name in ("namespace", "key", "KiB", "hits", "value", "age s", ""):
-        table.add_column(name, justify="left" if name in ("key", "") else "right")
     residents = sorted(status["residents"], key=lambda resident: -resident["hits"])
-    for resident in residents[:12]:
-        table.add_row(
-            str(resident["namespace"]),
+    rows = [
+        (
+            resident["namespace"],
             resident["key"],
             f"{resident['size_bytes'] / 1024:.0f}",
-            str(resident["hits"]),
+            resident["hits"],
             f"{resident['value']:,.0f}",
             f"{resident['age_s']:.0f}",
             " ".join(word for word in ("pinned", "leaving") if resident.get(word)),
         )
-    if len(residents) > 12:
-        table.caption = f"and {len(residents) - 12} more"
+        for resident in residents[:_RESIDENTS_SHOWN]
+    ]
+    columns = ("namespace", "key", "KiB", "hits", "value", "age s", "")
+    table = table_of(columns, rows, title="in the switch's memory", left=("key", ""))
+    if len(residents) > len(rows):
+        table.caption = f"and {len(residents) - len(rows)} more"
     return table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -353,13 +353,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         max_chunk_bytes=flags.max_chunk_bytes,
         admit=flags.admit,
         value=ValueOptions(
-            half_life_s=flags.half_life_s,
-            horizon_s=flags.horizon_s,
-            min_reads=flags.min_reads,
-            displace_reads=flags.displace_reads,
-            margin=flags.margin,
-            keep_value=flags.keep_value,
-            min_stay_s=flags.min_stay_s,
+            **{each.name: getattr(flags, each.name) for each in fields(ValueOptions)}
         ),
         drain_s=flags.recirculation_wait_s,
         tenants=TenantRules(dict(flags.tenant), flags.namespace_secrets),

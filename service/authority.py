@@ -162,7 +162,7 @@ class Authority:
 
     def issued(self) -> list[Issued]:
         """The certificates that lie in the authority's folder, by folder name."""
-        return [read_part(path.parent) for path in sorted(self.folder.glob(f"*/{_CERT}"))]
+        return issued_in(self.folder)
 
 
 def folder_name(identity: Identity) -> str:
@@ -193,6 +193,11 @@ def read_part(folder: Path) -> Issued:
     hosts = [*names.get_values_for_type(x509.DNSName)]
     hosts += [str(address) for address in names.get_values_for_type(x509.IPAddress)]
     return Issued(Part(identity, tuple(hosts)), folder, certificate.not_valid_after_utc)
+
+
+def issued_in(folder: Path) -> list[Issued]:
+    """The certificates that lie in an authority's folder, by folder name."""
+    return [read_part(path.parent) for path in sorted(folder.glob(f"*/{_CERT}"))]
 
 
 def check_parts(parts: Iterable[Part], days: int) -> None:

@@ -35,14 +35,19 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def command_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A command's parser, with its examples below the flags."""
+    return argparse.ArgumentParser(
+        prog=program, description=description, epilog=examples, formatter_class=HelpFormatter
+    )
+
+
 def build_subcommands(
     program: str, description: str, examples: str, subject: argparse.ArgumentParser
 ) -> tuple[argparse.ArgumentParser, Callable[[str, str], argparse.ArgumentParser]]:
     """A parser of a program with commands (`command` of its result), and what adds one by name and
     help; each begins with the arguments of `subject`."""
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, epilog=examples, formatter_class=HelpFormatter
-    )
+    parser = command_parser(program, description, examples)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:

@@ -54,36 +54,27 @@ def format_size(size_bytes: int) -> str:
 
 def number(low: float, high: float = math.inf) -> Callable[[str], float]:
     """A parser of finite numbers within [low, high]."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise TextError(f"{text[:80]!r} is not a number") from None
-        return _within(value, low, high, text)
-
-    return parse
+    return _bounded(float, "a number", low, high)
 
 
 def whole_number(low: int, high: float = math.inf) -> Callable[[str], int]:
     """A parser of whole numbers within [low, high]."""
+    return _bounded(int, "an integer", low, high)
 
-    def parse(text: str) -> int:
+
+def _bounded(read: Callable[[str], N], what: str, low: float, high: float) -> Callable[[str], N]:
+    def parse(text: str) -> N:
         try:
-            value = int(text)
+            value = read(text)
         except ValueError:
-            raise TextError(f"{text[:80]!r} is not an integer") from None
-        return _within(value, low, high, text)
+            raise TextError(f"{text[:80]!r} is not {what}") from None
+        if low <= value <= high and value != math.inf:
+            return value
+        if high == math.inf:
+            raise TextError(f"{text[:80]} must be a number, {low:g} or more")
+        raise TextError(f"{text[:80]} is outside {low:g} to {high:g}")
 
     return parse
-
-
-def _within(value: N, low: float, high: float, text: str) -> N:
-    if low <= value <= high and value != math.inf:
-        return value
-    if high == math.inf:
-        raise TextError(f"{text[:80]} must be a number, {low:g} or more")
-    raise TextError(f"{text[:80]} is outside {low:g} to {high:g}")
 
 
 def parse_node_id(text: str) -> str:

@@ -18,14 +18,13 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from kvcast.bench.fuzz.engine import Target
-from kvcast.bench.fuzz.shapes import spoil_bytes
-from kvcast.bench.fuzz.targets import register
+from kvcast.bench.fuzz.engine import Harness
+from kvcast.bench.fuzz.targets import entry_point
+from kvcast.bench.hostile_bytes import mutate
 from kvcast.hostagent.tiers import arena
 from kvcast.hostagent.tiers.arena import ArenaError, ArenaFile, ArenaInUseError
 
@@ -35,50 +34,39 @@ _MAPPED: Final = 2
 _SPARSE: Final = 4
 
 
-def _regular(path: Path, content: bytes, _beside: Path) -> None:
-    path.write_bytes(content)
+def _left(kind: str, path: Path, content: bytes, beside: Path) -> None:
+    """Leave something of that kind at the path; `beside` is another's file."""
+    match kind:
+        case "file":
+            path.write_bytes(content)
+        case "hard link":
+            beside.write_bytes(content)
+            os.link(beside, path)
+        case "symbolic link":
+            beside.write_bytes(content)
+            path.symlink_to(beside)
+        case "dangling link":
+            path.symlink_to(beside)
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+            (path / "within").write_bytes(content)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
 
 
-def _hard_link(path: Path, content: bytes, beside: Path) -> None:
-    beside.write_bytes(content)
-    os.link(beside, path)
-
-
-def _symbolic_link(path: Path, content: bytes, beside: Path) -> None:
-    beside.write_bytes(content)
-    path.symlink_to(beside)
-
-
-def _dangling_link(path: Path, _content: bytes, beside: Path) -> None:
-    path.symlink_to(beside)
-
-
-def _pipe(path: Path, _content: bytes, _beside: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path, content: bytes, _beside: Path) -> None:
-    path.mkdir()
-    (path / "within").write_bytes(content)
-
-
-def _socket(path: Path, _content: bytes, _beside: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-
-
-def _nothing(_path: Path, _content: bytes, _beside: Path) -> None:
-    pass
-
-
-_LEFT: Final[tuple[Callable[[Path, bytes, Path], None], ...]] = (
-    _regular, _hard_link, _symbolic_link, _dangling_link, _pipe, _folder, _socket, _nothing,
-)  # fmt: skip
-_FILES: Final = (_regular, _hard_link)
+_FILES: Final = ("file", "hard link")
 """What a new arena may take the place of."""
+_NOTHING: Final = "nothing"
+_KINDS: Final = (
+    *_FILES, "symbolic link", "dangling link", "pipe", "folder", "socket", _NOTHING,
+)  # fmt: skip
 
 
-class ArenaHarness:
+@entry_point("arena", "what lies where an agent makes its arena", arena)
+class ArenaHarness(Harness):
     """Makes an arena where something lies already."""
 
     def __init__(self) -> None:
@@ -86,14 +74,14 @@ class ArenaHarness:
         self._runs = 0
 
     def corpus(self) -> list[bytes]:
-        kinds = range(len(_LEFT))
+        kinds = range(len(_KINDS))
         ghosts = (0, _MAPPED, _SPARSE, _LOCKED)
         return [bytes((kind, ghost, 0, 3)) + b"left" * 9 for kind in kinds for ghost in ghosts]
 
     def spoil(self, data: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.5:
             return bytes(rng.randrange(256) for _ in range(4)) + data[4:]
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
 
     def close(self) -> None:
         shutil.rmtree(self._folder)
@@ -105,9 +93,9 @@ class ArenaHarness:
             self._run(stack, head, content)
 
     def _run(self, stack: ExitStack, head: bytes, content: bytes) -> None:
-        left = _LEFT[head[0] % len(_LEFT)]
+        left = _KINDS[head[0] % len(_KINDS)]
         path, beside = self._folder / f"{self._runs}.arena", self._folder / f"{self._runs}.other"
-        left(path, content, beside)
+        _left(left, path, content, beside)
         files = [file for file in (path, beside) if file.is_file()]
         locked = bool(head[1] & _LOCKED) and left in _FILES
         ghost: mmap.mmap | None = None
@@ -122,10 +110,10 @@ class ArenaHarness:
         except ArenaInUseError:
             assert locked, "nobody had it"
         except ArenaError:
-            assert left not in (*_FILES, _nothing), "a dead agent's file keeps the next one out"
+            assert left not in (*_FILES, _NOTHING), "a dead agent's file keeps the next one out"
         else:
             assert not locked, "the arena of a live agent was taken"
-            assert left in (*_FILES, _nothing), f"an arena was made over {left.__name__}"
+            assert left in (*_FILES, _NOTHING), f"an arena was made over a {left}"
             self._check(made, path, size, ghost)
             made.close()
             assert not os.path.lexists(path), "the file outlives its agent"
@@ -133,7 +121,7 @@ class ArenaHarness:
             if file == beside or locked or left not in _FILES:
                 assert os.lstat(file).st_ino == inode, "another's file was replaced"
                 assert file.stat().st_size == length, "another's file was cut"
-                if left is not _regular and not head[1] & _SPARSE:
+                if left != "file" and not head[1] & _SPARSE:
                     assert file.read_bytes() == content, "another's bytes were changed"
         self._tidy(path, beside)
 
@@ -170,6 +158,3 @@ class ArenaHarness:
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
-
-
-register(Target("arena", "what lies where an agent makes its arena", ArenaHarness, (arena,)))

@@ -25,12 +25,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from kvcast.bench.hostile_bytes import mutate
+from kvcast.bench.usage import anonymous_mib
 
 MAX_CORPUS: Final = 4096
 MAX_INPUT_BYTES: Final = 1 << 20
@@ -39,19 +43,23 @@ _GROW_SPAN: Final = 256
 _SHRINK_TRIES: Final = 200
 
 
-class Harness(Protocol):
+class Harness(ABC):
     """One entry point, ready to be told something."""
 
+    @abstractmethod
     def corpus(self) -> list[bytes]:
         """Inputs to begin with."""
 
     def spoil(self, data: bytes, rng: random.Random) -> bytes:
         """The input with something wrong about it."""
+        return mutate(data, rng)
 
+    @abstractmethod
     def run(self, data: bytes) -> None:
         """Tell it to the entry point; raises what the entry point should not."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Give back what it holds."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,6 @@ class HangError(Exception):
 
 class LoggedError(Exception):
     """The entry point logged a traceback."""
-
-
-class GrowthError(Exception):
-    """The process grew by more than it may while it was told the last inputs."""
 
 
 @dataclass(frozen=True)
@@ -169,29 +173,19 @@ class _Coverage:
         return line
 
 
-def anonymous_mib() -> float:
-    """The process's own memory, in MiB."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def fuzz(target: Target, options: Options, extra: list[bytes] | None = None) -> Report:
+def fuzz(target: Target, options: Options, extra: Sequence[bytes] = ()) -> Report:
     """Tell an entry point hostile things; what came of it. Runs in the main thread only (`limit_s`
     is kept by a signal). `extra`: further inputs to begin with."""
-    rng = random.Random(f"{target.name}/{options.seed}")
-    report = Report(target.name)
-    coverage = _Coverage(target.modules if options.guided else ())
     started = time.monotonic()
     with _heard_logs() as logged:
         harness = target.harness()
         try:
-            _fuzz(harness, target, options, report, rng, coverage, extra or [], logged)
+            run = _Run(target, options, logged)
+            run.go(harness, [*harness.corpus(), *extra], started)
         finally:
             harness.close()
-    report.seconds = round(time.monotonic() - started, 3)
-    return report
+    run.report.seconds = round(time.monotonic() - started, 3)
+    return run.report
 
 
 class _Logged(logging.Handler):
@@ -228,56 +222,85 @@ def _heard_logs() -> Iterator[_Logged]:
         root.setLevel(level)
 
 
-def _fuzz(
-    harness: Harness,
-    target: Target,
-    options: Options,
-    report: Report,
-    rng: random.Random,
-    coverage: _Coverage,
-    extra: list[bytes],
-    logged: _Logged,
-) -> None:
-    started = time.monotonic()
-    corpus = [*harness.corpus(), *extra]
-    assert corpus, "a harness needs an input to begin with"
-    pending = list(corpus)
-    report.begun_with = len(corpus)
-    base_mib = last_mib = 0.0
-    while not _is_over(report, options, started):
-        if pending:
-            data = pending.pop(0)
-        else:
-            parent = rng.choice(corpus[-64:]) if rng.random() < 0.5 else rng.choice(corpus)
-            data = harness.spoil(parent, rng)[:MAX_INPUT_BYTES]
-        coverage.fresh = 0
-        error = tell(harness, data, options.limit_s, coverage, logged)
-        report.inputs += 1
-        report.corpus, report.coverage = len(corpus), len(coverage.edges)
-        if error is not None:
-            _note(target, data, error, options, report, logged)
-            continue
-        if coverage.fresh and len(corpus) < MAX_CORPUS:
-            corpus.append(data)
-        if report.inputs % _GROW_SPAN == 0:
-            gc.collect()
-            mib = anonymous_mib()
-            # The first span fills caches; growth is measured from its end.
-            base_mib = base_mib or mib
-            report.growth_mib = round(mib - base_mib, 1)
-            if report.growth_mib > options.growth_mib and mib > last_mib:
-                grown = GrowthError(f"{report.growth_mib:.0f} MiB in {report.inputs} inputs")
-                report.finds.append(Find(target.name, data, "GrowthError", str(grown)))
-                return
-            last_mib = mib
+class _Run:
+    """One run on one target."""
 
+    def __init__(self, target: Target, options: Options, logged: _Logged) -> None:
+        self.report = Report(target.name)
+        self._target = target
+        self._options = options
+        self._logged = logged
+        self._rng = random.Random(f"{target.name}/{options.seed}")
+        self._coverage = _Coverage(target.modules if options.guided else ())
 
-def _is_over(report: Report, options: Options, started: float) -> bool:
-    if options.inputs is not None and report.inputs >= options.inputs:
-        return True
-    if len(report.finds) >= options.most_finds:
-        return True
-    return options.seconds is not None and time.monotonic() - started >= options.seconds
+    def go(self, harness: Harness, corpus: list[bytes], started: float) -> None:
+        assert corpus, "a harness needs an input to begin with"
+        report, coverage, rng = self.report, self._coverage, self._rng
+        pending = list(corpus)
+        report.begun_with = len(corpus)
+        base_mib = last_mib = 0.0
+        while not self._is_over(started):
+            if pending:
+                data = pending.pop(0)
+            else:
+                parent = rng.choice(corpus[-64:]) if rng.random() < 0.5 else rng.choice(corpus)
+                data = harness.spoil(parent, rng)[:MAX_INPUT_BYTES]
+            coverage.fresh = 0
+            error = tell(harness, data, self._options.limit_s, coverage, self._logged)
+            report.inputs += 1
+            report.corpus, report.coverage = len(corpus), len(coverage.edges)
+            if error is not None:
+                self._note(data, error)
+                continue
+            if coverage.fresh and len(corpus) < MAX_CORPUS:
+                corpus.append(data)
+            if report.inputs % _GROW_SPAN == 0:
+                gc.collect()
+                mib = anonymous_mib("self")
+                # The first span fills caches; growth is measured from its end.
+                base_mib = base_mib or mib
+                report.growth_mib = round(mib - base_mib, 1)
+                if report.growth_mib > self._options.growth_mib and mib > last_mib:
+                    text = f"{report.growth_mib:.0f} MiB in {report.inputs} inputs"
+                    report.finds.append(Find(self._target.name, data, "GrowthError", text))
+                    return
+                last_mib = mib
+
+    def _is_over(self, started: float) -> bool:
+        options, report = self._options, self.report
+        if options.inputs is not None and report.inputs >= options.inputs:
+            return True
+        if len(report.finds) >= options.most_finds:
+            return True
+        return options.seconds is not None and time.monotonic() - started >= options.seconds
+
+    def _note(self, data: bytes, error: BaseException) -> None:
+        """Make the find small and note it, unless its place is known."""
+        kind, place, finds = type(error).__name__, _place(error), self.report.finds
+        if any(find.kind == kind and find.text.endswith(f" at {place}") for find in finds):
+            return
+        tries = 0 if isinstance(error, HangError) else _SHRINK_TRIES
+        step = max(1, len(data) // 2)
+        while tries > 0 and step:
+            at = 0
+            while at < len(data) and tries > 0:
+                shorter = data[:at] + data[at + step :]
+                tries -= 1
+                if self._still(shorter, kind, place):
+                    data = shorter
+                else:
+                    at += step
+            step //= 2
+        finds.append(Find(self._target.name, data, kind, f"{str(error)[:300]} at {place}"))
+
+    def _still(self, shorter: bytes, kind: str, place: str) -> bool:
+        """Whether the same find comes of a shorter input."""
+        harness = self._target.harness()
+        try:
+            again = tell(harness, shorter, self._options.limit_s, None, self._logged)
+        finally:
+            harness.close()
+        return again is not None and type(again).__name__ == kind and _place(again) == place
 
 
 def tell(
@@ -308,42 +331,6 @@ def tell(
     noticed = None if logged is None else logged.take()
     # An event loop or a broad `except` may have swallowed the alarm.
     return hung[0] if hung else error or noticed
-
-
-def _note(
-    target: Target,
-    data: bytes,
-    error: BaseException,
-    options: Options,
-    report: Report,
-    logged: _Logged,
-) -> None:
-    """Make the find small and note it, unless its place is known."""
-    kind, place = type(error).__name__, _place(error)
-    if any(find.kind == kind and find.text.endswith(f" at {place}") for find in report.finds):
-        return
-    tries = 0 if isinstance(error, HangError) else _SHRINK_TRIES
-
-    def still(shorter: bytes) -> bool:
-        harness = target.harness()
-        try:
-            again = tell(harness, shorter, options.limit_s, None, logged)
-        finally:
-            harness.close()
-        return again is not None and type(again).__name__ == kind and _place(again) == place
-
-    step = max(1, len(data) // 2)
-    while tries > 0 and step:
-        at = 0
-        while at < len(data) and tries > 0:
-            shorter = data[:at] + data[at + step :]
-            tries -= 1
-            if still(shorter):
-                data = shorter
-            else:
-                at += step
-        step //= 2
-    report.finds.append(Find(target.name, data, kind, f"{str(error)[:300]} at {place}"))
 
 
 def _place(error: BaseException) -> str:

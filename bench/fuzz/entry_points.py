@@ -17,32 +17,37 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
+import finsy as fy
 import grpc
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError, Message
-from kvcast.bench.fuzz.engine import Target
-from kvcast.bench.fuzz.shapes import framed, frames_of, spoil_bytes, spoil_proto, spoil_stream
+from kvcast.bench import switch_programs
+from kvcast.bench.fuzz.engine import Harness
+from kvcast.bench.fuzz.shapes import framed, frames_of, spoil_proto
 from kvcast.bench.fuzz.targets import (
     KEY,
+    StreamHarness,
     agent_messages,
     callee_messages,
     caller_messages,
     client_messages,
     controller_messages,
-    one_of,
+    entry_point,
     pool_map,
-    register,
     stream_of,
 )
-from kvcast.bench.hostile_bytes import HttpStreams, Mutator, encapsulation, seed_datagrams
+from kvcast.bench.hostile_bytes import encapsulation, http_stream, mutate, seed_datagrams
 from kvcast.controller.core import membership, tiers
 from kvcast.controller.core import namespaces as names
 from kvcast.controller.core import pool as controller_pool
 from kvcast.controller.core.program import Settings
+from kvcast.controller.core.reconcile import SwitchState, diff
 from kvcast.controller.http import api as http_api
+from kvcast.controller.switch.connection import update_of
 from kvcast.hostagent.core import agent as core
 from kvcast.hostagent.core import pool as agent_pool
 from kvcast.hostagent.core import sessions
@@ -94,13 +99,12 @@ from kvcast.switchsim.p4runtime import tables as p4runtime_tables
 from kvcast.switchsim.p4runtime import values as p4runtime_values
 from kvcast.switchsim.reference.switch import Switch
 from kvcast.topologies.star import Star
-from prometheus_client.metrics_core import Metric
 
 SLAB: Final = 64 * 1024
 SLABS: Final = 32
 
 
-class LoopHarness:
+class LoopHarness(Harness):
     """An entry point on an event loop of its own. What its loop complains of is a find."""
 
     def __init__(self) -> None:
@@ -129,13 +133,10 @@ class LoopHarness:
 class _Transport(asyncio.Transport):
     """Takes what is written, and never blocks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.closing = False
-        self.written = 0
+    closing = False
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self.written += len(data)
+        pass
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -157,9 +158,6 @@ class _Transport(asyncio.Transport):
     def resume_reading(self) -> None:
         pass
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
 
 def _agent() -> AgentCore:
     """An agent's core with a map of two nodes and one namespace."""
@@ -179,10 +177,33 @@ def _hold(agent: AgentCore, key: bytes, data: bytes) -> None:
     agent.store.commit(copy, digest_of(data), home=True)
 
 
+def _send_nothing(agent: AgentCore, now: float) -> None:
+    """What the adapters would do: drop what is to be sent, and answer no call."""
+    agent.answers_to_send(now, 64)
+    for call in list(agent.outbox.calls):
+        call.ended(now, "unreachable")
+    agent.outbox.calls.clear()
+
+
+def _check_store(store: Store) -> None:
+    """The store adds up, and nothing is held for a client or a link that is gone."""
+    store.check()
+    copies = [(block, store.peek(block)) for block in store.blocks()]
+    pinned = [block for block, copy in copies if copy is None or copy.pins]
+    assert not pinned, f"still pinned by a client that left: {pinned}"
+
+
 # --- the data port --------------------------------------------------------------------------------
 
 
-class DataPortHarness:
+@entry_point(
+    "data-port",
+    "what reaches an agent's data port, while it fetches one block and serves another",
+    core,
+    requester,
+    responder,
+)
+class DataPortHarness(Harness):
     """An agent that asks for one block and holds another, as datagrams reach it through a tunnel;
     those of one length in a row come in one piece. Python counts what is malformed, too."""
 
@@ -228,10 +249,10 @@ class DataPortHarness:
     def _spoil_frame(self, frame: bytes, rng: random.Random) -> bytes:
         """Mostly what is behind Ethernet, IPv4 and UDP, which else would hardly be reached."""
         if rng.random() < 0.2:
-            return spoil_bytes(frame, rng)
+            return mutate(frame, rng)
         header = frame[FRAME_OVERHEAD_BYTES : FRAME_OVERHEAD_BYTES + wire.HEADER_BYTES]
         behind = frame[FRAME_OVERHEAD_BYTES + wire.HEADER_BYTES :]
-        datagram = spoil_bytes(header, rng) + behind
+        datagram = mutate(header, rng) + behind
         return self._capsule.wrap(datagram[: wire.MAX_DATAGRAM_BYTES])
 
     def run(self, data: bytes) -> None:
@@ -239,7 +260,7 @@ class DataPortHarness:
         now, agent = self._now, self._agent
         ended: list[GetBatch] = []
         agent.reads.get(now, 1, [KEY], now + 0.5, ended.append)
-        agent.frames_to_send(now, 64)
+        agent.answers_to_send(now, 64)
         malformed = 0
         for length, frames in itertools.groupby(frames_of(data), len):
             some = list(frames)
@@ -286,22 +307,17 @@ class DataPortHarness:
 _HELD_KEY: Final = bytes(15) + b"h"
 
 
-register(
-    Target(
-        "data-port",
-        "what reaches an agent's data port, while it fetches one block and serves another",
-        DataPortHarness,
-        (core, requester, responder),
-    )
-)
-
-
 # --- the local socket -----------------------------------------------------------------------------
 
 
-class LocalSocketHarness(LoopHarness):
+@entry_point(
+    "local-socket", "the agent's local API, behind the handshake", local_server, sessions, core
+)
+class LocalSocketHarness(LoopHarness, StreamHarness):
     """One client after another, before one agent, which holds a block. One whose input has an odd
     length may use one tenant's namespaces only; namespace 2 is another's, and 3 has a secret."""
+
+    good = client_messages
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,25 +329,16 @@ class LocalSocketHarness(LoopHarness):
             for number, tenant in ((1, "t"), (2, "other"), (3, "t"))
         ]
         self._agent.control_message(0.0, pool_map(namespaces))
-        self._fresh = one_of(client_messages)
         self._server = local_server.LocalServer(
             self._agent, cast(Any, None), local_server.LocalOptions(""), self._after
         )
 
     def _after(self) -> None:
-        """What the adapters would do: drop what is to be sent, and answer no call."""
-        now = self.loop.time()
-        self._agent.frames_to_send(now, 64)
-        for call in list(self._agent.outbox.calls):
-            call.ended(now, "unreachable")
-        self._agent.outbox.calls.clear()
+        _send_nothing(self._agent, self.loop.time())
 
     def corpus(self) -> list[bytes]:
         messages = client_messages()
         return [stream_of(messages[1:]), *(stream_of([message]) for message in messages)]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
         self.complete(self._tell(data))
@@ -350,28 +357,9 @@ class LocalSocketHarness(LoopHarness):
         now = self.loop.time()
         self._agent.handle_timer(now + 4000.0)
         self._after()
-        store = self._agent.store
-        store.check()
-        if store.get(BlockId(1, KEY)) is None:  # dropped, as a client may
+        if self._agent.store.get(BlockId(1, KEY)) is None:  # dropped, as a client may
             _hold(self._agent, KEY, b"x" * 5000)
-        pinned = [block for block in store.blocks() if _copy_of(store, block).pins]
-        assert not pinned, f"still pinned by a client that left: {pinned}"
-
-
-def _copy_of(store: Store, block: BlockId) -> Any:
-    copy = store.peek(block)
-    assert copy is not None
-    return copy
-
-
-register(
-    Target(
-        "local-socket",
-        "the agent's local API, behind the handshake",
-        LocalSocketHarness,
-        (local_server, sessions, core),
-    )
-)
+        _check_store(self._agent.store)
 
 
 # --- the bulk link --------------------------------------------------------------------------------
@@ -404,13 +392,15 @@ def _pour(link: LinkStream[Any], data: bytes, now: float) -> float:
     return now
 
 
-class BulkLinkHarness:
+@entry_point("bulk-link", "what other agents say to an agent over TCP", bulk_callee, stream)
+class BulkLinkHarness(StreamHarness):
     """Another agent calls; the bytes of blocks are behind their messages."""
+
+    good = caller_messages
 
     def __init__(self) -> None:
         self._agent = _agent()
         _hold(self._agent, KEY[::-1], b"y" * 3000)
-        self._fresh = one_of(caller_messages)
 
     def corpus(self) -> list[bytes]:
         hello, put, *others = caller_messages()
@@ -418,9 +408,6 @@ class BulkLinkHarness:
             stream_of([hello, put]) + b"hello" + stream_of(others),
             *(stream_of([hello, one]) for one in others),
         ]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
         agent = self._agent
@@ -431,20 +418,20 @@ class BulkLinkHarness:
         while (when := link.get_timer()) is not None:
             link.handle_timer(when)
         assert link.closed
-        store = agent.store
-        store.check()
-        assert not [block for block in store.blocks() if _copy_of(store, block).pins]
+        _check_store(agent.store)
 
     def close(self) -> None:
         self._agent.close()
 
 
-class BulkCallerHarness:
+@entry_point(
+    "bulk-link-caller", "what other agents answer to an agent's calls over TCP", bulk_caller, stream
+)
+class BulkCallerHarness(StreamHarness):
     """Another agent answers our calls: some of each kind; those that are alike go together,
     and some wait their turn."""
 
-    def __init__(self) -> None:
-        self._fresh = one_of(callee_messages)
+    good = callee_messages
 
     def corpus(self) -> list[bytes]:
         done, go, taken, blocks, held = callee_messages()
@@ -452,9 +439,6 @@ class BulkCallerHarness:
             stream_of([go, taken, blocks]) + b"hello" + stream_of([done, held, done, done]),
             *(stream_of([one]) for one in callee_messages()),
         ]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
         ends: list[str] = []
@@ -499,9 +483,6 @@ class BulkCallerHarness:
             link.check()
         assert len([end for end in ends if not end.endswith("bits")]) == len(calls), ends
 
-    def close(self) -> None:
-        pass
-
 
 class _Copy(NamedTuple):
     """What a put sends."""
@@ -512,34 +493,21 @@ class _Copy(NamedTuple):
     data: memoryview
 
 
-register(
-    Target(
-        "bulk-link",
-        "what other agents say to an agent over TCP",
-        BulkLinkHarness,
-        (bulk_callee, stream),
-    )
-)
-register(
-    Target(
-        "bulk-link-caller",
-        "what other agents answer to an agent's calls over TCP",
-        BulkCallerHarness,
-        (bulk_caller, stream),
-    )
-)
-
-
 # --- the control link -----------------------------------------------------------------------------
 
 
-class ControlLinkHarness:
+@entry_point(
+    "control-link", "what agents say to the controller",
+    controller_pool, membership, names, tiers, control_callee, stream,
+)  # fmt: skip
+class ControlLinkHarness(StreamHarness):
     """Agents talk to the controller's core: connection 1 what the input says, and connection 2 is
     a good one whose node must stay."""
 
+    good = agent_messages
+
     def __init__(self) -> None:
         self._begin()
-        self._fresh = one_of(agent_messages)
 
     def _begin(self) -> None:
         self.now = 0.0
@@ -558,9 +526,6 @@ class ControlLinkHarness:
     def corpus(self) -> list[bytes]:
         messages = agent_messages()
         return [stream_of(messages), *(stream_of([messages[0], one]) for one in messages[1:])]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
         if len(self.pool.namespaces.by_number) > 100 or len(self.pool.membership.nodes) > 60:
@@ -596,26 +561,17 @@ class ControlLinkHarness:
                 codec = MessageCodec[ControllerMessage](ControllerMessage)
                 assert len(list(codec.feed(codec.encode(action.message)))) == 1
 
-    def close(self) -> None:
-        pass
 
-
-register(
-    Target(
-        "control-link",
-        "what agents say to the controller",
-        ControlLinkHarness,
-        (controller_pool, membership, names, tiers, control_callee, stream),
-    )
+@entry_point(
+    "control-link-agent", "what the controller says to an agent", core, agent_pool, control_caller
 )
-
-
-class ControlLinkAgentHarness:
+class ControlLinkAgentHarness(StreamHarness):
     """A controller talks to an agent's core."""
+
+    good = controller_messages
 
     def __init__(self) -> None:
         self._agent = _agent()
-        self._fresh = one_of(controller_messages)
         self.now = 0.0
 
     def corpus(self) -> list[bytes]:
@@ -626,9 +582,6 @@ class ControlLinkAgentHarness:
             stream_of([messages[0], messages[3], pool_map([has_secret]), *messages[4:]]),
             *(stream_of([messages[0], one]) for one in messages),
         ]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_stream(data, rng, self._fresh)
 
     def run(self, data: bytes) -> None:
         self.now += 1.0
@@ -650,97 +603,72 @@ class ControlLinkAgentHarness:
         assert not agent.connected
         agent.renewal()
         agent.reads.get(self.now, 1, [KEY], self.now + 0.5, lambda _batch: None)
-        agent.frames_to_send(self.now, 64)
         agent.handle_timer(self.now + 0.6)
-        for call in list(agent.outbox.calls):
-            call.ended(self.now + 0.6, "unreachable")
-        agent.outbox.calls.clear()
+        _send_nothing(agent, self.now + 0.6)
         agent.store.check()
 
     def close(self) -> None:
         self._agent.close()
 
 
-register(
-    Target(
-        "control-link-agent",
-        "what the controller says to an agent",
-        ControlLinkAgentHarness,
-        (core, agent_pool, control_caller),
-    )
-)
-
-
 # --- HTTP -----------------------------------------------------------------------------------------
 
 
-class _Service:
-    """A controller that has nothing to say."""
-
-    def health(self) -> str | None:
-        return None
-
-    def status(self) -> dict[str, Any]:
-        return {"nodes": []}
-
-    def decisions(self) -> list[dict[str, Any]]:
-        return []
-
-    def metrics(self) -> list[Metric]:
-        return []
-
-    def derived(self, block: BlockId) -> BlockId:
-        return block
-
-    async def pin(self, block: BlockId, wait_s: float) -> dict[str, Any]:
-        return {"resident": True}
-
-    def unpin(self, block: BlockId) -> bool:
-        return True
+async def _pinned(_block: BlockId, _wait_s: float) -> dict[str, Any]:
+    return {"resident": True}
 
 
+_SERVICE: Final = cast(
+    http_api.Service,
+    SimpleNamespace(
+        health=lambda: None,
+        status=lambda: {"nodes": []},
+        decisions=list,
+        metrics=list,
+        derived=lambda block: block,
+        pin=_pinned,
+        unpin=lambda _block: True,
+    ),
+)
+"""A controller that has nothing to say."""
+
+
+@entry_point("http", "the controller's HTTP API", http_api, http)
 class HttpHarness(LoopHarness):
     """The API on a real socket: aiohttp's parser takes nothing less. Authentication is on, and the
     inputs bring a token that is not known."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._streams = HttpStreams(Mutator(0), 1, [KEY])
         self._api = http_api.HttpApi(
-            _Service(), http_api.HttpOptions(authenticated=True), sleep=_no_sleep
+            _SERVICE, http_api.HttpOptions(authenticated=True), sleep=_no_sleep
         )
-        self._open = http_api.HttpApi(_Service())
+        self._open = http_api.HttpApi(_SERVICE)
         self._addresses = [
             self.loop.run_until_complete(api.start("127.0.0.1", 0))
             for api in (self._api, self._open)
         ]
 
     def corpus(self) -> list[bytes]:
-        body = b'{"namespace": 1, "key": "' + KEY.hex().encode() + b'"}'
-        head = b"Host: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
-        requests = [
-            b"GET " + path + b" HTTP/1.1\r\n" + head + b"\r\n"
-            for path in (b"/healthz", b"/v1/status", b"/v1/decisions", b"/metrics", b"/v1/pin")
-        ]
-        for method in (b"POST", b"DELETE"):
-            length = str(len(body)).encode()
-            requests.append(
-                method + b" /v1/pin HTTP/1.1\r\n" + head
-                + b"Content-Length: " + length + b"\r\n\r\n" + body
-            )  # fmt: skip
-        chunked = b"POST /v1/pin HTTP/1.1\r\n" + head + b"Transfer-Encoding: chunked\r\n\r\n"
-        return [*requests, chunked + b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"]
+        body = f'{{"namespace": 1, "key": "{KEY.hex()}"}}'
+        head = "HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
+        paths = ("/healthz", "/v1/status", "/v1/decisions", "/metrics", "/v1/pin")
+        requests = [f"GET {path} {head}\r\n" for path in paths]
+        for method, said in (("POST", body), ("DELETE", body), ("POST", body[:-1])):
+            requests.append(f"{method} /v1/pin {head}Content-Length: {len(said)}\r\n\r\n{said}")
+        chunk = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+        requests.append(f"POST /v1/pin {head}Transfer-Encoding: chunked\r\n\r\n{chunk}")
+        return [request.encode() for request in requests]
 
     def spoil(self, data: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.4:
-            self._streams._mutator.rng = rng
-            return self._streams.stream()
+            return http_stream(rng, 1, KEY)
         lines = data.split(b"\r\n")
         if rng.random() < 0.5:
             at = rng.randrange(len(lines))
-            lines[at] = rng.choice((spoil_bytes(lines[at], rng), lines[at] * 2, b""))
+            lines[at] = rng.choice((mutate(lines[at], rng), lines[at] * 2, b""))
             return b"\r\n".join(lines)
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
 
     def run(self, data: bytes) -> None:
         for address in self._addresses:
@@ -771,9 +699,6 @@ class HttpHarness(LoopHarness):
 
 async def _no_sleep(_seconds: float) -> None:
     pass
-
-
-register(Target("http", "the controller's HTTP API", HttpHarness, (http_api, http)))
 
 
 # --- P4Runtime ------------------------------------------------------------------------------------
@@ -813,6 +738,10 @@ _REQUESTS: Final[tuple[type[Message], ...]] = (
 )
 
 
+@entry_point(
+    "p4runtime", "the P4Runtime server's requests and stream messages",
+    p4runtime, p4runtime_entities, p4runtime_tables, p4runtime_values,
+)  # fmt: skip
 class P4RuntimeHarness(LoopHarness):
     """The service with kvcast's program on the reference engine; the first byte of an input says
     which request it is. Stream messages come from the primary; a push is verified, and not
@@ -851,13 +780,14 @@ class P4RuntimeHarness(LoopHarness):
             yield await self._said.get()
 
     def corpus(self) -> list[bytes]:
-        rng = random.Random(0)
+        changes = diff(SwitchState(), switch_programs.kvcast().state).upserts
+        schema = fy.P4Schema(self._p4info)
         inputs: list[Message] = []
-        for table in self._p4info.tables:
+        for change in {change.kind: change for change in changes}.values():
             write = _write()
-            update = write.updates.add(type=p4r.Update.INSERT)
-            _fill_entry(update.entity.table_entry, table, self._p4info, rng)
+            write.updates.append(update_of(change, schema).encode_update(schema))
             inputs.append(write)
+        for table in self._p4info.tables:
             read = p4r.ReadRequest(device_id=1)
             read.entities.add().table_entry.table_id = table.preamble.id
             inputs.append(read)
@@ -885,9 +815,9 @@ class P4RuntimeHarness(LoopHarness):
         try:
             message.ParseFromString(data[1:])
         except DecodeError:
-            return bytes([kind]) + spoil_bytes(data[1:], rng)
+            return bytes([kind]) + mutate(data[1:], rng)
         if rng.random() < 0.1:
-            return bytes([kind]) + spoil_bytes(data[1:], rng)
+            return bytes([kind]) + mutate(data[1:], rng)
         try:
             spoil_proto(message, rng)
             if isinstance(message, p4r.WriteRequest) and rng.random() < 0.7:
@@ -895,7 +825,7 @@ class P4RuntimeHarness(LoopHarness):
                 message.election_id.CopyFrom(_write().election_id)
             return bytes([kind]) + message.SerializeToString()
         except (ValueError, TypeError):
-            return bytes([kind]) + spoil_bytes(data[1:], rng)
+            return bytes([kind]) + mutate(data[1:], rng)
 
     def run(self, data: bytes) -> None:
         kind = (data[0] if data else 0) % len(_REQUESTS)
@@ -960,80 +890,30 @@ def _write() -> p4r.WriteRequest:
     return write
 
 
-def _value(bits: int, rng: random.Random) -> bytes:
-    number = rng.getrandbits(bits)
-    return number.to_bytes(max(1, -(-number.bit_length() // 8)), "big")
-
-
-def _fill_entry(entry: Any, table: Any, p4info: Any, rng: random.Random) -> None:
-    """A well-formed entry of a table."""
-    entry.table_id = table.preamble.id
-    ranked = False
-    for field in table.match_fields:
-        match = entry.match.add(field_id=field.id)
-        if field.match_type == p4i.MatchField.EXACT:
-            match.exact.value = _value(field.bitwidth, rng)
-        elif field.match_type == p4i.MatchField.LPM:
-            match.lpm.value, match.lpm.prefix_len = b"\0", field.bitwidth
-        elif field.match_type == p4i.MatchField.RANGE:
-            match.range.low, match.range.high, ranked = b"\0", _value(field.bitwidth, rng), True
-        elif field.match_type == p4i.MatchField.OPTIONAL:
-            match.optional.value, ranked = _value(field.bitwidth, rng), True
-        else:
-            value = _value(field.bitwidth, rng)
-            match.ternary.value, match.ternary.mask, ranked = value, value, True
-    if ranked:
-        entry.priority = 7
-    actions = {action.preamble.id: action for action in p4info.actions}
-    action = actions[rng.choice(list(table.action_refs)).id]
-    entry.action.action.action_id = action.preamble.id
-    for param in action.params:
-        entry.action.action.params.add(param_id=param.id, value=_value(param.bitwidth, rng))
+_SESSION: Final = (
+    "packet_replication_engine_entry { clone_session_entry {"
+    " session_id: 9 replicas { egress_port: 1 instance: 1 } } }"
+)
+_ENTITIES_OF: Final = {
+    "digests": "digest_entry { digest_id: %d config { max_list_size: 8 } }",
+    "counters": "counter_entry { counter_id: %d index { index: 1 } data { packet_count: 5 } }",
+    "meters": "meter_entry { meter_id: %d index { index: 1 } }",
+    "registers": r'register_entry { register_id: %d index { index: 1 } data { bitstring: "\1" } }',
+}
+"""By field of P4Info: what is written of each that there is."""
 
 
 def _other_writes(p4info: Any) -> list[Message]:
-    """Groups, sessions, digests, counters, registers."""
-    writes = []
-
-    def update() -> Any:
+    """A session, digests, counters, meters, registers."""
+    inserted = [(p4r.Update.INSERT, _SESSION)]
+    modified = [
+        (p4r.Update.MODIFY, entity % each.preamble.id)
+        for field, entity in _ENTITIES_OF.items()
+        for each in getattr(p4info, field)
+    ]
+    writes: list[Message] = []
+    for verb, entity in inserted + modified:
         write = _write()
+        text_format.Parse(entity, write.updates.add(type=verb).entity)
         writes.append(write)
-        return write.updates.add(type=p4r.Update.INSERT).entity
-
-    group = update().packet_replication_engine_entry.multicast_group_entry
-    group.multicast_group_id = 9
-    group.replicas.add(egress_port=1, instance=1)
-    session = update().packet_replication_engine_entry.clone_session_entry
-    session.session_id = 9
-    session.replicas.add(egress_port=1, instance=1)
-    for digest in p4info.digests:
-        entry = update().digest_entry
-        entry.digest_id = digest.preamble.id
-        entry.config.max_list_size = 8
-    for counter in p4info.counters:
-        entry = update().counter_entry
-        entry.counter_id = counter.preamble.id
-        entry.index.index = 1
-        entry.data.packet_count = 5
-    for meter in p4info.meters:
-        entry = update().meter_entry
-        entry.meter_id = meter.preamble.id
-        entry.index.index = 1
-    for register_ in p4info.registers:
-        entry = update().register_entry
-        entry.register_id = register_.preamble.id
-        entry.index.index = 1
-        entry.data.bitstring = b"\1"
-    for write in writes[2:]:
-        write.updates[0].type = p4r.Update.MODIFY
-    return list(writes)
-
-
-register(
-    Target(
-        "p4runtime",
-        "the P4Runtime server's requests and stream messages",
-        P4RuntimeHarness,
-        (p4runtime, p4runtime_entities, p4runtime_tables, p4runtime_values),
-    )
-)
+    return writes

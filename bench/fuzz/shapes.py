@@ -10,13 +10,13 @@ import copy
 import json
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from kvcast.bench.hostile_bytes import Mutator
+from kvcast.bench.hostile_bytes import mutate
 
 _INTEGERS: Final = (
     0, 1, -1, 2, 7, 8, 9, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 1023, 1024, 65535, 65536,
@@ -25,13 +25,6 @@ _INTEGERS: Final = (
 )  # fmt: skip
 _FLOATS: Final = (0.0, -0.0, 1e308, -1e308, 1e-308, float("inf"), float("-inf"), float("nan"))
 _TEXTS: Final = ("", "\0", "a" * 300, "é", "\ud7ff", "0", "-1", "0x", "true", "../..", "%s%n", "[]")
-
-
-def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
-    """The input as bytes, with some of them wrong."""
-    mutator = Mutator(0)
-    mutator.rng = rng
-    return mutator.mutate(data)
 
 
 # --- trees ----------------------------------------------------------------------------------------
@@ -88,7 +81,7 @@ def _other(value: Any, rng: random.Random) -> Any:
         number = hex(rng.choice(_INTEGERS))
         return rng.choice((value + "x", value[:-1], rng.choice(_TEXTS), number))
     if isinstance(value, bytes):
-        return spoil_bytes(value, rng)
+        return mutate(value, rng)
     if isinstance(value, list):
         return rng.choice(([], value[::-1], value * 2, value[:1]))
     return rng.choice(({}, {**value, "x": 1}, list(value)))
@@ -97,15 +90,15 @@ def _other(value: Any, rng: random.Random) -> Any:
 def spoil_json(data: bytes, rng: random.Random) -> bytes:
     """JSON with its tree changed, or at times its bytes."""
     if rng.random() < 0.15:
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
     try:
         return json.dumps(spoil_tree(tree, rng)).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
 
 
 # --- framed messages ------------------------------------------------------------------------------
@@ -134,17 +127,17 @@ def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def spoil_stream(data: bytes, rng: random.Random, fresh: Callable[[random.Random], bytes]) -> bytes:
-    """A stream of framed MessagePack with messages changed, repeated, left out, put in (`fresh`
-    makes the body of a good one), or at times with wrong bytes."""
+def spoil_stream(data: bytes, rng: random.Random, good: Sequence[bytes]) -> bytes:
+    """A stream of framed MessagePack with messages changed, repeated, left out, put in (`good`:
+    bodies of good ones), or at times with wrong bytes."""
     if rng.random() < 0.1:
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
     bodies = frames_of(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
         draw = rng.random()
         at = rng.randrange(len(bodies)) if bodies else 0
         if not bodies or draw < 0.35:
-            bodies.insert(rng.randint(at, len(bodies)), fresh(rng))
+            bodies.insert(rng.randint(at, len(bodies)), rng.choice(good))
         elif draw < 0.75:
             bodies[at] = _spoil_message(bodies[at], rng)
         elif draw < 0.85:
@@ -156,11 +149,11 @@ def spoil_stream(data: bytes, rng: random.Random, fresh: Callable[[random.Random
 
 def _spoil_message(body: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.15:
-        return spoil_bytes(body, rng)
+        return mutate(body, rng)
     try:
         return msgspec.msgpack.encode(spoil_tree(msgspec.msgpack.decode(body), rng))
     except (msgspec.MsgspecError, ValueError, OverflowError, TypeError, RecursionError):
-        return spoil_bytes(body, rng)
+        return mutate(body, rng)
 
 
 # --- protobuf -------------------------------------------------------------------------------------
@@ -228,7 +221,7 @@ def _scalar(descriptor: Any, value: Any, rng: random.Random) -> Any:
     if kind == FieldDescriptor.CPPTYPE_STRING:
         if descriptor.type == FieldDescriptor.TYPE_BYTES:
             short = rng.randbytes(rng.choice((0, 1, 2, 4, 6, 16, 17, 300)))
-            return rng.choice((short, b"\0" + (value or b""), spoil_bytes(value or b"\1", rng)))
+            return rng.choice((short, b"\0" + (value or b""), mutate(value or b"\1", rng)))
         return rng.choice((*_TEXTS[1:4], "", "ingress.x"))
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return rng.random() < 0.5

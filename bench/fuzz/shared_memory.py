@@ -11,14 +11,12 @@ anywhere.
 
 from __future__ import annotations
 
-import random
 import struct
 from collections.abc import Iterator
 from typing import Final
 
-from kvcast.bench.fuzz.engine import Target
-from kvcast.bench.fuzz.shapes import spoil_bytes
-from kvcast.bench.fuzz.targets import register
+from kvcast.bench.fuzz.engine import Harness
+from kvcast.bench.fuzz.targets import entry_point
 from kvcast.hostagent.client import local_blocks
 from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.hostagent.client.local_blocks import LocalBlocks
@@ -78,7 +76,8 @@ class _Node:
         )
 
 
-class RegionHarness:
+@entry_point("pin-region", "what a client writes where it says what it pins", shared_index)
+class RegionHarness(Harness):
     """A hostile client beside an honest one, before one agent that evicts."""
 
     def __init__(self) -> None:
@@ -91,12 +90,6 @@ class RegionHarness:
             _WRITE.pack(shared.CELLS_USED_WORD, 200) + _WRITE.pack(shared.CELLS_WORD + 9, 3) * 40,
             _WRITE.pack(shared.RING_WORD, 5) + _WRITE.pack(shared.HITS_WORD, 1 << 40),
         ]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_bytes(data, rng)
-
-    def close(self) -> None:
-        pass
 
     def run(self, data: bytes) -> None:
         node = _Node(self._memory)
@@ -134,7 +127,8 @@ class RegionHarness:
         raise AssertionError(f"an honest client was cut off: {reason}")
 
 
-class IndexHarness:
+@entry_point("index", "an index that is damaged, before a client", local_blocks)
+class IndexHarness(Harness):
     """A client that looks up and pins in an index that is damaged."""
 
     def __init__(self) -> None:
@@ -149,12 +143,6 @@ class IndexHarness:
             *(_WRITE.pack(tags + n * 7, n) * 5 for n in range(4)),
             *(_WRITE.pack(entries + n * 8 + n % 8, 1 << (8 * n)) * 5 for n in range(8)),
         ]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        return spoil_bytes(data, rng)
-
-    def close(self) -> None:
-        pass
 
     def run(self, data: bytes) -> None:
         node = _Node(self._memory)
@@ -178,16 +166,3 @@ class IndexHarness:
                 client.release(found.pin, found.reserved_bytes)
         assert 0 <= client.prefix(1, keys) <= len(keys)
         assert not any(pins.cast("Q")[shared.CELLS_WORD : shared.RING_WORD]), "a pin was forgotten"
-
-
-register(
-    Target(
-        "pin-region",
-        "what a client writes where it says what it pins",
-        RegionHarness,
-        (shared_index,),
-    )
-)
-register(
-    Target("index", "an index that is damaged, before a client", IndexHarness, (local_blocks,))
-)

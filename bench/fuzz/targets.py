@@ -1,6 +1,6 @@
 """What can be fuzzed: the registry, and the entry points that are functions of bytes.
 
-Owns: the seam (`register`) by which a tier or a transport that is added later joins the fuzzers,
+Owns: the seam (`entry_point`) by which a tier or a transport that is added later joins the fuzzers,
 and the readers of files and frames. Must not know: how inputs are found (`engine`). Entry
 points with event loops are in `entry_points`, one of the file system in `arena`.
 """
@@ -8,18 +8,20 @@ points with event loops are in `entry_points`, one of the file system in `arena`
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, TypeVar
 
 import msgspec
 from kvcast.bench.fuzz.engine import Harness, Target
-from kvcast.bench.fuzz.shapes import framed, spoil_bytes, spoil_json, spoil_stream
-from kvcast.bench.hostile_bytes import encapsulation, seed_datagrams
+from kvcast.bench.fuzz.shapes import framed, spoil_json, spoil_stream
+from kvcast.bench.hostile_bytes import encapsulation, mutate, seed_datagrams
 from kvcast.controller import flags as controller_flags
 from kvcast.controller.http import tokens
 from kvcast.hostagent import flags as agent_flags
@@ -36,6 +38,8 @@ from kvcast.topologies.star import Star
 from kvcast.workloads import traces
 from kvcast.workloads.generators import WorkloadError, WorkloadOptions
 
+T = TypeVar("T", bound=Callable[[], Harness])
+
 TARGETS: dict[str, Target] = {}
 KEY: Final = bytes(range(16))
 
@@ -49,7 +53,17 @@ def register(target: Target) -> Target:
     return target
 
 
-class FunctionHarness:
+def entry_point(name: str, what: str, *modules: ModuleType) -> Callable[[T], T]:
+    """Registers the harness (a class, or what makes one) below it."""
+
+    def of(harness: T) -> T:
+        register(Target(name, what, harness, modules))
+        return harness
+
+    return of
+
+
+class FunctionHarness(Harness):
     """An entry point that is a function of bytes: `allowed` are its named errors."""
 
     def __init__(
@@ -57,7 +71,7 @@ class FunctionHarness:
         function: Callable[[bytes], object],
         corpus: Sequence[bytes],
         allowed: tuple[type[BaseException], ...],
-        spoil: Callable[[bytes, random.Random], bytes] = spoil_bytes,
+        spoil: Callable[[bytes, random.Random], bytes] = mutate,
     ) -> None:
         self._function = function
         self._corpus = list(corpus)
@@ -74,8 +88,14 @@ class FunctionHarness:
         with contextlib.suppress(*self._allowed):
             self._function(data)
 
-    def close(self) -> None:
-        pass
+
+class StreamHarness(Harness):
+    """An entry point of a stream of framed messages; `good` gives one of each."""
+
+    good: Callable[[], Sequence[msgspec.Struct]]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        return spoil_stream(data, rng, bodies_of(type(self).good))
 
 
 # --- messages, for this and other entry points ----------
@@ -198,10 +218,10 @@ def stream_of(messages: Sequence[msgspec.Struct]) -> bytes:
     return b"".join(framed(msgspec.msgpack.encode(message)) for message in messages)
 
 
-def one_of(messages: Callable[[], Sequence[msgspec.Struct]]) -> Callable[[random.Random], bytes]:
-    """What `spoil_stream` takes: the body of a good message."""
-    bodies = [msgspec.msgpack.encode(message) for message in messages()]
-    return lambda rng: rng.choice(bodies)
+@functools.cache
+def bodies_of(messages: Callable[[], Sequence[msgspec.Struct]]) -> list[bytes]:
+    """What `spoil_stream` takes: the bodies of good messages."""
+    return [msgspec.msgpack.encode(message) for message in messages()]
 
 
 # --- frames and streams ---------------------------------------------------------------------------
@@ -214,7 +234,15 @@ _STREAMS: Final[tuple[tuple[Any, Callable[[], Sequence[Any]]], ...]] = (
 )
 
 
-class CodecHarness:
+@entry_point(
+    "codec",
+    "frames, datagrams, and the framed messages of all streams",
+    wire,
+    ethernet,
+    framing,
+    bulk,
+)
+class CodecHarness(Harness):
     """Datagrams, Ethernet frames and streams; the first byte says which. What is decoded is encoded
     and decoded again, compiled code must think the same of a frame, and a stream in pieces must
     give what it gives whole."""
@@ -240,9 +268,9 @@ class CodecHarness:
         if rng.random() < 0.02:
             kind = rng.randrange(8)
         if kind < 3:
-            return bytes([kind]) + spoil_bytes(data[1:], rng)
+            return bytes([kind]) + mutate(data[1:], rng)
         messages = _STREAMS[(kind - 3) % len(_STREAMS)][1]
-        return bytes([kind]) + spoil_stream(data[1:], rng, one_of(messages))
+        return bytes([kind]) + spoil_stream(data[1:], rng, bodies_of(messages))
 
     def run(self, data: bytes) -> None:
         kind, rest = (data[0], data[1:]) if data else (0, b"")
@@ -305,19 +333,6 @@ class CodecHarness:
                 continue
             assert repr([message]) == repr(list(codec.feed(encoded)))
 
-    def close(self) -> None:
-        pass
-
-
-register(
-    Target(
-        "codec",
-        "frames, datagrams, and the framed messages of all streams",
-        CodecHarness,
-        (wire, ethernet, framing, bulk),
-    )
-)
-
 
 # --- BMv2 JSON ------------------------------------------------------------------------------------
 
@@ -325,7 +340,10 @@ register(
 _GENERATED_PROGRAMS: Final = 12
 
 
-class JsonLoaderHarness:
+@entry_point(
+    "json-loader", "BMv2 JSON: the loader, and the reference engine on what it takes", loader
+)
+class JsonLoaderHarness(Harness):
     """A program is loaded, and if it is taken, runs frames on the reference engine. The inputs to
     begin with are generated, small, and use every construct there is; and kvcast's own program."""
 
@@ -352,39 +370,26 @@ class JsonLoaderHarness:
         for frame in (bytes(64), bytes(range(200)), b""):
             switch.process(1, frame, 1000)
 
-    def close(self) -> None:
-        pass
-
-
-register(
-    Target(
-        "json-loader",
-        "BMv2 JSON: the loader, and the reference engine on what it takes",
-        JsonLoaderHarness,
-        (loader,),
-    )
-)
-
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 class FileHarness(FunctionHarness):
-    """An entry point that reads a file: the function gets its path."""
+    """An entry point that reads a file: the function gets its path, the others are as there."""
 
     def __init__(
         self,
         function: Callable[[Path], object],
         corpus: Sequence[bytes],
         allowed: tuple[type[BaseException], ...],
-        spoil: Callable[[bytes, random.Random], bytes] = spoil_bytes,
+        spoil: Callable[[bytes, random.Random], bytes],
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvcast-fuzz-")
-        self._path = Path(self._folder.name) / "input"
+        path = Path(self._folder.name) / "input"
 
         def of_bytes(data: bytes) -> None:
-            self._path.write_bytes(data)
-            function(self._path)
+            path.write_bytes(data)
+            function(path)
 
         super().__init__(of_bytes, corpus, allowed, spoil)
 
@@ -408,6 +413,7 @@ def _spoil_lines(data: bytes, rng: random.Random) -> bytes:
     return b"\n".join(lines)
 
 
+@entry_point("trace", "trace files of requests", traces)
 def _trace_harness() -> Harness:
     options = WorkloadOptions(nodes=4)
 
@@ -418,9 +424,6 @@ def _trace_harness() -> Harness:
             assert request.time_s >= 0
 
     return FileHarness(play, [_TRACE, b"\n\n{}"], (WorkloadError,), _spoil_lines)
-
-
-register(Target("trace", "trace files of requests", _trace_harness, (traces,)))
 
 
 _CONFIGS: Final = (
@@ -445,7 +448,7 @@ def _read_config(path: Path) -> None:
 def _spoil_config(data: bytes, rng: random.Random) -> bytes:
     lines = data.splitlines(keepends=True)
     if not lines or rng.random() < 0.3:
-        return spoil_bytes(data, rng)
+        return mutate(data, rng)
     at = rng.randrange(len(lines))
     name, equals, value = lines[at].partition(b"=")
     values = (
@@ -458,20 +461,15 @@ def _spoil_config(data: bytes, rng: random.Random) -> bytes:
     return b"".join(lines)
 
 
+@entry_point(
+    "config", "configuration files of the three daemons",
+    options, values, controller_flags, agent_flags, switch_flags,
+)  # fmt: skip
 def _config_harness() -> Harness:
     return FileHarness(_read_config, _CONFIGS, (), _spoil_config)
 
 
-register(
-    Target(
-        "config",
-        "configuration files of the three daemons",
-        _config_harness,
-        (options, values, controller_flags, agent_flags, switch_flags),
-    )
-)
-
-
+@entry_point("tokens", "files of HTTP tokens", tokens)
 def _tokens_harness() -> Harness:
     token = tokens.Token("alice", tokens.OPERATOR, bytes(32))
 
@@ -481,6 +479,3 @@ def _tokens_harness() -> Harness:
 
     good = f"# comment\n{token.line}\nbob viewer {'1' * 64} 2027-05-20\n".encode()
     return FunctionHarness(read, [good], (tokens.TokensError, UnicodeDecodeError))
-
-
-register(Target("tokens", "files of HTTP tokens", _tokens_harness, (tokens,)))

@@ -19,14 +19,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvcast.bench.hostile import ReceiveQueue, bound_socket, discard
-from kvcast.bench.hostile_bytes import FrameSource, HttpStreams, LocalStreams, Mutator
+from kvcast.bench.hostile import bound_socket, bytes_waiting, discard
+from kvcast.bench.hostile_bytes import hostile_frames, http_stream, local_stream
 from kvcast.bench.hostile_streams import (
     HostileStream,
-    HttpHostiles,
     LocalHostiles,
-    NoiseHostiles,
+    http_hostiles,
+    noise_hostiles,
 )
 from kvcast.bench.replay import NodeLink
 from kvcast.bench.soak import plan as kinds
@@ -89,7 +90,7 @@ class Faults:
         self._links = list(links)
         self._hosts = list(pool.star.hosts[: len(links)])
         self._attacker = attacker
-        self._mutator = Mutator(seed)
+        self._hostile_rng = random.Random(seed)
         self._rng = random.Random(f"faults/{seed}")
         self._recent = recent
         self._returned: dict[str, float] = {}
@@ -265,18 +266,17 @@ class Faults:
         if other is None:
             other = self._rng.choice([host for host in self._hosts if host is not me])
         namespace, keys = self._target()
-        source = FrameSource(self._mutator, me, other, namespace, keys, backward=0.3)
-        queue = ReceiveQueue(peer)
+        frames = hostile_frames(self._hostile_rng, me, other, namespace, keys, backward=0.3)
         sent = 0
         with bound_socket(*place, peer=peer) as attacker:
             while sent < _FRAMES:
                 for _ in range(min(25, _FRAMES - sent)):
                     with contextlib.suppress(BlockingIOError, ConnectionRefusedError):
-                        attacker.send(source.frame())
+                        attacker.send(next(frames))
                     sent += 1
                 discard(attacker)
                 await asyncio.sleep(0.01)
-                if queue.bytes_waiting() > _QUEUE_BYTES:
+                if bytes_waiting(peer) > _QUEUE_BYTES:
                     break
         return sent
 
@@ -291,13 +291,14 @@ class Faults:
     # --- streams ------------------------------------------------------------------------------
 
     async def _bytes_to_socket(self, fault: Fault, node_id: str) -> int:
-        streams = LocalStreams(self._mutator, *self._target())
-        hostiles = LocalHostiles(str(self._pool.sockets[node_id]), streams.stream)
+        stream = partial(local_stream, self._hostile_rng, *self._target())
+        hostiles = LocalHostiles(str(self._pool.sockets[node_id]), stream)
         return await self._stream(hostiles, node_id)
 
     async def _bytes_to_http(self, fault: Fault, target: str) -> int:
-        streams = HttpStreams(self._mutator, *self._target())
-        hostiles = HttpHostiles(self._pool.network.http_address, streams.stream)
+        namespace, keys = self._target()
+        stream = partial(http_stream, self._hostile_rng, namespace, keys[0])
+        hostiles = http_hostiles(self._pool.network.http_address, stream)
         return await self._stream(hostiles, target)
 
     async def _bytes_to_port(self, fault: Fault, node_id: str) -> int:
@@ -309,7 +310,7 @@ class Faults:
                 (self._pool.network.grpc_address, "switch"),
             )
         )
-        return await self._stream(NoiseHostiles(address, self._mutator.rng), part)
+        return await self._stream(noise_hostiles(address, self._hostile_rng), part)
 
     async def _stream(self, hostiles: HostileStream, part: str) -> int:
         began = time.monotonic()

@@ -53,6 +53,8 @@ class Load:
         self.hung: list[str] = []
         self.hits: Counter[str] = Counter()
         self.miss_reasons: Counter[str] = Counter()
+        self.errors: list[BaseException] = []
+        """What ended a request and should not have: a fault of the bench, or of the client."""
         self._requests = iter(requests)
         self._options = options
         self._undisturbed = undisturbed
@@ -62,12 +64,6 @@ class Load:
         self._under_way: dict[int, tuple[asyncio.Task[None], float]] = {}
         self._began = 0.0
         self._window_s = 0.0
-        self._errors: list[BaseException] = []
-
-    @property
-    def errors(self) -> list[BaseException]:
-        """What ended a request and should not have: a fault of the bench, or of the client."""
-        return self._errors
 
     async def prepare(self, requests: Iterable[Request]) -> None:
         """Have the namespaces and groups of these requests made, while nothing is broken."""
@@ -162,7 +158,5 @@ class Load:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         del self._under_way[number]
         self._slots.release()
-        if not task.cancelled() and task.exception() is not None:
-            error = task.exception()
-            assert error is not None
-            self._errors.append(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.errors.append(error)

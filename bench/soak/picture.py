@@ -1,7 +1,6 @@
 """The picture of a soak: what its processes took, how the load fared, and what struck when.
 
-Owns: how a soak's report (plain data) is drawn. Must not know: how it was measured. matplotlib is
-imported when something is drawn, not before.
+Owns: how a soak's report (plain data) is drawn. Must not know: how it was measured.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcast.bench.plotting import drawn
 from kvcast.bench.soak import plan
 
 _SWITCH, _CONTROLLER, _BENCH = "#d97706", "#7c3aed", "#94a3b8"
@@ -29,27 +29,7 @@ def draw(report: dict[str, Any], folder: Path) -> Path:
 
 
 def _figure(report: dict[str, Any]) -> bytes:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(
-        {
-            "font.family": "DejaVu Sans",
-            "font.size": 9,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.edgecolor": "#94a3b8",
-            "axes.titlesize": 10,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "xtick.color": "#475569",
-            "ytick.color": "#475569",
-            "axes.labelcolor": "#475569",
-        }
-    ):
-        figure = Figure(figsize=(11.5, 11), dpi=100, layout="constrained")
+    def fill(figure: Any) -> None:
         rows = figure.subplots(6, 1, sharex=True, height_ratios=[1.5, 1, 0.8, 1, 0.8, 2.1])
         memory, descriptors, threads, rate, speed, faults = rows
         _draw_lives(memory, report, "memory_mib", "Own memory, MiB")
@@ -62,17 +42,16 @@ def _figure(report: dict[str, Any]) -> bytes:
         faults.set_xlabel("minutes")
         faults.set_xlim(0, report["seconds"] / 60)
         figure.suptitle(_headline(report), x=0.01, ha="left", fontsize=12)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": "kvcast"})
-        return _few_colours(out)
+
+    return _few_colours(drawn(fill, (11.5, 11), dpi=100, font_size=9, title_size=10))
 
 
-def _few_colours(picture: io.BytesIO) -> bytes:
+def _few_colours(picture: bytes) -> bytes:
     """The same picture in a palette: a third of the bytes."""
     from PIL import Image
 
     out = io.BytesIO()
-    Image.open(picture).convert("RGB").quantize(64).save(out, "png", optimize=True)
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(64).save(out, "png", optimize=True)
     return out.getvalue()
 
 

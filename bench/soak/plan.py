@@ -44,30 +44,6 @@ HOSTILE_AS_DEAD: Final = "hostile frames as a dead node"
 HOSTILE_TO_AGENTS: Final = "hostile frames to the agents"
 LOST_FRAMES: Final = "frames lost"
 
-PLANNED: Final = (
-    KILL_AGENT,
-    KILL_SWITCH,
-    KILL_CONTROLLER,
-    STOP_AGENT,
-    STOP_SWITCH,
-    STOP_CONTROLLER,
-    KILL_CLIENT,
-    STOP_CLIENT,
-    HOSTILE_FRAMES,
-    HOSTILE_LOCAL,
-    HOSTILE_HTTP,
-    HOSTILE_TCP,
-    MAKE_NAMES,
-    SET_PINS,
-    REMOVE_PINS,
-    DROP_BLOCKS,
-)
-KINDS: Final = (*PLANNED, HOSTILE_AS_DEAD, HOSTILE_TO_AGENTS, LOST_FRAMES)
-"""Every kind that a report counts."""
-
-DISRUPTIVE: Final = PLANNED[:6]
-"""Those that take a part away for a while."""
-
 _FIFTH_OF_KILLS: Final = {KILL_SWITCH: 0, KILL_CONTROLLER: 2}
 """Of the soak's five; whatever is not here may strike in all of them."""
 
@@ -109,6 +85,14 @@ _LANES: Final = {
         ((SET_PINS, 3.0), (REMOVE_PINS, 3.0), (MAKE_NAMES, 2.0), (DROP_BLOCKS, 1.0)), 3.0
     ),
 }
+
+
+PLANNED: Final = tuple(kind for lane in _LANES.values() for kind, _ in lane.kinds)
+KINDS: Final = (*PLANNED, HOSTILE_AS_DEAD, HOSTILE_TO_AGENTS, LOST_FRAMES)
+"""Every kind that a report counts."""
+
+DISRUPTIVE: Final = tuple(kind for name in ("kills", "stops") for kind, _ in _LANES[name].kinds)
+"""Those that take a part away for a while."""
 
 
 def spared(nodes: int) -> int:

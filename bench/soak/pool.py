@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcast.bench.hostile import tracebacks
+from kvcast.bench.hostile import tracebacks, wrong_bytes_of
 from kvcast.bench.hostile_bytes import BLOCK_BYTES
 from kvcast.bench.replay import NodeLink, ReplayOptions, links_to
 from kvcast.bench.soak import plan
@@ -285,15 +285,9 @@ class _Soak:
         keys = [chain(b"soak-end", number) for number in range(_LAST_BLOCKS)]
         await client.put(namespace, {key: content.block_bytes(key, BLOCK_BYTES) for key in keys})
         for link in self._links:
-            client = await link.client()
-            for key, block in zip(
-                keys, await client.get(namespace, keys, deadline_s=20.0), strict=True
-            ):
-                if block is None:
-                    found.unread += 1
-                    continue
-                with block:
-                    found.wrong_bytes += content.wrong_bytes(key, BLOCK_BYTES, block.data)
+            wrong = await wrong_bytes_of(link, namespace, keys)
+            found.unread += wrong.count(None)
+            found.wrong_bytes += sum(count or 0 for count in wrong)
 
     async def _weigh(self, found: _End) -> None:
         """What agents hold when nobody asks for anything, once they are done with the rest."""

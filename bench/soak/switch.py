@@ -25,6 +25,7 @@ from typing import Any
 
 from kvcast.bench import switch, traffic
 from kvcast.bench import switch_programs as programs
+from kvcast.bench.hostile_bytes import mutate
 from kvcast.bench.switch import BenchError
 from kvcast.service import provenance
 
@@ -41,20 +42,14 @@ _TURNS_AT_LEAST = 3
 
 
 def damaged(rng: random.Random) -> programs.Arrival:
-    """A frame that nobody meant: bits flipped, cut short, or noise of any length."""
+    """A frame that nobody meant: mutated, or noise of any length."""
     meant = programs.reads(programs.KEY, programs.READERS) + programs.data(
         programs.KEY, range(2), last=False
     )
     host, frame = rng.choice(meant)
-    kind = rng.randrange(3)
-    if kind == 0:
-        return host, frame[: rng.randrange(len(frame))]
-    if kind == 1:
+    if rng.randrange(3) == 0:
         return host, rng.randbytes(rng.choice((0, 1, 13, 14, 60, 1500, 9216)))
-    changed = bytearray(frame)
-    for _ in range(rng.randint(1, 5)):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return host, bytes(changed)
+    return host, mutate(frame, rng)
 
 
 def resident_mib(pid: int) -> float:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from kvcast.bench.soak.watch import Life
+from kvcast.service.statistics import ratio
 
 _PAIRED_SAMPLES = 400
 """A longer series is thinned to about so many samples before all pairs of them are compared."""
@@ -82,10 +83,9 @@ class Window:
         return (self.delivered + self.put_blocks) / max(1e-9, self.ended_s - self.began_s)
 
     def as_dict(self) -> dict[str, Any]:
-        rate = self.hit_rate
         return {
             **asdict(self),
-            "hit_rate": None if rate is None else round(rate, 4),
+            "hit_rate": ratio(self.came, self.wanted),
             "blocks_per_s": round(self.blocks_per_s, 1),
         }
 

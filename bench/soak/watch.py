@@ -1,45 +1,18 @@
 """What the processes of a pool take: memory, descriptors and threads, sampled over their lives.
 
-Owns: how /proc is read, and which samples belong to one life of a part. Must not know: pools,
-faults, or what growth is too much.
-
-Memory is what the process holds for itself (RssAnon); pages of files, and of shared memory such as
-an agent's arena, are not in it.
+Owns: which samples belong to one life of a part. Must not know: pools, faults, or what growth
+is too much.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import tempfile
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FIELD = re.compile(rb"^(RssAnon|Threads):\s+(\d+)", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What one process takes at one moment."""
-
-    memory_mib: float
-    descriptors: int
-    threads: int
-
-
-def usage(pid: int) -> Usage | None:
-    """What that process takes now; None if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_bytes()
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return None
-    found = dict(_FIELD.findall(text))
-    if b"RssAnon" not in found:  # it has ended, and nobody has waited for it yet
-        return None
-    return Usage(int(found[b"RssAnon"]) / 1024, descriptors, int(found[b"Threads"]))
+from kvcast.bench.usage import Usage, usage
 
 
 @dataclass

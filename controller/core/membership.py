@@ -52,8 +52,8 @@ class Address:
 
 
 @dataclass
-class Node:
-    """One known node. Times are on the caller's clock, in seconds."""
+class SavedNode:
+    """What outlives the controller of a node."""
 
     node_id: str
     index: int
@@ -61,6 +61,12 @@ class Node:
     address: Address
     arena_bytes: int
     placed: bool
+
+
+@dataclass
+class Node(SavedNode):
+    """One known node. Times are on the caller's clock, in seconds."""
+
     mtu_bytes: int = ETHERNET_MTU_BYTES
     """The longest IPv4 packet that its network takes; of one that has not registered with us yet
     the least is assumed."""
@@ -78,18 +84,6 @@ class Node:
     @property
     def info(self) -> NodeInfo:
         return NodeInfo(index=self.index, node_id=self.node_id, **dataclasses.asdict(self.address))
-
-
-@dataclass(frozen=True)
-class SavedNode:
-    """What outlives the controller of a node."""
-
-    node_id: str
-    index: int
-    incarnation: int
-    address: Address
-    arena_bytes: int
-    placed: bool
 
 
 def checked_address(message: Register) -> Address:
@@ -138,15 +132,7 @@ class Membership:
         membership = cls(lease_s=lease_s, rebalance_after_s=rebalance_after_s)
         for node in saved:
             membership.nodes[node.node_id] = Node(
-                node_id=node.node_id,
-                index=node.index,
-                incarnation=node.incarnation,
-                address=node.address,
-                arena_bytes=node.arena_bytes,
-                placed=node.placed,
-                live=node.placed,
-                live_since=now,
-                lease_until=now + 2 * lease_s,
+                **vars(node), live=node.placed, live_since=now, lease_until=now + 2 * lease_s
             )
         return membership
 

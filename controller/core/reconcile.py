@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 MatchValue: TypeAlias = int | tuple[int, int]
 """An exact key's value, or an LPM key's (value, prefix length)."""
@@ -86,10 +86,7 @@ class GroupChange:
     verb: Verb
     group: int
     replicas: frozenset[Replica]
-
-    @property
-    def kind(self) -> str:
-        return "multicast_group"
+    kind: ClassVar[str] = "multicast_group"
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,7 @@ class DigestChange:
     verb: Verb
     digest: str
     config: DigestConfig
-
-    @property
-    def kind(self) -> str:
-        return "digest"
+    kind: ClassVar[str] = "digest"
 
 
 Change: TypeAlias = EntryChange | GroupChange | DigestChange

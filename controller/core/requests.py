@@ -6,7 +6,7 @@ answers mean; the pool matches them to what it asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcast.protocol.messages.wire import BlockId
@@ -16,27 +16,15 @@ MAX_OPEN = 128
 
 
 @dataclass(frozen=True)
-class DescribeRequest:
-    """Which of `blocks` does the node hold?"""
+class Request:
+    """A question to a node: which of `blocks` does it hold? Or, where there is an `attempt`
+    (counted from 0): will it keep this one?"""
 
-    request: int
+    number: int
     node_id: str
     blocks: tuple[BlockId, ...]
     deadline: float
-
-
-@dataclass(frozen=True)
-class KeepRequest:
-    """Will the node keep this block? `attempt` counts from 0."""
-
-    request: int
-    node_id: str
-    block: BlockId
-    attempt: int
-    deadline: float
-
-
-Request = DescribeRequest | KeepRequest
+    attempt: int | None
 
 
 class OpenRequests:
@@ -49,30 +37,19 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    @property
-    def full(self) -> bool:
-        return len(self._open) >= MAX_OPEN
-
-    def describe(
-        self, node_id: str, blocks: Sequence[BlockId], deadline: float
-    ) -> DescribeRequest | None:
+    def ask(
+        self,
+        node_id: str,
+        blocks: Iterable[BlockId],
+        deadline: float,
+        attempt: int | None = None,
+    ) -> Request | None:
         """A new question, or None at the bound."""
-        if self.full:
+        if len(self._open) >= MAX_OPEN:
             return None
         self._last += 1
-        request = DescribeRequest(self._last, node_id, tuple(blocks), deadline)
-        self._open[request.request] = request
-        return request
-
-    def keep(
-        self, node_id: str, block: BlockId, attempt: int, deadline: float
-    ) -> KeepRequest | None:
-        """A new question, or None at the bound."""
-        if self.full:
-            return None
-        self._last += 1
-        request = KeepRequest(self._last, node_id, block, attempt, deadline)
-        self._open[request.request] = request
+        request = Request(self._last, node_id, tuple(blocks), deadline, attempt)
+        self._open[request.number] = request
         return request
 
     def answered(self, number: int, node_id: str) -> Request | None:
@@ -86,19 +63,12 @@ class OpenRequests:
         """Close and return the questions that were not answered in time."""
         late = [r for r in self._open.values() if now >= r.deadline]
         for request in late:
-            del self._open[request.request]
+            del self._open[request.number]
         return late
 
     def asked_about(self) -> set[BlockId]:
         """Blocks that a description or a promise is awaited for."""
-        blocks: set[BlockId] = set()
-        for request in self._open.values():
-            match request:
-                case DescribeRequest():
-                    blocks.update(request.blocks)
-                case KeepRequest():
-                    blocks.add(request.block)
-        return blocks
+        return {block for request in self._open.values() for block in request.blocks}
 
     def next_deadline(self) -> float | None:
         return min((r.deadline for r in self._open.values()), default=None)

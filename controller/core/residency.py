@@ -25,8 +25,9 @@ class NoSlotsError(Exception):
 
 
 @dataclass
-class Resident:
-    """A block in the switch: `slots[s]` holds segment s; `size_bytes` and `digest` of the copy."""
+class SavedResident:
+    """What outlives the controller of a resident: `slots[s]` holds segment s; `size_bytes` and
+    `digest` of the copy."""
 
     block: BlockId
     slots: tuple[int, ...]
@@ -34,6 +35,12 @@ class Resident:
     digest: int
     size_bytes: int
     pinned: bool
+
+
+@dataclass
+class Resident(SavedResident):
+    """A block in the switch."""
+
     admitted_at: float
     leaving: bool = False
     hits: int = 0
@@ -42,18 +49,6 @@ class Resident:
     def chunk_mask(self, segment: int) -> int:
         """Which chunks of the segment exist; bit i = chunk i."""
         return segment_bitmap(self.size_bytes, segment)
-
-
-@dataclass(frozen=True)
-class SavedResident:
-    """What outlives the controller of a resident."""
-
-    block: BlockId
-    slots: tuple[int, ...]
-    generation: int
-    digest: int
-    size_bytes: int
-    pinned: bool
 
 
 class Residency:
@@ -84,9 +79,7 @@ class Residency:
                 lost += 1
                 continue
             self._free = [slot for slot in self._free if slot not in s.slots]
-            self.residents[s.block] = Resident(
-                s.block, s.slots, s.generation, s.digest, s.size_bytes, s.pinned, admitted_at=now
-            )
+            self.residents[s.block] = Resident(**vars(s), admitted_at=now)
             self.generation = max(self.generation, s.generation + 1)
         return lost
 

@@ -26,7 +26,7 @@ from kvcast.controller.core.admission import (
     ValueOptions,
     choose,
 )
-from kvcast.controller.core.requests import DescribeRequest, KeepRequest, OpenRequests
+from kvcast.controller.core.requests import OpenRequests
 from kvcast.controller.core.residency import Residency, Resident
 from kvcast.protocol.messages.control import (
     BlockRef,
@@ -185,7 +185,7 @@ class Tiers:
     def described(self, message: Described, node_id: str, now: float) -> Outgoing:
         """A home's answer to Describe."""
         request = self._requests.answered(message.request, node_id)
-        if not isinstance(request, DescribeRequest):
+        if request is None or request.attempt is not None:
             self.counts["unexpected_answers"] += 1
             return []
         held = {
@@ -208,14 +208,14 @@ class Tiers:
     def kept(self, message: Kept, node_id: str, now: float) -> Outgoing:
         """A home's answer to Keep."""
         request = self._requests.answered(message.request, node_id)
-        if not isinstance(request, KeepRequest):
+        if request is None or request.attempt is None:
             self.counts["unexpected_answers"] += 1
             return []
         if message.held:
             self.counts["kept"] += 1
-            self._finish_leaving(request.block, f"kept in DRAM by {node_id}", now)
+            self._finish_leaving(request.blocks[0], f"kept in DRAM by {node_id}", now)
             return []
-        return self._keep(request.block, request.attempt + 1, now)
+        return self._keep(request.blocks[0], request.attempt + 1, now)
 
     # --- what the operator wants ------------------------------------------------------------
 
@@ -268,8 +268,8 @@ class Tiers:
         self.residency.advance(now)
         for request in self._requests.expired(now):
             self.counts["requests_expired"] += 1
-            if isinstance(request, KeepRequest):
-                out += self._keep(request.block, request.attempt + 1, now)
+            if request.attempt is not None:
+                out += self._keep(request.blocks[0], request.attempt + 1, now)
         out += self._clear(now)
         out += self._refresh(now)
         out += self._ask(now)
@@ -330,12 +330,12 @@ class Tiers:
         for node_id, wanted in by_home.items():
             for start in range(0, len(wanted), DESCRIBE_BATCH):
                 batch = wanted[start : start + DESCRIBE_BATCH]
-                request = self._requests.describe(node_id, batch, now + REQUEST_TIMEOUT_S)
+                request = self._requests.ask(node_id, batch, now + REQUEST_TIMEOUT_S)
                 if request is None:
                     self.counts["requests_at_bound"] += 1
                     return out
                 refs = [BlockRef(block.namespace, block.key) for block in batch]
-                out.append((node_id, Describe(request=request.request, blocks=refs)))
+                out.append((node_id, Describe(request=request.number, blocks=refs)))
         return out
 
     def _settle(self, now: float) -> Outgoing:
@@ -406,13 +406,13 @@ class Tiers:
             self._finish_leaving(block, "no home would keep it", now)
             return []
         node_id = homes[min(attempt // 2, len(homes) - 1)]
-        request = self._requests.keep(node_id, block, attempt, now + REQUEST_TIMEOUT_S)
+        request = self._requests.ask(node_id, [block], now + REQUEST_TIMEOUT_S, attempt)
         if request is None:
             self.counts["requests_at_bound"] += 1
             self._finish_leaving(block, "too many open requests to have it kept", now)
             return []
         message = Keep(
-            request=request.request,
+            request=request.number,
             namespace=block.namespace,
             key=block.key,
             size_bytes=resident.size_bytes,

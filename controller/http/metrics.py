@@ -13,68 +13,50 @@ from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+_PREFIX = "kvcast_controller"
+
 
 def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
     """The metrics of a status, as /v1/status has it."""
     switch, driver = status["switch"], status["controller"]
     nodes = status["nodes"]
-    yield _gauge("epoch", "Epoch of the bucket map", status["epoch"])
-    yield _gauge("nodes_known", "Nodes that the controller knows", len(nodes))
-    yield _gauge("nodes_alive", "Nodes whose lease runs", sum(n["alive"] for n in nodes))
-    yield _gauge("nodes_placed", "Nodes that hold buckets", sum(n["placed"] for n in nodes))
-    yield _labelled_gauge(
-        "node_buckets",
-        "Buckets that the node is home of",
-        "node",
-        {n["node_id"]: n["buckets"] for n in nodes},
+    gauges = (
+        ("epoch", "Epoch of the bucket map", status["epoch"]),
+        ("nodes_known", "Nodes that the controller knows", len(nodes)),
+        ("nodes_alive", "Nodes whose lease runs", sum(n["alive"] for n in nodes)),
+        ("nodes_placed", "Nodes that hold buckets", sum(n["placed"] for n in nodes)),
+        ("residents", "Blocks in the switch", len(status["residents"])),
+        ("slots_free", "Segment slots of the switch in use by nobody", status["slots"]["free"]),
+        ("candidates", "Blocks whose heat is remembered", status["candidates"]),
+        ("port_sets", "Recurring port sets with a group", status["port_sets"]),
+        ("switch_connected", "1 while the switch is connected", switch["connected"]),
+        ("switch_primary", "1 while this controller may write", switch["primary"]),
+        ("switch_programmed", "1 while the switch holds what it should", switch["programmed"]),
+        ("agent_connections", "Control links open", driver["agent_connections"]),
+        ("tick_seconds", "Duration of the last tick", driver["tick_s"]),
     )
-    yield _gauge("residents", "Blocks in the switch", len(status["residents"]))
-    yield _gauge(
-        "slots_free", "Segment slots of the switch in use by nobody", status["slots"]["free"]
+    for name, text, value in gauges:
+        yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=float(value))
+    buckets = GaugeMetricFamily(
+        f"{_PREFIX}_node_buckets", "Buckets that the node is home of", labels=["node"]
     )
-    yield _gauge("candidates", "Blocks whose heat is remembered", status["candidates"])
-    yield _gauge("port_sets", "Recurring port sets with a group", status["port_sets"])
-    yield _gauge("switch_connected", "1 while the switch is connected", switch["connected"])
-    yield _gauge("switch_primary", "1 while this controller may write", switch["primary"])
-    yield _gauge(
-        "switch_programmed", "1 while the switch holds what it should", switch["programmed"]
-    )
-    yield _gauge("agent_connections", "Control links open", driver["agent_connections"])
-    yield _gauge("tick_seconds", "Duration of the last tick", driver["tick_s"])
-    yield _counter(
-        "switch_decisions",
-        "Packets by the switch program's decision",
-        "decision",
-        status["decisions"],
-    )
-    yield _counter(
-        "switch_fills",
-        "Chunks offered to the switch's memory, by outcome",
-        "outcome",
-        status["fills"],
-    )
-    yield _counter("switch_operations", "P4Runtime operations", "operation", switch["counts"])
-    yield _counter("pool_events", "What happened in the pool", "event", status["counts"])
-    yield _counter("link_events", "What happened on control links", "event", driver["link_counts"])
-    yield _counter(
-        "controller_events", "What happened in the controller", "event", driver["counts"]
-    )
-    yield _counter("http_events", "What happened at the HTTP API", "event", driver["http_counts"])
+    yield _filled(buckets, {n["node_id"]: n["buckets"] for n in nodes})
+    counters = (
+        ("switch_decisions", "Packets by the switch program's decision", "decision",
+         status["decisions"]),
+        ("switch_fills", "Chunks offered to the switch's memory, by outcome", "outcome",
+         status["fills"]),
+        ("switch_operations", "P4Runtime operations", "operation", switch["counts"]),
+        ("pool_events", "What happened in the pool", "event", status["counts"]),
+        ("link_events", "What happened on control links", "event", driver["link_counts"]),
+        ("controller_events", "What happened in the controller", "event", driver["counts"]),
+        ("http_events", "What happened at the HTTP API", "event", driver["http_counts"]),
+    )  # fmt: skip
+    for name, text, label, values in counters:
+        yield _filled(CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=[label]), values)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"kvcast_controller_{name}", text, value=float(value))
-
-
-def _labelled_gauge(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    family = GaugeMetricFamily(f"kvcast_controller_{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([str(key)], float(value))
-    return family
-
-
-def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
-    family = CounterMetricFamily(f"kvcast_controller_{name}", text, labels=[label])
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: dict[str, Any]) -> Metric:
     for key, value in values.items():
         family.add_metric([str(key)], float(value))
     return family

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import finsy as fy
 from finsy.p4client import P4ClientError
@@ -45,6 +45,8 @@ from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.service.tls import TlsFiles
 
 log = logging.getLogger("kvcast.controller.switch.connection")
+
+T = TypeVar("T")
 
 WRITE_BATCH = 200
 """Updates in one WriteRequest."""
@@ -226,17 +228,18 @@ class SwitchLink:
 
     async def read(self) -> SwitchState:
         """Everything that the controller owns, as the switch holds it; also sets `mirror`."""
-        state = SwitchState()
+        wanted: list[Any] = [fy.P4TableEntry(t) for t in program.OWNED_TABLES]
+        wanted.append(fy.P4TableEntry(SETTINGS, is_default_action=True))
+        wanted.append(fy.P4MulticastGroupEntry())
 
-        async def reading(switch: fy.Switch) -> None:
-            wanted: list[Any] = [fy.P4TableEntry(t) for t in program.OWNED_TABLES]
-            wanted.append(fy.P4TableEntry(SETTINGS, is_default_action=True))
-            wanted.append(fy.P4MulticastGroupEntry())
+        async def reading(switch: fy.Switch) -> SwitchState:
+            state = SwitchState()
             async for entity in _read(switch, wanted):
                 _note(state, entity, switch.p4info)
             state.digests.update(await _digest_configs(switch))
+            return state
 
-        await self._guarded(reading)
+        state = await self._guarded(reading)
         self.counts["reads"] += 1
         self.mirror = state
         return state.copy()
@@ -247,7 +250,7 @@ class SwitchLink:
             batch = changes[start : start + WRITE_BATCH]
 
             async def writing(switch: fy.Switch, batch: Sequence[Change] = batch) -> None:
-                await switch.write([_update(change, switch.p4info) for change in batch])
+                await switch.write([update_of(change, switch.p4info) for change in batch])
 
             try:
                 await self._guarded(writing)
@@ -263,36 +266,32 @@ class SwitchLink:
     async def table_counters(self, table: str) -> dict[int, int]:
         """A table's direct packet counters by the value of its one exact key."""
         counters: dict[int, int] = {}
-
-        async def reading(switch: fy.Switch) -> None:
-            entry = fy.P4DirectCounterEntry(table_entry=fy.P4TableEntry(table))
-            async for counter in _read(switch, entry):
-                if counter.table_entry is not None and counter.table_entry.match:
-                    (key,) = counter.table_entry.match.values()
-                    counters[int(key)] = counter.packet_count
-
-        await self._guarded(reading)
+        for counter in await self._read_all(
+            fy.P4DirectCounterEntry(table_entry=fy.P4TableEntry(table))
+        ):
+            if counter.table_entry is not None and counter.table_entry.match:
+                (key,) = counter.table_entry.match.values()
+                counters[int(key)] = counter.packet_count
         return counters
 
     async def indexed_counters(self, counter: str) -> dict[int, int]:
         """An indirect packet counter's values by index."""
-        counters: dict[int, int] = {}
+        entries = await self._read_all(fy.P4CounterEntry(counter))
+        return {entry.index: entry.packet_count for entry in entries if entry.index is not None}
 
-        async def reading(switch: fy.Switch) -> None:
-            async for entry in _read(switch, fy.P4CounterEntry(counter)):
-                if entry.index is not None:
-                    counters[entry.index] = entry.packet_count
+    async def _read_all(self, wanted: Any) -> list[Any]:
+        async def reading(switch: fy.Switch) -> list[Any]:
+            return [entity async for entity in _read(switch, wanted)]
 
-        await self._guarded(reading)
-        return counters
+        return await self._guarded(reading)
 
-    async def _guarded(self, work: Callable[[fy.Switch], Awaitable[None]]) -> None:
+    async def _guarded(self, work: Callable[[fy.Switch], Awaitable[T]]) -> T:
         """Do it on the present connection; every way to fail is a SwitchError."""
         switch = self._switch
         if switch is None or not switch.is_up:
             raise SwitchError("not connected")
         try:
-            await work(switch)
+            return await work(switch)
         except P4ClientError as error:
             self.counts["rpc_errors"] += 1
             raise SwitchError(_brief(error)) from error
@@ -380,7 +379,7 @@ async def _digest_configs(switch: fy.Switch) -> dict[str, DigestConfig]:
     return configs
 
 
-def _update(change: Change, schema: fy.P4Schema) -> Any:
+def update_of(change: Change, schema: fy.P4Schema) -> Any:
     """The change as a finsy update."""
     entity: Any
     match change:

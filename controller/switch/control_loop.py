@@ -227,12 +227,7 @@ class ControlLoop:
             return
         self._held = None
         changes = diff(self.switch.mirror, plan.desired)
-        try:
-            await self.switch.write(changes.upserts)
-        except SwitchError as error:
-            self._switch_failed("write", error)
-            return
-        self.programmed = True
+        self.programmed = await self._wrote(changes.upserts)
 
     async def _clean_up(self, plan: Plan) -> None:
         """Delete what should not be; then the switch holds exactly the plan."""
@@ -240,13 +235,19 @@ class ControlLoop:
             return
         if self._held is not plan.desired:
             changes = diff(self.switch.mirror, plan.desired)
-            try:
-                await self.switch.write([*changes.upserts, *changes.deletes])
-            except SwitchError as error:
-                self._switch_failed("write", error)
+            if not await self._wrote([*changes.upserts, *changes.deletes]):
                 return
             self._held = plan.desired
         self.pool.programmed(plan, self.clock())
+
+    async def _wrote(self, changes: Sequence[Change]) -> bool:
+        """Write them; whether that went."""
+        try:
+            await self.switch.write(changes)
+        except SwitchError as error:
+            self._switch_failed("write", error)
+            return False
+        return True
 
     def _switch_failed(self, what: str, error: SwitchError) -> None:
         log.warning("switch %s failed: %s", what, error)

@@ -28,7 +28,8 @@ from kvcast.bench.soak.verdict import (
     some_of,
     theil_sen,
 )
-from kvcast.bench.soak.watch import Life, Usage, Watch, usage
+from kvcast.bench.soak.watch import Life, Watch
+from kvcast.bench.usage import Usage, usage
 from kvcast.workloads.generators import WorkloadOptions, generate
 
 HOUR_S = 3600.0

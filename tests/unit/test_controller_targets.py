@@ -78,7 +78,7 @@ def test_what_it_writes_and_reads_is_in_the_targets_p4info(target: str) -> None:
     changes = diff(SwitchState(), state)
     read = SwitchState()
     for change in (*changes.upserts, *changes.deletes):
-        update = connection._update(change, schema)
+        update = connection.update_of(change, schema)
         (encoded,) = encode_updates([update], schema)
         connection._note(read, decode_entity(encoded.entity, schema), schema)
     assert read.entries == state.entries

@@ -136,16 +136,14 @@ def test_larger_chunks_leave_as_they_lie(
     udp: tuple[socket.socket, dict[int, socket.socket]],
 ) -> None:
     sock, nodes = udp
-    mover = Mover(sock, connected=False, joins=False, chunk_bytes=8192)
+    mover = Mover(sock, connected=False, joins=False)
     mover.know({index: node.getsockname() for index, node in nodes.items()}, {})
-    ((_, answer),) = answers((2, 2, wire.FULL_SEGMENT))
-    assert isinstance(answer, Answer)
-    answer.chunks = 0b1  # 5 KiB and a bit are one chunk now
-    mover.send([(2, answer)])
-    (frame,) = all_of(nodes[2])
-    assert frame[52:] == BYTES[2 * wire.SEGMENT_BYTES :].ljust(8192, b"\0")
-    assert frame[38] == 0
-    assert frame[3] & wire.FLAG_LAST
+    for chunking in wire.CHUNKINGS[1:]:
+        sent = answers((2, chunking.number(0), wire.FULL_SEGMENT))
+        expected = [wire.encode(frame) for _, frame in frames_of(sent)]
+        mover.send(sent)
+        assert all_of(nodes[2]) == expected
+        assert len(expected) == chunking.chunks_of(len(BYTES), 0)
 
 
 def test_what_the_socket_does_not_take_waits_in_order_up_to_the_bound() -> None:

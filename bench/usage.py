@@ -1,0 +1,46 @@
+"""What a process takes at one moment: memory of its own, descriptors, threads.
+
+Owns: how /proc is read. Must not know: whose process it is, or what is too much.
+
+Memory is what the process holds for itself (RssAnon); pages of files, and of shared memory such as
+an agent's arena, are not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_FIELD = re.compile(rb"^(RssAnon|Threads):\s+(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process takes at one moment."""
+
+    memory_mib: float
+    descriptors: int
+    threads: int
+
+
+def usage(pid: int | str) -> Usage | None:
+    """What that process ("self": this one) takes now; None if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_bytes()
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    found = dict(_FIELD.findall(text))
+    if b"RssAnon" not in found:  # it has ended, and nobody has waited for it yet
+        return None
+    return Usage(int(found[b"RssAnon"]) / 1024, descriptors, int(found[b"Threads"]))
+
+
+def anonymous_mib(pid: int | str) -> float:
+    """The memory of a process that runs; ProcessLookupError if it does not."""
+    taken = usage(pid)
+    if taken is None:
+        raise ProcessLookupError(f"process {pid} does not run")
+    return taken.memory_mib
