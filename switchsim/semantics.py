@@ -7,7 +7,7 @@ either engine works. The numbers follow behavioral-model's simple_switch.
 
 from __future__ import annotations
 
-from kvcast.switchsim.ir import VALID, Program, ProgramError
+from kvcast.switchsim.ir import Program, ProgramError
 
 MAX_PASSES = 4096
 """Passes of ingress, and egress clones, that one frame may cause; the rest are dropped."""
@@ -24,6 +24,8 @@ MAX_SHIFT = 1 << 16
 # PktInstanceType of simple_switch.
 NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
 RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6
+
+TIMESTAMP_MASK = (1 << 48) - 1
 
 # A clone request in the packet register: the session and this bit.
 CLONE_REQUESTED = 0x8000
@@ -61,10 +63,7 @@ def check_ports(program: Program) -> None:
     """ProgramError unless the fields that hold ports are as wide as simple_switch has them."""
     for name in ("ingress_port", "egress_spec", "egress_port"):
         ref = program.intrinsic_field(f"standard_metadata.{name}")
-        width = 1
-        if ref is not None and ref.field != VALID:
-            width = program.headers[ref.header].fields[ref.field].width
-        if width != 9:
+        if ref is None or program.width(ref) != 9:
             raise ProgramError(f"standard_metadata.{name} is not 9 bits wide")
 
 

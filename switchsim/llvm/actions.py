@@ -213,10 +213,8 @@ class Actions:
         match target:
             case ir.FieldRef():
                 return self.layout.place(target)
-            case ir.LastField(stack, field):
-                headers = self.program.stacks[stack].headers
-                n = self.f.load(32, self.scope.slot(self.layout.stack_next[stack]), 4)
-                return n, [
+            case ir.LastField(stack, headers, field):
+                return self.expressions.next_index(stack), [
                     (number + 1, self.layout.places[h][field]) for number, h in enumerate(headers)
                 ]
             case ir.ElementField(header, field):
@@ -378,16 +376,9 @@ class Actions:
         to, from_ = ex.union(target), ex.union(source)
         each(to, target, lambda u: each(from_, source, lambda v: copy(u, v)))
 
-    def _stack_headers(self, stack: ir.StackExpr) -> list[tuple[int, ...]]:
-        """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
-        if isinstance(stack, ir.StackOf):
-            return [(h,) for h in self.program.stacks[stack.stack].headers]
-        unions = self.program.union_stacks[stack.union_stack].unions
-        return [self.program.unions[u].headers for u in unions]
-
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> None:
         f = self.f
-        to, from_ = self._stack_headers(target), self._stack_headers(source)
+        to, from_ = self.program.stack_elements(target), self.program.stack_elements(source)
         following = self.expressions.next_index(source)
         limit = integer(32, len(to))
         following = f.select(f.compare("ult", following, limit), following, limit)
@@ -399,7 +390,7 @@ class Actions:
     def _shift(self, stack: ir.StackExpr, count: ir.DataExpr, *, push: bool) -> None:
         """push_front or pop_front of P4_16: elements move, those that come in are invalid."""
         f, scope = self.f, self.scope
-        blocks = self._stack_headers(stack)
+        blocks = self.program.stack_elements(stack)
         size = len(blocks)
         next_pointer = scope.slot(self.expressions.next_offset(stack))
 

@@ -421,14 +421,7 @@ def reachable(program: ir.Program, start: int | None) -> set[int]:
         if number is None or number in found:
             continue
         found.add(number)
-        node = program.nodes[number]
-        match node:
-            case ir.Conditional():
-                todo += [node.if_true, node.if_false]
-            case ir.ActionCall():
-                todo.append(node.next)
-            case ir.Table():
-                todo += [*node.next_by_action, node.next_hit, node.next_miss]
+        todo += ir.successors(program.nodes[number])
     return found
 
 

@@ -53,13 +53,9 @@ class Expressions:
                 return self._field(e)
             case ir.Local(index):
                 return self._local(index)
-            case ir.LastField(stack, field):
-                headers = self.program.stacks[stack].headers
-                return self._last(self.layout.stack_next[stack], headers, field)
-            case ir.LastUnionField(union_stack, member, field):
-                unions = self.program.union_stacks[union_stack].unions
-                headers = tuple(self.program.unions[u].headers[member] for u in unions)
-                return self._last(self.layout.union_stack_next[union_stack], headers, field)
+            case ir.LastField(stack, headers, field):
+                cases = [(number + 1, header) for number, header in enumerate(headers)]
+                return self.one_of(self.next_index(stack), cases, field)
             case ir.ElementField(header, field):
                 return self._element(header, field)
             case ir.RegisterLoad(array, index_expr):
@@ -73,9 +69,10 @@ class Expressions:
                 return Number(f.zext(self.boolean(condition), 8), 0, 1)
             case ir.LastIndex(stack_expr):
                 last = f.sub(self.next_index(stack_expr), integer(32, 1))
-                return Number(last, -1, self.stack_size(stack_expr) - 1)
+                return Number(last, -1, len(self.program.stack_elements(stack_expr)) - 1)
             case ir.StackSize(stack_expr):
-                return Number(self.next_index(stack_expr), 0, self.stack_size(stack_expr))
+                size = len(self.program.stack_elements(stack_expr))
+                return Number(self.next_index(stack_expr), 0, size)
             case ir.ChooseData(condition, if_true, if_false):
                 return self._choose(
                     self.boolean(condition), self.exact(if_true), self.exact(if_false)
@@ -382,16 +379,6 @@ class Expressions:
         if isinstance(stack, ir.StackOf):
             return self.layout.stack_next[stack.stack]
         return self.layout.union_stack_next[stack.union_stack]
-
-    def stack_size(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return len(self.program.stacks[stack.stack].headers)
-        return len(self.program.union_stacks[stack.union_stack].unions)
-
-    def _last(self, offset: int, headers: Sequence[int], field: int) -> Number:
-        n = self.f.load(32, self.scope.slot(offset), 4)
-        cases = [(number + 1, header) for number, header in enumerate(headers)]
-        return self.one_of(n, cases, field)
 
     def _element(self, header: ir.HeaderExpr, field: int) -> Number:
         number = self.header(header)

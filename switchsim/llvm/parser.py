@@ -148,10 +148,7 @@ class ParserWriter:
         if isinstance(part, ir.FieldRef):
             number = self.expressions.exact(part)
         else:
-            if isinstance(part, ir.LastField):
-                following = self.expressions.next_index(ir.StackOf(part.stack))
-            else:
-                following = self.expressions.next_index(ir.UnionStackOf(part.union_stack))
+            following = self.expressions.next_index(part.stack)
             self._require(
                 f.compare("ne", following, integer(32, 0)), self.errors.stack_out_of_bounds
             )
@@ -183,18 +180,12 @@ class ParserWriter:
     # --- operations -------------------------------------------------------------------------
 
     def _op(self, op: ir.ParserOp) -> None:
-        f, program = self.f, self.program
+        f = self.f
         match op:
             case ir.Extract(header, varbit_bits, max_bytes):
                 self._extract(header, varbit_bits, max_bytes)
-            case ir.ExtractNext(stack, varbit_bits, max_bytes):
-                headers = program.stacks[stack].headers
-                offset = self.layout.stack_next[stack]
-                self._extract_next(headers, offset, varbit_bits, max_bytes)
-            case ir.ExtractNextUnion(union_stack, member, varbit_bits, max_bytes):
-                unions = program.union_stacks[union_stack].unions
-                headers = tuple(program.unions[u].headers[member] for u in unions)
-                offset = self.layout.union_stack_next[union_stack]
+            case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
+                offset = self.expressions.next_offset(stack)
                 self._extract_next(headers, offset, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 if isinstance(value, ir.Lookahead):
@@ -330,22 +321,8 @@ def payload_of(
 
 def _has_cycle(parser: ir.Parser) -> bool:
     following = [{t.next_state for t in s.transitions} | {s.default} for s in parser.states]
-    finished: set[int] = set()
-    for start in range(len(parser.states)):
-        todo: list[tuple[int, bool]] = [(start, False)]
-        on_path: set[int] = set()
-        while todo:
-            number, leaving = todo.pop()
-            if leaving:
-                on_path.discard(number)
-                finished.add(number)
-            elif number in on_path:
-                return True
-            elif number not in finished:
-                on_path.add(number)
-                todo.append((number, True))
-                todo += [(n, False) for n in following[number] if n is not None]
-    return False
+    known = [[n for n in states if n is not None] for states in following]
+    return ir.node_in_cycle(len(known), known.__getitem__) is not None
 
 
 class DeparserWriter:

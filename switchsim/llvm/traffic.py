@@ -44,6 +44,7 @@ from kvcast.switchsim.semantics import (
     REPLICATION,
     RESUBMITTED,
     SESSION_MASK,
+    TIMESTAMP_MASK,
     Errors,
 )
 
@@ -55,8 +56,6 @@ to: uint64 length to cut to (0: none), uint64 count, then uint32 port and uint32
 # and to ingress (next, frame, length, unused, head of the PHV or all of it).
 _EGRESS_BYTES = 64
 _INGRESS_BYTES = 64
-
-TIMESTAMP_MASK = (1 << 48) - 1
 
 # What several functions take; unlike `POINTERS` and `FRAME`, these promise nothing of aliases.
 _CONTEXT = ("ptr", "context")

@@ -182,10 +182,9 @@ class Actions:
 
             return store
         if isinstance(target, ir.LastField):
-            stack = self.program.stacks[target.stack]
-            wrap = self.wrap(ir.FieldRef(stack.headers[0], target.field))
-            slots = [layout.slot(ir.FieldRef(h, target.field)) for h in stack.headers]
-            next_slot = layout.stack_next[target.stack]
+            wrap = self.wrap(ir.FieldRef(target.headers[0], target.field))
+            slots = [layout.slot(ir.FieldRef(h, target.field)) for h in target.headers]
+            next_slot = self.expressions.next_slot(target.stack)
 
             def store_last(p: Phv, a: Arguments, value: int) -> None:
                 n = p[next_slot]
@@ -324,15 +323,8 @@ class Actions:
 
         return assign
 
-    def _stack_headers(self, stack: ir.StackExpr) -> list[tuple[int, ...]]:
-        """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
-        if isinstance(stack, ir.StackOf):
-            return [(h,) for h in self.program.stacks[stack.stack].headers]
-        unions = self.program.union_stacks[stack.union_stack].unions
-        return [self.program.unions[u].headers for u in unions]
-
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> Step:
-        to, from_ = self._stack_headers(target), self._stack_headers(source)
+        to, from_ = self.program.stack_elements(target), self.program.stack_elements(source)
         to_next = self.expressions.next_slot(target)
         from_next = self.expressions.next_slot(source)
 
@@ -348,7 +340,7 @@ class Actions:
         """push_front or pop_front of P4_16: elements move, those that come in are invalid."""
         blocks = [
             [(self.layout.valid[h], self.layout.end[h]) for h in element]
-            for element in self._stack_headers(stack)
+            for element in self.program.stack_elements(stack)
         ]
         size = len(blocks)
         next_slot = self.expressions.next_slot(stack)

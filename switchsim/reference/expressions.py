@@ -12,8 +12,8 @@ index out of range), the value is 0, as the P4 specification allows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import RegisterArray
@@ -25,6 +25,8 @@ Data: TypeAlias = Callable[[Phv, Arguments], int]
 Bool: TypeAlias = Callable[[Phv, Arguments], bool]
 HeaderAt: TypeAlias = Callable[[Phv, Arguments], int]
 """Number of a header, or -1 where a stack has no such element."""
+_DataOf: TypeAlias = dict[str, Callable[..., Data]]
+_BoolOf: TypeAlias = dict[str, Callable[..., Bool]]
 
 
 def _divide(left: int, right: int) -> int:
@@ -77,63 +79,20 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     ">=": operator.ge,
 }
 
-_FIELD_CONST: dict[str, Callable[[int, int], Data]] = {
-    "+": lambda i, c: lambda p, a: p[i] + c,
-    "-": lambda i, c: lambda p, a: p[i] - c,
-    "&": lambda i, c: lambda p, a: p[i] & c,
-    "|": lambda i, c: lambda p, a: p[i] | c,
-    "^": lambda i, c: lambda p, a: p[i] ^ c,
-}
 
-_FIELD_FIELD: dict[str, Callable[[int, int], Data]] = {
-    "+": lambda i, j: lambda p, a: p[i] + p[j],
-    "-": lambda i, j: lambda p, a: p[i] - p[j],
-    "&": lambda i, j: lambda p, a: p[i] & p[j],
-    "|": lambda i, j: lambda p, a: p[i] | p[j],
-    "^": lambda i, j: lambda p, a: p[i] ^ p[j],
-}
+def _written_out(operators: Iterable[str], source: str) -> dict[str, Any]:
+    """By operator, the function whose source this is with @ for the operator: written out it saves
+    a call for each packet."""
+    return {op: eval(source.replace("@", op)) for op in operators}
 
-_GENERAL: dict[str, Callable[[Data, Data], Data]] = {
-    "+": lambda x, y: lambda p, a: x(p, a) + y(p, a),
-    "-": lambda x, y: lambda p, a: x(p, a) - y(p, a),
-    "&": lambda x, y: lambda p, a: x(p, a) & y(p, a),
-    "|": lambda x, y: lambda p, a: x(p, a) | y(p, a),
-    "^": lambda x, y: lambda p, a: x(p, a) ^ y(p, a),
-}
 
-_MASKED: dict[str, Callable[[Data, int], Data]] = {
-    "&": lambda x, c: lambda p, a: x(p, a) & c,
-    "|": lambda x, c: lambda p, a: x(p, a) | c,
-    "+": lambda x, c: lambda p, a: x(p, a) + c,
-    "-": lambda x, c: lambda p, a: x(p, a) - c,
-}
-
-_COMPARE_CONST: dict[str, Callable[[int, int], Bool]] = {
-    "==": lambda i, c: lambda p, a: p[i] == c,
-    "!=": lambda i, c: lambda p, a: p[i] != c,
-    "<": lambda i, c: lambda p, a: p[i] < c,
-    ">": lambda i, c: lambda p, a: p[i] > c,
-    "<=": lambda i, c: lambda p, a: p[i] <= c,
-    ">=": lambda i, c: lambda p, a: p[i] >= c,
-}
-
-_COMPARE_FIELD: dict[str, Callable[[int, int], Bool]] = {
-    "==": lambda i, j: lambda p, a: p[i] == p[j],
-    "!=": lambda i, j: lambda p, a: p[i] != p[j],
-    "<": lambda i, j: lambda p, a: p[i] < p[j],
-    ">": lambda i, j: lambda p, a: p[i] > p[j],
-    "<=": lambda i, j: lambda p, a: p[i] <= p[j],
-    ">=": lambda i, j: lambda p, a: p[i] >= p[j],
-}
-
-_COMPARE_GENERAL: dict[str, Callable[[Data, Data], Bool]] = {
-    "==": lambda x, y: lambda p, a: x(p, a) == y(p, a),
-    "!=": lambda x, y: lambda p, a: x(p, a) != y(p, a),
-    "<": lambda x, y: lambda p, a: x(p, a) < y(p, a),
-    ">": lambda x, y: lambda p, a: x(p, a) > y(p, a),
-    "<=": lambda x, y: lambda p, a: x(p, a) <= y(p, a),
-    ">=": lambda x, y: lambda p, a: x(p, a) >= y(p, a),
-}
+_FIELD_CONST: _DataOf = _written_out("+-&|^", "lambda i, c: lambda p, a: p[i] @ c")
+_FIELD_FIELD: _DataOf = _written_out("+-&|^", "lambda i, j: lambda p, a: p[i] @ p[j]")
+_GENERAL: _DataOf = _written_out("+-&|^", "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
+_MASKED: _DataOf = _written_out("+-&|", "lambda x, c: lambda p, a: x(p, a) @ c")
+_COMPARE_CONST: _BoolOf = _written_out(_COMPARE, "lambda i, c: lambda p, a: p[i] @ c")
+_COMPARE_FIELD: _BoolOf = _written_out(_COMPARE, "lambda i, j: lambda p, a: p[i] @ p[j]")
+_COMPARE_GENERAL: _BoolOf = _written_out(_COMPARE, "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
 
 
 class Expressions:
@@ -156,10 +115,8 @@ class Expressions:
                 return lambda p, a: p[slot]
             case ir.Local(index):
                 return lambda p, a: a[index]
-            case ir.LastField(stack, field):
-                return self._last_field(stack, field)
-            case ir.LastUnionField(union_stack, member, field):
-                return self._last_union_field(union_stack, member, field)
+            case ir.LastField():
+                return self._last_field(e)
             case ir.ElementField(header, field):
                 return self._element_field(header, field)
             case ir.RegisterLoad(array, index_expr):
@@ -218,20 +175,9 @@ class Expressions:
 
         return load
 
-    def _last_field(self, stack: int, field: int) -> Data:
-        slot, next_slot = self.layout.slot, self.layout.stack_next[stack]
-        slots = [slot(ir.FieldRef(h, field)) for h in self.program.stacks[stack].headers]
-
-        def last(p: Phv, a: Arguments) -> int:
-            n = p[next_slot]
-            return p[slots[n - 1]] if n else 0
-
-        return last
-
-    def _last_union_field(self, union_stack: int, member: int, field: int) -> Data:
-        slot, next_slot = self.layout.slot, self.layout.union_stack_next[union_stack]
-        unions = [self.program.unions[u] for u in self.program.union_stacks[union_stack].unions]
-        slots = [slot(ir.FieldRef(u.headers[member], field)) for u in unions]
+    def _last_field(self, e: ir.LastField) -> Data:
+        next_slot = self.next_slot(e.stack)
+        slots = [self.layout.slot(ir.FieldRef(h, e.field)) for h in e.headers]
 
         def last(p: Phv, a: Arguments) -> int:
             n = p[next_slot]

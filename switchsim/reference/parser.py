@@ -147,10 +147,7 @@ class Parser:
             if self.layout.signed(part):
                 return lambda p, frame, at: p[slot] & mask
             return lambda p, frame, at: p[slot]
-        if isinstance(part, ir.LastField):
-            next_slot = self.layout.stack_next[part.stack]
-        else:
-            next_slot = self.layout.union_stack_next[part.union_stack]
+        next_slot = self.expressions.next_slot(part.stack)
         last, empty = self.expressions.data(part), self.errors.stack_out_of_bounds
 
         def last_field(p: Phv, frame: bytes, at: int) -> int:
@@ -184,14 +181,8 @@ class Parser:
                 if varbit_bits is None:
                     return self._extract(header)
                 return self._extract_varbit(header, self.expressions.data(varbit_bits), max_bytes)
-            case ir.ExtractNext(stack, varbit_bits, max_bytes):
-                headers = self.program.stacks[stack].headers
-                next_slot = self.layout.stack_next[stack]
-                return self._extract_next(headers, next_slot, varbit_bits, max_bytes)
-            case ir.ExtractNextUnion(union_stack, member, varbit_bits, max_bytes):
-                unions = self.program.union_stacks[union_stack].unions
-                headers = tuple(self.program.unions[u].headers[member] for u in unions)
-                next_slot = self.layout.union_stack_next[union_stack]
+            case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
+                next_slot = self.expressions.next_slot(stack)
                 return self._extract_next(headers, next_slot, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 return self._set(target, value)

@@ -97,7 +97,7 @@ class Layout:
         return self.first_field[ref.header] + ref.field
 
     def width(self, ref: FieldRef) -> int:
-        return 1 if ref.field == VALID else self.program.headers[ref.header].fields[ref.field].width
+        return self.program.width(ref)
 
     def signed(self, ref: FieldRef) -> bool:
         return ref.field != VALID and self.program.headers[ref.header].fields[ref.field].signed
