@@ -8,8 +8,11 @@ it. LLVM's language reference is the specification. Loads and stores claim no al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _COMPARE: dict[str, Callable[[int, int, int], bool]] = {
     "eq": lambda a, b, s: a == b,
@@ -48,6 +51,10 @@ class Value:
 def integer(bits: int, value: int) -> Value:
     value &= (1 << bits) - 1
     return Value(f"i{bits}", str(value), bits, value)
+
+
+def i64(value: int) -> Value:
+    return integer(64, value)
 
 
 NULL = Value("ptr", "null")
@@ -197,6 +204,23 @@ class Function:
     def unreachable(self) -> None:
         self._end("unreachable")
 
+    def leave_if(self, condition: Value, to: Block) -> None:
+        """Go to another block if the condition holds, and on with what is written next if not."""
+        on = self.new_block("on")
+        self.branch_if(condition, to, on)
+        self.start(on)
+
+    def cases(self, value: Value, choices: Iterable[tuple[int, _T]]) -> Iterator[_T]:
+        """What the loop's body writes for a choice runs where the value is the choice's number."""
+        known, after = list(choices), self.new_block("after")
+        blocks = [(number, self.new_block("case")) for number, _ in known]
+        self.switch(value, after, blocks)
+        for (_, block), (_, choice) in zip(blocks, known, strict=True):
+            self.start(block)
+            yield choice
+            self.branch(after)
+        self.start(after)
+
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """What stands in the `with` runs if the condition holds."""
@@ -230,20 +254,6 @@ class Function:
             return incoming[0][0]
         arms = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in incoming)
         return self._emit(type_of.type, type_of.bits, f"phi {type_of.type} {arms}")
-
-    def phi_later(self, type_: str) -> tuple[Value, list[tuple[Value, Block]]]:
-        """A phi whose arms are added to the list until `finish_phi`."""
-        value = Value(type_, self._name(), _bits(type_))
-        self.block.lines.append("")
-        arms: list[tuple[Value, Block]] = []
-        self._pending = getattr(self, "_pending", {})
-        self._pending[value.text] = (self.block, len(self.block.lines) - 1, value, arms)
-        return value, arms
-
-    def finish_phi(self, value: Value) -> None:
-        block, line, _, arms = self._pending.pop(value.text)
-        text = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in arms)
-        block.lines[line] = f"  {value.text} = phi {value.type} {text}"
 
     # --- instructions -----------------------------------------------------------------------
 

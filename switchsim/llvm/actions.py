@@ -96,9 +96,8 @@ class Actions:
         if fuel is None:
             return
         f = self.f
-        left, on = f.load(32, fuel, 4), f.new_block("on")
-        f.branch_if(f.compare("eq", left, integer(32, 0)), self.abandon, on)
-        f.start(on)
+        left = f.load(32, fuel, 4)
+        f.leave_if(f.compare("eq", left, integer(32, 0)), self.abandon)
         if amount:
             f.store(f.sub(left, integer(32, amount)), fuel, 4)
 
@@ -129,10 +128,8 @@ class Actions:
                 self.scope.set_register(REG_EXIT, integer(32, 1))
             case ir.Check(_, condition):
                 number = self.expressions.exact(condition)
-                on = f.new_block("checked")
                 failed = f.compare("eq", number.value, integer(number.value.bits, 0))
-                f.branch_if(failed, self.abandon, on)
-                f.start(on)
+                f.leave_if(failed, self.abandon)
             case ir.LogMessage():
                 write_message(self.expressions, s)
             case ir.MarkToDrop(egress_spec, mcast_grp):
@@ -229,21 +226,8 @@ class Actions:
     def _store_one_of(
         self, selector: Value, cases: Sequence[tuple[int, Place]], value: Value
     ) -> None:
-        self._switch(
-            selector,
-            [(n, partial(self.scope.store_field, place, value)) for n, place in cases],
-        )
-
-    def _switch(self, selector: Value, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        f = self.f
-        after = f.new_block("chosen")
-        blocks = [(n, f.new_block("case")) for n, _ in cases]
-        f.switch(selector, after, blocks)
-        for (_, block), (_, run) in zip(blocks, cases, strict=True):
-            f.start(block)
-            run()
-            f.branch(after)
-        f.start(after)
+        for place in self.f.cases(selector, cases):
+            self.scope.store_field(place, value)
 
     def store(self, target: ir.LValue, number: Number) -> None:
         """Store a number, cut to the width of the field."""
@@ -281,13 +265,19 @@ class Actions:
         self.scope.set_valid(header, True)
 
     def _each_header(self, header: ir.HeaderExpr, run: Callable[[int], None]) -> None:
-        number = self.expressions.header(header)
+        e = self.expressions
+        self._each(e.header(header), e.candidates(header), run)
+
+    def _each(
+        self, number: int | Value, candidates: Sequence[int], run: Callable[[int], None]
+    ) -> None:
+        """Run for what the number says, if it is known only later for each candidate."""
         if isinstance(number, int):
             if number >= 0:
                 run(number)
             return
-        cases = [(h, partial(run, h)) for h in self.expressions.candidates(header)]
-        self._switch(number, cases)
+        for candidate in self.f.cases(number, zip(candidates, candidates, strict=True)):
+            run(candidate)
 
     def _move(self, to: int, from_: int) -> None:
         """Copy all of a header: validity, fields, length."""
@@ -341,20 +331,12 @@ class Actions:
                 elif not self.program.headers[h].metadata:
                     self.scope.set_valid(h, False)
                 return
-            f = self.f
-            missing = f.new_block("missing")
-            after = f.new_block("assigned")
             candidates = self.expressions.candidates(source)
-            blocks = [(g, f.new_block("case")) for g in candidates]
-            f.switch(number, missing, blocks)
-            for g, block in blocks:
-                f.start(block)
-                self._copy_header(h, g)
-                f.branch(after)
-            f.start(missing)
-            self.scope.set_valid(h, False)
-            f.branch(after)
-            f.start(after)
+            for g in self.f.cases(number, [(g, g) for g in (*candidates, -1)]):
+                if g >= 0:
+                    self._copy_header(h, g)
+                else:
+                    self.scope.set_valid(h, False)
 
         self._each_header(target, to)
 
@@ -366,15 +348,12 @@ class Actions:
             for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
                 self._copy_header(h, g)
 
-        def each(number: int | Value, e: ir.UnionExpr, run: Callable[[int], None]) -> None:
-            if isinstance(number, int):
-                if number >= 0:
-                    run(number)
-                return
-            self._switch(number, [(u, partial(run, u)) for u in ex.union_candidates(e)])
-
-        to, from_ = ex.union(target), ex.union(source)
-        each(to, target, lambda u: each(from_, source, lambda v: copy(u, v)))
+        from_, others = ex.union(source), ex.union_candidates(source)
+        self._each(
+            ex.union(target),
+            ex.union_candidates(target),
+            lambda u: self._each(from_, others, partial(copy, u)),
+        )
 
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> None:
         f = self.f
@@ -435,7 +414,8 @@ class Actions:
         value = f.select(large, integer(bits, size), value)
         if number.low < 0:
             value = f.select(f.compare("slt", value, integer(bits, 0)), integer(bits, 0), value)
-        self._switch(value, [(n, partial(shift, n)) for n in range(size + 1)])
+        for n in f.cases(value, [(n, n) for n in range(size + 1)]):
+            shift(n)
 
     def _header_bytes(self, header: int) -> Value:
         f, offset = self.f, self.layout.varbit_length[header]
@@ -480,9 +460,7 @@ class Actions:
             size = f.add(payload[1], integer(64, packer.max_bytes + SPARE_BYTES))
             mark = f.load(64, self.scope.word("arena_at"), 8)
             buffer = self.tools.runtime.allocate(self.scope, size)
-            on = f.new_block("room")
-            f.branch_if(f.compare("eq", buffer, NULL), self.abandon, on)
-            f.start(on)
+            f.leave_if(f.compare("eq", buffer, NULL), self.abandon)
             f.store(mark, self.scope.word("arena_at"), 8)
             length = packer.pack(buffer)
             f.copy(f.at(buffer, length), payload[0], payload[1])

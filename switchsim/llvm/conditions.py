@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.switchsim.codegen.writer import FALSE, TRUE, Function, Value, integer
 from kvcast.switchsim.llvm.layout import PhvLayout
 from kvcast.switchsim.llvm.scope import Number, Scope, bits_of, round_bits
 
@@ -111,19 +111,11 @@ class Conditions:
     def _dispatch(self, value: Value, cases: Sequence[tuple[int, Callable[[], Value]]]) -> Value:
         """The boolean of the case that the value names; false if none."""
         f = self.f
-        after, none = f.new_block("decided"), f.new_block("none")
-        blocks = [(n, f.new_block("case")) for n, _ in cases]
-        f.switch(value, none, blocks)
-        arms: list[tuple[Value, Block]] = []
-        for (_, block), (_, make) in zip(blocks, cases, strict=True):
-            f.start(block)
-            arms.append((make(), f.block))
-            f.branch(after)
-        f.start(none)
-        arms.append((FALSE, none))
-        f.branch(after)
-        f.start(after)
-        return f.phi(FALSE, arms)
+        result = f.variable(1)
+        f.store(FALSE, result)
+        for make in f.cases(value, cases):
+            f.store(make(), result)
+        return f.load(1, result)
 
     def _equal(self, h: int, g: int) -> Value:
         """Two known headers: both valid, of one type, all fields equal."""
@@ -131,14 +123,14 @@ class Conditions:
         headers = self.program.headers
         if headers[h].type_name != headers[g].type_name:
             return FALSE
-        both = f.and_(scope.is_valid(h), scope.is_valid(g))
-        result, after = f.block, f.new_block("compared")
-        compare = f.new_block("compare")
-        f.branch_if(both, compare, after)
-        if both.const is not None and not both.const:
-            f.start(after)
-            return FALSE
-        f.start(compare)
+        result = f.variable(1)
+        f.store(FALSE, result)
+        with f.when(f.and_(scope.is_valid(h), scope.is_valid(g))):
+            f.store(self._fields_equal(h, g), result)
+        return f.load(1, result)
+
+    def _fields_equal(self, h: int, g: int) -> Value:
+        f, scope = self.f, self.scope
         equal = TRUE
         length_h, length_g = self.layout.varbit_length[h], self.layout.varbit_length[g]
         if length_h is not None and length_g is not None:
@@ -157,12 +149,7 @@ class Conditions:
                 equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
                 continue
             equal = f.and_(equal, self.compare("==", scope.load_field(a), scope.load_field(b)))
-        last = f.block
-        f.branch(after)
-        f.start(after)
-        if both.const is not None:
-            return equal
-        return f.phi(FALSE, [(FALSE, result), (equal, last)])
+        return equal
 
     def _headers_equal(self, left: ir.HeaderExpr, right: ir.HeaderExpr) -> Value:
         e = self.expressions

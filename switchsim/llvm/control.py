@@ -22,6 +22,7 @@ from kvcast.switchsim.codegen.writer import (
     Function,
     Module,
     Value,
+    i64,
     integer,
 )
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
@@ -41,10 +42,6 @@ from kvcast.switchsim.llvm.tables import InlineEntries, Lookup, is_inline
 
 SHORT = 3
 """Statements of an action that is written out wherever it is used."""
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 @dataclass(slots=True)
@@ -192,10 +189,8 @@ class PipelineWriter:
             scope = self.scope.with_arguments(arguments)
             Actions(scope, self.tools, self.abandon).body(spec.body)
             return
-        f, on = self.f, self.f.new_block("ran")
-        failed = f.call(self._function(action), [*f.arguments, arguments.pointer])
-        f.branch_if(failed, self.abandon, on)
-        f.start(on)
+        failed = self.f.call(self._function(action), [*self.f.arguments, arguments.pointer])
+        self.f.leave_if(failed, self.abandon)
 
     def _function(self, action: int) -> Function:
         if action not in self.called:
@@ -295,10 +290,7 @@ class _TableWriter:
             self._go(action, arguments, FALSE)
             return
         index = f.acquire(32, self.scope.word(f"table.{plan.number}.default"))
-        some = f.new_block("default")
-        none = self.pipeline._block(spec.next_miss)
-        f.branch_if(f.compare("eq", index, integer(32, 0)), none, some)
-        f.start(some)
+        f.leave_if(f.compare("eq", index, integer(32, 0)), self.pipeline._block(spec.next_miss))
         record = self.lookup.record(index)
         number = f.load(32, f.at(record, plan.record.action), 4)
         self._choose(number, f.at(record, plan.record.arguments), FALSE)
@@ -348,7 +340,7 @@ class _TableWriter:
         if not (spec.with_counters or spec.meter is not None or spec.support_timeout):
             return
         base = f.load_pointer(scope.word(f"table.{self.plan.number}.states"))
-        at = f.at(base, f.mul(f.zext(state, 64), _i64(STATE_BYTES)))
+        at = f.at(base, f.mul(f.zext(state, 64), i64(STATE_BYTES)))
         if spec.with_counters:
             f.increment(at)
             f.increment(f.at(at, 8), scope.register(REG_INGRESS_LENGTH))
@@ -380,13 +372,9 @@ class _TableWriter:
             groups = f.load_pointer(scope.word(f"profile.{profile}.groups"))
             members = f.acquire_pointer(f.at(groups, f.shl(f.zext(target, 64), 3)))
             count = f.load(64, members, 8)
-            some, empty = f.new_block("some"), f.new_block("empty")
-            f.branch_if(f.compare("eq", count, _i64(0)), empty, some)
-            f.start(empty)
             # An empty group does nothing and ends as a miss.
             following = self.spec.next_hit if self.spec.by_hit else self.spec.next_miss
-            f.branch(self.pipeline._block(following))
-            f.start(some)
+            f.leave_if(f.compare("eq", count, i64(0)), self.pipeline._block(following))
             number = f.urem(self._selector_hash(profile, selector), count)
             of_group = f.load(32, f.at(f.at(members, 8), f.shl(number, 2)), 4)
             last = f.block
@@ -398,7 +386,7 @@ class _TableWriter:
         index = f.acquire(32, f.at(slots, f.shl(f.zext(target, 64), 2)))
         records = f.load_pointer(scope.word(f"profile.{profile}.records"))
         size = _align16(self.pipeline.plan.member_bytes[profile])
-        return f.at(records, f.mul(f.zext(index, 64), _i64(size)))
+        return f.at(records, f.mul(f.zext(index, 64), i64(size)))
 
     def _selector_hash(self, profile: int, selector: ir.Selector) -> Value:
         packer = Packer(self.scope, selector.fields)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.conditions import Conditions
 from kvcast.switchsim.llvm.layout import (
@@ -328,28 +328,18 @@ class Expressions:
         needs is never carried: the remainder stays below it, and it below 2**(bits - 1) or the
         comparison is made before the shift loses a bit."""
         f, bits = self.f, value.bits
-        before, body, after = f.block, f.new_block("divide"), f.new_block("divided")
-        one = integer(bits, 1)
-        f.branch(body)
-        f.start(body)
-        count, count_arms = f.phi_later(f"i{bits}")
-        remainder, remainder_arms = f.phi_later(f"i{bits}")
-        quotient, quotient_arms = f.phi_later(f"i{bits}")
-        bit = f.and_(f.lshr(value, count), one)
-        carried = f.compare("slt", remainder, integer(bits, 0))
-        shifted = f.or_(f.shl(remainder, 1), bit)
-        fits = f.or_(carried, f.compare("uge", shifted, divisor))
-        next_remainder = f.select(fits, f.sub(shifted, divisor), shifted)
-        next_quotient = f.or_(f.shl(quotient, 1), f.zext(fits, bits))
-        next_count = f.sub(count, one)
-        f.branch_if(f.compare("eq", count, integer(bits, 0)), after, body)
-        count_arms += [(integer(bits, bits - 1), before), (next_count, body)]
-        remainder_arms += [(integer(bits, 0), before), (next_remainder, body)]
-        quotient_arms += [(integer(bits, 0), before), (next_quotient, body)]
-        for phi in (count, remainder, quotient):
-            f.finish_phi(phi)
-        f.start(after)
-        return next_quotient, next_remainder
+        kept, result = f.variable(bits), f.variable(bits)
+        for variable in (kept, result):
+            f.store(integer(bits, 0), variable, 8)
+        with f.times(i64(bits)) as done:
+            bit = f.lshr(value, f.sub(integer(bits, bits - 1), f.zext(done, bits)))
+            remainder = f.load(bits, kept, 8)
+            carried = f.compare("slt", remainder, integer(bits, 0))
+            shifted = f.or_(f.shl(remainder, 1), f.and_(bit, integer(bits, 1)))
+            fits = f.or_(carried, f.compare("uge", shifted, divisor))
+            f.store(f.select(fits, f.sub(shifted, divisor), shifted), kept, 8)
+            f.store(f.or_(f.shl(f.load(bits, result, 8), 1), f.zext(fits, bits)), result, 8)
+        return f.load(bits, result, 8), f.load(bits, kept, 8)
 
     def _choose(self, condition: Value, x: Number, y: Number) -> Number:
         low, high = min(x.low, y.low), max(x.high, y.high)

@@ -6,15 +6,11 @@ generator (MT19937 as `random.Random` uses it), so that both engines draw the sa
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, integer
+from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
 
 RANDOM_WORDS = 624
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 class Runtime:
@@ -31,7 +27,7 @@ class Runtime:
         f = scope.f
         at = f.load(64, scope.word("arena_at"), 8)
         end = f.load(64, scope.word("arena_end"), 8)
-        after = f.add(at, f.and_(f.add(size, _i64(63)), _i64(-64)))
+        after = f.add(at, f.and_(f.add(size, i64(63)), i64(-64)))
         good = f.compare("ule", after, end)
         f.store(f.select(good, after, at), scope.word("arena_at"), 8)
         pointer = f.at(f.load_pointer(scope.word("arena")), at)
@@ -57,14 +53,14 @@ class Runtime:
         rates = f.load(64, meter, 8)
         time = f.raw("double", f"uitofp {now} to double")
         with f.times(rates) as n:
-            bucket = f.at(f.at(meter, METER_HEAD_BYTES), f.mul(n, _i64(METER_RATE_BYTES)))
+            bucket = f.at(f.at(meter, METER_HEAD_BYTES), f.mul(n, i64(METER_RATE_BYTES)))
             speed = f.raw("double", f"load double, {bucket}, align 8")
             product = f.raw("double", f"fmul {time}, {speed.text}")
             since = f.intrinsic("llvm.fptosi.sat.i64.f64", "i64", [product])
             burst = f.load(64, f.at(bucket, 8), 8)
             tokens = f.load(64, f.at(bucket, 16), 8)
             seen = f.load(64, f.at(bucket, 24), 8)
-            passed = f.and_(f.compare("sge", seen, _i64(0)), f.compare("sgt", since, seen))
+            passed = f.and_(f.compare("sge", seen, i64(0)), f.compare("sgt", since, seen))
             grown, room = f.sub(since, seen), f.sub(burst, tokens)
             full = f.compare("uge", grown, room)
             refilled = f.select(full, burst, f.add(tokens, grown))
@@ -100,14 +96,14 @@ class Runtime:
         def word(index: Value) -> Value:
             return f.at(state, f.shl(index, 2))
 
-        with f.when(f.compare("uge", f.load(64, position, 8), _i64(RANDOM_WORDS))):
-            with f.times(_i64(RANDOM_WORDS)) as n:
-                following = f.add(n, _i64(1))
-                last = f.compare("eq", following, _i64(RANDOM_WORDS))
-                following = f.select(last, _i64(0), following)
-                far = f.add(n, _i64(397))
-                beyond = f.compare("uge", far, _i64(RANDOM_WORDS))
-                far = f.select(beyond, f.sub(far, _i64(RANDOM_WORDS)), far)
+        with f.when(f.compare("uge", f.load(64, position, 8), i64(RANDOM_WORDS))):
+            with f.times(i64(RANDOM_WORDS)) as n:
+                following = f.add(n, i64(1))
+                last = f.compare("eq", following, i64(RANDOM_WORDS))
+                following = f.select(last, i64(0), following)
+                far = f.add(n, i64(397))
+                beyond = f.compare("uge", far, i64(RANDOM_WORDS))
+                far = f.select(beyond, f.sub(far, i64(RANDOM_WORDS)), far)
                 upper = f.and_(f.load(32, word(n), 4), integer(32, 0x80000000))
                 lower = f.and_(f.load(32, word(following), 4), integer(32, 0x7FFFFFFF))
                 y = f.or_(upper, lower)
@@ -115,10 +111,10 @@ class Runtime:
                 twist = f.select(odd, integer(32, mag), integer(32, 0))
                 value = f.xor(f.xor(f.load(32, word(far), 4), f.lshr(y, 1)), twist)
                 f.store(value, word(n), 4)
-            f.store(_i64(0), position, 8)
+            f.store(i64(0), position, 8)
         at = f.load(64, position, 8)
         y = f.load(32, word(at), 4)
-        f.store(f.add(at, _i64(1)), position, 8)
+        f.store(f.add(at, i64(1)), position, 8)
         y = f.xor(y, f.lshr(y, 11))
         y = f.xor(y, f.and_(f.shl(y, 7), integer(32, 0x9D2C5680)))
         y = f.xor(y, f.and_(f.shl(y, 15), integer(32, 0xEFC60000)))
@@ -143,16 +139,16 @@ class Runtime:
         f.start(again)
         f.store(integer(128, 0), result, 16)
         f.store(bits, left, 8)
-        words = f.lshr(f.add(bits, _i64(31)), 5)
+        words = f.lshr(f.add(bits, i64(31)), 5)
         with f.times(words) as n:
             drawn = f.call(word, [state, at])
             k = f.load(64, left, 8)
-            unused = f.select(f.compare("ult", k, _i64(32)), f.sub(_i64(32), k), _i64(0))
+            unused = f.select(f.compare("ult", k, i64(32)), f.sub(i64(32), k), i64(0))
             drawn = f.lshr(drawn, f.trunc(unused, 32))
             shift = f.zext(f.shl(n, 5), 128)
             whole = f.or_(f.load(128, result, 16), f.shl(f.zext(drawn, 128), shift))
             f.store(whole, result, 16)
-            f.store(f.sub(k, _i64(32)), left, 8)
+            f.store(f.sub(k, i64(32)), left, 8)
         value = f.load(128, result, 16)
         f.branch_if(f.compare("uge", value, width), again, done)
         f.start(done)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, integer
+from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
 from kvcast.switchsim.llvm.scope import Scope
@@ -25,10 +25,6 @@ _PRIME = (
     0x85EBCA77C2B2AE63,
     0x27D4EB2F165667C5,
 )
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 class Hashes:
@@ -76,7 +72,7 @@ class Hashes:
         f = scope.f
         if name == "round_robin":
             count = f.load(64, scope.word(state), 8)
-            f.store(f.add(count, _i64(1)), scope.word(state), 8)
+            f.store(f.add(count, i64(1)), scope.word(state), 8)
             return count
         return f.call(self.algorithm(name, state), [data, length])
 
@@ -162,13 +158,13 @@ class Packer:
         return self._pack_bytes(buffer) if self._aligned else self._pack_bits(buffer)
 
     def _finish(self, buffer: Value, length: Value) -> Value:
-        self._f.store(_i64(0), self._f.at(buffer, length))
+        self._f.store(i64(0), self._f.at(buffer, length))
         return length
 
     def _pack_bytes(self, buffer: Value) -> Value:
         """Runs begin on whole bytes."""
         f, scope = self._f, self._scope
-        at: Value = _i64(0)
+        at: Value = i64(0)
         for run in self._runs:
             header = run[0].header
             if header is None:
@@ -197,7 +193,7 @@ class Packer:
                 whole = width // 8 if place.bit == 0 else 0
                 if whole and width % 8 == 0:
                     f.copy(f.at(buffer, at), scope.slot(place.offset), whole)
-                    at = f.add(at, _i64(whole))
+                    at = f.add(at, i64(whole))
                     continue
             value = self._piece_value(piece)
             if held is None:
@@ -210,13 +206,13 @@ class Packer:
                 bits += width
             if bits % 8 == 0:
                 f.store_network(f.resize(held, bits), f.at(buffer, at), bits // 8)
-                at = f.add(at, _i64(bits // 8))
+                at = f.add(at, i64(bits // 8))
                 held, bits = None, 0
         if held is not None:
             padded = bits + -bits % 8
             value = f.shl(f.resize(held, padded), padded - bits)
             f.store_network(value, f.at(buffer, at), padded // 8)
-            at = f.add(at, _i64(padded // 8))
+            at = f.add(at, i64(padded // 8))
         return at
 
     def _cut(self, value: Value, width: int) -> Value:
@@ -240,17 +236,17 @@ class Packer:
         f, scope = self._f, self._scope
         f.fill(buffer, 0, self.max_bytes + SPARE_BYTES)
         cursor = f.variable(64)
-        f.store(_i64(0), cursor, 8)
+        f.store(i64(0), cursor, 8)
 
         def append(value: Value, width: int) -> None:
             """Up to 64 bits."""
             at = f.load(64, cursor, 8)
             address = f.at(buffer, f.lshr(at, 3))
-            within = f.zext(f.and_(at, _i64(7)), 128)
+            within = f.zext(f.and_(at, i64(7)), 128)
             wide = f.shl(f.zext(value, 128), 128 - width)
             old = f.load_network(address, 16)
             f.store_network(f.or_(old, f.lshr(wide, within)), address, 16)
-            f.store(f.add(at, _i64(width)), cursor, 8)
+            f.store(f.add(at, i64(width)), cursor, 8)
 
         for run in self._runs:
             with f.when(TRUE if run[0].header is None else scope.is_valid(run[0].header)):
@@ -268,7 +264,7 @@ class Packer:
                         left -= part
                         chunk = f.resize(f.lshr(f.resize(value, max(value.bits, 64)), left), 64)
                         append(self._cut(chunk, part), part)
-        return f.lshr(f.add(f.load(64, cursor, 8), _i64(7)), 3)
+        return f.lshr(f.add(f.load(64, cursor, 8), i64(7)), 3)
 
 
 def _adjoin(a: _Piece, b: _Piece) -> bool:
@@ -289,33 +285,33 @@ def _csum16(f: Function) -> None:
     """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end."""
     data, length = f.arguments
     total = f.variable(64)
-    f.store(_i64(0), total, 8)
-    with f.times(f.lshr(f.add(length, _i64(3)), 2)) as n:
+    f.store(i64(0), total, 8)
+    with f.times(f.lshr(f.add(length, i64(3)), 2)) as n:
         word = f.zext(f.load(32, f.at(data, f.shl(n, 2))), 64)
         f.store(f.add(f.load(64, total, 8), word), total, 8)
     value = f.load(64, total, 8)
     for shift in (32, 16, 16, 16):
-        value = f.add(f.and_(value, _i64((1 << shift) - 1)), f.lshr(value, shift))
+        value = f.add(f.and_(value, i64((1 << shift) - 1)), f.lshr(value, shift))
     swapped = f.bswap(f.trunc(value, 16))
     f.ret(f.zext(f.not_(swapped), 64))
 
 
 def _identity(f: Function) -> None:
     data, length = f.arguments
-    short = f.compare("ult", length, _i64(8))
-    bytes_ = f.select(short, length, _i64(8))
+    short = f.compare("ult", length, i64(8))
+    bytes_ = f.select(short, length, i64(8))
     value = f.load_network(data, 8)
-    empty = f.compare("eq", bytes_, _i64(0))
-    unused = f.and_(f.sub(_i64(64), f.shl(bytes_, 3)), _i64(63))
-    f.ret(f.select(empty, _i64(0), f.lshr(value, unused)))
+    empty = f.compare("eq", bytes_, i64(0))
+    unused = f.and_(f.sub(i64(64), f.shl(bytes_, 3)), i64(63))
+    f.ret(f.select(empty, i64(0), f.lshr(value, unused)))
 
 
 def _xor(f: Function, size: int) -> None:
     data, length = f.arguments
     result = f.variable(64)
-    f.store(_i64(0), result, 8)
+    f.store(i64(0), result, 8)
     shift = size.bit_length() - 1
-    with f.times(f.lshr(f.add(length, _i64(size - 1)), shift)) as n:
+    with f.times(f.lshr(f.add(length, i64(size - 1)), shift)) as n:
         word = f.zext(f.load_network(f.at(data, f.shl(n, shift)), size), 64)
         f.store(f.xor(f.load(64, result, 8), word), result, 8)
     f.ret(f.load(64, result, 8))
@@ -350,7 +346,7 @@ def _reflected_crc(
 
     def write(f: Function) -> None:
         crc = _table_crc(f, values, start, 0, lambda r: f.lshr(r, 8))
-        f.ret(f.xor(crc, _i64(final)))
+        f.ret(f.xor(crc, i64(final)))
 
     return write
 
@@ -364,7 +360,7 @@ def _plain_crc(f: Function, width: int, polynomial: int, init: int) -> None:
         for _ in range(8):
             r = ((r << 1) ^ polynomial) & ones if r & top else (r << 1) & ones
         values.append(r)
-    f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), _i64(ones))))
+    f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), i64(ones))))
 
 
 def _table_crc(
@@ -375,11 +371,11 @@ def _table_crc(
     data, length = f.arguments
     table = f.module.words(values, 64)
     crc = f.variable(64)
-    f.store(_i64(start), crc, 8)
+    f.store(i64(start), crc, 8)
     with f.times(length) as n:
         r = f.load(64, crc, 8)
         byte = f.zext(f.load(8, f.at(data, n)), 64)
-        index = f.and_(f.xor(f.lshr(r, low), byte), _i64(255))
+        index = f.and_(f.xor(f.lshr(r, low), byte), i64(255))
         entry = f.load(64, f.at(table, f.shl(index, 3)), 8)
         f.store(f.xor(entry, shift(r)), crc, 8)
     return f.load(64, crc, 8)
@@ -388,7 +384,7 @@ def _table_crc(
 def _xxh64(f: Function) -> None:
     """XXH64 with seed 0."""
     data, length = f.arguments
-    p1, p2, p3, p4, p5 = (_i64(p) for p in _PRIME)
+    p1, p2, p3, p4, p5 = (i64(p) for p in _PRIME)
 
     def rotate(value: Value, by: int) -> Value:
         return f.or_(f.shl(value, by), f.lshr(value, 64 - by))
@@ -397,16 +393,16 @@ def _xxh64(f: Function) -> None:
         return f.mul(rotate(f.add(acc, f.mul(lane, p2)), 31), p1)
 
     def merge(h: Value, acc: Value) -> Value:
-        return f.add(f.mul(f.xor(h, round_(_i64(0), acc)), p1), p4)
+        return f.add(f.mul(f.xor(h, round_(i64(0), acc)), p1), p4)
 
     result, at = f.variable(64), f.variable(64)
-    f.store(_i64(0), at, 8)
+    f.store(i64(0), at, 8)
     f.store(p5, result, 8)
-    with f.when(f.compare("uge", length, _i64(32))):
+    with f.when(f.compare("uge", length, i64(32))):
         lanes = [f.variable(64) for _ in range(4)]
         seeds = [_PRIME[0] + _PRIME[1], _PRIME[1], 0, -_PRIME[0]]
         for lane, seed in zip(lanes, seeds, strict=True):
-            f.store(_i64(seed), lane, 8)
+            f.store(i64(seed), lane, 8)
         stripes = f.lshr(length, 5)
         with f.times(stripes) as n:
             base = f.at(data, f.shl(n, 5))
@@ -414,7 +410,7 @@ def _xxh64(f: Function) -> None:
                 word = f.load(64, f.at(base, 8 * number))
                 f.store(round_(f.load(64, lane, 8), word), lane, 8)
         values = [f.load(64, lane, 8) for lane in lanes]
-        h = _i64(0)
+        h = i64(0)
         for value, by in zip(values, (1, 7, 12, 18), strict=True):
             h = f.add(rotate(value, by), h)
         for value in values:
@@ -423,19 +419,19 @@ def _xxh64(f: Function) -> None:
         f.store(f.shl(stripes, 5), at, 8)
     h = f.add(f.load(64, result, 8), length)
     f.store(h, result, 8)
-    left = f.and_(length, _i64(31))
+    left = f.and_(length, i64(31))
     start = f.load(64, at, 8)
     with f.times(f.lshr(left, 3)) as n:
         word = f.load(64, f.at(data, f.add(start, f.shl(n, 3))))
-        mixed = f.xor(f.load(64, result, 8), round_(_i64(0), word))
+        mixed = f.xor(f.load(64, result, 8), round_(i64(0), word))
         f.store(f.add(f.mul(rotate(mixed, 27), p1), p4), result, 8)
-    start = f.add(start, f.and_(left, _i64(24)))
-    with f.when(f.compare("ne", f.and_(left, _i64(4)), _i64(0))):
+    start = f.add(start, f.and_(left, i64(24)))
+    with f.when(f.compare("ne", f.and_(left, i64(4)), i64(0))):
         word = f.zext(f.load(32, f.at(data, start)), 64)
         mixed = f.xor(f.load(64, result, 8), f.mul(word, p1))
         f.store(f.add(f.mul(rotate(mixed, 23), p2), p3), result, 8)
-    start = f.add(start, f.and_(left, _i64(4)))
-    with f.times(f.and_(left, _i64(3))) as n:
+    start = f.add(start, f.and_(left, i64(4)))
+    with f.times(f.and_(left, i64(3))) as n:
         byte = f.zext(f.load(8, f.at(data, f.add(start, n))), 64)
         mixed = f.xor(f.load(64, result, 8), f.mul(byte, p5))
         f.store(f.mul(rotate(mixed, 11), p1), result, 8)

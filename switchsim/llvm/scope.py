@@ -150,16 +150,9 @@ class Scope:
         if not self.shared.checked:
             return pointer
         f = self.f
-        first = f.raw("i64", f"ptrtoint {pointer} to i64")
-        low = f.raw("i64", f"ptrtoint {start} to i64")
-        high = f.raw("i64", f"ptrtoint {end} to i64")
-        good = f.and_(
-            f.compare("uge", first, low),
-            f.and_(
-                f.compare("ule", first, high),
-                f.compare("ule", bytes_, f.sub(high, first)),
-            ),
-        )
+        first, low, high = f.address(pointer), f.address(start), f.address(end)
+        good = f.and_(f.compare("uge", first, low), f.compare("ule", first, high))
+        good = f.and_(good, f.compare("ule", bytes_, f.sub(high, first)))
         f.increment(self.word("traps"), f.zext(f.not_(good), 64))
         return f.select(good, pointer, start)
 

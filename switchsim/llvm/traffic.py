@@ -12,7 +12,7 @@ egress can change is put back: the head, and the headers that it writes.
 from __future__ import annotations
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, NULL, Function, Module, Value, integer
+from kvcast.switchsim.codegen.writer import FALSE, NULL, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm.actions import Toolbox
 from kvcast.switchsim.llvm.control import PipelineWriter, ProgramPlan, written_headers
@@ -68,10 +68,6 @@ _PROCESS = [
     ("i64", "now"),
     ("ptr", "out"),
 ]
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 def digest_offsets(program: ir.Program, widths: tuple[int, ...]) -> tuple[list[int], int]:
@@ -167,9 +163,9 @@ class TrafficWriter:
     def _take_pass(self, scope: Scope, word: str) -> None:
         """Count in a word of the context; the function returns, and counts a drop, at the bound."""
         f = scope.f
-        taken = f.add(f.load(64, scope.word(word), 8), _i64(1))
+        taken = f.add(f.load(64, scope.word(word), 8), i64(1))
         f.store(taken, scope.word(word), 8)
-        over = f.compare("uge", taken, _i64(MAX_PASSES))
+        over = f.compare("uge", taken, i64(MAX_PASSES))
         self._leave_if(scope, over, "dropped_recirculation_bound")
 
     def _room(self, scope: Scope, size: Value) -> Value:
@@ -191,7 +187,7 @@ class TrafficWriter:
         scope.set_register(REG_NOW, f.load(64, scope.word("now"), 8))
         scope.set_register(REG_PACKET_LENGTH, length)
         scope.set_register(REG_INGRESS_LENGTH, length)
-        scope.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        scope.set_register(REG_TRUNCATE, i64(UNLIMITED))
         self._set(scope, "standard_metadata.packet_length", length)
         f.ret()
         return f
@@ -241,11 +237,11 @@ class TrafficWriter:
     ) -> None:
         """Send a frame to ingress with the metadata of a field list."""
         f = scope.f
-        element = self._room(scope, _i64(_INGRESS_BYTES + self.kept_bytes))
+        element = self._room(scope, i64(_INGRESS_BYTES + self.kept_bytes))
         f.store(frame, f.at(element, 8), 8)
         f.store(length, f.at(element, 16), 8)
         copy = f.at(element, _INGRESS_BYTES)
-        f.call(self.new_packet, [scope.context, copy, length, _i64(self.kept_bytes)])
+        f.call(self.new_packet, [scope.context, copy, length, i64(self.kept_bytes)])
         f.call(self.keep, [scope.context, copy, scope.phv, list_, integer(32, instance)])
         self._set(self._scope(f, copy), "standard_metadata.packet_length", length)
         scope.count(stat)
@@ -263,7 +259,7 @@ class TrafficWriter:
         context, phv, frame, length, at, replicas, count, port = f.arguments
         del context
         scope = self._scope(f, phv)
-        element = self._room(scope, _i64(_EGRESS_BYTES))
+        element = self._room(scope, i64(_EGRESS_BYTES))
         for n, value in enumerate((phv, frame, length, at, replicas, count, port), 1):
             f.store(value, f.at(element, 8 * n), 8)
         self._append(scope, "egress", element)
@@ -296,13 +292,13 @@ class TrafficWriter:
         f.store(NULL, saved_at, 8)
         headers = written_headers(self.program, self.plan, self.program.egress)
         parts = [(0, self.layout.head_bytes)] + [self.layout.block[h] for h in sorted(headers)]
-        with f.when(f.compare("ugt", count, _i64(1))):
-            saved = self._room(scope, _i64(self.layout.bytes))
+        with f.when(f.compare("ugt", count, i64(1))):
+            saved = self._room(scope, i64(self.layout.bytes))
             f.store(saved, saved_at, 8)
             for start, size in parts:
                 f.copy(f.at(saved, start), f.at(phv, start), size)
         with f.times(count) as n:
-            with f.when(f.compare("ne", n, _i64(0))):
+            with f.when(f.compare("ne", n, i64(0))):
                 saved = f.load_pointer(saved_at)
                 for start, size in parts:
                     f.copy(f.at(phv, start), f.at(saved, start), size)
@@ -331,13 +327,13 @@ class TrafficWriter:
     ) -> None:
         f = copy.f
         limit = f.load(64, session, 8)
-        with f.when(f.compare("ne", limit, _i64(0))):
+        with f.when(f.compare("ne", limit, i64(0))):
             copy.set_register(REG_TRUNCATE, limit)
         count = f.load(64, f.at(session, 8), 8)
         replicas = f.at(session, 16)
         f.call(
             self.enqueue,
-            [copy.context, copy.phv, frame, length, at, replicas, count, _i64(0)],
+            [copy.context, copy.phv, frame, length, at, replicas, count, i64(0)],
         )
 
     def _clone_egress(self) -> Function:
@@ -346,11 +342,11 @@ class TrafficWriter:
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
         self._take_pass(scope, "clones")
-        copy = self._room(scope, _i64(self.layout.bytes))
+        copy = self._room(scope, i64(self.layout.bytes))
         f.copy(copy, phv, self.layout.bytes)
         f.call(self.keep, [context, copy, phv, field_list, integer(32, EGRESS_CLONE)])
         copied = self._scope(f, copy)
-        copied.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        copied.set_register(REG_TRUNCATE, i64(UNLIMITED))
         self._send_clone(copied, session, frame, length, at)
         f.ret()
         return f
@@ -361,14 +357,14 @@ class TrafficWriter:
         context, phv, frame, length = f.arguments
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
-        copy = self._room(scope, _i64(self.layout.bytes))
-        f.call(self.new_packet, [context, copy, length, _i64(self.layout.bytes)])
+        copy = self._room(scope, i64(self.layout.bytes))
+        f.call(self.new_packet, [context, copy, length, i64(self.layout.bytes)])
         copied = self._scope(f, copy)
         port = f.load(64, scope.word("port"), 8)
         self._set(copied, "standard_metadata.ingress_port", port)
         at = f.call(self.parse, [context, copy, frame, length])
         bad, good = f.new_block("abandoned"), f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, _i64(0)), bad, good)
+        f.branch_if(f.compare("slt", at, i64(0)), bad, good)
         f.start(bad)
         f.ret(integer(1, 1))
         f.start(good)
@@ -395,13 +391,13 @@ class TrafficWriter:
         }
         head = f.load(64, scope.word("digests"), 8)
         tail = f.acquire(64, scope.word("digest_tail"))
-        full = f.compare("uge", f.sub(head, tail), _i64(self.digest_queue))
+        full = f.compare("uge", f.sub(head, tail), i64(self.digest_queue))
         self._leave_if(scope, full, "digests_overflowed")
         scope.count("digests")
         slots = 1 << max(0, self.digest_queue - 1).bit_length()
         size = digest_slot_bytes(self.program, widths)
         ring = f.load_pointer(scope.word("digest_ring"))
-        slot = f.at(ring, f.mul(f.and_(head, _i64(slots - 1)), _i64(size)))
+        slot = f.at(ring, f.mul(f.and_(head, i64(slots - 1)), i64(size)))
         f.store(number, slot, 4)
         after = f.new_block("written")
         blocks = [(n, f.new_block("list")) for n in lists]
@@ -427,7 +423,7 @@ class TrafficWriter:
                     f.store(value, to)
             f.branch(after)
         f.start(after)
-        f.release(f.add(head, _i64(1)), scope.word("digests"))
+        f.release(f.add(head, i64(1)), scope.word("digests"))
         f.ret()
         return f
 
@@ -439,7 +435,7 @@ class TrafficWriter:
         abandoned = f.new_block("abandoned")
         at = f.call(self.parse, [context, phv, frame, length])
         parsed = f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, _i64(0)), abandoned, parsed)
+        f.branch_if(f.compare("slt", at, i64(0)), abandoned, parsed)
         f.start(parsed)
         error = scope.register(REG_PARSER_ERROR)
         no_error = integer(32, Errors(self.program).no_error)
@@ -466,7 +462,7 @@ class TrafficWriter:
             self._again(scope, frame, length, resubmit, RESUBMITTED, "resubmitted")
             f.ret()
         group = self._get(scope, "intrinsic_metadata.mcast_grp", 64)
-        with f.when(f.compare("ne", group, _i64(0))):
+        with f.when(f.compare("ne", group, i64(0))):
             self._set(scope, "standard_metadata.instance_type", integer(32, REPLICATION))
             self._multicast(scope, frame, length, at, group)
         port = self._get(scope, "standard_metadata.egress_spec", 32)
@@ -475,7 +471,7 @@ class TrafficWriter:
         self._set(scope, "standard_metadata.instance_type", integer(32, NORMAL))
         self._leave_if(scope, self._has_priority(scope), "dropped_priority")
         with f.when(self._waiting(scope)):
-            arguments = [context, phv, frame, length, at, NULL, _i64(1), f.zext(port, 64)]
+            arguments = [context, phv, frame, length, at, NULL, i64(1), f.zext(port, 64)]
             f.call(self.enqueue, arguments)
             f.ret()
         f.call(self.egress, [context, phv, frame, length, at, port])
@@ -495,7 +491,7 @@ class TrafficWriter:
         """Ends in a return."""
         f = scope.f
         unknown, lookup, known = f.new_block("unknown"), f.new_block("lookup"), f.new_block("known")
-        f.branch_if(f.compare("ult", group, _i64(REPLICA_SETS)), lookup, unknown)
+        f.branch_if(f.compare("ult", group, i64(REPLICA_SETS)), lookup, unknown)
         f.start(lookup)
         groups = f.load_pointer(scope.word("groups"))
         replicas = f.acquire_pointer(f.at(groups, f.shl(group, 3)))
@@ -505,11 +501,11 @@ class TrafficWriter:
         f.ret()
         f.start(known)
         # Copies of a multicast lose what was requested for the packet, truncation included.
-        scope.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        scope.set_register(REG_TRUNCATE, i64(UNLIMITED))
         count = f.load(64, f.at(replicas, 8), 8)
         first = f.at(replicas, 16)
         with f.when(self._waiting(scope)):
-            arguments = [scope.context, scope.phv, frame, length, at, first, count, _i64(0)]
+            arguments = [scope.context, scope.phv, frame, length, at, first, count, i64(0)]
             f.call(self.enqueue, arguments)
             f.ret()
         f.call(self.replicate, [scope.context, scope.phv, frame, length, at, first, count])
@@ -525,9 +521,9 @@ class TrafficWriter:
         scope = self._scope(f, phv)
         scope.count("egress_passes")
         now = f.load(64, scope.word("now"), 8)
-        stamp = f.and_(now, _i64(TIMESTAMP_MASK))
+        stamp = f.and_(now, i64(TIMESTAMP_MASK))
         self._set(scope, "intrinsic_metadata.egress_global_timestamp", stamp)
-        self._set(scope, "queueing_metadata.enq_timestamp", f.and_(stamp, _i64(0xFFFFFFFF)))
+        self._set(scope, "queueing_metadata.enq_timestamp", f.and_(stamp, i64(0xFFFFFFFF)))
         self._set(scope, "standard_metadata.egress_port", port)
         # Something else than the drop port, which would drop the packet.
         other = integer(32, (self.shared.drop_port + 1) & 0x1FF)
@@ -552,7 +548,7 @@ class TrafficWriter:
         again = scope.register(REG_RECIRCULATE_LIST)
         with f.when(f.compare("ne", again, integer(32, 0))):
             total = f.add(headers, payload)
-            out = self._room(scope, f.add(total, _i64(8)))
+            out = self._room(scope, f.add(total, i64(8)))
             behind = f.call(self.emit, [context, phv, out, f.at(out, total)])
             f.copy(behind, f.at(frame, at), payload)
             self._again(scope, out, total, again, RECIRCULATED, "recirculated")
@@ -573,7 +569,7 @@ class TrafficWriter:
         total, limit = f.add(headers, payload), scope.register(REG_TRUNCATE)
         length = f.select(f.compare("ult", total, limit), total, limit)
         rest = f.sub(length, headers)
-        rest = f.select(f.compare("ugt", length, headers), rest, _i64(0))
+        rest = f.select(f.compare("ugt", length, headers), rest, i64(0))
         used, capacity = f.load(64, f.at(out, 16), 8), f.load(64, f.at(out, 8), 8)
         end = f.add(used, f.add(headers, rest))
         count, most = f.load(32, f.at(out, 36), 4), f.load(32, f.at(out, 32), 4)
@@ -588,13 +584,13 @@ class TrafficWriter:
         to, last = f.at(bytes_, used), f.at(bytes_, end)
         behind = f.call(self.emit, [scope.context, scope.phv, to, last])
         f.copy(scope.guard(behind, rest, to, last), payload_at, rest)
-        desc = f.at(f.load_pointer(f.at(out, 24)), f.mul(f.zext(count, 64), _i64(24)))
+        desc = f.at(f.load_pointer(f.at(out, 24)), f.mul(f.zext(count, 64), i64(24)))
         f.store(used, desc, 8)
         f.store(f.trunc(length, 32), f.at(desc, 8), 4)
         f.store(port, f.at(desc, 12), 4)
-        f.store(_i64(0), f.at(desc, 16), 8)
+        f.store(i64(0), f.at(desc, 16), 8)
         f.store(f.add(count, integer(32, 1)), f.at(out, 36), 4)
-        padded = f.and_(f.add(f.add(used, length), _i64(7)), _i64(-8))
+        padded = f.and_(f.add(f.add(used, length), i64(7)), i64(-8))
         f.store(padded, f.at(out, 16), 8)
         scope.count("frames_out")
         f.increment(scope.word("stats.bytes_out"), length)
@@ -646,10 +642,10 @@ class TrafficWriter:
         f.store(now, scope.word("now"), 8)
         f.store(port, scope.word("port"), 8)
         for name in ("passes", "clones", "arena_at", "ingress_first", "egress_first"):
-            f.store(_i64(0), scope.word(name), 8)
-        f.call(self.new_packet, [context, phv, length, _i64(self.layout.bytes)])
+            f.store(i64(0), scope.word(name), 8)
+        f.call(self.new_packet, [context, phv, length, i64(self.layout.bytes)])
         self._set(scope, "standard_metadata.ingress_port", port)
-        stamp = f.and_(now, _i64(TIMESTAMP_MASK))
+        stamp = f.and_(now, i64(TIMESTAMP_MASK))
         self._set(scope, "intrinsic_metadata.ingress_global_timestamp", stamp)
         f.call(self.ingress, [context, phv, frame, length])
         head, body, done = f.new_block("head"), f.new_block("again"), f.new_block("done")
@@ -679,7 +675,7 @@ class TrafficWriter:
         f.store(start, moved, 8)
         others = f.compare("ne", f.load_pointer(scope.word("ingress_first")), NULL)
         with f.when(f.not_(f.or_(others, self._waiting(scope)))):
-            f.store(_i64(0), scope.word("arena_at"), 8)
+            f.store(i64(0), scope.word("arena_at"), 8)
             arena = f.load(64, scope.word("arena"), 8)
             size = f.load(64, scope.word("arena_end"), 8)
             with f.when(f.compare("ult", f.sub(start, arena), size)):
@@ -687,7 +683,7 @@ class TrafficWriter:
                 move = "llvm.memmove.p0.p0.i64"
                 f.module.declare(move, "void {}(ptr, ptr, i64, i1)")
                 f.effect(f"call void @{move}({base}, {frame}, {length}, i1 false)")
-                f.store(f.and_(f.add(length, _i64(127)), _i64(-64)), scope.word("arena_at"), 8)
+                f.store(f.and_(f.add(length, i64(127)), i64(-64)), scope.word("arena_at"), 8)
                 f.store(arena, moved, 8)
         return f.raw("ptr", f"inttoptr i64 {f.load(64, moved, 8).text} to ptr")
 
