@@ -22,7 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, Protocol
 
@@ -263,26 +263,17 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Capabilities(  # noqa: N802 - gRPC names
         self, request: p4r.CapabilitiesRequest, context: Any
     ) -> p4r.CapabilitiesResponse:
-        await self._admit(context)
-        return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
+        async with self._answering(context, "Capabilities"):
+            return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
     async def Write(  # noqa: N802
         self, request: p4r.WriteRequest, context: Any
     ) -> p4r.WriteResponse:
-        await self._admit(context)
-        errors: list[P4RuntimeError | None] = []
-        try:
-            async with self._write_lock:
-                self._check_device(request.device_id)
-                self._check_role(request.role, request.role_id)
-                self._check_primary(request)
-                pipeline = self._target()
-                self.counters.writes += 1
-                errors = await self._apply(pipeline, request)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "Write")
+        async with self._answering(context, "Write"), self._write_lock:
+            self._check_writer(request)
+            pipeline = self._target()
+            self.counters.writes += 1
+            errors = await self._apply(pipeline, request)
         failed = sum(error is not None for error in errors)
         self.counters.updates += len(errors)
         self.counters.update_errors += failed
@@ -296,8 +287,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Read(  # noqa: N802
         self, request: p4r.ReadRequest, context: Any
     ) -> AsyncIterator[p4r.ReadResponse]:
-        await self._admit(context)
-        try:
+        async with self._answering(context, "Read"):
             self._check_device(request.device_id)
             self._check_role(request.role, 0)
             pipeline = self._target()
@@ -305,41 +295,25 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             for chunk in _chunks(pipeline.store.read(request.entities)):
                 yield chunk
                 await asyncio.sleep(0)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "Read")
 
     async def SetForwardingPipelineConfig(  # noqa: N802
         self, request: _SetRequest, context: Any
     ) -> p4r.SetForwardingPipelineConfigResponse:
-        await self._admit(context)
-        try:
-            async with self._write_lock:
-                self._check_device(request.device_id)
-                self._check_role(request.role, request.role_id)
-                self._check_primary(request)
-                await self._set_pipeline(request)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "SetForwardingPipelineConfig")
+        async with self._answering(context, "SetForwardingPipelineConfig"), self._write_lock:
+            self._check_writer(request)
+            await self._set_pipeline(request)
         self._timer_changed.set()
         return p4r.SetForwardingPipelineConfigResponse()
 
     async def GetForwardingPipelineConfig(  # noqa: N802
         self, request: _GetRequest, context: Any
     ) -> p4r.GetForwardingPipelineConfigResponse:
-        await self._admit(context)
-        try:
+        async with self._answering(context, "GetForwardingPipelineConfig"):
             self._check_device(request.device_id)
             return p4r.GetForwardingPipelineConfigResponse(
                 config=self._get_pipeline(request.response_type)
             )
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "GetForwardingPipelineConfig")
+        raise AssertionError("an RPC ends in an answer or an error")
 
     async def StreamChannel(  # type: ignore[override]  # noqa: N802 - grpc.aio takes both forms
         self, request_iterator: AsyncIterator[p4r.StreamMessageRequest], context: Any
@@ -407,7 +381,9 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         if role or role_id:
             raise unimplemented("roles other than the default are not supported")
 
-    def _check_primary(self, request: p4r.WriteRequest | _SetRequest) -> None:
+    def _check_writer(self, request: p4r.WriteRequest | _SetRequest) -> None:
+        self._check_device(request.device_id)
+        self._check_role(request.role, request.role_id)
         election_id = request.election_id if request.HasField("election_id") else None
         if not self._arbiter.is_primary(election_id):
             raise permission_denied("Not primary")
@@ -472,7 +448,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         except Exception:
             self.counters.internal_errors += 1
             log.exception("update failed")
-            return P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log"), None
+            return _internal_error(), None
 
     # --- pipelines ----------------------------------------------------------------------------
 
@@ -603,21 +579,20 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def _arbitrate(self, stream: _Stream, request: p4r.MasterArbitrationUpdate) -> None:
         before = self._arbiter.primary
-        notifications = self._arbiter.update(stream.id, request)
-        if self._arbiter.primary != before:
-            self._primary_changed()
-        self._notify(notifications)
+        self._notify(self._arbiter.update(stream.id, request), before)
 
     def _disconnect(self, stream: _Stream) -> None:
         before = self._arbiter.primary
-        notifications = self._arbiter.disconnect(stream.id)
-        if self._arbiter.primary != before:
-            self._primary_changed()
-        self._notify(notifications)
+        self._notify(self._arbiter.disconnect(stream.id), before)
         if stream.arbitrated:
             log.info("controller gone", extra={"peer": stream.peer})
 
-    def _notify(self, notifications: list[Notification]) -> None:
+    def _notify(self, notifications: list[Notification], before: int | None) -> None:
+        """Tell the streams who is primary; `before`: who it was."""
+        if self._arbiter.primary != before and self._running is not None:
+            # The new primary must hear again what the old one may not have acted on.
+            for buffer in self._running.store.digests.values():
+                buffer.forget_unacknowledged()
         for notification in notifications:
             stream = self._streams.get(notification.stream)
             if stream is None:
@@ -626,12 +601,6 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
                 stream.overflow.set()
             else:
                 stream.outbox.put_nowait(p4r.StreamMessageResponse(arbitration=notification.update))
-
-    def _primary_changed(self) -> None:
-        """The new primary must hear again what the old one may not have acted on."""
-        if self._running is not None:
-            for buffer in self._running.store.digests.values():
-                buffer.forget_unacknowledged()
 
     def _primary_stream(self) -> _Stream | None:
         primary = self._arbiter.primary
@@ -719,12 +688,22 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             self.counters.refused_callers += 1
             await _abort(context, error)
 
-    async def _internal_error(self, context: Any, what: str) -> NoReturn:
-        self.counters.internal_errors += 1
-        log.exception("%s failed", what)
-        await _abort(
-            context, P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log")
-        )
+    @asynccontextmanager
+    async def _answering(self, context: Any, what: str) -> AsyncIterator[None]:
+        """An RPC of a caller who may make it; what goes wrong in it ends it with an error."""
+        await self._admit(context)
+        try:
+            yield
+        except P4RuntimeError as error:
+            await _abort(context, error)
+        except Exception:
+            self.counters.internal_errors += 1
+            log.exception("%s failed", what)
+            await _abort(context, _internal_error())
+
+
+def _internal_error() -> P4RuntimeError:
+    return P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log")
 
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
