@@ -794,6 +794,10 @@ class Program(Record):
     def width(self, ref: FieldRef) -> int:
         return 1 if ref.field == VALID else self.headers[ref.header].fields[ref.field].width
 
+    def all_stacks(self) -> list[StackExpr]:
+        unions = [UnionStackOf(n) for n in range(len(self.union_stacks))]
+        return [*(StackOf(n) for n in range(len(self.stacks))), *unions]
+
     def stack_elements(self, stack: StackExpr) -> list[tuple[int, ...]]:
         """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
         if isinstance(stack, StackOf):

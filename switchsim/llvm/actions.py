@@ -247,15 +247,10 @@ class Actions:
         to, from_ = layout.place(target), layout.place(source)
         if to.width < from_.width:
             raise UnsupportedConstruct("variable-length fields of different maxima", "assign_VL")
-        to_length, from_length = (
-            layout.varbit_length[target.header],
-            layout.varbit_length[source.header],
-        )
-        assert to_length is not None
-        assert from_length is not None
-        length = f.load(32, scope.slot(from_length), 4)
-        f.store(length, scope.slot(to_length), 4)
-        f.copy(scope.slot(to.offset), scope.slot(from_.offset), f.lshr(f.zext(length, 64), 3))
+        assert to.length is not None
+        assert from_.length is not None
+        f.copy(scope.slot(to.length), scope.slot(from_.length), 4)
+        f.copy(scope.slot(to.offset), scope.slot(from_.offset), scope.varbit_bytes(from_))
 
     # --- headers ----------------------------------------------------------------------------
 
@@ -287,9 +282,8 @@ class Actions:
         f.copy(scope.slot(start), scope.slot(layout.block[from_][0]), size)
         to_length, from_length = layout.varbit_length[to], layout.varbit_length[from_]
         if to_length is not None and from_length is not None:
-            f.store(f.load(32, scope.slot(from_length), 4), scope.slot(to_length), 4)
-        valid = f.load(8, scope.slot(layout.valid[from_]))
-        f.store(valid, scope.slot(layout.valid[to]))
+            f.copy(scope.slot(to_length), scope.slot(from_length), 4)
+        f.copy(scope.slot(layout.valid[to]), scope.slot(layout.valid[from_]), 1)
 
     def _check_types(self, to: int, from_: int) -> None:
         a, b = self.program.headers[to], self.program.headers[from_]
@@ -361,7 +355,7 @@ class Actions:
         following = self.expressions.next_index(source)
         limit = integer(32, len(to))
         following = f.select(f.compare("ult", following, limit), following, limit)
-        f.store(following, self.scope.slot(self.expressions.next_offset(target)), 4)
+        f.store(following, self.scope.slot(self.layout.stack_next[target]), 4)
         for element, other in zip(to, from_, strict=False):
             for h, g in zip(element, other, strict=False):
                 self._copy_header(h, g)
@@ -371,7 +365,7 @@ class Actions:
         f, scope = self.f, self.scope
         blocks = self.program.stack_elements(stack)
         size = len(blocks)
-        next_pointer = scope.slot(self.expressions.next_offset(stack))
+        next_pointer = scope.slot(self.layout.stack_next[stack])
 
         def move(to: int, from_: int) -> None:
             for h, g in zip(blocks[to], blocks[from_], strict=True):
@@ -417,13 +411,6 @@ class Actions:
         for n in f.cases(value, [(n, n) for n in range(size + 1)]):
             shift(n)
 
-    def _header_bytes(self, header: int) -> Value:
-        f, offset = self.f, self.layout.varbit_length[header]
-        fixed = integer(64, self.layout.wire_bytes(header))
-        if offset is None:
-            return fixed
-        return f.add(fixed, f.lshr(f.zext(f.load(32, self.scope.slot(offset), 4), 64), 3))
-
     def _add_header(self, header: int) -> None:
         if self.program.headers[header].metadata:
             return
@@ -443,7 +430,7 @@ class Actions:
         f, scope = self.f, self.scope
         with f.when(scope.is_valid(header)):
             pointer = scope.slot(REG_PACKET_LENGTH)
-            f.store(f.sub(f.load(64, pointer, 8), self._header_bytes(header)), pointer, 8)
+            f.store(f.sub(f.load(64, pointer, 8), scope.header_bytes(header)), pointer, 8)
             scope.set_valid(header, False)
 
     # --- externs ----------------------------------------------------------------------------

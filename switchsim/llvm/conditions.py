@@ -139,12 +139,8 @@ class Conditions:
             )
         for a, b in zip(self.layout.places[h], self.layout.places[g], strict=True):
             if a.varbit:
-                assert length_h is not None
-                bytes_ = f.lshr(f.zext(f.load(32, scope.slot(length_h)), 64), 3)
-                f.module.declare("memcmp", "i32 {}(ptr, ptr, i64)")
-                order = f.call(
-                    "memcmp", [scope.slot(a.offset), scope.slot(b.offset), bytes_], "i32"
-                )
+                slots = [scope.slot(a.offset), scope.slot(b.offset)]
+                order = f.intrinsic("memcmp", "i32", [*slots, scope.varbit_bytes(a)])
                 # The lengths may differ, but never exceed the space.
                 equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
                 continue

@@ -10,6 +10,7 @@ there, others are called.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from kvcast.switchsim.llvm.layout import (
     TO_MEMBER,
     ArgumentsLayout,
     RecordLayout,
+    align,
 )
 from kvcast.switchsim.llvm.parser import POINTERS
 from kvcast.switchsim.llvm.scope import ConstantArguments, Number, RecordArguments, Scope, Shared
@@ -126,14 +128,10 @@ class PipelineWriter:
         self.program = shared.program
         self.called = called
         """Functions of the actions that are not written out, for both pipelines."""
-        uses: dict[int, int] = {}
-        for node in self.program.nodes:
-            if isinstance(node, ir.ActionCall):
-                uses[node.action] = uses.get(node.action, 0) + 1
+        nodes = self.program.nodes
+        self.uses = Counter(node.action for node in nodes if isinstance(node, ir.ActionCall))
         for table in plan.tables.values():
-            for action in table.actions:
-                uses[action] = uses.get(action, 0) + 1
-        self.uses = uses
+            self.uses.update(table.actions)
 
     def write(self, name: str, pipeline: ir.Pipeline) -> Function:
         f = self.module.function(name, "i1", POINTERS)
@@ -262,9 +260,7 @@ class _TableWriter:
         for number, (entry, block) in enumerate(zip(spec.entries, matched, strict=True)):
             f.start(block)
             self._count_hit(integer(32, number + 1))
-            data = self.pipeline.plan.arguments[entry.action].pack(entry.arguments)
-            arguments = f.module.constant(data, 16) if data else NULL
-            self._go(entry.action, arguments, TRUE)
+            self._go(entry.action, entry.arguments, TRUE)
 
     def _hit(self, record: Value) -> None:
         f, layout = self.f, self.plan.record
@@ -284,10 +280,7 @@ class _TableWriter:
             if spec.default is None:
                 f.branch(self.pipeline._block(spec.next_miss))
                 return
-            action = spec.default.action
-            data = self.pipeline.plan.arguments[action].pack(spec.default.arguments)
-            arguments = f.module.constant(data, 16) if data else NULL
-            self._go(action, arguments, FALSE)
+            self._go(spec.default.action, spec.default.arguments, FALSE)
             return
         index = f.acquire(32, self.scope.word(f"table.{plan.number}.default"))
         f.leave_if(f.compare("eq", index, integer(32, 0)), self.pipeline._block(spec.next_miss))
@@ -307,8 +300,10 @@ class _TableWriter:
         # A record never names another action, so the last one needs no comparison.
         f.switch(number, self.targets[actions[-1]], [(a, self.targets[a]) for a in actions[:-1]])
 
-    def _go(self, action: int, arguments: Value, hit: Value) -> None:
-        self.arms[action].append(_Arm(self.f.block, arguments, hit))
+    def _go(self, action: int, arguments: Sequence[int], hit: Value) -> None:
+        data = self.pipeline.plan.arguments[action].pack(arguments)
+        pointer = self.f.module.constant(data, 16) if data else NULL
+        self.arms[action].append(_Arm(self.f.block, pointer, hit))
         self.f.branch(self.targets[action])
 
     def _action(self, action: int) -> None:
@@ -385,7 +380,7 @@ class _TableWriter:
             target = f.phi(integer(32, 0), [(of_group, last), (target, single)])
         index = f.acquire(32, f.at(slots, f.shl(f.zext(target, 64), 2)))
         records = f.load_pointer(scope.word(f"profile.{profile}.records"))
-        size = _align16(self.pipeline.plan.member_bytes[profile])
+        size = align(self.pipeline.plan.member_bytes[profile], 16)
         return f.at(records, f.mul(f.zext(index, 64), i64(size)))
 
     def _selector_hash(self, profile: int, selector: ir.Selector) -> Value:
@@ -394,10 +389,6 @@ class _TableWriter:
         length = packer.pack(buffer)
         hashes, state = self.pipeline.tools.hashes, f"selector.{profile}"
         return hashes.run(self.scope, selector.algorithm, state, buffer, length)
-
-
-def _align16(value: int) -> int:
-    return -(-value // 16) * 16
 
 
 def reachable(program: ir.Program, start: int | None) -> set[int]:

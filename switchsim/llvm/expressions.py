@@ -140,18 +140,18 @@ class Expressions:
             return Number(self.f.zext(self.scope.is_valid(ref.header), 8), 0, 1)
         place = self.layout.place(ref)
         if place.varbit:
-            return self._varbit(place, self.layout.varbit_length[ref.header])
+            return self._varbit(place)
         return self.scope.load_field(place)
 
-    def _varbit(self, place: Place, length: int | None) -> Number:
+    def _varbit(self, place: Place) -> Number:
         """A variable-length field as the number that its present bits are."""
         f, width = self.f, place.width
         if width == 0:
             return self.constant(0)
-        assert length is not None
+        assert place.length is not None
         bits = round_bits(width + 1)
         loaded = f.load_network(self.scope.slot(place.offset), width // 8)
-        present = f.load(32, self.scope.slot(length), 4)
+        present = f.load(32, self.scope.slot(place.length), 4)
         unused = f.sub(integer(32, width), present)
         value = f.lshr(f.zext(loaded, bits), f.resize(unused, bits))
         return Number(value, 0, (1 << width) - 1)
@@ -363,12 +363,7 @@ class Expressions:
 
     def next_index(self, stack: ir.StackExpr) -> Value:
         """uint32"""
-        return self.f.load(32, self.scope.slot(self.next_offset(stack)), 4)
-
-    def next_offset(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return self.layout.stack_next[stack.stack]
-        return self.layout.union_stack_next[stack.union_stack]
+        return self.f.load(32, self.scope.slot(self.layout.stack_next[stack]), 4)
 
     def _element(self, header: ir.HeaderExpr, field: int) -> Number:
         number = self.header(header)

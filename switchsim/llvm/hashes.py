@@ -8,8 +8,9 @@ by side without padding, leaves out those of invalid headers, and fills up the l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvcast.switchsim import ir
+from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
@@ -80,24 +81,18 @@ class Hashes:
 # --- packing ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """A run of bits of one header, or a constant."""
 
-    def __init__(
-        self,
-        header: int | None,
-        place: Place | None,
-        width: int,
-        constant: int,
-        length: int | None = None,
-    ) -> None:
-        self.header = header
-        self.place = place
-        self.width = width
-        self.constant = constant
-        self.length = length
-        """Where the length of a variable-length field is."""
-        self.varbit = place is not None and place.varbit
+    header: int | None
+    place: Place | None
+    width: int
+    constant: int = 0
+
+    @property
+    def varbit(self) -> bool:
+        return self.place is not None and self.place.varbit
 
 
 class Packer:
@@ -121,30 +116,20 @@ class Packer:
             for ref in refs:
                 place = layout.place(ref)
                 if place.width:
-                    length = layout.varbit_length[item.header]
-                    pieces.append(_Piece(header, place, place.width, 0, length))
+                    pieces.append(_Piece(header, place, place.width))
         self._runs: list[list[_Piece]] = []
         for piece in pieces:
-            if self._runs and self._runs[-1][0].header == piece.header:
-                last = self._runs[-1][-1]
-                if _adjoin(last, piece):
-                    assert last.place is not None
-                    self._runs[-1][-1] = _Piece(
-                        last.header,
-                        Place(
-                            last.place.offset,
-                            last.place.bit,
-                            last.width + piece.width,
-                            False,
-                            False,
-                        ),
-                        last.width + piece.width,
-                        0,
-                    )
-                else:
-                    self._runs[-1].append(piece)
-            else:
+            if not self._runs or self._runs[-1][0].header != piece.header:
                 self._runs.append([piece])
+                continue
+            last = self._runs[-1][-1]
+            if _adjoin(last, piece):
+                assert last.place is not None
+                width = last.width + piece.width
+                place = Place(last.place.offset, last.place.bit, width, False, False)
+                self._runs[-1][-1] = _Piece(last.header, place, width)
+            else:
+                self._runs[-1].append(piece)
         self.max_bytes = (sum(p.width for p in pieces) + 7) // 8
         fixed = [sum(p.width for p in run if not p.varbit) for run in self._runs]
         self._aligned = all(bits % 8 == 0 for bits in fixed[:-1]) and not any(
@@ -184,7 +169,7 @@ class Packer:
         for piece in run:
             if piece.varbit:
                 assert piece.place is not None
-                length = f.lshr(f.zext(self._varbit_bits(piece), 64), 3)
+                length = scope.varbit_bytes(piece.place)
                 f.copy(f.at(buffer, at), scope.slot(piece.place.offset), length)
                 at = f.add(at, length)
                 continue
@@ -227,10 +212,6 @@ class Packer:
         value = self._scope.load_field(piece.place).value
         return self._cut(value, piece.width)
 
-    def _varbit_bits(self, piece: _Piece) -> Value:
-        assert piece.length is not None
-        return self._f.load(32, self._scope.slot(piece.length), 4)
-
     def _pack_bits(self, buffer: Value) -> Value:
         """Bit by bit: validity of headers decides on where a byte begins."""
         f, scope = self._f, self._scope
@@ -254,7 +235,7 @@ class Packer:
                     if piece.varbit:
                         assert piece.place is not None
                         start = scope.slot(piece.place.offset)
-                        with f.times(f.lshr(f.zext(self._varbit_bits(piece), 64), 3)) as n:
+                        with f.times(scope.varbit_bytes(piece.place)) as n:
                             append(f.zext(f.load(8, f.at(start, n)), 64), 8)
                         continue
                     value = self._piece_value(piece)
@@ -335,14 +316,8 @@ def _hash_ex(f: Function) -> None:
 def _reflected_crc(
     width: int, polynomial: int, init: int, final: int
 ) -> Callable[[Function], None]:
-    reflected = int(f"{polynomial:0{width}b}"[::-1], 2)
-    start = int(f"{init:0{width}b}"[::-1], 2)
-    values: list[int] = []
-    for byte in range(256):
-        r = byte
-        for _ in range(8):
-            r = (r >> 1) ^ (reflected if r & 1 else 0)
-        values.append(r)
+    values = hashing.crc_table(width, polynomial, reflected=True)
+    start = hashing.reflect(init, width)
 
     def write(f: Function) -> None:
         crc = _table_crc(f, values, start, 0, lambda r: f.lshr(r, 8))
@@ -353,13 +328,7 @@ def _reflected_crc(
 
 def _plain_crc(f: Function, width: int, polynomial: int, init: int) -> None:
     """The highest bit first."""
-    top, ones = 1 << (width - 1), (1 << width) - 1
-    values: list[int] = []
-    for byte in range(256):
-        r = byte << (width - 8)
-        for _ in range(8):
-            r = ((r << 1) ^ polynomial) & ones if r & top else (r << 1) & ones
-        values.append(r)
+    values, ones = hashing.crc_table(width, polynomial, reflected=False), (1 << width) - 1
     f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), i64(ones))))
 
 

@@ -177,7 +177,7 @@ class ParserWriter:
             case ir.Extract(header, varbit_bits, max_bytes):
                 self._extract(header, varbit_bits, max_bytes)
             case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
-                offset = self.expressions.next_offset(stack)
+                offset = self.layout.stack_next[stack]
                 self._extract_next(headers, offset, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 if isinstance(value, ir.Lookahead):
@@ -258,16 +258,14 @@ class ParserWriter:
             self._require(f.compare("ule", after, self.length), self.errors.packet_too_short)
             f.copy(scope.slot(start), self._frame_at(at, i64(fixed)), fixed)
         else:
-            h = self.program.headers[header]
-            offset = layout.varbit_length[header]
-            assert h.varbit is not None
-            assert offset is not None
+            place = layout.varbit(header)
+            assert place is not None
+            assert place.length is not None
             extra = self._bytes_of(bits)
             length = f.add(extra, i64(fixed))
             after = f.add(at, length)
             self._require(f.compare("ule", after, self.length), self.errors.packet_too_short)
             self._require(f.compare("ule", length, i64(max_bytes)), self.errors.header_too_short)
-            place = layout.places[header][h.varbit]
             before = place.offset - start
             behind = size - before - place.width // 8
             f.copy(scope.slot(start), self._frame_at(at, i64(before)), before)
@@ -277,7 +275,7 @@ class ParserWriter:
             if behind:
                 suffix = scope.slot(place.offset + place.width // 8)
                 f.copy(suffix, self._frame_at(at, i64(behind)), behind)
-            f.store(f.trunc(f.shl(extra, 3), 32), scope.slot(offset), 4)
+            f.store(f.trunc(f.shl(extra, 3), 32), scope.slot(place.length), 4)
         self.actions.set_valid(header)
         f.store(after, self.at, 8)
 
@@ -356,17 +354,10 @@ class DeparserWriter:
         scope = Scope(self.shared, f, f.arguments[0], f.arguments[1])
         total: Value = i64(0)
         for header in self.program.deparser.order:
-            bytes_ = self._bytes(scope, header)
+            bytes_ = scope.header_bytes(header)
             total = f.add(total, f.select(scope.is_valid(header), bytes_, i64(0)))
         f.ret(total)
         return f
-
-    def _bytes(self, scope: Scope, header: int) -> Value:
-        f, offset = scope.f, self.layout.varbit_length[header]
-        fixed = i64(self.layout.wire_bytes(header))
-        if offset is None:
-            return fixed
-        return f.add(fixed, f.lshr(f.zext(f.load(32, scope.slot(offset), 4), 64), 3))
 
     def emit(self) -> Function:
         """Write all valid headers to `to`, where there is room for them up to `end`; gives the
@@ -379,7 +370,7 @@ class DeparserWriter:
         for header in self.program.deparser.order:
             with f.when(scope.is_valid(header)):
                 pointer = f.load_pointer(at)
-                pointer = scope.guard(pointer, self._bytes(scope, header), to, end)
+                pointer = scope.guard(pointer, scope.header_bytes(header), to, end)
                 f.store(self._emit_header(scope, header, pointer), at, 8)
         f.ret(f.load_pointer(at))
         return f
@@ -389,14 +380,13 @@ class DeparserWriter:
         if self.program.headers[header].metadata:
             raise UnsupportedConstruct("metadata in the deparser", "deparser")
         start, size = layout.block[header]
-        varbit, offset = self.program.headers[header].varbit, layout.varbit_length[header]
-        if varbit is None or offset is None:
+        place = layout.varbit(header)
+        if place is None:
             f.copy(to, scope.slot(start), size)
             return f.at(to, size)
-        place = layout.places[header][varbit]
         before = place.offset - start
         f.copy(to, scope.slot(start), before)
-        extra = f.lshr(f.zext(f.load(32, scope.slot(offset), 4), 64), 3)
+        extra = scope.varbit_bytes(place)
         to = f.at(to, before)
         f.copy(to, scope.slot(place.offset), extra)
         to = f.at(to, extra)

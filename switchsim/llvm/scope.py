@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import TRUE, Function, Value, integer
+from kvcast.switchsim.codegen.writer import TRUE, Function, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import (
     ArgumentsLayout,
@@ -130,6 +130,16 @@ class Scope:
 
     def set_register(self, offset: int, value: Value) -> None:
         self.f.store(value, self.slot(offset), 4)
+
+    def varbit_bytes(self, place: Place) -> Value:
+        """Bytes (64 bits) that a variable-length field has."""
+        assert place.length is not None
+        return self.f.lshr(self.f.zext(self.f.load(32, self.slot(place.length), 4), 64), 3)
+
+    def header_bytes(self, header: int) -> Value:
+        """Bytes (64 bits) that a packet header has on the wire."""
+        fixed, varbit = i64(self.layout.wire_bytes(header)), self.layout.varbit(header)
+        return fixed if varbit is None else self.f.add(fixed, self.varbit_bytes(varbit))
 
     def is_valid(self, header: int) -> Value:
         if self.program.headers[header].metadata:

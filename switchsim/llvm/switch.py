@@ -184,7 +184,7 @@ class _Instance:
         self.sessions = Region(8 * REPLICA_SETS)
         self.random = Region(4 * RANDOM_WORDS)
         slots = 1 << max(0, digest_queue_size - 1).bit_length()
-        self.digest_bytes = digest_slot_bytes(code.plan.program, code.learn_widths)
+        self.digest_bytes = digest_slot_bytes(code.learn_widths)
         self.digest_mask = slots - 1
         self.ring = Region(slots * self.digest_bytes)
         self.log = LogReader(code.plan.program)
@@ -387,7 +387,7 @@ class CompiledSwitch(ControlPlane):
             at = (number & instance.digest_mask) * instance.digest_bytes
             item = lists[instance.ring.u32(at)]
             widths = instance.code.learn_widths[item.id]
-            offsets, _ = digest_offsets(program, widths)
+            offsets, _ = digest_offsets(widths)
             values = tuple(
                 unpack_value(instance.ring.read(at + offset, stored_bytes(width)), width)
                 for offset, width in zip(offsets, widths, strict=True)

@@ -11,8 +11,7 @@ egress can change is put back: the head, and the headers that it writes.
 
 from __future__ import annotations
 
-from kvcast.switchsim import ir
-from kvcast.switchsim.codegen.writer import FALSE, NULL, Function, Module, Value, i64, integer
+from kvcast.switchsim.codegen.writer import FALSE, NULL, TRUE, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm.actions import Toolbox
 from kvcast.switchsim.llvm.control import PipelineWriter, ProgramPlan, written_headers
@@ -70,7 +69,7 @@ _PROCESS = [
 ]
 
 
-def digest_offsets(program: ir.Program, widths: tuple[int, ...]) -> tuple[list[int], int]:
+def digest_offsets(widths: tuple[int, ...]) -> tuple[list[int], int]:
     """Where a digest's fields lie in a slot of the ring, and the end."""
     at, offsets = 8, []
     for width in widths:
@@ -79,9 +78,9 @@ def digest_offsets(program: ir.Program, widths: tuple[int, ...]) -> tuple[list[i
     return offsets, at
 
 
-def digest_slot_bytes(program: ir.Program, layout_width: dict[int, tuple[int, ...]]) -> int:
+def digest_slot_bytes(widths: dict[int, tuple[int, ...]]) -> int:
     """A slot of the ring: uint32 number of the learn list, its fields as stored, from 8 on."""
-    sizes = [digest_offsets(program, w)[1] for w in layout_width.values()]
+    sizes = [digest_offsets(w)[1] for w in widths.values()]
     return align(max(sizes, default=8), 64)
 
 
@@ -203,13 +202,9 @@ class TrafficWriter:
         to, from_ = self._scope(f, copy), self._scope(f, phv)
         start, end = self.layout.metadata_start, self.layout.metadata_end
         f.fill(f.at(copy, start), 0, end - start)
-        after = f.new_block("kept")
         # Of two lists with one number the last counts.
         lists = {fl.id: fl for fl in self.program.field_lists}
-        blocks = [(n, f.new_block("list")) for n in lists]
-        f.switch(number, after, blocks)
-        for (_, block), field_list in zip(blocks, lists.values(), strict=True):
-            f.start(block)
+        for field_list in f.cases(number, lists.items()):
             for ref in field_list.fields:
                 place = self.layout.place(ref)
                 if place.native or (place.width > NATIVE_BITS and place.whole_bytes):
@@ -217,8 +212,6 @@ class TrafficWriter:
                     f.copy(to.slot(place.offset), from_.slot(place.offset), size)
                 else:
                     to.store_field(place, from_.load_field(place).value)
-            f.branch(after)
-        f.start(after)
         self._set(to, "standard_metadata.instance_type", instance)
         f.ret()
         return f
@@ -281,13 +274,9 @@ class TrafficWriter:
         context, phv, frame, length, at, replicas, count = f.arguments
         scope = self._scope(f, phv)
         scope.set_register(REG_RECIRCULATE_LIST, integer(32, 0))
-        refused, accepted = f.new_block("priority"), f.new_block("accepted")
-        f.branch_if(self._has_priority(scope), refused, accepted)
-        if accepted is not f.block:
-            f.start(refused)
+        with f.when(self._has_priority(scope)):
             f.increment(scope.word("stats.dropped_priority"), count)
             f.ret()
-            f.start(accepted)
         saved_at = f.alloca(8, 8)
         f.store(NULL, saved_at, 8)
         headers = written_headers(self.program, self.plan, self.program.egress)
@@ -363,11 +352,8 @@ class TrafficWriter:
         port = f.load(64, scope.word("port"), 8)
         self._set(copied, "standard_metadata.ingress_port", port)
         at = f.call(self.parse, [context, copy, frame, length])
-        bad, good = f.new_block("abandoned"), f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, i64(0)), bad, good)
-        f.start(bad)
-        f.ret(integer(1, 1))
-        f.start(good)
+        with f.when(f.compare("slt", at, i64(0))):
+            f.ret(TRUE)
         f.call(self.keep, [context, copy, phv, field_list, integer(32, INGRESS_CLONE)])
         self._send_clone(copied, session, frame, length, at)
         f.ret(FALSE)
@@ -395,16 +381,12 @@ class TrafficWriter:
         self._leave_if(scope, full, "digests_overflowed")
         scope.count("digests")
         slots = 1 << max(0, self.digest_queue - 1).bit_length()
-        size = digest_slot_bytes(self.program, widths)
+        size = digest_slot_bytes(widths)
         ring = f.load_pointer(scope.word("digest_ring"))
         slot = f.at(ring, f.mul(f.and_(head, i64(slots - 1)), i64(size)))
         f.store(number, slot, 4)
-        after = f.new_block("written")
-        blocks = [(n, f.new_block("list")) for n in lists]
-        f.switch(number, after, blocks)
-        for (n, block), item in zip(blocks, lists.values(), strict=True):
-            f.start(block)
-            offsets, _ = digest_offsets(self.program, widths[n])
+        for item in f.cases(number, lists.items()):
+            offsets, _ = digest_offsets(widths[item.id])
             for ref, offset in zip(item.fields, offsets, strict=True):
                 place = self.layout.place(ref)
                 if place.width == 0:
@@ -421,8 +403,6 @@ class TrafficWriter:
                     f.store_network(value, to, bytes_)
                 else:
                     f.store(value, to)
-            f.branch(after)
-        f.start(after)
         f.release(f.add(head, i64(1)), scope.word("digests"))
         f.ret()
         return f
@@ -434,9 +414,7 @@ class TrafficWriter:
         scope.count("ingress_passes")
         abandoned = f.new_block("abandoned")
         at = f.call(self.parse, [context, phv, frame, length])
-        parsed = f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, i64(0)), abandoned, parsed)
-        f.start(parsed)
+        f.leave_if(f.compare("slt", at, i64(0)), abandoned)
         error = scope.register(REG_PARSER_ERROR)
         no_error = integer(32, Errors(self.program).no_error)
         with f.when(f.compare("ne", error, no_error)):
@@ -447,14 +425,9 @@ class TrafficWriter:
             scope.count("checksum_errors")
         self._set(scope, "standard_metadata.checksum_error", wrong)
 
-        ran = f.new_block("ran")
-        f.branch_if(f.call(self.ingress_control, [context, phv]), abandoned, ran)
-        f.start(ran)
+        f.leave_if(f.call(self.ingress_control, [context, phv]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_CLONE_SESSION), integer(32, 0))):
-            on = f.new_block("cloned")
-            failed = f.call(self.clone_ingress, [context, phv, frame, length])
-            f.branch_if(failed, abandoned, on)
-            f.start(on)
+            f.leave_if(f.call(self.clone_ingress, [context, phv, frame, length]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_LEARN_LIST), integer(32, 0))):
             f.call(self.digest, [context, phv])
         resubmit = scope.register(REG_RESUBMIT_LIST)
@@ -490,16 +463,10 @@ class TrafficWriter:
     ) -> None:
         """Ends in a return."""
         f = scope.f
-        unknown, lookup, known = f.new_block("unknown"), f.new_block("lookup"), f.new_block("known")
-        f.branch_if(f.compare("ult", group, i64(REPLICA_SETS)), lookup, unknown)
-        f.start(lookup)
+        self._leave_if(scope, f.compare("uge", group, i64(REPLICA_SETS)), "dropped_unknown_group")
         groups = f.load_pointer(scope.word("groups"))
         replicas = f.acquire_pointer(f.at(groups, f.shl(group, 3)))
-        f.branch_if(f.compare("eq", replicas, NULL), unknown, known)
-        f.start(unknown)
-        scope.count("dropped_unknown_group")
-        f.ret()
-        f.start(known)
+        self._leave_if(scope, f.compare("eq", replicas, NULL), "dropped_unknown_group")
         # Copies of a multicast lose what was requested for the packet, truncation included.
         scope.set_register(REG_TRUNCATE, i64(UNLIMITED))
         count = f.load(64, f.at(replicas, 8), 8)
@@ -531,18 +498,14 @@ class TrafficWriter:
         packet_length = scope.register(REG_PACKET_LENGTH)
         self._set(scope, "standard_metadata.packet_length", packet_length)
 
-        abandoned, ran = f.new_block("abandoned"), f.new_block("ran")
-        f.branch_if(f.call(self.egress_control, [context, phv]), abandoned, ran)
-        f.start(ran)
+        abandoned = f.new_block("abandoned")
+        f.leave_if(f.call(self.egress_control, [context, phv]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_CLONE_SESSION), integer(32, 0))):
             f.call(self.clone_egress, [context, phv, frame, length, at])
         spec = self._get(scope, "standard_metadata.egress_spec", 32)
         dropped = f.compare("eq", spec, integer(32, self.shared.drop_port))
         self._leave_if(scope, dropped, "dropped_egress")
-        prepared = f.new_block("prepared")
-        failed = f.call(self.prepare, [context, phv, frame, length, at])
-        f.branch_if(failed, abandoned, prepared)
-        f.start(prepared)
+        f.leave_if(f.call(self.prepare, [context, phv, frame, length, at]), abandoned)
         headers = f.call(self.size, [context, phv])
         payload = f.sub(length, at)
         again = scope.register(REG_RECIRCULATE_LIST)
@@ -574,12 +537,9 @@ class TrafficWriter:
         end = f.add(used, f.add(headers, rest))
         count, most = f.load(32, f.at(out, 36), 4), f.load(32, f.at(out, 32), 4)
         fits = f.and_(f.compare("ule", end, capacity), f.compare("ult", count, most))
-        no, yes = f.new_block("overflow"), f.new_block("fits")
-        f.branch_if(fits, yes, no)
-        f.start(no)
-        f.increment(f.at(out, 40))
-        f.ret()
-        f.start(yes)
+        with f.when(f.not_(fits)):
+            f.increment(f.at(out, 40))
+            f.ret()
         bytes_ = f.load_pointer(out)
         to, last = f.at(bytes_, used), f.at(bytes_, end)
         behind = f.call(self.emit, [scope.context, scope.phv, to, last])
@@ -599,23 +559,19 @@ class TrafficWriter:
         """Run egress for all that waits for it."""
         f = self.module.function("drain", "void", [_CONTEXT])
         scope = self._scope(f, NULL)
-        head, body, done = f.new_block("head"), f.new_block("body"), f.new_block("done")
+        head, done = f.new_block("head"), f.new_block("done")
         f.branch(head)
         f.start(head)
         element = f.load_pointer(scope.word("egress_first"))
-        f.branch_if(f.compare("eq", element, NULL), done, body)
-        f.start(body)
+        f.leave_if(f.compare("eq", element, NULL), done)
         f.store(f.load_pointer(element), scope.word("egress_first"), 8)
         phv, frame = f.load_pointer(f.at(element, 8)), f.load_pointer(f.at(element, 16))
         length, at = f.load(64, f.at(element, 24), 8), f.load(64, f.at(element, 32), 8)
         replicas = f.load_pointer(f.at(element, 40))
-        many, one = f.new_block("many"), f.new_block("one")
-        f.branch_if(f.compare("eq", replicas, NULL), one, many)
-        f.start(one)
-        port = f.trunc(f.load(64, f.at(element, 56), 8), 32)
-        f.call(self.egress, [scope.context, phv, frame, length, at, port])
-        f.branch(head)
-        f.start(many)
+        with f.when(f.compare("eq", replicas, NULL)):
+            port = f.trunc(f.load(64, f.at(element, 56), 8), 32)
+            f.call(self.egress, [scope.context, phv, frame, length, at, port])
+            f.branch(head)
         count = f.load(64, f.at(element, 48), 8)
         f.call(self.replicate, [scope.context, phv, frame, length, at, replicas, count])
         f.branch(head)
@@ -648,13 +604,12 @@ class TrafficWriter:
         stamp = f.and_(now, i64(TIMESTAMP_MASK))
         self._set(scope, "intrinsic_metadata.ingress_global_timestamp", stamp)
         f.call(self.ingress, [context, phv, frame, length])
-        head, body, done = f.new_block("head"), f.new_block("again"), f.new_block("done")
+        head, done = f.new_block("head"), f.new_block("done")
         f.branch(head)
         f.start(head)
         f.call(self.drain, [context])
         element = f.load_pointer(scope.word("ingress_first"))
-        f.branch_if(f.compare("eq", element, NULL), done, body)
-        f.start(body)
+        f.leave_if(f.compare("eq", element, NULL), done)
         f.store(f.load_pointer(element), scope.word("ingress_first"), 8)
         f.fill(phv, 0, self.layout.bytes)
         f.copy(phv, f.at(element, _INGRESS_BYTES), self.kept_bytes)
@@ -671,7 +626,7 @@ class TrafficWriter:
         what is behind it is free: a packet that goes round and round needs room for one frame."""
         f = scope.f
         moved = f.variable(64)
-        start = f.raw("i64", f"ptrtoint {frame} to i64")
+        start = f.address(frame)
         f.store(start, moved, 8)
         others = f.compare("ne", f.load_pointer(scope.word("ingress_first")), NULL)
         with f.when(f.not_(f.or_(others, self._waiting(scope)))):
@@ -679,13 +634,10 @@ class TrafficWriter:
             arena = f.load(64, scope.word("arena"), 8)
             size = f.load(64, scope.word("arena_end"), 8)
             with f.when(f.compare("ult", f.sub(start, arena), size)):
-                base = f.load_pointer(scope.word("arena"))
-                move = "llvm.memmove.p0.p0.i64"
-                f.module.declare(move, "void {}(ptr, ptr, i64, i1)")
-                f.effect(f"call void @{move}({base}, {frame}, {length}, i1 false)")
+                f.move(f.load_pointer(scope.word("arena")), frame, length)
                 f.store(f.and_(f.add(length, i64(127)), i64(-64)), scope.word("arena_at"), 8)
                 f.store(arena, moved, 8)
-        return f.raw("ptr", f"inttoptr i64 {f.load(64, moved, 8).text} to ptr")
+        return f.pointer(f.load(64, moved, 8))
 
     def _process_guarded(self, process: Function) -> None:
         """`process` for callers without a loop: the epoch moves on here, and rests afterwards."""

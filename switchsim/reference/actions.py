@@ -184,7 +184,7 @@ class Actions:
         if isinstance(target, ir.LastField):
             wrap = self.wrap(ir.FieldRef(target.headers[0], target.field))
             slots = [layout.slot(ir.FieldRef(h, target.field)) for h in target.headers]
-            next_slot = self.expressions.next_slot(target.stack)
+            next_slot = self.layout.stack_next[target.stack]
 
             def store_last(p: Phv, a: Arguments, value: int) -> None:
                 n = p[next_slot]
@@ -325,8 +325,8 @@ class Actions:
 
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> Step:
         to, from_ = self.program.stack_elements(target), self.program.stack_elements(source)
-        to_next = self.expressions.next_slot(target)
-        from_next = self.expressions.next_slot(source)
+        to_next = self.layout.stack_next[target]
+        from_next = self.layout.stack_next[source]
 
         def assign(p: Phv, a: Arguments) -> None:
             p[to_next] = min(p[from_next], len(to))
@@ -343,7 +343,7 @@ class Actions:
             for element in self.program.stack_elements(stack)
         ]
         size = len(blocks)
-        next_slot = self.expressions.next_slot(stack)
+        next_slot = self.layout.stack_next[stack]
 
         def move(p: Phv, to: int, from_: int) -> None:
             for (start, end), (other, other_end) in zip(blocks[to], blocks[from_], strict=True):

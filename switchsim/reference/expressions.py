@@ -130,10 +130,10 @@ class Expressions:
                 b = self.boolean(condition)
                 return lambda p, a: 1 if b(p, a) else 0
             case ir.LastIndex(stack_expr):
-                slot = self.next_slot(stack_expr)
+                slot = layout.stack_next[stack_expr]
                 return lambda p, a: p[slot] - 1
             case ir.StackSize(stack_expr):
-                slot = self.next_slot(stack_expr)
+                slot = layout.stack_next[stack_expr]
                 return lambda p, a: p[slot]
             case ir.ChooseData(condition, if_true, if_false):
                 b, x, y = self.boolean(condition), self.data(if_true), self.data(if_false)
@@ -176,7 +176,7 @@ class Expressions:
         return load
 
     def _last_field(self, e: ir.LastField) -> Data:
-        next_slot = self.next_slot(e.stack)
+        next_slot = self.layout.stack_next[e.stack]
         slots = [self.layout.slot(ir.FieldRef(h, e.field)) for h in e.headers]
 
         def last(p: Phv, a: Arguments) -> int:
@@ -199,11 +199,6 @@ class Expressions:
         """The slot of field number `field` in every header (meaningful where there is one)."""
         layout = self.layout
         return layout.valid if field == ir.VALID else [n + field for n in layout.first_field]
-
-    def next_slot(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return self.layout.stack_next[stack.stack]
-        return self.layout.union_stack_next[stack.union_stack]
 
     # --- booleans ---------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ class Parser:
             if self.layout.signed(part):
                 return lambda p, frame, at: p[slot] & mask
             return lambda p, frame, at: p[slot]
-        next_slot = self.expressions.next_slot(part.stack)
+        next_slot = self.layout.stack_next[part.stack]
         last, empty = self.expressions.data(part), self.errors.stack_out_of_bounds
 
         def last_field(p: Phv, frame: bytes, at: int) -> int:
@@ -182,7 +182,7 @@ class Parser:
                     return self._extract(header)
                 return self._extract_varbit(header, self.expressions.data(varbit_bits), max_bytes)
             case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
-                next_slot = self.expressions.next_slot(stack)
+                next_slot = self.layout.stack_next[stack]
                 return self._extract_next(headers, next_slot, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 return self._set(target, value)

@@ -67,10 +67,8 @@ class Layout:
                 self.end[number] = at
             if metadata:
                 self.metadata_end = at
-        self.stack_next = [at + n for n in range(len(program.stacks))]
-        at += len(program.stacks)
-        self.union_stack_next = [at + n for n in range(len(program.union_stacks))]
-        at += len(program.union_stacks)
+        self.stack_next = {stack: at + n for n, stack in enumerate(program.all_stacks())}
+        at += len(self.stack_next)
         self.size = at
         self.siblings: list[tuple[int, ...]] = [
             ()
