@@ -37,11 +37,7 @@ from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeServi
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from kvcast.switchsim.ports.drops import DropLog
 from kvcast.switchsim.ports.in_process import InProcessPort
-from kvcast.switchsim.ports.port import (
-    Port,
-    PortError,
-    PortOptions,
-)
+from kvcast.switchsim.ports.port import Port, PortError, PortOptions
 from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")

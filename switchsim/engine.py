@@ -9,8 +9,8 @@ An engine opens nothing and reads no clock: `process` takes the present time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from kvcast.switchsim.control_plane.externs import CounterArray, MeterArray, RegisterArray
 from kvcast.switchsim.control_plane.switch import CloneSession, Digest, SwitchStats
@@ -66,9 +66,6 @@ class Engine(Protocol):
 
     def take_digests(self) -> list[Digest]:
         """All digests since the last call, oldest first."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """What is loaded, for status displays."""
 
     # --- the data plane ---------------------------------------------------------------------
 

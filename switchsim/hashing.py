@@ -8,6 +8,7 @@ purpose: BMv2 has no algorithm of the first name, and needs a key set by Thrift 
 from __future__ import annotations
 
 import binascii
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import TypeAlias
@@ -131,14 +132,8 @@ ROUND_ROBIN_MEMORY = 65536
 
 
 def _round_robin() -> Algorithm:
-    calls = 0
-
-    def next_number(_data: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        return calls - 1
-
-    return next_number
+    numbers = itertools.count()
+    return lambda _data: next(numbers)
 
 
 def _round_robin_consistent() -> Algorithm:

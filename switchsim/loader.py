@@ -32,7 +32,7 @@ _ARITHMETIC = {
 }  # fmt: skip
 _ORDER = {"<", ">", "<=", ">="}
 
-_INTRINSIC = (
+INTRINSIC = (
     "standard_metadata.ingress_port",
     "standard_metadata.egress_spec",
     "standard_metadata.egress_port",
@@ -51,7 +51,7 @@ _INTRINSIC = (
     "queueing_metadata.deq_qdepth",
     "queueing_metadata.qid",
 )
-_REQUIRED = _INTRINSIC[:5]
+_REQUIRED = INTRINSIC[:5]
 
 
 def load(source: bytes | str, name: str = "program") -> ir.Program:
@@ -114,6 +114,10 @@ def _items(value: Json, where: str) -> Sequence[Json]:
     if not isinstance(value, list):
         raise ProgramError(f"{where}: a JSON array is expected")
     return value
+
+
+def _elements(item: Json, key: str, numbers: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(numbers[i] for i in _items(item[key], _name(item)))
 
 
 def _index(names: Sequence[str], what: str) -> dict[str, int]:
@@ -232,10 +236,9 @@ class _Loader:
         unions: list[ir.HeaderUnion] = []
         id_to_union: dict[int, int] = {}
         for item in self.section("header_unions"):
-            members = tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item)))
+            members = _elements(item, "header_ids", id_to_header)
             id_to_union[item["id"]] = len(unions)
-            for header in members:
-                union_of[header] = len(unions)
+            union_of |= dict.fromkeys(members, len(unions))
             unions.append(ir.HeaderUnion(_name(item), union_types[item["union_type"]], members))
         self.unions = tuple(unions)
         self.union_index = _index([u.name for u in unions], "header union")
@@ -253,18 +256,12 @@ class _Loader:
         self.field_index = [_index([f.name for f in h.fields], "field") for h in headers]
 
         self.stacks = tuple(
-            ir.HeaderStack(
-                _name(item),
-                tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item))),
-            )
+            ir.HeaderStack(_name(item), _elements(item, "header_ids", id_to_header))
             for item in self.section("header_stacks")
         )
         self.stack_index = _index([s.name for s in self.stacks], "header stack")
         self.union_stacks = tuple(
-            ir.HeaderUnionStack(
-                _name(item),
-                tuple(id_to_union[i] for i in _items(item["header_union_ids"], _name(item))),
-            )
+            ir.HeaderUnionStack(_name(item), _elements(item, "header_union_ids", id_to_union))
             for item in self.section("header_union_stacks")
         )
         self.union_stack_index = _index([s.name for s in self.union_stacks], "union stack")
@@ -322,13 +319,13 @@ class _Loader:
 
     def aliases(self) -> None:
         found: dict[str, ir.FieldRef] = {}
-        for name in _INTRINSIC:
+        for name in INTRINSIC:
             header, field = name.split(".")
             number = self.header_index.get(header)
             if number is not None and field in self.field_index[number]:
                 found[name] = ir.FieldRef(number, self.field_index[number][field])
         for alias in self.section("field_aliases"):
-            if alias[0] in _INTRINSIC:
+            if alias[0] in INTRINSIC:
                 found[alias[0]] = self.field(alias[1], "field_aliases")
         for name in _REQUIRED:
             if name not in found:

@@ -7,6 +7,9 @@ either engine works. The numbers follow behavioral-model's simple_switch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, repeat
+
 from kvcast.switchsim.ir import Program, ProgramError
 
 MAX_PASSES = 4096
@@ -82,3 +85,9 @@ def format_pieces(text: str) -> list[str]:
             current += text[at]
             at += 1
     return [*pieces, current]
+
+
+def filled(pieces: Sequence[str], values: Sequence[str]) -> str:
+    """The pieces with the values between them, {} where one is missing."""
+    between = chain(values, repeat("{}"))
+    return pieces[0] + "".join(f"{next(between)}{piece}" for piece in pieces[1:])

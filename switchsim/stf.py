@@ -26,9 +26,9 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.externs import ExternError, Rate
@@ -148,12 +148,6 @@ def _integer(text: str) -> int:
 # --- a scenario -------------------------------------------------------------------------------
 
 
-@dataclass
-class _Expected:
-    frames: list[str | None] = field(default_factory=list)
-    """Hexadecimal with `*` for any digit and `$` for "ends here"; None: any frame."""
-
-
 class Scenario:
     """One run of one STF file on a switch that has its program loaded."""
 
@@ -161,7 +155,8 @@ class Scenario:
         self.switch = switch
         self.now_us = 0
         self.sent: dict[int, list[bytes]] = defaultdict(list)
-        self.expected: dict[int, _Expected] = {}
+        self.expected: dict[int, list[str | None]] = defaultdict(list)
+        """By port: hexadecimal with `*` for any digit and `$` for "ends here"; None: any frame."""
         self.nodes: dict[int, list[tuple[int, int]]] = {}
         self.groups: dict[int, list[int]] = {}
         self.entries: dict[str, tuple[Table, int]] = {}
@@ -223,8 +218,7 @@ class Scenario:
     def expect(self, line: _Line) -> None:
         words = line.text.split()[1:]
         data = "".join(words[1:]).upper()
-        expected = self.expected.setdefault(int(words[0]), _Expected())
-        expected.frames.append(data or None)
+        self.expected[int(words[0])].append(data or None)
 
     def wait(self, line: _Line) -> None:
         self.now_us += 1_000_000
@@ -233,7 +227,7 @@ class Scenario:
         problems: list[str] = []
         for port in sorted(self.sent.keys() | self.expected.keys()):
             frames = self.sent.get(port, [])
-            expected = self.expected.get(port, _Expected()).frames
+            expected = self.expected.get(port, [])
             if expected and None in expected:
                 if not frames:
                     problems.append(f"port {port}: no frame came, some were expected")
@@ -548,13 +542,8 @@ def find_scenarios(path: Path) -> list[Path]:
 
 def summary(reports: Sequence[Report]) -> dict[str, object]:
     counts = Counter(r.outcome for r in reports)
-    return {
-        "passed": counts["passed"],
-        "failed": counts["failed"],
-        "refused": counts["refused"],
-        "wrong": counts["wrong"],
-        "scenarios": [{"name": r.name, "outcome": r.outcome, "reason": r.reason} for r in reports],
-    }
+    outcomes = {outcome: counts[outcome] for outcome in get_args(Outcome)}
+    return {**outcomes, "scenarios": [asdict(r) for r in reports]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

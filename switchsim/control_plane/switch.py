@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvcast.switchsim.control_plane.externs import CounterArray, MeterArray, RegisterArray
 from kvcast.switchsim.control_plane.tables import Profile, Table
@@ -143,30 +142,6 @@ class ControlPlane:
         if session not in self.clone_sessions:
             raise ReplicationError(f"there is no clone session {session}")
         del self.clone_sessions[session]
-
-    def describe(self) -> Mapping[str, Any]:
-        """What is loaded, for status displays."""
-        program = self.program
-        if program is None:
-            return {"program": None}
-        return {
-            "program": program.name,
-            "version": ".".join(str(v) for v in program.version),
-            "tables": {
-                t.name: {"match": t.spec.match, "size": t.size, "entries": len(t)}
-                for t in self.tables.values()
-                if t.spec.key
-            },
-            "registers": {r.name: [len(r), r.width] for r in self.registers.values()},
-            "counters": {c.name: len(c) for c in self.counters.values()},
-            "meters": {m.name: len(m) for m in self.meters.values()},
-            "action_profiles": {
-                a.name: {"size": a.size, "members": len(a.members), "groups": len(a.groups)}
-                for a in self.action_profiles.values()
-            },
-            "multicast_groups": len(self.multicast_groups),
-            "clone_sessions": len(self.clone_sessions),
-        }
 
 
 def _replicas(replicas: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

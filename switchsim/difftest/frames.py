@@ -9,13 +9,7 @@ import random
 from collections.abc import Sequence
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.ir import (
-    Exact,
-    Lpm,
-    Program,
-    Range,
-    Ternary,
-)
+from kvcast.switchsim.ir import Exact, Lpm, Program, Range, Ternary
 
 MAX_FRAME = 9216
 PORTS = 10

@@ -16,11 +16,7 @@ from kvcast.switchsim import ir
 from kvcast.switchsim.codegen.writer import TRUE, Block, Function, Module, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
-from kvcast.switchsim.llvm.layout import (
-    REG_CHECKSUM_ERROR,
-    REG_PARSER_ERROR,
-    REG_TRUNCATE,
-)
+from kvcast.switchsim.llvm.layout import REG_CHECKSUM_ERROR, REG_PARSER_ERROR, REG_TRUNCATE
 from kvcast.switchsim.llvm.scope import Number, Scope, Shared, round_bits
 from kvcast.switchsim.semantics import MAX_STATES, Errors
 

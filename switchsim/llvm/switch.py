@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from kvcast.switchsim.codegen.jit import Library, default_cache, load
+from kvcast.switchsim.codegen.subset import ctypes_of, size_of
 from kvcast.switchsim.codegen.writer import Module
 from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest, SwitchStats
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
@@ -89,8 +90,9 @@ class _Code:
 def _engine_version() -> str:
     """Changes whenever the sources do that decide on the code."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256((package / "ir.py").read_bytes())
-    digest.update((package / "semantics.py").read_bytes())
+    digest = hashlib.sha256()
+    for name in ("ir.py", "semantics.py", "hashing.py"):
+        digest.update((package / name).read_bytes())
     for folder in ("codegen", "llvm"):
         for source in sorted((package / folder).glob("*.py")):
             digest.update(source.read_bytes())
@@ -207,7 +209,7 @@ class _Instance:
     def outbox(self) -> tuple[Region, Region]:
         """Bytes and descriptors, for callers without a loop."""
         if self._outbox is None:
-            self._outbox = Region(OUTBOX_BYTES), Region(OUTBOX_FRAMES * ctypes.sizeof(Desc))
+            self._outbox = Region(OUTBOX_BYTES), Region(OUTBOX_FRAMES * size_of(Desc))
         return self._outbox
 
     def word(self, name: str) -> int:
@@ -414,18 +416,16 @@ class CompiledSwitch(ControlPlane):
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
         instance = self._instance
         if instance is None:
-            self._stats.frames_in += 1
-            self._stats.bytes_in += len(frame)
             self._stats.dropped_no_program += 1
-            return []
-        if len(frame) > MAX_FRAME_BYTES:
+        elif len(frame) > MAX_FRAME_BYTES:
+            self._stats.dropped_abandoned += 1
+        if instance is None or len(frame) > MAX_FRAME_BYTES:
             self._stats.frames_in += 1
             self._stats.bytes_in += len(frame)
-            self._stats.dropped_abandoned += 1
             return []
         instance.write_log()
         data, descs = instance.outbox
-        out = Outbox(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
+        out = ctypes_of(Outbox)(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
         self._calls += 1
         count = instance.process(
             instance.context.address,

@@ -21,12 +21,7 @@ from functools import partial
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.codegen.writer import NULL, TRUE, Block, Function, Module, Value, i64, integer
-from kvcast.switchsim.llvm.layout import (
-    NATIVE_BITS,
-    RecordLayout,
-    container_bits,
-    stored_bytes,
-)
+from kvcast.switchsim.llvm.layout import NATIVE_BITS, RecordLayout, container_bits, stored_bytes
 from kvcast.switchsim.llvm.scope import Scope
 
 DELETED = 0xFFFFFFFF

@@ -15,8 +15,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.counters import LoopCounters
-from kvcast.switchsim.loop.runner import NativeEntry, NativeLoop
+from kvcast.switchsim.loop.runner import NativeLoop
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
@@ -127,13 +128,8 @@ class NativePacketLoop:
     @property
     def counters(self) -> LoopCounters:
         counts = self._native.counters
-        return LoopCounters(
-            processed=counts["processed"],
-            emitted=counts["emitted"],
-            no_such_port=counts["no_such_port"],
-            slices=counts["slices"],
-            busy_us=counts["busy_us"],
-        )
+        del counts["no_program"]
+        return LoopCounters(**counts)
 
     @property
     def no_program(self) -> int:

@@ -14,14 +14,7 @@ loop is not woken for each; when they left is reckoned without it.
 
 from __future__ import annotations
 
-from kvcast.switchsim.codegen.subset import (
-    U64,
-    address_of,
-    copy,
-    native,
-    size_of,
-    unsigned,
-)
+from kvcast.switchsim.codegen.subset import U64, address_of, copy, native, size_of, unsigned
 from kvcast.switchsim.loop.linux import (
     EAGAIN,
     ECONNREFUSED,

@@ -24,6 +24,7 @@ from kvcast.switchsim.codegen.subset import (
     u32_at,
     unsigned,
 )
+from kvcast.switchsim.llvm.abi import Outbox
 from kvcast.switchsim.loop.egress import flush, lost, transmit
 from kvcast.switchsim.loop.linux import (
     EAGAIN,
@@ -63,7 +64,6 @@ from kvcast.switchsim.loop.state import (
     PORT_NUMBERS,
     RECEIVE_BATCH,
     Loop,
-    Outbox,
     Port,
 )
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES

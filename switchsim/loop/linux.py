@@ -8,17 +8,7 @@ from __future__ import annotations
 
 import platform
 
-from kvcast.switchsim.codegen.subset import (
-    I32,
-    I64,
-    U16,
-    U32,
-    U64,
-    Ptr,
-    Struct,
-    external,
-    native,
-)
+from kvcast.switchsim.codegen.subset import I32, I64, U16, U32, U64, Ptr, Struct, external, native
 
 # errno.h
 EINTR = 4

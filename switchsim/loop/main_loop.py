@@ -27,12 +27,7 @@ from kvcast.switchsim.codegen.subset import (
     u64_at,
     unsigned,
 )
-from kvcast.switchsim.loop.egress import (
-    discard_queues,
-    flush,
-    next_release,
-    release_all,
-)
+from kvcast.switchsim.loop.egress import flush, next_release, release_all
 from kvcast.switchsim.loop.ingress import accept, receive
 from kvcast.switchsim.loop.linux import (
     CLOCK_MONOTONIC,
@@ -45,13 +40,7 @@ from kvcast.switchsim.loop.linux import (
     write,
 )
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop
-from kvcast.switchsim.loop.state import (
-    NEVER,
-    PORT_NUMBERS,
-    RECEIVE_BATCH,
-    Loop,
-    Record,
-)
+from kvcast.switchsim.loop.state import NEVER, PORT_NUMBERS, RECEIVE_BATCH, Loop, Record
 
 WAKE = 0xFFFF_FFFF
 TIMER = 0xFFFF_FFFE
@@ -247,9 +236,3 @@ def run_virtual(loop: Loop, until_ns: U64, stop_at_output: U64) -> bool:
         loop.now_ns = until_ns
     sleep_epoch(loop)
     return done
-
-
-@native
-def close_loop(loop: Loop) -> None:
-    """Free what waits. The loop does not run any more."""
-    discard_queues(loop)

@@ -22,14 +22,14 @@ Specification: P4Runtime 1.4, "P4 Entity Messages".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from finsy.proto import p4r
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
-    already_exists,
     invalid_argument,
     not_found,
     out_of_range,
@@ -41,9 +41,10 @@ from kvcast.switchsim.p4runtime.state import (
     Undo,
     check_counter_data,
     check_index,
-    copy_meter,
+    copied,
     counter_data,
     engine_errors,
+    present,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
@@ -55,6 +56,8 @@ MAX_GROUP_ID = 32767  # PI reserves the ids above for its clone sessions
 MAX_PORT = 511  # bit<9>
 MAX_INSTANCE = 0xFFFF
 MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
+
+_Array = TypeVar("_Array", CounterSchema, MeterSchema, RegisterSchema)
 
 
 class EntityStore:
@@ -194,18 +197,13 @@ class EntityStore:
 
     # --- indirect counters --------------------------------------------------------------------
 
-    def _counter(self, counter_id: int) -> CounterSchema:
-        counter = self._schema.counters.get(counter_id)
-        if counter is None:
-            if counter_id in self._schema.direct_counters:
-                raise invalid_argument(f"{counter_id} is a direct counter")
-            raise invalid_argument(f"no counter {counter_id}")
-        return counter
+    def _counters(self, number: int, *, one: bool = False) -> list[CounterSchema]:
+        schema = self._schema
+        return _arrays("counter", number, schema.counters, schema.direct_counters, one=one)
 
     def _write_counter(self, kind: int, message: p4r.CounterEntry) -> Undo:
-        counter = self._counter(message.counter_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("counters can only be modified")
+        counter = self._counters(message.counter_id, one=True)[0]
+        _only_modify(kind, "counters")
         indices = self._indices(counter.name, message, counter.size)
         array = self._switch.counters[counter.name]
         before = [(index, *array.read(index)) for index in indices]
@@ -221,12 +219,7 @@ class EntityStore:
         return undo
 
     def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.Entity]:
-        counters = (
-            [self._counter(wanted.counter_id)]
-            if wanted.counter_id
-            else list(self._schema.counters.values())
-        )
-        for counter in counters:
+        for counter in self._counters(wanted.counter_id):
             array = self._switch.counters[counter.name]
             for index in self._read_indices(counter.name, wanted, counter.size):
                 entry = p4r.CounterEntry(
@@ -253,22 +246,16 @@ class EntityStore:
 
     # --- indirect meters ----------------------------------------------------------------------
 
-    def _meter(self, meter_id: int) -> MeterSchema:
-        meter = self._schema.meters.get(meter_id)
-        if meter is None:
-            if meter_id in self._schema.direct_meters:
-                raise invalid_argument(f"{meter_id} is a direct meter")
-            raise invalid_argument(f"no meter {meter_id}")
-        return meter
+    def _meters_of(self, number: int, *, one: bool = False) -> list[MeterSchema]:
+        return _arrays("meter", number, self._schema.meters, self._schema.direct_meters, one=one)
 
     def _write_meter(self, kind: int, message: p4r.MeterEntry) -> Undo:
-        meter = self._meter(message.meter_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("meters can only be modified")
+        meter = self._meters_of(message.meter_id, one=True)[0]
+        _only_modify(kind, "meters")
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         indices = self._indices(meter.name, message, meter.size)
-        config = copy_meter(message.config) if message.HasField("config") else None
+        config = copied(message.config) if message.HasField("config") else None
         if config is not None:
             rates_of(config)
         before = [(index, self._meters.get((meter.id, index))) for index in indices]
@@ -292,12 +279,7 @@ class EntityStore:
                 self._meters[meter.id, index] = config
 
     def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.Entity]:
-        meters = (
-            [self._meter(wanted.meter_id)]
-            if wanted.meter_id
-            else list(self._schema.meters.values())
-        )
-        for meter in meters:
+        for meter in self._meters_of(wanted.meter_id):
             for index in self._read_indices(meter.name, wanted, meter.size):
                 entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
                 config = self._meters.get((meter.id, index))
@@ -307,21 +289,14 @@ class EntityStore:
 
     # --- registers ----------------------------------------------------------------------------
 
-    def _register(self, register_id: int) -> RegisterSchema:
-        register = self._schema.registers.get(register_id)
-        if register is None:
-            raise invalid_argument(f"no register {register_id}")
-        return register
-
-    def _refuse_registers(self) -> None:
+    def _registers(self, number: int, *, one: bool = False) -> list[RegisterSchema]:
         if self._strict:
             raise unimplemented("registers are not implemented (strict)")
+        return _arrays("register", number, self._schema.registers, one=one)
 
     def _write_register(self, kind: int, message: p4r.RegisterEntry) -> Undo:
-        self._refuse_registers()
-        register = self._register(message.register_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("registers can only be modified")
+        register = self._registers(message.register_id, one=True)[0]
+        _only_modify(kind, "registers")
         which = message.data.WhichOneof("data")
         if which != "bitstring":
             raise invalid_argument(f"{register.name} holds bitstrings, not {which or 'nothing'}")
@@ -339,13 +314,7 @@ class EntityStore:
         return undo
 
     def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.Entity]:
-        self._refuse_registers()
-        registers = (
-            [self._register(wanted.register_id)]
-            if wanted.register_id
-            else list(self._schema.registers.values())
-        )
-        for register in registers:
+        for register in self._registers(wanted.register_id):
             array = self._switch.registers[register.name]
             for index in self._read_indices(register.name, wanted, register.size):
                 entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
@@ -368,19 +337,14 @@ class EntityStore:
             raise invalid_argument("0 is not a multicast group")
         if number > MAX_GROUP_ID:
             raise out_of_range(f"multicast group {number} is above {MAX_GROUP_ID}")
-        known = self._groups.get(number)
-        if kind == p4r.Update.INSERT and known is not None:
-            raise already_exists(f"multicast group {number} exists")
-        if kind != p4r.Update.INSERT and known is None:
-            raise not_found(f"no multicast group {number}")
+        what = f"multicast group {number}"
+        known = present(kind, self._groups.get(number), f"{what} exists", f"no {what}")
         if kind == p4r.Update.DELETE:
             self._set_group(number, None)
         else:
             if message.metadata and self._strict:
                 raise unimplemented("metadata of multicast groups is not implemented (strict)")
-            kept = p4r.MulticastGroupEntry()
-            kept.CopyFrom(message)
-            self._set_group(number, kept)
+            self._set_group(number, copied(message))
         return lambda: self._set_group(number, known)
 
     def _set_group(self, number: int, message: p4r.MulticastGroupEntry | None) -> None:
@@ -396,11 +360,8 @@ class EntityStore:
         number = message.session_id
         if not 1 <= number <= MAX_GROUP_ID:
             raise invalid_argument(f"clone sessions are 1 to {MAX_GROUP_ID}, not {number}")
-        known = self._sessions.get(number)
-        if kind == p4r.Update.INSERT and known is not None:
-            raise already_exists(f"clone session {number} exists")
-        if kind != p4r.Update.INSERT and known is None:
-            raise not_found(f"no clone session {number}")
+        what = f"clone session {number}"
+        known = present(kind, self._sessions.get(number), f"{what} exists", f"no {what}")
         if kind == p4r.Update.DELETE:
             self._set_session(number, None)
         else:
@@ -413,9 +374,7 @@ class EntityStore:
                     f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, "
                     f"not {message.packet_length_bytes}"
                 )
-            kept = p4r.CloneSessionEntry()
-            kept.CopyFrom(message)
-            self._set_session(number, kept)
+            self._set_session(number, copied(message))
         return lambda: self._set_session(number, known)
 
     def _set_session(self, number: int, message: p4r.CloneSessionEntry | None) -> None:
@@ -450,18 +409,17 @@ class EntityStore:
         number = message.digest_id
         if number not in self._schema.digests:
             raise not_found(f"no digest {number}")
-        known = self.digests.get(number)
         config = message.config
         if config.max_timeout_ns < 0 or config.max_list_size < 0 or config.ack_timeout_ns < 0:
             raise invalid_argument("a digest's timeouts and sizes cannot be negative")
         new = DigestConfig(config.max_timeout_ns, config.max_list_size, config.ack_timeout_ns)
-        if kind == p4r.Update.INSERT:
-            if known is not None:
-                raise already_exists(f"digest {number} is configured")
+        what = f"digest {number}"
+        known = present(
+            kind, self.digests.get(number), f"{what} is configured", f"{what} is not configured"
+        )
+        if known is None:
             self.digests[number] = DigestBuffer(new)
             return lambda: self._restore_digest(number, None)
-        if known is None:
-            raise not_found(f"digest {number} is not configured")
         before = known.config
         if kind == p4r.Update.MODIFY:
             known.config = new
@@ -480,16 +438,9 @@ class EntityStore:
             raise unimplemented("reading all digests is not implemented (strict)")
         if wanted.digest_id and wanted.digest_id not in self._schema.digests:
             raise not_found(f"no digest {wanted.digest_id}")
-        for number, buffer in _wanted(
-            {number: (number, buffer) for number, buffer in self.digests.items()},
-            wanted.digest_id,
-            "configuration of digest",
-        ):
-            entry = p4r.DigestEntry(digest_id=number)
-            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
-            entry.config.max_list_size = buffer.config.max_list_size
-            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
-            yield p4r.Entity(digest_entry=entry)
+        pairs = {number: (number, buffer) for number, buffer in self.digests.items()}
+        for number, buffer in _wanted(pairs, wanted.digest_id, "configuration of digest"):
+            yield _digest_entity(number, buffer)
 
     # --- ageing -------------------------------------------------------------------------------
 
@@ -522,11 +473,7 @@ class EntityStore:
             for entity in self._read_replication(request):
                 yield p4r.Update(type=p4r.Update.INSERT, entity=entity)
         for number, buffer in self.digests.items():
-            entry = p4r.DigestEntry(digest_id=number)
-            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
-            entry.config.max_list_size = buffer.config.max_list_size
-            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
-            yield p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(digest_entry=entry))
+            yield p4r.Update(type=p4r.Update.INSERT, entity=_digest_entity(number, buffer))
 
     def adopt_registers(self, old: EntityStore) -> None:
         """Copy the cells of every register of `old`, or say which one does not fit."""
@@ -538,6 +485,34 @@ class EntityStore:
                 raise invalid_argument(f"state cannot be preserved: register {name}")
             for index in range(len(source)):
                 target.write(index, source.read(index))
+
+
+def _digest_entity(number: int, buffer: DigestBuffer) -> p4r.Entity:
+    config = p4r.DigestEntry.Config(**asdict(buffer.config))
+    return p4r.Entity(digest_entry=p4r.DigestEntry(digest_id=number, config=config))
+
+
+def _only_modify(kind: int, what: str) -> None:
+    if kind != p4r.Update.MODIFY:
+        raise invalid_argument(f"{what} can only be modified")
+
+
+def _arrays(
+    what: str,
+    number: int,
+    known: Mapping[int, _Array],
+    direct: Container[int] = (),
+    *,
+    one: bool,
+) -> list[_Array]:
+    """The arrays that an id means: 0 is all of them, where there need not be `one`."""
+    if number == 0 and not one:
+        return list(known.values())
+    if number in known:
+        return [known[number]]
+    if number in direct:
+        raise invalid_argument(f"{number} is a direct {what}")
+    raise invalid_argument(f"no {what} {number}")
 
 
 def _wanted(known: Mapping[int, Any], number: int, what: str) -> list[Any]:

@@ -18,11 +18,7 @@ from finsy.proto import p4d, p4i, p4t
 from kvcast.switchsim import ir
 from kvcast.switchsim.p4runtime.errors import P4RuntimeError, invalid_argument, unimplemented
 from kvcast.switchsim.p4runtime.packetio import PACKET_IN, PACKET_OUT, ControllerHeader
-from kvcast.switchsim.p4runtime.values import (
-    PRIORITY_KINDS,
-    MatchKind,
-    encode_bytes,
-)
+from kvcast.switchsim.p4runtime.values import PRIORITY_KINDS, MatchKind, encode_bytes
 
 _Array = TypeVar("_Array", ir.CounterArray, ir.MeterArray, ir.RegisterArray)
 

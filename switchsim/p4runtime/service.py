@@ -47,6 +47,7 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.schema import Schema, build_schema
+from kvcast.switchsim.p4runtime.state import copied
 from kvcast.switchsim.p4runtime.tls import admit
 
 log = logging.getLogger("kvcast.switchsim.p4runtime.service")
@@ -470,19 +471,13 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         schema = build_schema(config.p4info, program)
         switch = self._new_switch()
         switch.load(program)
-        p4info = p4i.P4Info()
-        p4info.CopyFrom(config.p4info)
-        cookie = None
-        if config.HasField("cookie"):
-            cookie = p4r.ForwardingPipelineConfig.Cookie()
-            cookie.CopyFrom(config.cookie)
         return Pipeline(
             switch=switch,
             schema=schema,
             store=EntityStore(schema, switch, strict=self.strict, now_us=self._now_us),
-            p4info=p4info,
+            p4info=copied(config.p4info),
             device_config=config.p4_device_config,
-            cookie=cookie,
+            cookie=copied(config.cookie) if config.HasField("cookie") else None,
         )
 
     async def _set_pipeline(self, request: _SetRequest) -> None:

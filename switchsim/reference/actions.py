@@ -32,7 +32,13 @@ from kvcast.switchsim.reference.phv import (
     Phv,
     to_signed,
 )
-from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK, format_pieces
+from kvcast.switchsim.semantics import (
+    CLONE_REQUESTED,
+    MAX_STEPS,
+    SESSION_MASK,
+    filled,
+    format_pieces,
+)
 
 log = logging.getLogger("kvcast.switchsim.ir")
 
@@ -480,60 +486,54 @@ class Actions:
 
         return hash_
 
-    def _execute_meter(self, array: int, index: Data, store: Setter) -> Step:
-        meter = self.meters[array]
-        assert meter is not None, "the loader lets no direct meter be executed by index"
-        faults, size = self.faults, len(meter)
+    def _in_range(self, index: Data, size: int, run: Setter) -> Step:
+        """Run with the index if it is one, else count the fault."""
+        faults = self.faults
 
-        def execute(p: Phv, a: Arguments) -> None:
+        def step(p: Phv, a: Arguments) -> None:
             i = index(p, a) & _U32
             if i < size:
-                store(p, a, meter.execute(i, p[INGRESS_LENGTH], p[NOW_US]))
+                run(p, a, i)
             else:
                 faults.index_out_of_range += 1
 
-        return execute
+        return step
+
+    def _execute_meter(self, array: int, index: Data, store: Setter) -> Step:
+        meter = self.meters[array]
+        assert meter is not None, "the loader lets no direct meter be executed by index"
+
+        def execute(p: Phv, a: Arguments, i: int) -> None:
+            store(p, a, meter.execute(i, p[INGRESS_LENGTH], p[NOW_US]))
+
+        return self._in_range(index, len(meter), execute)
 
     def _count(self, array: int, index: Data) -> Step:
         counter = self.counters[array]
         assert counter is not None, "the loader lets no direct counter be counted by index"
-        packets, bytes_, size, faults = counter.packets, counter.bytes, len(counter), self.faults
+        packets, bytes_ = counter.packets, counter.bytes
 
-        def count(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                packets[i] += 1
-                bytes_[i] += p[INGRESS_LENGTH]
-            else:
-                faults.index_out_of_range += 1
+        def count(p: Phv, a: Arguments, i: int) -> None:
+            packets[i] += 1
+            bytes_[i] += p[INGRESS_LENGTH]
 
-        return count
+        return self._in_range(index, len(counter), count)
 
     def _register_read(self, array: int, index: Data, store: Setter) -> Step:
-        cells, faults = self.registers[array].cells, self.faults
-        size = len(cells)
+        cells = self.registers[array].cells
 
-        def read(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                store(p, a, cells[i])
-            else:
-                faults.index_out_of_range += 1
+        def read(p: Phv, a: Arguments, i: int) -> None:
+            store(p, a, cells[i])
 
-        return read
+        return self._in_range(index, len(cells), read)
 
     def _register_write(self, array: int, index: Data, value: Data) -> Step:
-        register, faults = self.registers[array], self.faults
-        cells, mask, size = register.cells, register.mask, len(register)
+        cells, mask = self.registers[array].cells, self.registers[array].mask
 
-        def write(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                cells[i] = value(p, a) & mask
-            else:
-                faults.index_out_of_range += 1
+        def write(p: Phv, a: Arguments, i: int) -> None:
+            cells[i] = value(p, a) & mask
 
-        return write
+        return self._in_range(index, len(cells), write)
 
     def _random(self, store: Setter, low: Data, high: Data) -> Step:
         rng = self.rng
@@ -628,12 +628,7 @@ def _log_message(text: str, arguments: Sequence[Data]) -> Step:
     def log_message(p: Phv, a: Arguments) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        values = [str(x(p, a)) for x in arguments]
-        out = [pieces[0]]
-        for n, piece in enumerate(pieces[1:]):
-            out.append(values[n] if n < len(values) else "{}")
-            out.append(piece)
-        log.info("%s", "".join(out))
+        log.info("%s", filled(pieces, [str(x(p, a)) for x in arguments]))
 
     return log_message
 

@@ -30,7 +30,6 @@ from kvcast.switchsim.semantics import MAX_STATES, Errors
 # An operation takes the PHV, the frame and the position, and gives the new position.
 Op: TypeAlias = Callable[[Phv, bytes, int], int]
 KeyOf: TypeAlias = Callable[[Phv, bytes, int], int]
-Extractor: TypeAlias = Callable[[Phv, bytes, int], int]
 Emitter: TypeAlias = Callable[[Phv], bytes]
 
 WIDE_BYTES = 64

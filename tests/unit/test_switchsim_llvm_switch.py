@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvcast.p4 import artefact
 from kvcast.switchsim import loader
+from kvcast.switchsim.codegen.subset import ctypes_of, size_of
 from kvcast.switchsim.control_plane.switch import SwitchStats
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm, Program, ProgramError, UnsupportedConstruct
@@ -51,8 +53,8 @@ class Caller:
         self.entry = switch.native_entry
         self.process = PROCESS(self.entry.process)
         self.bytes = ctypes.create_string_buffer(capacity)
-        self.descs = (Desc * frames)()
-        self.out = Outbox(
+        self.descs: Any = (ctypes_of(Desc) * frames)()
+        self.out: Any = ctypes_of(Outbox)(
             ctypes.addressof(self.bytes), capacity, 0, ctypes.addressof(self.descs), frames, 0, 0
         )
 
@@ -72,7 +74,7 @@ class Caller:
 
 
 def test_outbox_structures_have_the_sizes_of_the_interface() -> None:
-    assert (ctypes.sizeof(Desc), ctypes.sizeof(Outbox)) == (24, 48)
+    assert (size_of(Desc), size_of(Outbox)) == (24, 48)
 
 
 def test_frames_are_appended_at_multiples_of_eight_one_call_after_another() -> None:
@@ -189,7 +191,8 @@ def test_program_that_cannot_be_compiled_leaves_the_present_one(tmp_path: Path) 
     switch = loaded("forwarding")
     with pytest.raises(UnsupportedConstruct, match="round_robin_consistent"):
         switch.load(refused)
-    assert switch.describe()["program"] == program("forwarding").name
+    assert switch.program is not None
+    assert switch.program.name == program("forwarding").name
     switch.process(1, bytes(60), 0)
     assert switch.stats.frames_in == 1
 
