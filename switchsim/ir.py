@@ -12,7 +12,7 @@ width of a field only when it is stored there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, dataclass_transform
 
 VALID = -1
@@ -32,7 +32,7 @@ class UnsupportedConstruct(ProgramError):  # noqa: N818 - the name says what it 
         self.where = where
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Record:
     """Makes each class below a frozen dataclass."""
 
@@ -793,6 +793,11 @@ class Program(Record):
 
     def width(self, ref: FieldRef) -> int:
         return 1 if ref.field == VALID else self.headers[ref.header].fields[ref.field].width
+
+    def siblings(self, header: int) -> tuple[int, ...]:
+        """The other headers of its union."""
+        union = self.headers[header].union
+        return () if union is None else tuple(h for h in self.unions[union].headers if h != header)
 
     def all_stacks(self) -> list[StackExpr]:
         unions = [UnionStackOf(n) for n in range(len(self.union_stacks))]

@@ -63,6 +63,18 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
+_COMMANDS = {
+    "add", "remove", "packet", "expect", "wait", "check_counter", "mirroring_add",
+    "mirroring_add_mc", "mirroring_delete", "mc_mgrp_create", "mc_node_create", "mc_node_update",
+    "mc_node_associate", "counter_write", "register_write", "register_reset", "meter_set_rates",
+    "meter_array_set_rates", "setdefault",
+}  # fmt: skip
+"""Each is a method of `Scenario`."""
+_WITHOUT_EFFECT = {
+    "no_packet", "mirroring_get", "counter_read", "register_read", "meter_get_rates",
+}  # fmt: skip
+
+
 class StfError(ValueError):
     """The scenario is not one: bad syntax, or a name that the program does not have."""
 
@@ -162,32 +174,6 @@ class Scenario:
         self.entries: dict[str, tuple[Table, int]] = {}
         """Entries that the scenario gave a name: `add ... = NAME`."""
         self.problems: list[str] = []
-        self._commands: dict[str, Callable[[_Line], None]] = {
-            "add": self.add,
-            "remove": self.remove,
-            "setdefault": self.set_default,
-            "packet": self.packet,
-            "expect": self.expect,
-            "no_packet": lambda line: None,
-            "wait": self.wait,
-            "check_counter": self.check_counter,
-            "mirroring_add": self.mirroring_add,
-            "mirroring_add_mc": self.mirroring_add_mc,
-            "mirroring_delete": self.mirroring_delete,
-            "mirroring_get": lambda line: None,
-            "mc_mgrp_create": self.mc_mgrp_create,
-            "mc_node_create": self.mc_node_create,
-            "mc_node_update": self.mc_node_update,
-            "mc_node_associate": self.mc_node_associate,
-            "counter_read": lambda line: None,
-            "counter_write": self.counter_write,
-            "register_read": lambda line: None,
-            "register_write": self.register_write,
-            "register_reset": self.register_reset,
-            "meter_get_rates": lambda line: None,
-            "meter_set_rates": self.meter_set_rates,
-            "meter_array_set_rates": self.meter_array_set_rates,
-        }
 
     def run(self, text: str) -> list[str]:
         """Carry out the scenario; gives what was wrong, in words."""
@@ -196,10 +182,11 @@ class Scenario:
             if not stripped:
                 continue
             line = _Line(number, stripped)
-            command = self._commands.get(line.take().lower())
-            if command is None:
+            command = line.take().lower()
+            if command in _COMMANDS:
+                getattr(self, command)(line)
+            elif command not in _WITHOUT_EFFECT:
                 raise StfError(f"line {number}: no such command: {stripped}")
-            command(line)
         return self.problems + self.compare()
 
     # --- frames -----------------------------------------------------------------------------
@@ -284,7 +271,7 @@ class Scenario:
             if not table.is_const:
                 table.clear()
 
-    def set_default(self, line: _Line) -> None:
+    def setdefault(self, line: _Line) -> None:
         table = self.table(line.qualified_name())
         table.set_default(*self.action(table, line))
 

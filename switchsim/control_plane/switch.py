@@ -122,11 +122,13 @@ class ControlPlane:
         if not 1 <= group <= MAX_GROUP:
             raise ReplicationError(f"multicast group {group} is not in 1..{MAX_GROUP}")
         self.multicast_groups[group] = _replicas(replicas)
+        self._group_changed(group)
 
     def delete_multicast_group(self, group: int) -> None:
         if group not in self.multicast_groups:
             raise ReplicationError(f"there is no multicast group {group}")
         del self.multicast_groups[group]
+        self._group_changed(group)
 
     def set_clone_session(
         self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
@@ -137,11 +139,19 @@ class ControlPlane:
         if packet_length_bytes < 0:
             raise ReplicationError(f"a clone cannot have {packet_length_bytes} bytes")
         self.clone_sessions[session] = CloneSession(tuple(_replicas(replicas)), packet_length_bytes)
+        self._session_changed(session)
 
     def delete_clone_session(self, session: int) -> None:
         if session not in self.clone_sessions:
             raise ReplicationError(f"there is no clone session {session}")
         del self.clone_sessions[session]
+        self._session_changed(session)
+
+    def _group_changed(self, group: int) -> None:
+        """For an engine that keeps groups elsewhere, too."""
+
+    def _session_changed(self, session: int) -> None:
+        """For an engine that keeps sessions elsewhere, too."""
 
 
 def _replicas(replicas: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from functools import partial
 from kvcast.switchsim import ir
 from kvcast.switchsim.codegen.writer import NULL, Block, Value, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
+from kvcast.switchsim.llvm.conditions import Numbered
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.externs import Runtime
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Hashes, Packer
@@ -215,12 +216,11 @@ class Actions:
                     (number + 1, self.layout.places[h][field]) for number, h in enumerate(headers)
                 ]
             case ir.ElementField(header, field):
-                number = self.expressions.header(header)
+                number, candidates = self.expressions.header(header)
                 if isinstance(number, int):
                     if number < 0:
                         return integer(32, -1), []
                     return self.layout.places[number][field]
-                candidates = self.expressions.candidates(header)
                 return number, [(h, self.layout.places[h][field]) for h in candidates]
 
     def _store_one_of(
@@ -260,13 +260,11 @@ class Actions:
         self.scope.set_valid(header, True)
 
     def _each_header(self, header: ir.HeaderExpr, run: Callable[[int], None]) -> None:
-        e = self.expressions
-        self._each(e.header(header), e.candidates(header), run)
+        self._each(self.expressions.header(header), run)
 
-    def _each(
-        self, number: int | Value, candidates: Sequence[int], run: Callable[[int], None]
-    ) -> None:
+    def _each(self, which: Numbered, run: Callable[[int], None]) -> None:
         """Run for what the number says, if it is known only later for each candidate."""
+        number, candidates = which
         if isinstance(number, int):
             if number >= 0:
                 run(number)
@@ -318,14 +316,13 @@ class Actions:
 
     def _assign_header(self, target: ir.HeaderExpr, source: ir.HeaderExpr) -> None:
         def to(h: int) -> None:
-            number = self.expressions.header(source)
+            number, candidates = self.expressions.header(source)
             if isinstance(number, int):
                 if number >= 0:
                     self._copy_header(h, number)
                 elif not self.program.headers[h].metadata:
                     self.scope.set_valid(h, False)
                 return
-            candidates = self.expressions.candidates(source)
             for g in self.f.cases(number, [(g, g) for g in (*candidates, -1)]):
                 if g >= 0:
                     self._copy_header(h, g)
@@ -336,18 +333,13 @@ class Actions:
 
     def _assign_union(self, target: ir.UnionExpr, source: ir.UnionExpr) -> None:
         unions = self.program.unions
-        ex = self.expressions
 
         def copy(u: int, v: int) -> None:
             for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
                 self._copy_header(h, g)
 
-        from_, others = ex.union(source), ex.union_candidates(source)
-        self._each(
-            ex.union(target),
-            ex.union_candidates(target),
-            lambda u: self._each(from_, others, partial(copy, u)),
-        )
+        to, from_ = self.expressions.union(target), self.expressions.union(source)
+        self._each(to, lambda u: self._each(from_, partial(copy, u)))
 
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> None:
         f = self.f

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from kvcast.switchsim import ir
 from kvcast.switchsim.codegen.writer import FALSE, TRUE, Block, Function, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm.conditions import Conditions
+from kvcast.switchsim.llvm.conditions import Conditions, Numbered
 from kvcast.switchsim.llvm.layout import (
     NATIVE_BITS,
     Place,
@@ -366,10 +366,10 @@ class Expressions:
         return self.f.load(32, self.scope.slot(self.layout.stack_next[stack]), 4)
 
     def _element(self, header: ir.HeaderExpr, field: int) -> Number:
-        number = self.header(header)
+        number, candidates = self.header(header)
         if isinstance(number, int):
             return self._field(ir.FieldRef(number, field)) if number >= 0 else self.constant(0)
-        return self.one_of(number, [(h, h) for h in self.candidates(header)], field)
+        return self.one_of(number, [(h, h) for h in candidates], field)
 
     def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number:
         """The field of the header that belongs to the value; 0 if there is none."""
@@ -456,29 +456,32 @@ class Expressions:
 
     # --- headers ----------------------------------------------------------------------------
 
-    def header(self, e: ir.HeaderExpr) -> int | Value:
-        """Number of the header if it is known now (-1: none), else an i32 (-1: none)."""
+    def header(self, e: ir.HeaderExpr) -> Numbered:
         match e:
             case ir.HeaderOf(number):
-                return number
+                return number, (number,)
             case ir.StackElement(stack, index):
-                return self._indexed(self.program.stacks[stack].headers, index)
+                headers = self.program.stacks[stack].headers
+                return self._indexed(headers, index), headers
             case ir.UnionMember(union, member):
-                at = self.union(union)
+                at, candidates = self.union(union)
                 members = [
                     u.headers[member] if member < len(u.headers) else -1
                     for u in self.program.unions
                 ]
+                known = tuple(members[u] for u in candidates if members[u] >= 0)
                 if isinstance(at, int):
-                    return members[at] if at >= 0 else -1
-                return self._lookup(members, self.f.compare("sge", at, integer(32, 0)), at)
+                    return members[at] if at >= 0 else -1, known
+                there = self.f.compare("sge", at, integer(32, 0))
+                return self._lookup(members, there, at), known
 
-    def union(self, e: ir.UnionExpr) -> int | Value:
+    def union(self, e: ir.UnionExpr) -> Numbered:
         match e:
             case ir.UnionOf(number):
-                return number
+                return number, (number,)
             case ir.UnionStackElement(stack, index):
-                return self._indexed(self.program.union_stacks[stack].unions, index)
+                unions = self.program.union_stacks[stack].unions
+                return self._indexed(unions, index), unions
 
     def _indexed(self, elements: Sequence[int], index: ir.DataExpr) -> int | Value:
         number = self.exact(index)
@@ -493,23 +496,6 @@ class Expressions:
         safe = f.zext(f.select(good, index, integer(32, 0)), 64)
         found = f.load(32, f.at(table, f.shl(safe, 2)), 4)
         return f.select(good, found, integer(32, -1))
-
-    def candidates(self, e: ir.HeaderExpr) -> tuple[int, ...]:
-        match e:
-            case ir.HeaderOf(number):
-                return (number,)
-            case ir.StackElement(stack, _):
-                return self.program.stacks[stack].headers
-            case ir.UnionMember(union, member):
-                unions = [self.program.unions[u] for u in self.union_candidates(union)]
-                return tuple(u.headers[member] for u in unions if member < len(u.headers))
-
-    def union_candidates(self, e: ir.UnionExpr) -> tuple[int, ...]:
-        match e:
-            case ir.UnionOf(number):
-                return (number,)
-            case ir.UnionStackElement(stack, _):
-                return self.program.union_stacks[stack].unions
 
 
 _RING: dict[str, Callable[[Function, Value, Value], Value]] = {

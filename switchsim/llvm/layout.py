@@ -164,11 +164,8 @@ class PhvLayout:
         self.bytes = align(at + 32, 64)
         if self.bytes > MAX_PHV_BYTES:
             raise UnsupportedConstruct(f"headers of {self.bytes} bytes", "headers")
-        self.siblings: list[tuple[int, ...]] = [
-            ()
-            if h.union is None
-            else tuple(self.valid[o] for o in program.unions[h.union].headers if o != n)
-            for n, h in enumerate(headers)
+        self.siblings = [
+            tuple(self.valid[other] for other in program.siblings(n)) for n in range(len(headers))
         ]
 
     def place(self, ref: ir.FieldRef) -> Place:

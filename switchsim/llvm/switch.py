@@ -25,7 +25,7 @@ from pathlib import Path
 from kvcast.switchsim.codegen.jit import Library, default_cache, load
 from kvcast.switchsim.codegen.subset import ctypes_of, size_of
 from kvcast.switchsim.codegen.writer import Module
-from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest, SwitchStats
+from kvcast.switchsim.control_plane.switch import ControlPlane, Digest, SwitchStats
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm.actions import Toolbox
@@ -126,12 +126,15 @@ def compile_program(
     for number in range(len(program.action_profiles)):
         for part in ("records", "slots", "groups"):
             context.add(f"profile.{number}.{part}")
+    learn_widths = {
+        item.id: tuple(phv.place(r).width for r in item.fields) for item in program.learn_lists
+    }
     shared = Shared(program, phv, context, checked, drop_port)
 
     def text(triple: str, layout: str) -> str:
         module = Module()
         tools = Toolbox(Hashes(module), Runtime(module))
-        TrafficWriter(module, shared, tools, plan, digest_queue_size).write()
+        TrafficWriter(module, shared, tools, plan, digest_queue_size, learn_widths).write()
         write_table_functions(module)
         return module.text(triple, layout)
 
@@ -143,9 +146,6 @@ def compile_program(
         raise UnsupportedConstruct(
             f"code that LLVM does not take: {error}", program.name
         ) from error
-    learn_widths = {
-        item.id: tuple(phv.place(r).width for r in item.fields) for item in program.learn_lists
-    }
     return _Code(plan, phv, context, library, learn_widths)
 
 
@@ -352,28 +352,14 @@ class CompiledSwitch(ControlPlane):
             raise ProgramError("no program is loaded")
         return self._instance
 
-    def set_multicast_group(self, group: int, replicas: Sequence[tuple[int, int]]) -> None:
-        super().set_multicast_group(group, replicas)
+    def _group_changed(self, group: int) -> None:
         instance = self._loaded()
-        instance.set_replicas(instance.groups, group, 0, self.multicast_groups[group])
+        instance.set_replicas(instance.groups, group, 0, self.multicast_groups.get(group))
 
-    def delete_multicast_group(self, group: int) -> None:
-        super().delete_multicast_group(group)
-        instance = self._loaded()
-        instance.set_replicas(instance.groups, group, 0, None)
-
-    def set_clone_session(
-        self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
-    ) -> None:
-        super().set_clone_session(session, replicas, packet_length_bytes)
-        instance = self._loaded()
-        made: CloneSession = self.clone_sessions[session]
-        instance.set_replicas(instance.sessions, session, made.packet_length_bytes, made.replicas)
-
-    def delete_clone_session(self, session: int) -> None:
-        super().delete_clone_session(session)
-        instance = self._loaded()
-        instance.set_replicas(instance.sessions, session, 0, None)
+    def _session_changed(self, session: int) -> None:
+        instance, made = self._loaded(), self.clone_sessions.get(session)
+        length, replicas = (made.packet_length_bytes, made.replicas) if made else (0, None)
+        instance.set_replicas(instance.sessions, session, length, replicas)
 
     def take_digests(self) -> list[Digest]:
         instance, program = self._instance, self.program

@@ -86,7 +86,13 @@ def digest_slot_bytes(widths: dict[int, tuple[int, ...]]) -> int:
 
 class TrafficWriter:
     def __init__(
-        self, module: Module, shared: Shared, tools: Toolbox, plan: ProgramPlan, digest_queue: int
+        self,
+        module: Module,
+        shared: Shared,
+        tools: Toolbox,
+        plan: ProgramPlan,
+        digest_queue: int,
+        learn_widths: dict[int, tuple[int, ...]],
     ) -> None:
         self.module = module
         self.shared = shared
@@ -95,6 +101,7 @@ class TrafficWriter:
         self.program = shared.program
         self.layout = shared.layout
         self.digest_queue = digest_queue
+        self.learn_widths = learn_widths
         lists = self.program.field_lists
         headers = self.program.headers
         metadata_only = all(headers[r.header].metadata for fl in lists for r in fl.fields)
@@ -372,21 +379,18 @@ class TrafficWriter:
         f.start(none)
         f.ret()
         f.start(some)
-        widths = {
-            n: tuple(self.layout.place(r).width for r in item.fields) for n, item in lists.items()
-        }
         head = f.load(64, scope.word("digests"), 8)
         tail = f.acquire(64, scope.word("digest_tail"))
         full = f.compare("uge", f.sub(head, tail), i64(self.digest_queue))
         self._leave_if(scope, full, "digests_overflowed")
         scope.count("digests")
         slots = 1 << max(0, self.digest_queue - 1).bit_length()
-        size = digest_slot_bytes(widths)
+        size = digest_slot_bytes(self.learn_widths)
         ring = f.load_pointer(scope.word("digest_ring"))
         slot = f.at(ring, f.mul(f.and_(head, i64(slots - 1)), i64(size)))
         f.store(number, slot, 4)
         for item in f.cases(number, lists.items()):
-            offsets, _ = digest_offsets(widths[item.id])
+            offsets, _ = digest_offsets(self.learn_widths[item.id])
             for ref, offset in zip(item.fields, offsets, strict=True):
                 place = self.layout.place(ref)
                 if place.width == 0:

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from finsy.proto import p4r
+from google.protobuf.message import Message
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
@@ -44,6 +45,8 @@ from kvcast.switchsim.p4runtime.state import (
     copied,
     counter_data,
     engine_errors,
+    entity_of,
+    inserting,
     present,
     rates_of,
 )
@@ -90,10 +93,10 @@ class EntityStore:
             "register_entry": self._write_register,
             "digest_entry": self._write_digest,
         }
-        self._readers: Mapping[str, Callable[[Any], Iterator[p4r.Entity]]] = {
+        self._readers: Mapping[str, Callable[[Any], Iterator[Message]]] = {
             "table_entry": self._read_tables,
-            "action_profile_member": self._read_members,
-            "action_profile_group": self._read_groups,
+            "action_profile_member": self.profiles.read_members,
+            "action_profile_group": self.profiles.read_groups,
             "counter_entry": self._read_counters,
             "direct_counter_entry": self._read_direct_counters,
             "meter_entry": self._read_meters,
@@ -126,7 +129,8 @@ class EntityStore:
             reader = self._readers.get(which)
             if reader is None:
                 raise unimplemented(f"reading {which}")
-            yield from reader(getattr(entity, which))
+            for message in reader(getattr(entity, which)):
+                yield entity_of(which, message)
 
     # --- tables -------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class EntityStore:
     def _write_table(self, kind: int, message: p4r.TableEntry) -> Undo:
         return self._table(message.table_id).write(kind, message)
 
-    def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.Entity]:
+    def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.TableEntry]:
         if self._strict and (
             wanted.HasField("action")
             or wanted.metadata
@@ -150,8 +154,7 @@ class EntityStore:
         if wanted.table_id == 0 and wanted.match:
             raise invalid_argument("a match needs a table id")
         for table in self._selected_tables(wanted.table_id):
-            for entry in table.read(wanted):
-                yield p4r.Entity(table_entry=entry)
+            yield from table.read(wanted)
 
     def _selected_tables(self, table_id: int) -> list[TableStore]:
         return [self._table(table_id)] if table_id else list(self.tables.values())
@@ -167,33 +170,21 @@ class EntityStore:
     def _write_direct_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
         return self._table(self._direct_table(message)).write_meter(kind, message)
 
-    def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[p4r.Entity]:
+    def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[Message]:
         table_id = self._direct_table(wanted)
         if table_id == 0 and self._strict:
             raise unimplemented("direct counters of all tables are not implemented (strict)")
         for table in self._selected_tables(table_id):
             if table_id or table.schema.counter is not None:
-                for entry in table.read_counters(wanted.table_entry):
-                    yield p4r.Entity(direct_counter_entry=entry)
+                yield from table.read_counters(wanted.table_entry)
 
-    def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[p4r.Entity]:
+    def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[Message]:
         table_id = self._direct_table(wanted)
         if table_id == 0 and self._strict:
             raise unimplemented("direct meters of all tables are not implemented (strict)")
         for table in self._selected_tables(table_id):
             if table_id or table.schema.has_meter:
-                for entry in table.read_meters(wanted.table_entry):
-                    yield p4r.Entity(direct_meter_entry=entry)
-
-    # --- action profiles ----------------------------------------------------------------------
-
-    def _read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.Entity]:
-        for member in self.profiles.read_members(wanted):
-            yield p4r.Entity(action_profile_member=member)
-
-    def _read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.Entity]:
-        for group in self.profiles.read_groups(wanted):
-            yield p4r.Entity(action_profile_group=group)
+                yield from table.read_meters(wanted.table_entry)
 
     # --- indirect counters --------------------------------------------------------------------
 
@@ -218,16 +209,15 @@ class EntityStore:
 
         return undo
 
-    def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.Entity]:
+    def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.CounterEntry]:
         for counter in self._counters(wanted.counter_id):
             array = self._switch.counters[counter.name]
             for index in self._read_indices(counter.name, wanted, counter.size):
-                entry = p4r.CounterEntry(
+                yield p4r.CounterEntry(
                     counter_id=counter.id,
                     index=p4r.Index(index=index),
                     data=counter_data(counter.units, *array.read(index)),
                 )
-                yield p4r.Entity(counter_entry=entry)
 
     def _indices(self, name: str, message: p4r.CounterEntry | p4r.MeterEntry, size: int) -> range:
         """The cells that a write means."""
@@ -278,14 +268,14 @@ class EntityStore:
                 array.configure(index, rates_of(config))
                 self._meters[meter.id, index] = config
 
-    def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.Entity]:
+    def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.MeterEntry]:
         for meter in self._meters_of(wanted.meter_id):
             for index in self._read_indices(meter.name, wanted, meter.size):
                 entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
                 config = self._meters.get((meter.id, index))
                 if config is not None:
                     entry.config.CopyFrom(config)
-                yield p4r.Entity(meter_entry=entry)
+                yield entry
 
     # --- registers ----------------------------------------------------------------------------
 
@@ -313,13 +303,13 @@ class EntityStore:
 
         return undo
 
-    def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.Entity]:
+    def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.RegisterEntry]:
         for register in self._registers(wanted.register_id):
             array = self._switch.registers[register.name]
             for index in self._read_indices(register.name, wanted, register.size):
                 entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
                 entry.data.bitstring = encode_bytes(array.read(index))
-                yield p4r.Entity(register_entry=entry)
+                yield entry
 
     # --- packet replication -------------------------------------------------------------------
 
@@ -388,18 +378,18 @@ class EntityStore:
                 )
                 self._sessions[number] = message
 
-    def _read_replication(self, wanted: p4r.PacketReplicationEngineEntry) -> Iterator[p4r.Entity]:
+    def _read_replication(
+        self, wanted: p4r.PacketReplicationEngineEntry
+    ) -> Iterator[p4r.PacketReplicationEngineEntry]:
         which = wanted.WhichOneof("type")
         if which == "multicast_group_entry":
             number = wanted.multicast_group_entry.multicast_group_id
             for group in _wanted(self._groups, number, "multicast group"):
-                entry = p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
-                yield p4r.Entity(packet_replication_engine_entry=entry)
+                yield p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
         elif which == "clone_session_entry":
             number = wanted.clone_session_entry.session_id
             for session in _wanted(self._sessions, number, "clone session"):
-                entry = p4r.PacketReplicationEngineEntry(clone_session_entry=session)
-                yield p4r.Entity(packet_replication_engine_entry=entry)
+                yield p4r.PacketReplicationEngineEntry(clone_session_entry=session)
         else:
             raise invalid_argument("packet_replication_engine_entry has no type")
 
@@ -433,14 +423,14 @@ class EntityStore:
         else:
             self.digests[number] = buffer
 
-    def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.Entity]:
+    def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.DigestEntry]:
         if wanted.digest_id == 0 and self._strict:
             raise unimplemented("reading all digests is not implemented (strict)")
         if wanted.digest_id and wanted.digest_id not in self._schema.digests:
             raise not_found(f"no digest {wanted.digest_id}")
         pairs = {number: (number, buffer) for number, buffer in self.digests.items()}
         for number, buffer in _wanted(pairs, wanted.digest_id, "configuration of digest"):
-            yield _digest_entity(number, buffer)
+            yield _digest_entry(number, buffer)
 
     # --- ageing -------------------------------------------------------------------------------
 
@@ -460,20 +450,22 @@ class EntityStore:
         yield from self.profiles.replay()
         for table in self.tables.values():
             yield from table.replay()
-        for entity in self._read_counters(p4r.CounterEntry()):
-            data = entity.counter_entry.data
-            if data.packet_count or data.byte_count:
-                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
-        for entity in self._read_meters(p4r.MeterEntry()):
-            if entity.meter_entry.HasField("config"):
-                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
+        arrays: list[tuple[str, Message]] = []
+        for counter in self._read_counters(p4r.CounterEntry()):
+            if counter.data.packet_count or counter.data.byte_count:
+                arrays.append(("counter_entry", counter))
+        for meter in self._read_meters(p4r.MeterEntry()):
+            if meter.HasField("config"):
+                arrays.append(("meter_entry", meter))
+        for which, message in arrays:
+            yield p4r.Update(type=p4r.Update.MODIFY, entity=entity_of(which, message))
         for wanted in ("multicast_group_entry", "clone_session_entry"):
             request = p4r.PacketReplicationEngineEntry()
             getattr(request, wanted).SetInParent()
-            for entity in self._read_replication(request):
-                yield p4r.Update(type=p4r.Update.INSERT, entity=entity)
+            for entry in self._read_replication(request):
+                yield inserting("packet_replication_engine_entry", entry)
         for number, buffer in self.digests.items():
-            yield p4r.Update(type=p4r.Update.INSERT, entity=_digest_entity(number, buffer))
+            yield inserting("digest_entry", _digest_entry(number, buffer))
 
     def adopt_registers(self, old: EntityStore) -> None:
         """Copy the cells of every register of `old`, or say which one does not fit."""
@@ -487,9 +479,9 @@ class EntityStore:
                 target.write(index, source.read(index))
 
 
-def _digest_entity(number: int, buffer: DigestBuffer) -> p4r.Entity:
+def _digest_entry(number: int, buffer: DigestBuffer) -> p4r.DigestEntry:
     config = p4r.DigestEntry.Config(**asdict(buffer.config))
-    return p4r.Entity(digest_entry=p4r.DigestEntry(digest_id=number, config=config))
+    return p4r.DigestEntry(digest_id=number, config=config)
 
 
 def _only_modify(kind: int, what: str) -> None:

@@ -13,7 +13,7 @@ Selector Programming". A profile is programmed one way or the other, never both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -30,7 +30,14 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.schema import ProfileSchema, Schema, TableSchema
-from kvcast.switchsim.p4runtime.state import Undo, copied, decode_arguments, engine_errors, present
+from kvcast.switchsim.p4runtime.state import (
+    Undo,
+    copied,
+    decode_arguments,
+    engine_errors,
+    inserting,
+    present,
+)
 from kvcast.switchsim.p4runtime.values import encode_bytes
 
 # Controllers' ids have 32 bits; the engine's ids of what a one-shot needs lie above.
@@ -274,12 +281,7 @@ class ProfileStore:
 
     def read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.ActionProfileMember]:
         for state in self._selected(wanted.action_profile_id):
-            if wanted.member_id:
-                member = state.members.get(wanted.member_id)
-                if member is not None:
-                    yield member
-            else:
-                yield from list(state.members.values())
+            yield from _chosen(state.members, wanted.member_id)
 
     # --- groups -------------------------------------------------------------------------------
 
@@ -330,23 +332,14 @@ class ProfileStore:
 
     def read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.ActionProfileGroup]:
         for state in self._selected(wanted.action_profile_id):
-            if wanted.group_id:
-                group = state.groups.get(wanted.group_id)
-                if group is not None:
-                    yield group
-            else:
-                yield from list(state.groups.values())
+            yield from _chosen(state.groups, wanted.group_id)
 
     def replay(self) -> Iterator[p4r.Update]:
         for state in self._states.values():
             for member in state.members.values():
-                yield p4r.Update(
-                    type=p4r.Update.INSERT, entity=p4r.Entity(action_profile_member=member)
-                )
+                yield inserting("action_profile_member", member)
             for group in state.groups.values():
-                yield p4r.Update(
-                    type=p4r.Update.INSERT, entity=p4r.Entity(action_profile_group=group)
-                )
+                yield inserting("action_profile_group", group)
 
     def _state(self, profile_id: int) -> _State:
         state = self._states.get(profile_id)
@@ -356,6 +349,11 @@ class ProfileStore:
 
     def _selected(self, profile_id: int) -> list[_State]:
         return [self._state(profile_id)] if profile_id else list(self._states.values())
+
+
+def _chosen(known: Mapping[int, _Known], number: int) -> list[_Known]:
+    """The one with this number, if there is one; 0 is all of them."""
+    return [one for n, one in known.items() if number in (0, n)]
 
 
 def _check_weight(weight: int) -> None:

@@ -11,7 +11,7 @@ Considerations".
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
 from finsy.proto import p4d, p4i, p4t
@@ -33,28 +33,23 @@ _JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSchema:
-    """One match field. `width` is the controller's, `target_width` the data plane's, in bits;
-    they differ only under @p4runtime_translation."""
+class ParamSchema(ir.Record):
+    """`width` is the controller's, `target_width` the data plane's, in bits; they differ only under
+    @p4runtime_translation."""
 
     id: int
     name: str
+    width: int
+    target_width: int
+
+
+class FieldSchema(ParamSchema):
+    """One match field."""
+
     kind: MatchKind
-    width: int
-    target_width: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParamSchema:
-    id: int
-    name: str
-    width: int
-    target_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ActionSchema:
+class ActionSchema(ir.Record):
     """An action as one table (or action profile) may use it.
 
     `index` is its number in the program: p4c may emit one P4 action several times.
@@ -68,14 +63,12 @@ class ActionSchema:
     as_default: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CounterUnits:
+class CounterUnits(ir.Record):
     packets: bool
     bytes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TableSchema:
+class TableSchema(ir.Record):
     id: int
     name: str
     fields: tuple[FieldSchema, ...]
@@ -90,8 +83,7 @@ class TableSchema:
     idle_timeout: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSchema:
+class ProfileSchema(ir.Record):
     """An action profile, or an action selector."""
 
     id: int
@@ -102,38 +94,33 @@ class ProfileSchema:
     actions: dict[int, ActionSchema]
 
 
-@dataclass(frozen=True, slots=True)
-class CounterSchema:
+class CounterSchema(ir.Record):
     id: int
     name: str
     size: int
     units: CounterUnits
 
 
-@dataclass(frozen=True, slots=True)
-class MeterSchema:
+class MeterSchema(ir.Record):
     id: int
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterSchema:
+class RegisterSchema(ir.Record):
     id: int
     name: str
     size: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class DigestSchema:
+class DigestSchema(ir.Record):
     id: int
     name: str
     data_type: DataType
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(ir.Record):
     """Everything of a pipeline that P4Runtime can name."""
 
     tables: dict[int, TableSchema] = field(default_factory=dict)
@@ -327,7 +314,7 @@ class _Builder:
         if key.match not in _JSON_KINDS[kind]:
             raise _misfit(f"{what} is {kind.value}, the program says {key.match}")
         width, target_width = self._widths(what, match.bitwidth, match.type_name.name, key.width)
-        return FieldSchema(match.id, match.name, kind, width, target_width)
+        return FieldSchema(match.id, match.name, width, target_width, kind)
 
     def _action(
         self, where: str, action_id: int, indices: Sequence[int], scope: int

@@ -106,6 +106,17 @@ def copied(message: _Message) -> _Message:
     return kept
 
 
+def entity_of(which: str, message: Message) -> p4r.Entity:
+    """An entity of the kind that `which` names."""
+    entity = p4r.Entity()
+    getattr(entity, which).CopyFrom(message)
+    return entity
+
+
+def inserting(which: str, message: Message) -> p4r.Update:
+    return p4r.Update(type=p4r.Update.INSERT, entity=entity_of(which, message))
+
+
 def present(kind: int, known: _Known | None, exists: str, missing: str) -> _Known | None:
     """What a write of this kind changes, None for what it inserts; an error with one of the two
     messages if that is there, or is not."""

@@ -13,7 +13,7 @@ Specification: P4Runtime 1.4, "TableEntry" and its subsections, "DirectCounterEn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
@@ -36,6 +36,7 @@ from kvcast.switchsim.p4runtime.state import (
     counter_data,
     decode_arguments,
     engine_errors,
+    inserting,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.values import (
@@ -257,9 +258,7 @@ class TableStore:
         """How to put a modified entry back."""
         entry = self.table.get(record.handle)
         action, packets, bytes_ = entry.action, entry.packets, entry.bytes
-        rates = entry.meter.rates
-        meter, metadata = record.meter, record.metadata
-        controller_metadata, timeout_ns = record.controller_metadata, record.idle_timeout_ns
+        rates, before = entry.meter.rates, replace(record)
         spec = None if record.pointer is None else record.pointer.spec()
 
         def undo() -> None:
@@ -271,9 +270,9 @@ class TableStore:
             entry.packets, entry.bytes = packets, bytes_
             if self.schema.has_meter:
                 self.table.configure_meter(record.handle, rates)
-            record.meter, record.metadata = meter, metadata
-            record.controller_metadata = controller_metadata
-            self._set_timeout(record, timeout_ns)
+            record.meter, record.metadata = before.meter, before.metadata
+            record.controller_metadata = before.controller_metadata
+            self._set_timeout(record, before.idle_timeout_ns)
 
         return undo
 
@@ -475,7 +474,7 @@ class TableStore:
         if self.schema.is_const:
             return
         for entry in self.read(wanted):
-            yield p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(table_entry=entry))
+            yield inserting("table_entry", entry)
         if self.schema.profile_id is None and not self.schema.const_default:
             default = self._default_message()
             default.is_const = False

@@ -70,15 +70,8 @@ class Layout:
         self.stack_next = {stack: at + n for n, stack in enumerate(program.all_stacks())}
         at += len(self.stack_next)
         self.size = at
-        self.siblings: list[tuple[int, ...]] = [
-            ()
-            if header.union is None
-            else tuple(
-                self.valid[other]
-                for other in program.unions[header.union].headers
-                if other != number
-            )
-            for number, header in enumerate(program.headers)
+        self.siblings = [
+            tuple(self.valid[other] for other in program.siblings(n)) for n in range(count)
         ]
         """Validity slots that setValid() of a union's member must clear."""
         self.empty: Phv = [0] * self.size
