@@ -390,28 +390,18 @@ class _Loader:
 
     def operator(self, j: dict[str, Json], where: str) -> ir.Expr:
         op, left, right = j["op"], j.get("left"), j.get("right")
-        operand = right if right is not None else left
         if op in _ARITHMETIC:
             return ir.Binary(op, self.data(left, where), self.data(right, where))
         if op in _ORDER:
             return ir.Compare(op, self.data(left, where), self.data(right, where))
+        if op in self.unary:
+            make, read = self.unary[op]
+            return make(read(right if right is not None else left, where))
         match op:
             case "==" | "!=":
                 return self.equality(op, self.expr(left, where), self.expr(right, where), where)
             case "and" | "or":
                 return ir.Logic(op, self.boolean(left, where), self.boolean(right, where))
-            case "not":
-                return ir.Not(self.boolean(operand, where))
-            case "~":
-                return ir.Invert(self.data(operand, where))
-            case "d2b":
-                return ir.DataToBool(self.data(operand, where))
-            case "b2d":
-                return ir.BoolToData(self.boolean(operand, where))
-            case "valid":
-                return ir.HeaderValid(self.header(operand, where))
-            case "valid_union":
-                return ir.UnionValid(self.union(operand, where))
             case "?":
                 condition = self.boolean(j.get("cond"), where)
                 yes, no = self.expr(left, where), self.expr(right, where)
@@ -430,10 +420,6 @@ class _Loader:
                 if not isinstance(stack, ir.UnionStackOf):
                     raise ProgramError(f"{where}: {op} of something else than a union stack")
                 return ir.UnionStackElement(stack.union_stack, self.data(right, where))
-            case "last_stack_index":
-                return ir.LastIndex(self.stack(operand, where))
-            case "size_stack":
-                return ir.StackSize(self.stack(operand, where))
             case "access_field":
                 header = self.header(left, where)
                 fields = self.headers[self.representative(header)].fields
@@ -449,6 +435,20 @@ class _Loader:
                 return ir.UnionMember(union, _integer(right, where, 0, len(members) - 1))
             case _:
                 raise UnsupportedConstruct(f"operator {op!r}", where)
+
+    @cached_property
+    def unary(self) -> Mapping[str, tuple[Callable[..., ir.Expr], _Reader]]:
+        """By operator: what it becomes, and how its operand is read."""
+        return {
+            "not": (ir.Not, self.boolean),
+            "~": (ir.Invert, self.data),
+            "d2b": (ir.DataToBool, self.data),
+            "b2d": (ir.BoolToData, self.boolean),
+            "valid": (ir.HeaderValid, self.header),
+            "valid_union": (ir.UnionValid, self.union),
+            "last_stack_index": (ir.LastIndex, self.stack),
+            "size_stack": (ir.StackSize, self.stack),
+        }
 
     def equality(self, op: str, left: ir.Expr, right: ir.Expr, where: str) -> ir.BoolExpr:
         result: ir.BoolExpr

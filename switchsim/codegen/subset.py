@@ -30,7 +30,7 @@ import ctypes
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Generic, NoReturn, ParamSpec, Self, TypeVar
@@ -847,24 +847,31 @@ high_product: _Intrinsic[[int, int], int] = _Intrinsic(_high_product)
 # --- the library ------------------------------------------------------------------------------
 
 
-def module_of(roots: Iterable[Callable[..., Any]]) -> Module:
-    """The IR of these functions and of all that they call."""
-    exported = list(roots)
-    needed = list(exported)
-    module = Module()
-    at = 0
-    while at < len(needed):
-        function = needed[at]
-        at += 1
+def compile_into(
+    module: Module, roots: Sequence[Callable[..., Any]], *, exported: bool
+) -> list[Function]:
+    """Add these functions to a module, and all that they call, each by its own name."""
+    needed = list(roots)
+    made: list[Function] = []
+    for function in needed:  # which grows
         how = getattr(function, "__native__", None)
         if how == "external":
             signature = _signature(function)
             kinds = ", ".join(_llvm_type(kind) for kind in signature.kinds)
             module.declare(function.__name__, f"{_llvm_type(signature.result)} {{}}({kinds})")
         elif how == "native":
-            _FunctionCompiler(module, function, needed, function in exported).compile()
+            compiler = _FunctionCompiler(module, function, needed, exported and function in roots)
+            compiler.compile()
+            made.append(compiler.f)
         else:
             raise NativeError(f"{function.__name__} is not a compiled function")
+    return made[: len(roots)]
+
+
+def module_of(roots: Sequence[Callable[..., Any]]) -> Module:
+    """The IR of these functions and of all that they call."""
+    module = Module()
+    compile_into(module, roots, exported=True)
     return module
 
 

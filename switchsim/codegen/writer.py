@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -31,17 +32,15 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """An SSA value or a constant; `bits` is 0 for what is not an integer."""
 
-    __slots__ = ("bits", "const", "text", "type")
-
-    def __init__(self, type_: str, text: str, bits: int = 0, const: int | None = None) -> None:
-        self.type = type_
-        self.text = text
-        self.bits = bits
-        self.const = const
-        """The number, 0 .. 2**bits - 1, of an integer constant."""
+    type: str
+    text: str
+    bits: int = 0
+    const: int | None = None
+    """The number, 0 .. 2**bits - 1, of an integer constant."""
 
     def __str__(self) -> str:
         return f"{self.type} {self.text}"
@@ -61,15 +60,13 @@ TRUE = Value("i1", "true", 1, 1)
 FALSE = Value("i1", "false", 1, 0)
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    __slots__ = ("label", "lines", "reached", "terminated")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.lines: list[str] = []
-        self.reached = False
-        """Something branches here."""
-        self.terminated = False
+    label: str
+    lines: list[str] = field(default_factory=list)
+    reached: bool = False
+    """Something branches here."""
+    terminated: bool = False
 
     def target(self) -> str:
         """As an operand of a branch."""

@@ -9,6 +9,7 @@ run time (an element of a stack) becomes a switch over all that it can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvcast.switchsim import ir
@@ -38,12 +39,12 @@ from kvcast.switchsim.llvm.scope import Number, Scope, round_bits
 from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK
 
 
+@dataclass(frozen=True, slots=True)
 class Toolbox:
     """What is made once for a module: hash algorithms and helpers."""
 
-    def __init__(self, hashes: Hashes, runtime: Runtime) -> None:
-        self.hashes = hashes
-        self.runtime = runtime
+    hashes: Hashes
+    runtime: Runtime
 
 
 class Actions:
@@ -536,14 +537,7 @@ class Actions:
                     f.fill(cell, 0, size - source.bytes)
                     f.copy(f.at(cell, size - source.bytes), source.pointer, source.bytes)
                     return
-            number = self.expressions.low(value, width)
-            number = f.resize(number, 8 * size)
-            if 8 * size > width:
-                number = f.and_(number, integer(8 * size, (1 << width) - 1))
-            if width > NATIVE_BITS:
-                f.store_network(number, cell, size)
-            else:
-                f.store(number, cell)
+            self.scope.store_stored(self.expressions.low(value, width), cell, width)
 
         self._in_range(index, spec.size, write)
 

@@ -159,11 +159,15 @@ class Expressions:
     def _local(self, index: int) -> Number:
         arguments = self.scope.arguments
         assert arguments is not None
-        width = arguments.widths[index]
+        width = arguments.layout.widths[index]
         if isinstance(arguments, ConstantArguments):
             value = arguments.values[index]
             return Number(integer(round_bits(max(1, width)), value), value, value)
-        pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+        pointer = self.f.at(arguments.pointer, arguments.layout.offsets[index])
+        return self._load_stored(pointer, width)
+
+    def _load_stored(self, pointer: Value, width: int) -> Number:
+        """A value of a record or a register (`layout.pack_value`)."""
         if width <= NATIVE_BITS:
             return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
         loaded = self.f.load_network(pointer, stored_bytes(width))
@@ -406,11 +410,7 @@ class Expressions:
         return f.at(base, f.mul(index, integer(64, size)))
 
     def load_cell(self, array: int, index: Value) -> Number:
-        width, pointer = self.program.registers[array].width, self.cell(array, index)
-        if width <= NATIVE_BITS:
-            return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
-        loaded = self.f.load_network(pointer, stored_bytes(width))
-        return Number(self.f.resize(loaded, round_bits(width)), 0, (1 << width) - 1)
+        return self._load_stored(self.cell(array, index), self.program.registers[array].width)
 
     def _register_load(self, array: int, index_expr: ir.DataExpr) -> Number:
         f, spec = self.f, self.program.registers[array]
@@ -443,13 +443,13 @@ class Expressions:
             case ir.Local(index):
                 arguments = self.scope.arguments
                 assert arguments is not None
-                width = arguments.widths[index]
+                width = arguments.layout.widths[index]
                 if width <= NATIVE_BITS:
                     return None
                 if isinstance(arguments, ConstantArguments):
                     pointer = self.f.module.constant(pack_value(arguments.values[index], width))
                 else:
-                    pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+                    pointer = self.f.at(arguments.pointer, arguments.layout.offsets[index])
                 return Bytes(pointer, stored_bytes(width), width)
             case _:
                 return None

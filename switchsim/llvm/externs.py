@@ -6,6 +6,7 @@ generator (MT19937 as `random.Random` uses it), so that both engines draw the sa
 
 from __future__ import annotations
 
+from kvcast.switchsim.codegen.subset import U32, U64, Ptr, compile_into, native
 from kvcast.switchsim.codegen.writer import NULL, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
@@ -82,44 +83,11 @@ class Runtime:
     def random(self, scope: Scope, low: Value, high: Value) -> Value:
         """A number in low .. high (64 bits, low <= high)."""
         if "random" not in self._made:
-            self._made["random"] = self._random(self._random_word())
+            (word,) = compile_into(self._module, [random_word], exported=False)
+            self._made["random"] = self._random(word)
         state = scope.f.load_pointer(scope.word("random"))
         arguments = [state, scope.word("random_at"), low, high]
         return scope.f.call(self._made["random"], arguments)
-
-    def _random_word(self) -> Function:
-        """genrand_uint32 of Matsumoto and Nishimura."""
-        f = self._module.function("random.word", "i32", [("ptr", "state"), ("ptr", "at")])
-        state, position = f.arguments
-        mag = 0x9908B0DF
-
-        def word(index: Value) -> Value:
-            return f.at(state, f.shl(index, 2))
-
-        with f.when(f.compare("uge", f.load(64, position, 8), i64(RANDOM_WORDS))):
-            with f.times(i64(RANDOM_WORDS)) as n:
-                following = f.add(n, i64(1))
-                last = f.compare("eq", following, i64(RANDOM_WORDS))
-                following = f.select(last, i64(0), following)
-                far = f.add(n, i64(397))
-                beyond = f.compare("uge", far, i64(RANDOM_WORDS))
-                far = f.select(beyond, f.sub(far, i64(RANDOM_WORDS)), far)
-                upper = f.and_(f.load(32, word(n), 4), integer(32, 0x80000000))
-                lower = f.and_(f.load(32, word(following), 4), integer(32, 0x7FFFFFFF))
-                y = f.or_(upper, lower)
-                odd = f.compare("ne", f.and_(y, integer(32, 1)), integer(32, 0))
-                twist = f.select(odd, integer(32, mag), integer(32, 0))
-                value = f.xor(f.xor(f.load(32, word(far), 4), f.lshr(y, 1)), twist)
-                f.store(value, word(n), 4)
-            f.store(i64(0), position, 8)
-        at = f.load(64, position, 8)
-        y = f.load(32, word(at), 4)
-        f.store(f.add(at, i64(1)), position, 8)
-        y = f.xor(y, f.lshr(y, 11))
-        y = f.xor(y, f.and_(f.shl(y, 7), integer(32, 0x9D2C5680)))
-        y = f.xor(y, f.and_(f.shl(y, 15), integer(32, 0xEFC60000)))
-        f.ret(f.xor(y, f.lshr(y, 18)))
-        return f
 
     def _random(self, word: Function) -> Function:
         """random.Random.randint: draw as many bits as the width has until they are below it."""
@@ -154,3 +122,20 @@ class Runtime:
         f.start(done)
         f.ret(f.add(low, f.trunc(value, 64)))
         return f
+
+
+@native
+def random_word(state: Ptr[U32], at: Ptr[U64]) -> U32:
+    """genrand_uint32 of Matsumoto and Nishimura."""
+    if at[0] >= RANDOM_WORDS:
+        for n in range(RANDOM_WORDS):
+            y = (state[n] & 0x80000000) | (state[(n + 1) % RANDOM_WORDS] & 0x7FFFFFFF)
+            twist = 0x9908B0DF if y & 1 else 0
+            state[n] = state[(n + 397) % RANDOM_WORDS] ^ (y >> 1) ^ twist
+        at[0] = 0
+    y = state[at[0]]
+    at[0] += 1
+    y ^= y >> 11
+    y ^= (y << 7) & 0x9D2C5680
+    y ^= (y << 15) & 0xEFC60000
+    return y ^ (y >> 18)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcast.switchsim import hashing, ir
+from kvcast.switchsim.codegen.subset import U32, U64, Ptr, compile_into, native
 from kvcast.switchsim.codegen.writer import TRUE, Function, Module, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
@@ -19,13 +20,11 @@ from kvcast.switchsim.llvm.scope import Scope
 SPARE_BYTES = 24
 """Behind the data: zero bytes for the algorithms, and room for writing in large units."""
 
-_PRIME = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
+_PRIME_1 = 0x9E3779B185EBCA87
+_PRIME_2 = 0xC2B2AE3D27D4EB4F
+_PRIME_3 = 0x165667B19E3779F9
+_PRIME_4 = 0x85EBCA77C2B2AE63
+_PRIME_5 = 0x27D4EB2F165667C5
 
 
 class Hashes:
@@ -42,13 +41,9 @@ class Hashes:
             "crc64_custom": (64, 0x1B, 0, 0),
         }
         self._writers: dict[str, Callable[[Function], None]] = {
-            "xxh64": _xxh64,
-            "bmv2_hash": _xxh64,
             "hash_ex": _hash_ex,
             "crcCCITT": lambda f: _plain_crc(f, 16, 0x1021, 0xFFFF),
             "crc8_custom": lambda f: _plain_crc(f, 8, 0x07, 0),
-            "cksum16": _csum16,
-            "csum16": _csum16,
             "identity": _identity,
             "xor16": lambda f: _xor(f, 2),
             "xor32": lambda f: _xor(f, 4),
@@ -57,6 +52,12 @@ class Hashes:
             self._writers[name] = _reflected_crc(width, polynomial, init, final)
 
     def algorithm(self, name: str, where: str) -> Function:
+        known = {"xxh64": xxh64, "bmv2_hash": xxh64, "cksum16": csum16, "csum16": csum16}.get(name)
+        if known is not None:
+            if known.__name__ not in self._made:
+                (function,) = compile_into(self._module, [known], exported=False)
+                self._made[known.__name__] = function
+            return self._made[known.__name__]
         if name not in self._made:
             write = self._writers.get(name)
             if write is None:
@@ -262,19 +263,17 @@ def _adjoin(a: _Piece, b: _Piece) -> bool:
 # --- algorithms ---------------------------------------------------------------------------------
 
 
-def _csum16(f: Function) -> None:
+@native
+def csum16(data: Ptr[U32], length: U64) -> U64:
     """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end."""
-    data, length = f.arguments
-    total = f.variable(64)
-    f.store(i64(0), total, 8)
-    with f.times(f.lshr(f.add(length, i64(3)), 2)) as n:
-        word = f.zext(f.load(32, f.at(data, f.shl(n, 2))), 64)
-        f.store(f.add(f.load(64, total, 8), word), total, 8)
-    value = f.load(64, total, 8)
-    for shift in (32, 16, 16, 16):
-        value = f.add(f.and_(value, i64((1 << shift) - 1)), f.lshr(value, shift))
-    swapped = f.bswap(f.trunc(value, 16))
-    f.ret(f.zext(f.not_(swapped), 64))
+    total = 0
+    for n in range((length + 3) // 4):
+        total += data[n]
+    total = (total & 0xFFFFFFFF) + (total >> 32)
+    for _ in range(3):
+        total = (total & 0xFFFF) + (total >> 16)
+    total ^= 0xFFFF
+    return (total & 0xFF) << 8 | total >> 8
 
 
 def _identity(f: Function) -> None:
@@ -350,61 +349,51 @@ def _table_crc(
     return f.load(64, crc, 8)
 
 
-def _xxh64(f: Function) -> None:
+@native
+def rotate(value: U64, by: U64) -> U64:
+    return (value << by) | (value >> (64 - by))
+
+
+@native
+def xxh_round(acc: U64, lane: U64) -> U64:
+    return rotate(acc + lane * _PRIME_2, 31) * _PRIME_1
+
+
+@native
+def xxh_merge(h: U64, acc: U64) -> U64:
+    return (h ^ xxh_round(0, acc)) * _PRIME_1 + _PRIME_4
+
+
+@native
+def xxh64(data: Ptr[U64], length: U64) -> U64:
     """XXH64 with seed 0."""
-    data, length = f.arguments
-    p1, p2, p3, p4, p5 = (i64(p) for p in _PRIME)
-
-    def rotate(value: Value, by: int) -> Value:
-        return f.or_(f.shl(value, by), f.lshr(value, 64 - by))
-
-    def round_(acc: Value, lane: Value) -> Value:
-        return f.mul(rotate(f.add(acc, f.mul(lane, p2)), 31), p1)
-
-    def merge(h: Value, acc: Value) -> Value:
-        return f.add(f.mul(f.xor(h, round_(i64(0), acc)), p1), p4)
-
-    result, at = f.variable(64), f.variable(64)
-    f.store(i64(0), at, 8)
-    f.store(p5, result, 8)
-    with f.when(f.compare("uge", length, i64(32))):
-        lanes = [f.variable(64) for _ in range(4)]
-        seeds = [_PRIME[0] + _PRIME[1], _PRIME[1], 0, -_PRIME[0]]
-        for lane, seed in zip(lanes, seeds, strict=True):
-            f.store(i64(seed), lane, 8)
-        stripes = f.lshr(length, 5)
-        with f.times(stripes) as n:
-            base = f.at(data, f.shl(n, 5))
-            for number, lane in enumerate(lanes):
-                word = f.load(64, f.at(base, 8 * number))
-                f.store(round_(f.load(64, lane, 8), word), lane, 8)
-        values = [f.load(64, lane, 8) for lane in lanes]
-        h = i64(0)
-        for value, by in zip(values, (1, 7, 12, 18), strict=True):
-            h = f.add(rotate(value, by), h)
-        for value in values:
-            h = merge(h, value)
-        f.store(h, result, 8)
-        f.store(f.shl(stripes, 5), at, 8)
-    h = f.add(f.load(64, result, 8), length)
-    f.store(h, result, 8)
-    left = f.and_(length, i64(31))
-    start = f.load(64, at, 8)
-    with f.times(f.lshr(left, 3)) as n:
-        word = f.load(64, f.at(data, f.add(start, f.shl(n, 3))))
-        mixed = f.xor(f.load(64, result, 8), round_(i64(0), word))
-        f.store(f.add(f.mul(rotate(mixed, 27), p1), p4), result, 8)
-    start = f.add(start, f.and_(left, i64(24)))
-    with f.when(f.compare("ne", f.and_(left, i64(4)), i64(0))):
-        word = f.zext(f.load(32, f.at(data, start)), 64)
-        mixed = f.xor(f.load(64, result, 8), f.mul(word, p1))
-        f.store(f.add(f.mul(rotate(mixed, 23), p2), p3), result, 8)
-    start = f.add(start, f.and_(left, i64(4)))
-    with f.times(f.and_(left, i64(3))) as n:
-        byte = f.zext(f.load(8, f.at(data, f.add(start, n))), 64)
-        mixed = f.xor(f.load(64, result, 8), f.mul(byte, p5))
-        f.store(f.mul(rotate(mixed, 11), p1), result, 8)
-    h = f.load(64, result, 8)
-    h = f.mul(f.xor(h, f.lshr(h, 33)), p2)
-    h = f.mul(f.xor(h, f.lshr(h, 29)), p3)
-    f.ret(f.xor(h, f.lshr(h, 32)))
+    words = length // 8
+    at = 0
+    h = _PRIME_5
+    if length >= 32:
+        a = _PRIME_1 + _PRIME_2
+        b = _PRIME_2
+        c = 0
+        d = 0 - _PRIME_1
+        while at + 4 <= words:
+            a = xxh_round(a, data[at])
+            b = xxh_round(b, data[at + 1])
+            c = xxh_round(c, data[at + 2])
+            d = xxh_round(d, data[at + 3])
+            at += 4
+        h = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18)
+        h = xxh_merge(xxh_merge(xxh_merge(xxh_merge(h, a), b), c), d)
+    h += length
+    while at < words:
+        h = rotate(h ^ xxh_round(0, data[at]), 27) * _PRIME_1 + _PRIME_4
+        at += 1
+    rest = data[words]  # with the zero bytes behind the data
+    if length & 4:
+        h = rotate(h ^ (rest & 0xFFFFFFFF) * _PRIME_1, 23) * _PRIME_2 + _PRIME_3
+        rest >>= 32
+    for _ in range(length & 3):
+        h = rotate(h ^ (rest & 0xFF) * _PRIME_5, 11) * _PRIME_1
+        rest >>= 8
+    h = (h ^ (h >> 33)) * _PRIME_2
+    h = (h ^ (h >> 29)) * _PRIME_3
+    return h ^ (h >> 32)

@@ -14,11 +14,13 @@ from kvcast.switchsim import ir
 from kvcast.switchsim.codegen.writer import TRUE, Function, Value, i64, integer
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import (
+    NATIVE_BITS,
     ArgumentsLayout,
     ContextLayout,
     PhvLayout,
     Place,
     container_bits,
+    stored_bytes,
 )
 
 MAX_BITS = 8192
@@ -60,21 +62,18 @@ def bits_of(low: int, high: int) -> int:
     return max(high.bit_length(), (~low).bit_length()) + 1
 
 
-class ConstantArguments:
+class ConstantArguments(NamedTuple):
     """Action arguments that are known when the program is compiled."""
 
-    def __init__(self, layout: ArgumentsLayout, values: Sequence[int]) -> None:
-        self.widths = layout.widths
-        self.values = tuple(values)
+    layout: ArgumentsLayout
+    values: Sequence[int]
 
 
-class RecordArguments:
+class RecordArguments(NamedTuple):
     """Action arguments in a record, from `pointer` on."""
 
-    def __init__(self, layout: ArgumentsLayout, pointer: Value) -> None:
-        self.widths = layout.widths
-        self.offsets = layout.offsets
-        self.pointer = pointer
+    layout: ArgumentsLayout
+    pointer: Value
 
 
 Arguments = ConstantArguments | RecordArguments
@@ -165,6 +164,17 @@ class Scope:
         good = f.and_(good, f.compare("ule", bytes_, f.sub(high, first)))
         f.increment(self.word("traps"), f.zext(f.not_(good), 64))
         return f.select(good, pointer, start)
+
+    def store_stored(self, value: Value, pointer: Value, width: int) -> None:
+        """The low bits of a value into a record or a register (`layout.pack_value`)."""
+        f, bits = self.f, 8 * stored_bytes(width)
+        value = f.resize(value, bits)
+        if bits > width:
+            value = f.and_(value, integer(bits, (1 << width) - 1))
+        if width > NATIVE_BITS:
+            f.store_network(value, pointer, bits // 8)
+        else:
+            f.store(value, pointer)
 
     # --- fields -----------------------------------------------------------------------------
 

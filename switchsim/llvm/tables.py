@@ -16,10 +16,22 @@ A table with few const entries has no version: its entries are compared with con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvcast.switchsim import ir
+from kvcast.switchsim.codegen.subset import (
+    I32,
+    U32,
+    U64,
+    Ptr,
+    atomic_store,
+    compile_into,
+    full_fence,
+    native,
+    u32_at,
+    u64_at,
+)
 from kvcast.switchsim.codegen.writer import NULL, TRUE, Block, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, RecordLayout, container_bits, stored_bytes
 from kvcast.switchsim.llvm.scope import Scope
@@ -80,21 +92,14 @@ def split_words(value: int, words: int) -> list[int]:
     return [value >> (64 * n) & 0xFFFFFFFFFFFFFFFF for n in range(words)]
 
 
-def _mix(f: Function, h: Value, word: Value) -> Value:
-    h = f.mul(f.xor(h, word), i64(_MIX))
-    return f.xor(h, f.lshr(h, 29))
-
-
-def _finish(f: Function, h: Value) -> Value:
-    h = f.mul(h, i64(_MIX))
-    return f.xor(h, f.lshr(h, 32))
-
-
 def _hash(f: Function, words: Sequence[Value]) -> Value:
+    """Of a key; `record_hash` does the same to a record."""
     h = i64(_MIX)
     for word in words:
-        h = _mix(f, h, word)
-    return _finish(f, h)
+        h = f.mul(f.xor(h, word), i64(_MIX))
+        h = f.xor(h, f.lshr(h, 29))
+    h = f.mul(h, i64(_MIX))
+    return f.xor(h, f.lshr(h, 32))
 
 
 def _same(f: Function, words: Sequence[Value], record: Value) -> Value:
@@ -248,14 +253,13 @@ class Lookup:
         return self.f.load_network(self.f.at(record, offset), stored_bytes(width))
 
 
+@dataclass(frozen=True, slots=True)
 class InlineEntries:
     """Compiles a const table: one comparison after the other, or a switch."""
 
-    def __init__(self, scope: Scope, table: ir.Table, layout: RecordLayout) -> None:
-        self.scope = scope
-        self.f = scope.f
-        self.table = table
-        self.layout = layout
+    scope: Scope
+    table: ir.Table
+    layout: RecordLayout
 
     def dispatch(self, targets: Sequence[Block], miss: Block) -> None:
         """Branch to targets[n] if entry n (as the program numbers them) matches best."""
@@ -266,13 +270,13 @@ class InlineEntries:
             for n, target in enumerate(targets):
                 # The table itself refuses two entries with one key.
                 cases.setdefault(self._value_and_mask(n)[0], target)
-            self.f.switch(words[0], miss, list(cases.items()))
+            self.scope.f.switch(words[0], miss, list(cases.items()))
             return
         for n in self._order():
-            next_ = self.f.new_block("next")
-            self.f.branch_if(self._matches(n, words), targets[n], next_)
-            self.f.start(next_)
-        self.f.branch(miss)
+            next_ = self.scope.f.new_block("next")
+            self.scope.f.branch_if(self._matches(n, words), targets[n], next_)
+            self.scope.f.start(next_)
+        self.scope.f.branch(miss)
 
     def _order(self) -> list[int]:
         entries = self.table.entries
@@ -303,7 +307,7 @@ class InlineEntries:
         return value, mask
 
     def _matches(self, number: int, words: Sequence[Value]) -> Value:
-        f = self.f
+        f = self.scope.f
         value, mask = self._value_and_mask(number)
         difference: Value = i64(0)
         for word, v, m in zip(
@@ -329,85 +333,58 @@ class InlineEntries:
 
 
 def write_table_functions(module: Module) -> None:
-    """table_insert, table_replace, table_rehash and fence, for all tables."""
-    _write_replace(module)
-    insert = _write_insert(module)
-    _write_rehash(module, insert)
-    f = module.function("native_fence", "void", [], exported=True)
-    f.effect("fence seq_cst")
-    f.ret()
+    """What `llvm.switch` finds in the library by these names."""
+    compile_into(module, [table_insert, table_replace, table_rehash, native_fence], exported=True)
 
 
-def _record_hash(f: Function, record: Value, words: Value) -> Value:
-    h = f.variable(64)
-    f.store(i64(_MIX), h, 8)
-    with f.times(words) as n:
-        f.store(_mix(f, f.load(64, h, 8), f.load(64, f.at(record, f.shl(n, 3)), 8)), h, 8)
-    return _finish(f, f.load(64, h, 8))
+@native
+def record_hash(record: Ptr[U64], words: U64) -> U64:
+    """Of a record's key, as `_hash` writes it for a packet's."""
+    h = _MIX
+    for n in range(words):
+        h = (h ^ record[n]) * _MIX
+        h ^= h >> 29
+    h *= _MIX
+    return h ^ (h >> 32)
 
 
-_COMMON = [("ptr", "block"), ("ptr", "records"), ("i64", "stride"), ("i64", "words")]
-
-
-def _find_slot(f: Function, number: Value, wanted: Callable[[Value], Value]) -> tuple[Value, Value]:
-    """Probe for the key of a record, in a function whose arguments begin with `_COMMON`: the first
-    slot with a wanted number, of which there must be one, and that number."""
-    block, records, stride, words = f.arguments[:4]
-    mask = f.load(64, block, 8)
-    record = f.at(records, f.mul(f.zext(number, 64), stride))
-    start = f.and_(_record_hash(f, record, words), mask)
-    place = f.variable(64)
-    f.store(start, place, 8)
-    probe, found = f.new_block("probe"), f.new_block("found")
-    f.branch(probe)
-    f.start(probe)
-    at = f.load(64, place, 8)
-    slot = f.at(f.at(block, 8), f.shl(at, 2))
-    content = f.load(32, slot, 4)
-    f.leave_if(wanted(content), found)
-    f.store(f.and_(f.add(at, i64(1)), mask), place, 8)
-    f.branch(probe)
-    f.start(found)
-    return slot, content
-
-
-def _is_free(f: Function, number: Value) -> Value:
-    unused = f.compare("eq", number, integer(32, 0))
-    return f.or_(unused, f.compare("eq", number, integer(32, DELETED)))
-
-
-def _write_insert(module: Module) -> Function:
+@native
+def table_insert(block: U64, records: U64, stride: U64, words: U64, index: U32) -> I32:
     """Put a record's number into a slot for its key; 1 if the slot was never used before, else 0.
 
     The caller sees to it that the key is not there and that a slot is free."""
-    f = module.function("table_insert", "i32", [*_COMMON, ("i32", "index")], exported=True)
-    index = f.arguments[4]
-    slot, before = _find_slot(f, index, partial(_is_free, f))
-    f.release(index, slot)
-    f.effect("fence seq_cst")
-    f.ret(f.zext(f.compare("eq", before, integer(32, 0)), 32))
-    return f
+    mask = u64_at(block)[0]
+    slots = u32_at(block + 8)
+    at = record_hash(u64_at(records + index * stride), words) & mask
+    while slots[at] not in (0, DELETED):
+        at = (at + 1) & mask
+    fresh = slots[at] == 0
+    atomic_store(slots[at], index)
+    full_fence()
+    return 1 if fresh else 0
 
 
-def _write_replace(module: Module) -> None:
+@native
+def table_replace(block: U64, records: U64, stride: U64, words: U64, old: U32, new: U32) -> None:
     """Put `new` (a record of the same key, or DELETED) into the slot of record `old`."""
-    f = module.function(
-        "table_replace", "void", [*_COMMON, ("i32", "old"), ("i32", "new")], exported=True
-    )
-    old, new = f.arguments[4:]
-    slot, _ = _find_slot(f, old, lambda number: f.compare("eq", number, old))
-    f.release(new, slot)
-    f.effect("fence seq_cst")
-    f.ret()
+    mask = u64_at(block)[0]
+    slots = u32_at(block + 8)
+    at = record_hash(u64_at(records + old * stride), words) & mask
+    while slots[at] != old:
+        at = (at + 1) & mask
+    atomic_store(slots[at], new)
+    full_fence()
 
 
-def _write_rehash(module: Module, insert: Function) -> None:
+@native
+def table_rehash(block: U64, records: U64, stride: U64, words: U64, to: U64) -> None:
     """Fill an empty block with the records of another."""
-    f = module.function("table_rehash", "void", [*_COMMON, ("ptr", "to")], exported=True)
-    block, records, stride, words, to = f.arguments
-    slots = f.add(f.load(64, block, 8), i64(1))
-    with f.times(slots) as n:
-        index = f.load(32, f.at(f.at(block, 8), f.shl(n, 2)), 4)
-        with f.when(f.not_(_is_free(f, index))):
-            f.call(insert, [to, records, stride, words, index])
-    f.ret()
+    slots = u32_at(block + 8)
+    for n in range(u64_at(block)[0] + 1):
+        if slots[n] not in (0, DELETED):
+            table_insert(to, records, stride, words, slots[n])
+
+
+@native
+def native_fence() -> None:
+    full_fence()

@@ -395,18 +395,11 @@ class TrafficWriter:
                 place = self.layout.place(ref)
                 if place.width == 0:
                     continue
-                bytes_ = stored_bytes(place.width)
                 to = f.at(slot, offset)
                 if place.width > NATIVE_BITS and place.whole_bytes:
-                    f.copy(to, scope.slot(place.offset), bytes_)
-                    continue
-                value = f.resize(scope.load_field(place).value, 8 * bytes_)
-                if place.signed and place.width < 8 * bytes_:
-                    value = f.and_(value, integer(8 * bytes_, (1 << place.width) - 1))
-                if place.width > NATIVE_BITS:
-                    f.store_network(value, to, bytes_)
+                    f.copy(to, scope.slot(place.offset), stored_bytes(place.width))
                 else:
-                    f.store(value, to)
+                    scope.store_stored(scope.load_field(place).value, to, place.width)
         f.release(f.add(head, i64(1)), scope.word("digests"))
         f.ret()
         return f
