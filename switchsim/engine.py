@@ -23,8 +23,6 @@ EngineName: TypeAlias = Literal["llvm", "reference"]
 class Engine(Protocol):
     """A switch without ports or clock."""
 
-    cpu_port: int | None
-    """For the adapters; to the data plane it is a port like any other."""
     drop_port: int
     program: Program | None
     tables: dict[str, Table]
@@ -36,13 +34,8 @@ class Engine(Protocol):
     multicast_groups: dict[int, list[tuple[int, int]]]
     """(port, replication id) of each group; change it with the methods below."""
     clone_sessions: dict[int, CloneSession]
-
-    @property
-    def stats(self) -> SwitchStats:
-        """Counts since the switch was made."""
-
-    @stats.setter
-    def stats(self, value: SwitchStats) -> None: ...
+    stats: SwitchStats
+    """Counts since the switch was made."""
 
     # --- the control plane ------------------------------------------------------------------
 

@@ -594,6 +594,12 @@ class Range:
 MatchValue: TypeAlias = Exact | Lpm | Ternary | Range
 
 
+def anything(match: str, width: int) -> MatchValue | None:
+    """What any value matches; None where the kind of match has no such thing."""
+    wildcards: dict[str, MatchValue] = {"lpm": Lpm(0, 0), "ternary": Ternary(0, 0)}
+    return Range(0, (1 << width) - 1) if match == "range" else wildcards.get(match)
+
+
 class ConstEntry(Record):
     """An entry that comes with the program. Of several that match, the LOWEST priority wins."""
 

@@ -44,6 +44,7 @@ from kvcast.switchsim.ir import (
     Range,
     Ternary,
     UnsupportedConstruct,
+    anything,
 )
 from kvcast.switchsim.reference.switch import Switch
 
@@ -248,7 +249,8 @@ class Scenario:
                 value += "/" + line.take()
             given[name] = value
         action, arguments = self.action(table, line)
-        key: list[MatchValue] = [_any_value(k) for k in table.spec.key]
+        # A field that the entry does not mention matches anything, or else 0.
+        key = [anything(k.match, k.width) or Exact(0) for k in table.spec.key]
         for name, value in given.items():
             position = self.key_position(table, name)
             key[position] = _match_value(value, table.spec.key[position])
@@ -427,19 +429,6 @@ def _choose(name: str, known: Sequence[str], what: str) -> str:
     if len(found) != 1:
         raise StfError(f"{'no' if not found else 'more than one'} {what} is called {name!r}")
     return found[0]
-
-
-def _any_value(key: KeyField) -> MatchValue:
-    """What a key field is when the entry does not mention it."""
-    match key.match:
-        case "exact":
-            return Exact(0)
-        case "lpm":
-            return Lpm(0, 0)
-        case "ternary":
-            return Ternary(0, 0)
-        case _:
-            return Range(0, (1 << key.width) - 1)
 
 
 def _match_value(text: str, key: KeyField) -> MatchValue:

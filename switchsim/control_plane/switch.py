@@ -80,9 +80,7 @@ class CloneSession:
 class ControlPlane:
     """The state of a switch as its controller sees it."""
 
-    def __init__(self, *, cpu_port: int | None, drop_port: int, digest_queue_size: int) -> None:
-        self.cpu_port = cpu_port
-        """For the adapters; to the data plane it is a port like any other."""
+    def __init__(self, *, drop_port: int, digest_queue_size: int) -> None:
         self.drop_port = drop_port
         self.program: Program | None = None
         self.stats = SwitchStats()

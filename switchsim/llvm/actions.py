@@ -26,7 +26,6 @@ from kvcast.switchsim.llvm.layout import (
     REG_EXIT,
     REG_INGRESS_LENGTH,
     REG_LEARN_LIST,
-    REG_NOW,
     REG_PACKET_LENGTH,
     REG_RECIRCULATE_LIST,
     REG_RESUBMIT_LIST,
@@ -545,6 +544,3 @@ class Actions:
         with self.f.when(self.f.compare("ule", low, high)):
             drawn = self.tools.runtime.random(self.scope, low, high)
             self.store(target, Number(drawn, 0, (1 << 64) - 1))
-
-    def now(self) -> Value:
-        return self.scope.register(REG_NOW)

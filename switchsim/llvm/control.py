@@ -32,6 +32,7 @@ from kvcast.switchsim.llvm.layout import (
     MEMBER_ARGUMENTS,
     REG_EXIT,
     REG_INGRESS_LENGTH,
+    REG_NOW,
     STATE_BYTES,
     TO_MEMBER,
     ArgumentsLayout,
@@ -348,7 +349,7 @@ class _TableWriter:
                 colour = self.pipeline.tools.runtime.meter(scope, pointer, amount)
                 actions.store(meter.target, Number(colour, 0, 255))
         if spec.support_timeout:
-            f.store(self.pipeline.actions.now(), f.at(at, 16), 8)
+            f.store(scope.register(REG_NOW), f.at(at, 16), 8)
 
     def _member(self, record: Value) -> Value:
         """The record of the member that an indirect entry leads to."""

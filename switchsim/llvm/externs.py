@@ -83,45 +83,11 @@ class Runtime:
     def random(self, scope: Scope, low: Value, high: Value) -> Value:
         """A number in low .. high (64 bits, low <= high)."""
         if "random" not in self._made:
-            (word,) = compile_into(self._module, [random_word], exported=False)
-            self._made["random"] = self._random(word)
+            made = compile_into(self._module, [random_between], exported=False)
+            self._made["random"] = made[0]
         state = scope.f.load_pointer(scope.word("random"))
         arguments = [state, scope.word("random_at"), low, high]
         return scope.f.call(self._made["random"], arguments)
-
-    def _random(self, word: Function) -> Function:
-        """random.Random.randint: draw as many bits as the width has until they are below it."""
-        f = self._module.function(
-            "random", "i64", [("ptr", "state"), ("ptr", "at"), ("i64", "low"), ("i64", "high")]
-        )
-        state, at, low, high = f.arguments
-        one = integer(128, 1)
-        width = f.add(f.zext(f.sub(high, low), 128), one)
-        zeros = f.raw("i128", f"call i128 @llvm.ctlz.i128({width}, i1 false)")
-        self._module.declare("llvm.ctlz.i128", "i128 {}(i128, i1)")
-        bits = f.trunc(f.sub(integer(128, 128), zeros), 64)
-        result = f.variable(128)
-        left = f.variable(64)
-        again, done = f.new_block("again"), f.new_block("drawn")
-        f.branch(again)
-        f.start(again)
-        f.store(integer(128, 0), result, 16)
-        f.store(bits, left, 8)
-        words = f.lshr(f.add(bits, i64(31)), 5)
-        with f.times(words) as n:
-            drawn = f.call(word, [state, at])
-            k = f.load(64, left, 8)
-            unused = f.select(f.compare("ult", k, i64(32)), f.sub(i64(32), k), i64(0))
-            drawn = f.lshr(drawn, f.trunc(unused, 32))
-            shift = f.zext(f.shl(n, 5), 128)
-            whole = f.or_(f.load(128, result, 16), f.shl(f.zext(drawn, 128), shift))
-            f.store(whole, result, 16)
-            f.store(f.sub(k, i64(32)), left, 8)
-        value = f.load(128, result, 16)
-        f.branch_if(f.compare("uge", value, width), again, done)
-        f.start(done)
-        f.ret(f.add(low, f.trunc(value, 64)))
-        return f
 
 
 @native
@@ -139,3 +105,28 @@ def random_word(state: Ptr[U32], at: Ptr[U64]) -> U32:
     y ^= (y << 7) & 0x9D2C5680
     y ^= (y << 15) & 0xEFC60000
     return y ^ (y >> 18)
+
+
+@native
+def random_between(state: Ptr[U32], at: Ptr[U64], low: U64, high: U64) -> U64:
+    """random.Random.randint: draw as many bits as the number of choices has until they are below
+    it. There may be 2**64 choices, which have 65 bits."""
+    span = high - low
+    bits = 0
+    while bits < 64 and (span + 1) >> bits != 0:
+        bits += 1
+    if span + 1 == 0:
+        bits = 65
+    while True:
+        value = 0
+        beyond = 0
+        for n in range((bits + 31) // 32):
+            drawn = 0 + random_word(state, at)
+            if bits - 32 * n < 32:
+                drawn >>= 32 - (bits - 32 * n)
+            if n == 2:
+                beyond = drawn
+            else:
+                value |= drawn << 32 * n
+        if beyond == 0 and value <= span:
+            return low + value

@@ -25,7 +25,7 @@ from pathlib import Path
 from kvcast.switchsim.codegen.jit import Library, default_cache, load
 from kvcast.switchsim.codegen.subset import ctypes_of, size_of
 from kvcast.switchsim.codegen.writer import Module
-from kvcast.switchsim.control_plane.switch import ControlPlane, Digest, SwitchStats
+from kvcast.switchsim.control_plane.switch import ControlPlane, Digest
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm.actions import Toolbox
@@ -245,7 +245,6 @@ class CompiledSwitch(ControlPlane):
     def __init__(
         self,
         *,
-        cpu_port: int | None = None,
         drop_port: int = 511,
         seed: int = 0,
         digest_queue_size: int = 65536,
@@ -259,31 +258,13 @@ class CompiledSwitch(ControlPlane):
         (None: the user's cache) unless `use_cache` is false. `populate` takes the memory of
         registers, counters and the queue of digests (up to POPULATE_BYTES) when a program is
         loaded, and not page by page while packets wait for it."""
-        self._stats: SwitchStats = SwitchStats()
-        super().__init__(
-            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
-        )
+        super().__init__(drop_port=drop_port, digest_queue_size=digest_queue_size)
         self._rng = random.Random(seed)
         self.checked = checked
         self._cache_folder = (cache_folder or default_cache()) if use_cache else None
         self._populate = populate
         self._instance: _Instance | None = None
         self._calls = 0
-
-    # --- statistics -------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> SwitchStats:
-        return self._stats
-
-    @stats.setter
-    def stats(self, value: SwitchStats) -> None:
-        """Go on counting from these numbers."""
-        if isinstance(self._stats, NativeStats):
-            for name in STATS:
-                setattr(self._stats, name, getattr(value, name))
-        else:
-            self._stats = value
 
     @property
     def traps(self) -> int:
@@ -329,11 +310,11 @@ class CompiledSwitch(ControlPlane):
             tables[spec.name] = table
         stats = NativeStats(instance.context, code.context[f"stats.{STATS[0]}"])
         for name in STATS:
-            setattr(stats, name, getattr(self._stats, name))
+            setattr(stats, name, getattr(self.stats, name))
         self._seed_random(instance)
         instance.kept += [*registers, *counters, *meters, *profiles, *tables.values()]
         # Nothing above touched the switch; from here on nothing can fail.
-        self._stats = stats
+        self.stats = stats
         self._instance = instance
         self._adopt(program, tables, registers, counters, meters, profiles)
 
@@ -402,12 +383,12 @@ class CompiledSwitch(ControlPlane):
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
         instance = self._instance
         if instance is None:
-            self._stats.dropped_no_program += 1
+            self.stats.dropped_no_program += 1
         elif len(frame) > MAX_FRAME_BYTES:
-            self._stats.dropped_abandoned += 1
+            self.stats.dropped_abandoned += 1
         if instance is None or len(frame) > MAX_FRAME_BYTES:
-            self._stats.frames_in += 1
-            self._stats.bytes_in += len(frame)
+            self.stats.frames_in += 1
+            self.stats.bytes_in += len(frame)
             return []
         instance.write_log()
         data, descs = instance.outbox

@@ -124,7 +124,6 @@ class Port(Struct):
 
     local_address: U32
     """Network order, as all addresses here."""
-    fixed_peer: U32
     peer: Annotated[Ptr[SockAddrIn], Inline(1)]
     """Address 0: not known yet."""
 

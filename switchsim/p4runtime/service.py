@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -74,7 +74,7 @@ MAX_REQUEST_BYTES = 256 << 20
 class NewSwitch(Protocol):
     """Makes an engine."""
 
-    def __call__(self, *, cpu_port: int | None, drop_port: int, seed: int) -> Engine: ...
+    def __call__(self, *, drop_port: int, seed: int) -> Engine: ...
 
 
 _Config = p4r.ForwardingPipelineConfig
@@ -110,9 +110,6 @@ class ServiceCounters:
     """Requests of parts whose certificate does not let them program switches."""
     internal_errors: int = 0
     """Requests that failed by a bug here; the log has the traceback."""
-
-    def as_dict(self) -> dict[str, int]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(slots=True)
@@ -454,9 +451,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     # --- pipelines ----------------------------------------------------------------------------
 
     def _new_switch(self) -> Engine:
-        return self._make_switch(
-            cpu_port=self._cpu_port, drop_port=self._drop_port, seed=self._seed
-        )
+        return self._make_switch(drop_port=self._drop_port, seed=self._seed)
 
     def _build(self, config: _Config) -> Pipeline:
         """A pipeline with no entries but its own, not yet running."""

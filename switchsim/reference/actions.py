@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
-from kvcast.switchsim.reference.expressions import Arguments, Bool, Data, Expressions
+from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.reference.expressions import Arguments, Data, Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.phv import (
     CLONE_FIELD_LIST,
@@ -55,13 +55,6 @@ class PacketAbandoned(Exception):  # noqa: N818 - not an error of ours, but the 
     """The program failed an assert or assume, or ran for ever; the packet is dropped."""
 
 
-@dataclass
-class Faults:
-    """Things that P4 leaves undefined and that happened; counted, with no other effect."""
-
-    index_out_of_range: int = 0
-
-
 class Actions:
     """Builds functions for the actions of one program."""
 
@@ -73,7 +66,7 @@ class Actions:
         meters: Sequence[MeterArray | None],
         drop_port: int,
         rng: random.Random,
-        faults: Faults,
+        stats: SwitchStats,
     ) -> None:
         self.expressions = expressions
         self.layout: Layout = expressions.layout
@@ -83,7 +76,7 @@ class Actions:
         self.meters = meters
         self.drop_port = drop_port
         self.rng = rng
-        self.faults = faults
+        self.stats = stats
         self.packers = [self.packer(c.items) for c in self.program.calculations]
         self.algorithms = [hashing.make(c.algorithm) for c in self.program.calculations]
 
@@ -488,14 +481,14 @@ class Actions:
 
     def _in_range(self, index: Data, size: int, run: Setter) -> Step:
         """Run with the index if it is one, else count the fault."""
-        faults = self.faults
+        stats = self.stats
 
         def step(p: Phv, a: Arguments) -> None:
             i = index(p, a) & _U32
             if i < size:
                 run(p, a, i)
             else:
-                faults.index_out_of_range += 1
+                stats.index_out_of_range += 1
 
         return step
 
@@ -556,9 +549,6 @@ class Actions:
             p[group] = 0
 
         return mark_to_drop
-
-    def condition(self, e: ir.BoolExpr) -> Bool:
-        return self.expressions.boolean(e)
 
 
 def sequence(steps: Sequence[Step]) -> Step:

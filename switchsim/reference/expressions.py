@@ -313,13 +313,7 @@ class Expressions:
             case ir.HeaderOf(number):
                 return lambda p, a: number
             case ir.StackElement(stack, index_expr):
-                headers, index = self.program.stacks[stack].headers, self.data(index_expr)
-
-                def element(p: Phv, a: Arguments) -> int:
-                    i = index(p, a)
-                    return headers[i] if 0 <= i < len(headers) else -1
-
-                return element
+                return self._indexed(self.program.stacks[stack].headers, index_expr)
             case ir.UnionMember(union, member):
                 members = [
                     u.headers[member] if member < len(u.headers) else -1
@@ -339,13 +333,16 @@ class Expressions:
             case ir.UnionOf(number):
                 return lambda p, a: number
             case ir.UnionStackElement(stack, index_expr):
-                unions, index = self.program.union_stacks[stack].unions, self.data(index_expr)
+                return self._indexed(self.program.union_stacks[stack].unions, index_expr)
 
-                def element(p: Phv, a: Arguments) -> int:
-                    i = index(p, a)
-                    return unions[i] if 0 <= i < len(unions) else -1
+    def _indexed(self, elements: Sequence[int], index_expr: ir.DataExpr) -> HeaderAt:
+        index = self.data(index_expr)
 
-                return element
+        def element(p: Phv, a: Arguments) -> int:
+            i = index(p, a)
+            return elements[i] if 0 <= i < len(elements) else -1
+
+        return element
 
     # --- what a value can be ----------------------------------------------------------------
 
@@ -361,13 +358,10 @@ class Expressions:
             case ir.Binary("&", left, right):
                 known = [b for b in (self.bits(left), self.bits(right)) if b is not None]
                 return min(known) if known else None
-            case ir.Binary("|" | "^", left, right):
+            case ir.Binary("|" | "^", left, right) | ir.ChooseData(_, left, right):
                 x, y = self.bits(left), self.bits(right)
                 return None if x is None or y is None else max(x, y)
             case ir.Binary(">>", left, _):
                 return self.bits(left)
-            case ir.ChooseData(_, if_true, if_false):
-                x, y = self.bits(if_true), self.bits(if_false)
-                return None if x is None or y is None else max(x, y)
             case _:
                 return None

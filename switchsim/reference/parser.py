@@ -346,12 +346,12 @@ class Checksum:
     """One checksum of the program, verified after parsing or updated before deparsing."""
 
     def __init__(self, actions: Actions, spec: ir.Checksum) -> None:
-        self.name = spec.name
         calculation = actions.program.calculations[spec.calculation]
         self._pack = actions.packers[spec.calculation]
         self._algorithm = actions.algorithms[spec.calculation]
         self._with_payload = calculation.with_payload
-        self._condition = None if spec.condition is None else actions.condition(spec.condition)
+        boolean = actions.expressions.boolean
+        self._condition = None if spec.condition is None else boolean(spec.condition)
         self._slot = actions.layout.slot(spec.target)
         self._valid = actions.layout.valid[spec.target.header]
         self._store = actions.setter(spec.target)

@@ -32,7 +32,7 @@ from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
 from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest
 from kvcast.switchsim.ir import Program
-from kvcast.switchsim.reference.actions import Actions, Faults, PacketAbandoned
+from kvcast.switchsim.reference.actions import Actions, PacketAbandoned
 from kvcast.switchsim.reference.expressions import Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.parser import Deparser, Parser
@@ -117,17 +117,13 @@ class Switch(ControlPlane):
     def __init__(
         self,
         *,
-        cpu_port: int | None = None,
         drop_port: int = 511,
         seed: int = 0,
         digest_queue_size: int = 65536,
     ) -> None:
-        super().__init__(
-            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
-        )
+        super().__init__(drop_port=drop_port, digest_queue_size=digest_queue_size)
         self._digests: deque[Digest] = deque()
         self._rng = random.Random(seed)
-        self._faults = Faults()
         self._pipeline: _Pipeline | None = None
 
     # --- the control plane ------------------------------------------------------------------
@@ -148,7 +144,7 @@ class Switch(ControlPlane):
             meters,
             self.drop_port,
             self._rng,
-            self._faults,
+            self.stats,
         )
         runs = [actions.action(a) for a in program.actions]
         profiles = [
@@ -207,10 +203,6 @@ class Switch(ControlPlane):
         stats.frames_out += len(run.sent)
         for _, sent in run.sent:
             stats.bytes_out += len(sent)
-        faults = self._faults
-        if faults.index_out_of_range:
-            stats.index_out_of_range += faults.index_out_of_range
-            faults.index_out_of_range = 0
         return run.sent
 
     def push_digest(self, digest: Digest) -> None:
@@ -489,7 +481,7 @@ def _control_nodes(
             profile = None if spec.action_profile is None else profiles[spec.action_profile]
             nodes.append(Table(spec, actions.layout, program.actions, runs, profile))
         elif isinstance(spec, ir.Conditional):
-            nodes.append(_ConditionalNode(actions.condition(spec.condition)))
+            nodes.append(_ConditionalNode(actions.expressions.boolean(spec.condition)))
         else:
             nodes.append(_ActionCallNode(runs[spec.action]))
 

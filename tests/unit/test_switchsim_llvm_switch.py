@@ -169,18 +169,14 @@ def test_slow_way_leaves_the_epoch_as_it_was() -> None:
 # --- loading ----------------------------------------------------------------------------------
 
 
-def test_statistics_go_on_over_loads_and_can_be_taken_over() -> None:
+def test_statistics_go_on_over_loads() -> None:
     switch = loaded("forwarding")
     switch.process(1, bytes(60), 0)
     switch.load(program("headers"))
     switch.process(1, bytes(60), 0)
     assert switch.stats.frames_in == 2
-    other = loaded("headers")
-    other.stats = switch.stats
-    other.process(1, bytes(60), 0)
-    assert other.stats.frames_in == 3
-    assert other.stats.as_dict()["frames_in"] == 3
-    assert isinstance(other.stats, SwitchStats)
+    assert switch.stats.as_dict()["frames_in"] == 2
+    assert isinstance(switch.stats, SwitchStats)
 
 
 def test_program_that_cannot_be_compiled_leaves_the_present_one(tmp_path: Path) -> None:
