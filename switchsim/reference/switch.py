@@ -358,11 +358,14 @@ class _Run:
         copy = self.new_packet(length)
         self.keep(copy, phv, field_list, instance_type)
         copy[self.pipeline.target.packet_length] = length
+        self.next_pass(copy, frame)
+
+    def next_pass(self, phv: Phv, frame: bytes) -> None:
         self.passes += 1
         if self.passes >= MAX_PASSES:
             self.stats.dropped_recirculation_bound += 1
         else:
-            self.ingress_queue.append((copy, frame))
+            self.ingress_queue.append((phv, frame))
 
     # --- replication ------------------------------------------------------------------------
 
