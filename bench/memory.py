@@ -25,7 +25,7 @@ from kvcast.native.subset import (
     native,
     u64_at,
 )
-from kvcast.switchsim.llvm.abi import NativeEntry
+from kvcast.switchsim.llvm.abi import Desc, NativeEntry, Outbox
 from kvcast.switchsim.loop.ingress import call_program
 from kvcast.switchsim.loop.state import (
     FLUSH_BYTES,
@@ -33,8 +33,6 @@ from kvcast.switchsim.loop.state import (
     NEVER,
     OUTBOX_BYTES,
     OUTBOX_FRAMES,
-    Desc,
-    Outbox,
 )
 
 

@@ -70,23 +70,18 @@ def machine() -> str:
 
 def _compile(text: Callable[[str, str], str]) -> bytes:
     with _lock:
-        return _compile_alone(text)
-
-
-def _compile_alone(text: Callable[[str, str], str]) -> bytes:
-    llvm = _set_up()
-    target = _target_machine()
-    ir = text(target.triple, str(target.target_data))
-    module = llvm.parse_assembly(ir)
-    module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=1)
-    options.loop_vectorization = False
-    options.slp_vectorization = False
-    options.loop_unrolling = False
-    options.inlining_threshold = 75
-    builder = llvm.create_pass_builder(target, options)
-    builder.getModulePassManager().run(module, builder)
-    return bytes(target.emit_object(module))
+        llvm = _set_up()
+        target = _target_machine()
+        module = llvm.parse_assembly(text(target.triple, str(target.target_data)))
+        module.verify()
+        options = llvm.create_pipeline_tuning_options(speed_level=1)
+        options.loop_vectorization = False
+        options.slp_vectorization = False
+        options.loop_unrolling = False
+        options.inlining_threshold = 75
+        builder = llvm.create_pass_builder(target, options)
+        builder.getModulePassManager().run(module, builder)
+        return bytes(target.emit_object(module))
 
 
 class Library:

@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import platform
 
-from kvcast.native.subset import (
-    I32,
-    I64,
-    U16,
-    U32,
-    U64,
-    Ptr,
-    Struct,
-    external,
-    native,
-)
+from kvcast.native.subset import I32, I64, U16, U32, U64, Ptr, Struct, external, native
 
 # errno.h
 EINTR = 4
 EAGAIN = 11
 EMSGSIZE = 90
-ENETDOWN = 100
 ENOBUFS = 105
 ECONNREFUSED = 111
 
 # bits/socket.h, sys/epoll.h, linux/if_packet.h
 MSG_TRUNC = 0x20
 MSG_DONTWAIT = 0x40
-EPOLLIN = 1
 SOL_SOCKET = 1
 SO_ERROR = 4
 SOL_PACKET = 263

@@ -30,9 +30,10 @@ import ctypes
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, NoReturn, Self, TypeVar
+from functools import cache
+from typing import Annotated, Any, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from kvcast.native import jit
 from kvcast.native.writer import (
@@ -47,6 +48,7 @@ from kvcast.native.writer import (
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -151,44 +153,38 @@ def _kind_of(annotation: Any) -> tuple[Any, int | None]:
     raise NativeError(f"{annotation!r} is no type of compiled code")
 
 
-_mirrors: dict[type[Struct], type[ctypes.Structure]] = {}
-_layouts: dict[type[Struct], dict[str, _Field]] = {}
-_signatures: dict[Callable[..., Any], _Signature] = {}
+def _once(function: F) -> F:
+    """functools.cache, where mypy does not know that the argument is hashable (a type)."""
+    return cache(function)  # type: ignore[return-value]
 
 
+def _c_type(kind: Any) -> Any:
+    """Pointers and references are addresses."""
+    if kind is None or kind == _BOOL:
+        return None if kind is None else ctypes.c_bool
+    return _CTYPES[kind] if isinstance(kind, Int) else ctypes.c_uint64
+
+
+@_once
 def ctypes_of(struct: type[Struct]) -> type[ctypes.Structure]:
     """The ctypes mirror of a structure; pointers and references are addresses (c_uint64)."""
-    mirror = _mirrors.get(struct)
-    if mirror is None:
-        mirror = _mirrors[struct] = _mirror(struct)
-    return mirror
-
-
-def _mirror(struct: type[Struct]) -> type[ctypes.Structure]:
     fields: list[tuple[str, Any]] = []
     for name, annotation in typing.get_type_hints(struct, include_extras=True).items():
         kind, count = _kind_of(annotation)
         if count is None:
-            fields.append((name, _CTYPES[kind] if isinstance(kind, Int) else ctypes.c_uint64))
-        else:
-            assert isinstance(kind, _Pointer)
-            element = (
-                _CTYPES[kind.to]
-                if isinstance(kind.to, Int)
-                else ctypes_of(kind.to.struct)
-                if isinstance(kind.to, _Reference)
-                else ctypes.c_uint64
-            )
-            fields.append((name, element * count))
+            fields.append((name, _c_type(kind)))
+            continue
+        assert isinstance(kind, _Pointer)
+        to = kind.to
+        element = ctypes_of(to.struct) if isinstance(to, _Reference) else _c_type(to)
+        fields.append((name, element * count))
     return type(struct.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
+@_once
 def _fields(struct: type[Struct]) -> dict[str, _Field]:
-    found = _layouts.get(struct)
-    if found is not None:
-        return found
     mirror = ctypes_of(struct)
-    found = _layouts[struct] = {}
+    found: dict[str, _Field] = {}
     for name, annotation in typing.get_type_hints(struct, include_extras=True).items():
         kind, count = _kind_of(annotation)
         found[name] = _Field(getattr(mirror, name).offset, kind, count is not None)
@@ -228,14 +224,8 @@ class _Signature:
     result: Any  # None for none
 
 
+@_once
 def _signature(function: Callable[..., Any]) -> _Signature:
-    signature = _signatures.get(function)
-    if signature is None:
-        signature = _signatures[function] = _read_signature(function)
-    return signature
-
-
-def _read_signature(function: Callable[..., Any]) -> _Signature:
     hints = typing.get_type_hints(function, include_extras=True)
     if "return" not in hints:
         raise NativeError(f"{function.__name__}: the result has no annotation")
@@ -728,9 +718,8 @@ class _FunctionCompiler:
         if found is size_of:
             (argument,) = node.args
             return self._literal(node, size_of(eval(ast.unparse(argument), self._globals)))
-        intrinsic = _INTRINSICS.get(found) if callable(found) else None
-        if intrinsic is not None:
-            return intrinsic(self, node)
+        if isinstance(found, _Intrinsic):
+            return found.emit(self, node)
         how = getattr(found, "__native__", None)
         if how is None:
             self._fail(node, f"{node.func.id} is not a compiled function")
@@ -764,190 +753,126 @@ class _FunctionCompiler:
 # --- intrinsics -------------------------------------------------------------------------------
 
 _Emit = Callable[[_FunctionCompiler, ast.Call], _Value]
-_INTRINSICS: dict[Any, _Emit] = {}
 
 
-def _intrinsic(function: F) -> Callable[[_Emit], F]:
-    def register(emit: _Emit) -> F:
-        _INTRINSICS[function] = emit
-        return function
+class _Intrinsic(Generic[P, T]):
+    """What compiled code may call and `emit` writes; the type checker sees a function."""
 
-    return register
+    def __init__(self, emit: _Emit) -> None:
+        self.emit = emit
 
-
-def signed(value: int) -> int:
-    """The same bits as a signed number."""
-    raise NotImplementedError
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        raise NotImplementedError("for compiled code")
 
 
-def unsigned(value: int) -> int:
-    """The same bits as an unsigned number."""
-    raise NotImplementedError
+def _of_number(kind: Any) -> _Emit:
+    return lambda c, node: _Value(kind, c._numbers(node)[0])
 
 
-def address_of(place: Any) -> int:
-    """The address that a pointer or reference holds."""
-    raise NotImplementedError
+def _of_address(bits: int) -> _Emit:
+    return lambda c, node: _Value(_Pointer(Int(bits, False)), c._pointer(node.args[0]))
 
 
-def bytes_at(address: int) -> Ptr[U8]:
-    raise NotImplementedError
-
-
-def u16_at(address: int) -> Ptr[U16]:
-    raise NotImplementedError
-
-
-def u32_at(address: int) -> Ptr[U32]:
-    raise NotImplementedError
-
-
-def u64_at(address: int) -> Ptr[U64]:
-    raise NotImplementedError
-
-
-def copy(to: int, source: int, size: int) -> None:
-    """memcpy between addresses."""
-    raise NotImplementedError
-
-
-def move(to: int, source: int, size: int) -> None:
-    """memmove between addresses."""
-    raise NotImplementedError
-
-
-def fill(to: int, byte: int, size: int) -> None:
-    """memset."""
-    raise NotImplementedError
-
-
-def atomic_load(place: int) -> int:
-    """A field or element of 32 or 64 bits, with acquire order."""
-    raise NotImplementedError
-
-
-def atomic_store(place: int, value: int) -> None:
-    """To a field or element of 32 or 64 bits, with release order."""
-    raise NotImplementedError
-
-
-def full_fence() -> None:
-    """Everything before it is visible before everything behind it."""
-    raise NotImplementedError
-
-
-def high_product(left: int, right: int) -> int:
-    """The upper 64 bits of the 128-bit product."""
-    raise NotImplementedError
-
-
-@_intrinsic(signed)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    return _Value(_SIGNED, c._numbers(node)[0])
-
-
-@_intrinsic(unsigned)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    return _Value(_UNSIGNED, c._numbers(node)[0])
-
-
-@_intrinsic(address_of)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _address_of(c: _FunctionCompiler, node: ast.Call) -> _Value:
     value = c._value(node.args[0])
     if not isinstance(value.kind, _Pointer | _Reference):
         c._fail(node, "a number has no address")
     return _Value(_UNSIGNED, c.f.address(value.value))
 
 
-def _pointer_intrinsic(function: Callable[..., Any], bits: int) -> None:
-    kind = _Pointer(Int(bits, False))
-    _INTRINSICS[function] = lambda c, node: _Value(kind, c._pointer(node.args[0]))
+def _copy(emit: Callable[[Function, Value, Value, Value], None]) -> _Emit:
+    def write(c: _FunctionCompiler, node: ast.Call) -> _Value:
+        to, source, size = c._numbers(node)
+        emit(c.f, c.f.pointer(to), c.f.pointer(source), size)
+        return _NOTHING
+
+    return write
 
 
-_pointer_intrinsic(bytes_at, 8)
-_pointer_intrinsic(u16_at, 16)
-_pointer_intrinsic(u32_at, 32)
-_pointer_intrinsic(u64_at, 64)
-
-
-@_intrinsic(copy)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    to, source, size = c._numbers(node)
-    c.f.copy(c.f.pointer(to), c.f.pointer(source), size)
-    return _NOTHING
-
-
-@_intrinsic(move)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
-    to, source, size = c._numbers(node)
-    c.f.move(c.f.pointer(to), c.f.pointer(source), size)
-    return _NOTHING
-
-
-@_intrinsic(fill)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _fill(c: _FunctionCompiler, node: ast.Call) -> _Value:
     to, byte, size = c._numbers(node)
     c.f.fill(c.f.pointer(to), c.f.trunc(byte, 8), size)
     return _NOTHING
 
 
-@_intrinsic(atomic_load)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _atomic_load(c: _FunctionCompiler, node: ast.Call) -> _Value:
     place = c._place(node.args[0])
     assert isinstance(place.kind, Int)
     return c._widened(place.kind, c.f.acquire(place.kind.bits, place.address))
 
 
-@_intrinsic(atomic_store)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _atomic_store(c: _FunctionCompiler, node: ast.Call) -> _Value:
     place = c._place(node.args[0])
     assert isinstance(place.kind, Int)
     c.f.release(c._narrowed(node, c._value(node.args[1]), place.kind), place.address)
     return _NOTHING
 
 
-@_intrinsic(full_fence)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _full_fence(c: _FunctionCompiler, node: ast.Call) -> _Value:
     c.f.effect("fence seq_cst")
     return _NOTHING
 
 
-@_intrinsic(high_product)
-def _(c: _FunctionCompiler, node: ast.Call) -> _Value:
+def _high_product(c: _FunctionCompiler, node: ast.Call) -> _Value:
     left, right = (c.f.zext(value, 128) for value in c._numbers(node))
     return _Value(_UNSIGNED, c.f.trunc(c.f.lshr(c.f.mul(left, right), 64), 64))
+
+
+signed: _Intrinsic[[int], int] = _Intrinsic(_of_number(_SIGNED))
+"""The same bits as a signed number."""
+unsigned: _Intrinsic[[int], int] = _Intrinsic(_of_number(_UNSIGNED))
+"""The same bits as an unsigned number."""
+address_of: _Intrinsic[[Any], int] = _Intrinsic(_address_of)
+"""The address that a pointer or reference holds."""
+bytes_at: _Intrinsic[[int], Ptr[U8]] = _Intrinsic(_of_address(8))
+u16_at: _Intrinsic[[int], Ptr[U16]] = _Intrinsic(_of_address(16))
+u32_at: _Intrinsic[[int], Ptr[U32]] = _Intrinsic(_of_address(32))
+u64_at: _Intrinsic[[int], Ptr[U64]] = _Intrinsic(_of_address(64))
+copy: _Intrinsic[[int, int, int], None] = _Intrinsic(_copy(Function.copy))
+"""memcpy between addresses: to, source, size."""
+move: _Intrinsic[[int, int, int], None] = _Intrinsic(_copy(Function.move))
+"""memmove between addresses: to, source, size."""
+fill: _Intrinsic[[int, int, int], None] = _Intrinsic(_fill)
+"""memset: to, byte, size."""
+atomic_load: _Intrinsic[[int], int] = _Intrinsic(_atomic_load)
+"""A field or element of 32 or 64 bits, with acquire order."""
+atomic_store: _Intrinsic[[int, int], None] = _Intrinsic(_atomic_store)
+"""A value to a field or element of 32 or 64 bits, with release order."""
+full_fence: _Intrinsic[[], None] = _Intrinsic(_full_fence)
+"""Everything before it is visible before everything behind it."""
+high_product: _Intrinsic[[int, int], int] = _Intrinsic(_high_product)
+"""The upper 64 bits of the 128-bit product."""
 
 
 # --- the library ------------------------------------------------------------------------------
 
 
-def module_of(roots: Iterable[Callable[..., Any]]) -> Module:
-    """The IR of these functions and of all that they call."""
-    exported = list(roots)
-    needed = list(exported)
-    module = Module()
-    at = 0
-    while at < len(needed):
-        function = needed[at]
-        at += 1
+def compile_into(
+    module: Module, roots: Sequence[Callable[..., Any]], *, exported: bool
+) -> list[Function]:
+    """Add these functions to a module, and all that they call, each by its own name."""
+    needed = list(roots)
+    made: list[Function] = []
+    for function in needed:  # which grows
         how = getattr(function, "__native__", None)
         if how == "external":
             signature = _signature(function)
             kinds = ", ".join(_llvm_type(kind) for kind in signature.kinds)
             module.declare(function.__name__, f"{_llvm_type(signature.result)} {{}}({kinds})")
         elif how == "native":
-            _FunctionCompiler(module, function, needed, function in exported).compile()
+            compiler = _FunctionCompiler(module, function, needed, exported and function in roots)
+            compiler.compile()
+            made.append(compiler.f)
         else:
             raise NativeError(f"{function.__name__} is not a compiled function")
+    return made[: len(roots)]
+
+
+def module_of(roots: Sequence[Callable[..., Any]]) -> Module:
+    """The IR of these functions and of all that they call."""
+    module = Module()
+    compile_into(module, roots, exported=True)
     return module
-
-
-def _c_type(kind: Any) -> Any:
-    if kind is None:
-        return None
-    if kind == _BOOL:
-        return ctypes.c_bool
-    return _CTYPES[kind] if isinstance(kind, Int) else ctypes.c_uint64
 
 
 class Library:

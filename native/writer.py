@@ -8,38 +8,39 @@ it. LLVM's language reference is the specification. Loads and stores claim no al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-_COMPARE: dict[str, Callable[[int, int, int], bool]] = {
-    "eq": lambda a, b, s: a == b,
-    "ne": lambda a, b, s: a != b,
-    "ult": lambda a, b, s: a < b,
-    "ule": lambda a, b, s: a <= b,
-    "ugt": lambda a, b, s: a > b,
-    "uge": lambda a, b, s: a >= b,
-    "slt": lambda a, b, s: _signed(a, s) < _signed(b, s),
-    "sle": lambda a, b, s: _signed(a, s) <= _signed(b, s),
-    "sgt": lambda a, b, s: _signed(a, s) > _signed(b, s),
-    "sge": lambda a, b, s: _signed(a, s) >= _signed(b, s),
+_T = TypeVar("_T")
+_Fold = Callable[[int, int], int]
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
 }
+"""By LLVM's name without the sign (u or s)."""
 
 
 def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) & 1 else value
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """An SSA value or a constant; `bits` is 0 for what is not an integer."""
 
-    __slots__ = ("bits", "const", "text", "type")
-
-    def __init__(self, type_: str, text: str, bits: int = 0, const: int | None = None) -> None:
-        self.type = type_
-        self.text = text
-        self.bits = bits
-        self.const = const
-        """The number, 0 .. 2**bits - 1, of an integer constant."""
+    type: str
+    text: str
+    bits: int = 0
+    const: int | None = None
+    """The number, 0 .. 2**bits - 1, of an integer constant."""
 
     def __str__(self) -> str:
         return f"{self.type} {self.text}"
@@ -50,20 +51,22 @@ def integer(bits: int, value: int) -> Value:
     return Value(f"i{bits}", str(value), bits, value)
 
 
+def i64(value: int) -> Value:
+    return integer(64, value)
+
+
 NULL = Value("ptr", "null")
 TRUE = Value("i1", "true", 1, 1)
 FALSE = Value("i1", "false", 1, 0)
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    __slots__ = ("label", "lines", "reached", "terminated")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.lines: list[str] = []
-        self.reached = False
-        """Something branches here."""
-        self.terminated = False
+    label: str
+    lines: list[str] = field(default_factory=list)
+    reached: bool = False
+    """Something branches here."""
+    terminated: bool = False
 
     def target(self) -> str:
         """As an operand of a branch."""
@@ -197,6 +200,23 @@ class Function:
     def unreachable(self) -> None:
         self._end("unreachable")
 
+    def leave_if(self, condition: Value, to: Block) -> None:
+        """Go to another block if the condition holds, and on with what is written next if not."""
+        on = self.new_block("on")
+        self.branch_if(condition, to, on)
+        self.start(on)
+
+    def cases(self, value: Value, choices: Iterable[tuple[int, _T]]) -> Iterator[_T]:
+        """What the loop's body writes for a choice runs where the value is the choice's number."""
+        known, after = list(choices), self.new_block("after")
+        blocks = [(number, self.new_block("case")) for number, _ in known]
+        self.switch(value, after, blocks)
+        for (_, block), (_, choice) in zip(blocks, known, strict=True):
+            self.start(block)
+            yield choice
+            self.branch(after)
+        self.start(after)
+
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """What stands in the `with` runs if the condition holds."""
@@ -231,20 +251,6 @@ class Function:
         arms = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in incoming)
         return self._emit(type_of.type, type_of.bits, f"phi {type_of.type} {arms}")
 
-    def phi_later(self, type_: str) -> tuple[Value, list[tuple[Value, Block]]]:
-        """A phi whose arms are added to the list until `finish_phi`."""
-        value = Value(type_, self._name(), _bits(type_))
-        self.block.lines.append("")
-        arms: list[tuple[Value, Block]] = []
-        self._pending = getattr(self, "_pending", {})
-        self._pending[value.text] = (self.block, len(self.block.lines) - 1, value, arms)
-        return value, arms
-
-    def finish_phi(self, value: Value) -> None:
-        block, line, _, arms = self._pending.pop(value.text)
-        text = ", ".join(f"[ {v.text}, %{b.label} ]" for v, b in arms)
-        block.lines[line] = f"  {value.text} = phi {value.type} {text}"
-
     # --- instructions -----------------------------------------------------------------------
 
     def _name(self) -> str:
@@ -259,87 +265,62 @@ class Function:
     def effect(self, text: str) -> None:
         self.block.lines.append(f"  {text}")
 
-    def _binary(self, op: str, a: Value, b: Value) -> Value:
+    def _binary(self, op: str, a: Value, b: Value, fold: _Fold | None = None) -> Value:
         if a.type != b.type:
             raise AssertionError(f"{self.name}: {op} of {a} and {b}")
+        if fold is not None and a.const is not None and b.const is not None:
+            return integer(a.bits, fold(a.const, b.const))
         return self._emit(a.type, a.bits, f"{op} {a}, {b.text}")
 
     def add(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const + b.const)
-        if b.const == 0:
-            return a
         if a.const == 0:
             return b
-        return self._binary("add", a, b)
+        return a if b.const == 0 else self._binary("add", a, b, operator.add)
 
     def sub(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const - b.const)
-        return a if b.const == 0 else self._binary("sub", a, b)
+        return a if b.const == 0 else self._binary("sub", a, b, operator.sub)
 
     def mul(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const * b.const)
-        if b.const == 1:
-            return a
-        return self._binary("mul", a, b)
+        return a if b.const == 1 else self._binary("mul", a, b, operator.mul)
 
     def udiv(self, a: Value, b: Value) -> Value:
         return self._binary("udiv", a, b)
 
     def urem(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const:
-            return integer(a.bits, a.const % b.const)
-        return self._binary("urem", a, b)
+        return self._binary("urem", a, b, operator.mod if b.const else None)
 
     def and_(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const & b.const)
         if a.const is not None:
             a, b = b, a
-        if b.const is not None:
-            if b.const == (1 << a.bits) - 1:
-                return a
-            if b.const == 0:
-                return b
-        return self._binary("and", a, b)
+        if b.const == 0:
+            return b
+        return a if b.const == (1 << a.bits) - 1 else self._binary("and", a, b, operator.and_)
 
     def or_(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const | b.const)
-        if b.const == 0:
-            return a
         if a.const == 0:
             return b
-        return self._binary("or", a, b)
+        return a if b.const == 0 else self._binary("or", a, b, operator.or_)
 
     def xor(self, a: Value, b: Value) -> Value:
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, a.const ^ b.const)
-        return a if b.const == 0 else self._binary("xor", a, b)
+        return a if b.const == 0 else self._binary("xor", a, b, operator.xor)
 
     def not_(self, a: Value) -> Value:
         return self.xor(a, integer(a.bits, -1))
 
     def shl(self, a: Value, b: Value | int) -> Value:
         """Of a number of bits that is less than the width."""
-        return self._shift("shl", a, b, lambda x, by: x << by)
+        return self._shift("shl", a, b, operator.lshift)
 
     def lshr(self, a: Value, b: Value | int) -> Value:
-        return self._shift("lshr", a, b, lambda x, by: x >> by)
+        return self._shift("lshr", a, b, operator.rshift)
 
     def ashr(self, a: Value, b: Value | int) -> Value:
         return self._shift("ashr", a, b, lambda x, by: _signed(x, a.bits) >> by)
 
-    def _shift(self, op: str, a: Value, b: Value | int, fold: Callable[[int, int], int]) -> Value:
+    def _shift(self, op: str, a: Value, b: Value | int, fold: _Fold) -> Value:
         if isinstance(b, int):
             b = integer(a.bits, b)
-        if b.const == 0:
-            return a
-        if a.const is not None and b.const is not None:
-            return integer(a.bits, fold(a.const, b.const))
-        return self._binary(op, a, b)
+        return a if b.const == 0 else self._binary(op, a, b, fold)
 
     def trunc(self, a: Value, bits: int) -> Value:
         return self._convert("trunc", a, bits, a.const)
@@ -366,7 +347,10 @@ class Function:
         if a.type != b.type:
             raise AssertionError(f"{self.name}: {op} of {a} and {b}")
         if a.const is not None and b.const is not None:
-            return TRUE if _COMPARE[op](a.const, b.const, a.bits) else FALSE
+            x, y = a.const, b.const
+            if op[0] == "s":
+                x, y = _signed(x, a.bits), _signed(y, a.bits)
+            return TRUE if _COMPARE[op[-2:]](x, y) else FALSE
         return self._emit("i1", 1, f"icmp {op} {a}, {b.text}")
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:

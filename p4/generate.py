@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvcast.p4 import definitions
 from kvcast.p4.definitions import Code
@@ -21,61 +21,37 @@ from kvcast.protocol.messages import wire
 COMMAND: Final = "python -m kvcast.p4.generate"
 FOLDER: Final = Path(__file__).resolve().parent / "generated"
 
-_CONSTANTS: Final[tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]] = (
-    (
-        "datagrams",
-        (
-            ("ETHERTYPE_IPV4", 16, wire.ETHERTYPE_IPV4),
-            ("IP_PROTOCOL_UDP", 8, wire.IP_PROTOCOL_UDP),
-            ("KVCAST_UDP_PORT", 16, wire.UDP_PORT),
-            ("KVCAST_VERSION", 8, wire.VERSION),
-        ),
-    ),
-    (
-        "op",
-        (
-            ("OP_READ", 8, wire.OP_READ),
-            ("OP_DATA", 8, wire.OP_DATA),
-            ("OP_MISS", 8, wire.OP_MISS),
-            ("OP_OFFER", 8, wire.OP_OFFER),
-        ),
-    ),
-    (
-        "flags",
-        (
-            ("FLAG_RETRY", 16, wire.FLAG_RETRY),
-            ("FLAG_PARTIAL", 16, wire.FLAG_PARTIAL),
-            ("FLAG_LAST", 16, wire.FLAG_LAST),
-            ("FLAG_SHARED", 16, wire.FLAG_SHARED),
-            ("FLAG_PADDED", 16, wire.FLAG_PADDED),
-            ("FLAG_RESIDENT", 16, wire.FLAG_RESIDENT),
-        ),
-    ),
-    (
-        "reasons of a MISS, in its chunk field",
-        (
-            ("MISS_NOT_FOUND", 8, wire.MISS_NOT_FOUND),
-            ("MISS_DIGEST_GONE", 8, wire.MISS_DIGEST_GONE),
-            ("MISS_OVERLOADED", 8, wire.MISS_OVERLOADED),
-            ("MISS_NOT_HOME", 8, wire.MISS_NOT_HOME),
-            ("MISS_CHUNK_SIZE", 8, wire.MISS_CHUNK_SIZE),
-        ),
-    ),
-    (
-        "sizes, in bytes unless the name says otherwise",
-        (
-            ("FULL_SEGMENT", 64, wire.FULL_SEGMENT),
-            ("CHUNKS_PER_SEGMENT", 8, wire.CHUNKS_PER_SEGMENT),
-            ("CHUNK_BYTES", 16, wire.CHUNK_BYTES),
-            ("ETHERNET_BYTES", 16, wire.ETHERNET.size_bytes),
-            ("IPV4_BYTES", 16, wire.IPV4.size_bytes),
-            ("UDP_BYTES", 16, wire.UDP.size_bytes),
-            ("KVCAST_BYTES", 16, wire.KVCAST.size_bytes),
-            ("READ_PADDING_BYTES", 16, wire.READ_PADDING_BYTES),
-            ("OFFER_BYTES", 16, wire.OFFER_BYTES),
-        ),
-    ),
-)
+_Constant: TypeAlias = tuple[str, int, int]
+"""Name, bits and value."""
+
+
+def _of(prefix: str, bits: int) -> list[_Constant]:
+    """The protocol's numbers whose names begin so, in their order there."""
+    return [(name, bits, value) for name, value in vars(wire).items() if name.startswith(prefix)]
+
+
+_CONSTANTS: Final[dict[str, list[_Constant]]] = {
+    "datagrams": [
+        ("ETHERTYPE_IPV4", 16, wire.ETHERTYPE_IPV4),
+        ("IP_PROTOCOL_UDP", 8, wire.IP_PROTOCOL_UDP),
+        ("KVCAST_UDP_PORT", 16, wire.UDP_PORT),
+        ("KVCAST_VERSION", 8, wire.VERSION),
+    ],
+    "op": _of("OP_", 8),
+    "flags": _of("FLAG_", 16),
+    "reasons of a MISS, in its chunk field": _of("MISS_", 8),
+    "sizes, in bytes unless the name says otherwise": [
+        ("FULL_SEGMENT", 64, wire.FULL_SEGMENT),
+        ("CHUNKS_PER_SEGMENT", 8, wire.CHUNKS_PER_SEGMENT),
+        ("CHUNK_BYTES", 16, wire.CHUNK_BYTES),
+        ("ETHERNET_BYTES", 16, wire.ETHERNET.size_bytes),
+        ("IPV4_BYTES", 16, wire.IPV4.size_bytes),
+        ("UDP_BYTES", 16, wire.UDP.size_bytes),
+        ("KVCAST_BYTES", 16, wire.KVCAST.size_bytes),
+        ("READ_PADDING_BYTES", 16, wire.READ_PADDING_BYTES),
+        ("OFFER_BYTES", 16, wire.OFFER_BYTES),
+    ],
+}
 
 _CODES: Final[tuple[tuple[str, type[Code]], ...]] = (
     ("KIND_", definitions.Kind),
@@ -116,7 +92,7 @@ def _header(header: wire.Header) -> Iterator[str]:
 
 
 def _protocol() -> Iterator[str]:
-    for title, constants in _CONSTANTS:
+    for title, constants in _CONSTANTS.items():
         yield f"\n// {title}"
         for name, bits, value in constants:
             yield _constant(name, bits, value)

@@ -95,7 +95,8 @@ def stateful_programs(assembly: str) -> dict[str, Any]:
     return dict(sorted(programs.items()))
 
 
-def _stage_tables(table: dict[str, Any]) -> list[dict[str, Any]]:
+def stage_tables_of(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a table is in each stage where it lies."""
     attributes = table.get("match_attributes") or {}
     return [*(table.get("stage_tables") or ()), *(attributes.get("stage_tables") or ())]
 
@@ -283,7 +284,7 @@ def tables(context: dict[str, Any], assembly: str) -> dict[str, Any]:
     gateways = gateway_entries(assembly, field_widths(context))
     found: dict[str, Any] = {}
     for table in context["tables"]:
-        placed = _stage_tables(table)
+        placed = stage_tables_of(table)
         if table["table_type"] != "match" or placed[0]["stage_number"] < 0:
             continue
         if len(placed) != 1:
@@ -316,7 +317,7 @@ def _steps(context: dict[str, Any], direction: str) -> Iterator[dict[str, Any]]:
     for table in context["tables"]:
         if table["direction"] != direction or table["table_type"] not in ("match", "condition"):
             continue
-        for placed in _stage_tables(table):
+        for placed in stage_tables_of(table):
             if placed["stage_number"] < 0:
                 continue
             number = TABLES_A_STAGE * placed["stage_number"] + placed["logical_table_id"]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcast.p4.tofino_behaviour import stage_tables_of
+
 SRAM_BLOCKS = 80
 """A stage's SRAM blocks, of 1024 words of 128 bits."""
 MAP_RAM_BLOCKS = 48
@@ -60,16 +62,11 @@ def _units(node: Any) -> Iterator[tuple[str, int]]:
                 yield from _units(value)
 
 
-def _stage_tables(table: dict[str, Any]) -> list[dict[str, Any]]:
-    attributes = table.get("match_attributes") or {}
-    return [*(table.get("stage_tables") or ()), *(attributes.get("stage_tables") or ())]
-
-
 def memories(table: dict[str, Any]) -> list[Memory]:
     """The blocks of a table by stage. Registers and counters take a map RAM for each block."""
     found: dict[int, set[tuple[str, int]]] = defaultdict(set)
     has_map_rams = table["table_type"] in ("stateful", "statistics", "meter")
-    for stage_table in _stage_tables(table):
+    for stage_table in stage_tables_of(table):
         blocks = found[stage_table["stage_number"]]
         for kind, unit in _units(stage_table):
             if kind in ("sram", "tcam"):
@@ -111,7 +108,7 @@ def report(context: dict[str, Any], target: str, slots: int, compiler: str) -> d
     registers: dict[str, int] = {}
     last_stage = {"ingress": 0, "egress": 0}
     for table in context["tables"]:
-        stage_tables = _stage_tables(table)
+        stage_tables = stage_tables_of(table)
         if not stage_tables:
             continue
         stages = sorted({stage["stage_number"] for stage in stage_tables} - {NO_STAGE})

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,7 @@ from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeServi
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from kvcast.switchsim.ports.drops import DropLog
 from kvcast.switchsim.ports.in_process import InProcessPort
-from kvcast.switchsim.ports.port import (
-    Port,
-    PortError,
-    PortOptions,
-)
+from kvcast.switchsim.ports.port import Port, PortError, PortOptions
 from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
@@ -55,13 +52,12 @@ MAX_RPCS = 128
 KEEPALIVE_MS = 5000
 
 
+_COMPILED = partial(CompiledSwitch, populate=True)
+"""An engine whose memory does not grow as packets touch it."""
+
+
 class DaemonError(Exception):
     """The switch cannot start; the message says why."""
-
-
-def _compiled(*, cpu_port: int | None, drop_port: int, seed: int) -> CompiledSwitch:
-    """An engine whose memory does not grow as packets touch it."""
-    return CompiledSwitch(cpu_port=cpu_port, drop_port=drop_port, seed=seed, populate=True)
 
 
 class Daemon:
@@ -89,7 +85,7 @@ class Daemon:
             strict=options.strict,
             seed=options.seed,
             now_us=self._now_us,
-            new_switch=_compiled if options.engine == "llvm" else Switch,
+            new_switch=_COMPILED if options.engine == "llvm" else Switch,
             adopt=self._adopt,
             pause=self._pause,
         )
@@ -242,7 +238,7 @@ class Daemon:
                 }
                 for port in self.ports
             },
-            "p4runtime": self.service.counters.as_dict(),
+            "p4runtime": asdict(self.service.counters),
             "switch": switch,
         }
 

@@ -9,8 +9,8 @@ An engine opens nothing and reads no clock: `process` takes the present time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from kvcast.switchsim.control_plane.externs import CounterArray, MeterArray, RegisterArray
 from kvcast.switchsim.control_plane.switch import CloneSession, Digest, SwitchStats
@@ -23,8 +23,6 @@ EngineName: TypeAlias = Literal["llvm", "reference"]
 class Engine(Protocol):
     """A switch without ports or clock."""
 
-    cpu_port: int | None
-    """For the adapters; to the data plane it is a port like any other."""
     drop_port: int
     program: Program | None
     tables: dict[str, Table]
@@ -36,13 +34,8 @@ class Engine(Protocol):
     multicast_groups: dict[int, list[tuple[int, int]]]
     """(port, replication id) of each group; change it with the methods below."""
     clone_sessions: dict[int, CloneSession]
-
-    @property
-    def stats(self) -> SwitchStats:
-        """Counts since the switch was made."""
-
-    @stats.setter
-    def stats(self, value: SwitchStats) -> None: ...
+    stats: SwitchStats
+    """Counts since the switch was made."""
 
     # --- the control plane ------------------------------------------------------------------
 
@@ -66,9 +59,6 @@ class Engine(Protocol):
 
     def take_digests(self) -> list[Digest]:
         """All digests since the last call, oldest first."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """What is loaded, for status displays."""
 
     # --- the data plane ---------------------------------------------------------------------
 

@@ -179,10 +179,6 @@ When it serves, it prints one line of JSON on standard output: {"event": "ready"
     def grpc_host(self) -> str:
         return self.grpc_addr[0]
 
-    @property
-    def grpc_port(self) -> int:
-        return self.grpc_addr[1]
-
 
 def parse(argv: Sequence[str] | None) -> DaemonOptions:
     """Flags and file, checked; exits with status 2 and a message on an error."""

@@ -8,6 +8,7 @@ purpose: BMv2 has no algorithm of the first name, and needs a key set by Thrift 
 from __future__ import annotations
 
 import binascii
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import TypeAlias
@@ -17,22 +18,36 @@ import xxhash
 Algorithm: TypeAlias = Callable[[bytes], int]
 
 
-def _reflected_crc(width: int, polynomial: int, init: int, final_xor: int) -> Algorithm:
-    """A CRC that reflects its input and output, computed in reflected form."""
-    reflected = int(f"{polynomial:0{width}b}"[::-1], 2)
-    start = int(f"{init:0{width}b}"[::-1], 2)
+def reflect(value: int, width: int) -> int:
+    """The lowest bit becomes the highest."""
+    return int(f"{value:0{width}b}"[::-1], 2)
+
+
+def crc_table(width: int, polynomial: int, *, reflected: bool) -> list[int]:
+    """What each byte becomes in a CRC, the highest bit first, or (reflected) the lowest."""
+    top, ones = 1 << (width - 1), (1 << width) - 1
+    backwards = reflect(polynomial, width)
     table: list[int] = []
     for byte in range(256):
-        r = byte
+        r = byte if reflected else byte << (width - 8)
         for _ in range(8):
-            r = (r >> 1) ^ (reflected if r & 1 else 0)
+            if reflected:
+                r = (r >> 1) ^ (backwards if r & 1 else 0)
+            else:
+                r = ((r << 1) ^ (polynomial if r & top else 0)) & ones
         table.append(r)
+    return table
+
+
+def _reflected_crc(width: int, polynomial: int) -> Algorithm:
+    """A CRC that reflects its input and output, computed in reflected form."""
+    table = crc_table(width, polynomial, reflected=True)
 
     def crc(data: bytes) -> int:
-        r = start
+        r = 0
         for byte in data:
             r = table[(r ^ byte) & 0xFF] ^ (r >> 8)
-        return r ^ final_xor
+        return r
 
     return crc
 
@@ -44,17 +59,7 @@ def _plain_crc8(data: bytes) -> int:
     return r
 
 
-def _crc8_table() -> tuple[int, ...]:
-    table: list[int] = []
-    for byte in range(256):
-        r = byte
-        for _ in range(8):
-            r = ((r << 1) ^ 0x07) & 0xFF if r & 0x80 else r << 1
-        table.append(r)
-    return tuple(table)
-
-
-_CRC8_TABLE = _crc8_table()
+_CRC8_TABLE = crc_table(8, 0x07, reflected=False)
 
 
 def csum16(data: bytes) -> int:
@@ -64,10 +69,6 @@ def csum16(data: bytes) -> int:
     if total == 0 and value:
         total = 0xFFFF
     return total ^ 0xFFFF
-
-
-def _crc32(data: bytes) -> int:
-    return zlib.crc32(data)
 
 
 def _crc_ccitt(data: bytes) -> int:
@@ -104,15 +105,15 @@ def _hash_ex(data: bytes) -> int:
     return (h + (h << 5)) & 0xFFFFFFFF
 
 
-_crc16 = _reflected_crc(16, 0x8005, 0, 0)
-_crc64 = _reflected_crc(64, 0x1B, 0, 0)
+_crc16 = _reflected_crc(16, 0x8005)
+_crc64 = _reflected_crc(64, 0x1B)
 
 _PURE: dict[str, Algorithm] = {
     "xxh64": _xxh64,
     "bmv2_hash": _xxh64,
     "hash_ex": _hash_ex,
     "crc16": _crc16,
-    "crc32": _crc32,
+    "crc32": zlib.crc32,
     "crcCCITT": _crc_ccitt,
     "cksum16": csum16,
     "csum16": csum16,
@@ -122,7 +123,7 @@ _PURE: dict[str, Algorithm] = {
     # The custom ones start with these parameters; only Thrift could change them.
     "crc8_custom": _plain_crc8,
     "crc16_custom": _crc16,
-    "crc32_custom": _crc32,
+    "crc32_custom": zlib.crc32,
     "crc64_custom": _crc64,
 }
 
@@ -131,14 +132,8 @@ ROUND_ROBIN_MEMORY = 65536
 
 
 def _round_robin() -> Algorithm:
-    calls = 0
-
-    def next_number(_data: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        return calls - 1
-
-    return next_number
+    numbers = itertools.count()
+    return lambda _data: next(numbers)
 
 
 def _round_robin_consistent() -> Algorithm:

@@ -11,8 +11,9 @@ width of a field only when it is stored there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias, dataclass_transform
 
 VALID = -1
 """Field number of `$valid$`, the hidden one-bit field that says whether a header is valid."""
@@ -31,11 +32,18 @@ class UnsupportedConstruct(ProgramError):  # noqa: N818 - the name says what it 
         self.where = where
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Record:
+    """Makes each class below a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
 # --- header space ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(Record):
     """One field. `width` is in bits; for a varbit it is the maximum."""
 
     name: str
@@ -44,8 +52,7 @@ class Field:
     varbit: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Record):
     """A header (or metadata) instance. `union` is the index of the union it belongs to."""
 
     name: str
@@ -61,21 +68,18 @@ class Header:
         return sum(f.width for f in self.fields if not f.varbit)
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderStack:
+class HeaderStack(Record):
     name: str
     headers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderUnion:
+class HeaderUnion(Record):
     name: str
     members: tuple[str, ...]
     headers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderUnionStack:
+class HeaderUnionStack(Record):
     name: str
     unions: tuple[int, ...]
 
@@ -83,59 +87,45 @@ class HeaderUnionStack:
 # --- expressions ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Const:
+class Const(Record):
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class FieldRef:
+class FieldRef(Record):
     """A field of a header known at load time; `field` may be VALID."""
 
     header: int
     field: int
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(Record):
     """Runtime data (an action parameter)."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class LastField:
-    """A field of the last element of a header stack (`stack.last.f`)."""
+class LastField(Record):
+    """A field of the last element of a stack (`stack.last.f`), which is one of `headers`; in a
+    stack of unions these are its elements' headers of one kind."""
 
-    stack: int
+    stack: StackExpr
+    headers: tuple[int, ...]
     field: int
 
 
-@dataclass(frozen=True, slots=True)
-class LastUnionField:
-    """A field of one member of the last element of a stack of unions."""
-
-    union_stack: int
-    member: int
-    field: int
-
-
-@dataclass(frozen=True, slots=True)
-class ElementField:
+class ElementField(Record):
     """A field of a header that is only known at run time."""
 
     header: HeaderExpr
     field: int
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterLoad:
+class RegisterLoad(Record):
     array: int
     index: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
+class Binary(Record):
     """op: + - * / % << >> & | ^ two_comp_mod sat_cast usat_cast."""
 
     op: str
@@ -143,42 +133,35 @@ class Binary:
     right: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Invert:
+class Invert(Record):
     """Bitwise not, of an infinitely long number: ~x == -x - 1."""
 
     operand: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class BoolToData:
+class BoolToData(Record):
     operand: BoolExpr
 
 
-@dataclass(frozen=True, slots=True)
-class LastIndex:
+class LastIndex(Record):
     stack: StackExpr
 
 
-@dataclass(frozen=True, slots=True)
-class StackSize:
+class StackSize(Record):
     stack: StackExpr
 
 
-@dataclass(frozen=True, slots=True)
-class ChooseData:
+class ChooseData(Record):
     condition: BoolExpr
     if_true: DataExpr
     if_false: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class BoolConst:
+class BoolConst(Record):
     value: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
+class Compare(Record):
     """op: == != < > <= >=."""
 
     op: str
@@ -186,8 +169,7 @@ class Compare:
     right: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Logic:
+class Logic(Record):
     """op: and or == != on booleans. Both sides are free of effects, so order is no matter."""
 
     op: str
@@ -195,84 +177,70 @@ class Logic:
     right: BoolExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Not:
+class Not(Record):
     operand: BoolExpr
 
 
-@dataclass(frozen=True, slots=True)
-class DataToBool:
+class DataToBool(Record):
     operand: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderValid:
+class HeaderValid(Record):
     header: HeaderExpr
 
 
-@dataclass(frozen=True, slots=True)
-class UnionValid:
+class UnionValid(Record):
     union: UnionExpr
 
 
-@dataclass(frozen=True, slots=True)
-class HeadersEqual:
+class HeadersEqual(Record):
     """True if both are valid and of one type and all fields are equal."""
 
     left: HeaderExpr
     right: HeaderExpr
 
 
-@dataclass(frozen=True, slots=True)
-class UnionsEqual:
+class UnionsEqual(Record):
     left: UnionExpr
     right: UnionExpr
 
 
-@dataclass(frozen=True, slots=True)
-class ChooseBool:
+class ChooseBool(Record):
     condition: BoolExpr
     if_true: BoolExpr
     if_false: BoolExpr
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderOf:
+class HeaderOf(Record):
     header: int
 
 
-@dataclass(frozen=True, slots=True)
-class StackElement:
+class StackElement(Record):
     """`stack[index]`; out of range it reads as an invalid header of zeros, writes are lost."""
 
     stack: int
     index: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class UnionMember:
+class UnionMember(Record):
     union: UnionExpr
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnionOf:
+class UnionOf(Record):
     union: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnionStackElement:
+class UnionStackElement(Record):
     union_stack: int
     index: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class StackOf:
+class StackOf(Record):
     stack: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnionStackOf:
+class UnionStackOf(Record):
     union_stack: int
 
 
@@ -281,7 +249,6 @@ DataExpr: TypeAlias = (
     | FieldRef
     | Local
     | LastField
-    | LastUnionField
     | ElementField
     | RegisterLoad
     | Binary
@@ -313,123 +280,103 @@ LValue: TypeAlias = FieldRef | LastField | ElementField
 # --- statements -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(Record):
     target: LValue
     value: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class AssignVarbit:
+class AssignVarbit(Record):
     target: FieldRef
     source: FieldRef
 
 
-@dataclass(frozen=True, slots=True)
-class AssignHeader:
+class AssignHeader(Record):
     target: HeaderExpr
     source: HeaderExpr
 
 
-@dataclass(frozen=True, slots=True)
-class AssignUnion:
+class AssignUnion(Record):
     target: UnionExpr
     source: UnionExpr
 
 
-@dataclass(frozen=True, slots=True)
-class AssignStack:
+class AssignStack(Record):
     target: StackExpr
     source: StackExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(Record):
     stack: StackExpr
     count: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Pop:
+class Pop(Record):
     stack: StackExpr
     count: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class AddHeader:
+class AddHeader(Record):
     """setValid(): an invalid header becomes valid with all fields 0."""
 
     header: HeaderExpr
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveHeader:
+class RemoveHeader(Record):
     header: HeaderExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Jump:
+class Jump(Record):
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class JumpIfZero:
+class JumpIfZero(Record):
     condition: DataExpr
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Record):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Record):
     """assert() or assume(): a packet that fails it is dropped and counted."""
 
     kind: str
     condition: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class LogMessage:
+class LogMessage(Record):
     format: str
     arguments: tuple[DataExpr, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MarkToDrop:
+class MarkToDrop(Record):
     """Sets egress_spec to the drop port and, where there is one, mcast_grp to 0."""
 
     egress_spec: FieldRef
     mcast_grp: FieldRef | None
 
 
-@dataclass(frozen=True, slots=True)
-class Clone:
+class Clone(Record):
     """Ingress or egress clone; the last one of a pipeline pass counts."""
 
     session: DataExpr
     field_list: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Resubmit:
+class Resubmit(Record):
     field_list: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Recirculate:
+class Recirculate(Record):
     field_list: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateDigest:
+class GenerateDigest(Record):
     learn_list: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Hash:
+class Hash(Record):
     """target = hash % max(size, 1) + base."""
 
     target: LValue
@@ -438,35 +385,30 @@ class Hash:
     size: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class ExecuteMeter:
+class ExecuteMeter(Record):
     array: int
     index: DataExpr
     target: LValue
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(Record):
     array: int
     index: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterRead:
+class RegisterRead(Record):
     target: LValue
     array: int
     index: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterWrite:
+class RegisterWrite(Record):
     array: int
     index: DataExpr
     value: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Random:
+class Random(Record):
     """Uniform in [low, high]; low > high writes nothing."""
 
     target: LValue
@@ -474,13 +416,11 @@ class Random:
     high: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Truncate:
+class Truncate(Record):
     length_bytes: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class NoOp:
+class NoOp(Record):
     pass
 
 
@@ -515,14 +455,12 @@ Statement: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(Record):
     name: str
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(Record):
     name: str
     id: int
     parameters: tuple[Parameter, ...]
@@ -532,8 +470,7 @@ class Action:
 # --- parser and deparser --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(Record):
     """Extract a header; for a varbit header `varbit_bits` gives the length of that field."""
 
     header: int
@@ -541,71 +478,52 @@ class Extract:
     max_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractNext:
-    """Extract to the next element of a header stack."""
+class ExtractNext(Record):
+    """Extract to the next element of a stack, which is one of `headers` (as in `LastField`)."""
 
-    stack: int
+    stack: StackExpr
+    headers: tuple[int, ...]
     varbit_bits: DataExpr | None = None
     max_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractNextUnion:
-    """Extract to one member of the next element of a stack of unions."""
-
-    union_stack: int
-    member: int
-    varbit_bits: DataExpr | None = None
-    max_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Lookahead:
+class Lookahead(Record):
     """Bits of the packet that are ahead: `offset` bits from here, `width` bits."""
 
     offset: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Set:
+class Set(Record):
     target: FieldRef
     value: DataExpr | Lookahead
 
 
-@dataclass(frozen=True, slots=True)
-class SetVarbit:
+class SetVarbit(Record):
     target: FieldRef
     source: FieldRef
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(Record):
     condition: BoolExpr
     error: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(Record):
     bits: DataExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Record):
     """A statement in the parser."""
 
     statement: Statement
 
 
-ParserOp: TypeAlias = (
-    Extract | ExtractNext | ExtractNextUnion | Set | SetVarbit | Verify | Advance | Run
-)
-KeyPart: TypeAlias = FieldRef | LastField | LastUnionField | Lookahead
+ParserOp: TypeAlias = Extract | ExtractNext | Set | SetVarbit | Verify | Advance | Run
+KeyPart: TypeAlias = FieldRef | LastField | Lookahead
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(Record):
     """Taken when key & mask == value. Key parts are each padded to whole bytes."""
 
     value: int
@@ -613,8 +531,7 @@ class Transition:
     next_state: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ParserState:
+class ParserState(Record):
     name: str
     ops: tuple[ParserOp, ...]
     key: tuple[KeyPart, ...]
@@ -623,15 +540,13 @@ class ParserState:
     default: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Parser:
+class Parser(Record):
     name: str
     states: tuple[ParserState, ...]
     start: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Deparser:
+class Deparser(Record):
     name: str
     statements: tuple[Statement, ...]
     order: tuple[int, ...]
@@ -640,8 +555,7 @@ class Deparser:
 # --- match-action ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KeyField:
+class KeyField(Record):
     """match: exact, lpm, ternary or range. `mask` (or None) is applied before the lookup."""
 
     name: str
@@ -680,8 +594,13 @@ class Range:
 MatchValue: TypeAlias = Exact | Lpm | Ternary | Range
 
 
-@dataclass(frozen=True, slots=True)
-class ConstEntry:
+def anything(match: str, width: int) -> MatchValue | None:
+    """What any value matches; None where the kind of match has no such thing."""
+    wildcards: dict[str, MatchValue] = {"lpm": Lpm(0, 0), "ternary": Ternary(0, 0)}
+    return Range(0, (1 << width) - 1) if match == "range" else wildcards.get(match)
+
+
+class ConstEntry(Record):
     """An entry that comes with the program. Of several that match, the LOWEST priority wins."""
 
     key: tuple[MatchValue, ...]
@@ -690,16 +609,14 @@ class ConstEntry:
     arguments: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DefaultEntry:
+class DefaultEntry(Record):
     action: int
     arguments: tuple[int, ...]
     const_action: bool
     const_entry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Record):
     """match: exact, lpm, ternary, range. Successors are node numbers, None ends the pipeline.
 
     `next_hit` and `next_miss` are used if `by_hit`, else `next_by_action` (parallel to
@@ -724,16 +641,14 @@ class Table:
     support_timeout: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Conditional:
+class Conditional(Record):
     name: str
     condition: BoolExpr
     if_true: int | None
     if_false: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ActionCall:
+class ActionCall(Record):
     name: str
     action: int
     next: int | None
@@ -742,8 +657,39 @@ class ActionCall:
 Node: TypeAlias = Table | Conditional | ActionCall
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+def successors(node: Node) -> list[int]:
+    """All nodes that may be next."""
+    match node:
+        case Conditional():
+            following = [node.if_true, node.if_false]
+        case ActionCall():
+            following = [node.next]
+        case Table():
+            following = [*node.next_by_action, node.next_hit, node.next_miss]
+    return [n for n in following if n is not None]
+
+
+def node_in_cycle(count: int, following: Callable[[int], Iterable[int]]) -> int | None:
+    """A node of a graph of `count` nodes from which a way leads back to it."""
+    finished: set[int] = set()
+    for start in range(count):
+        todo: list[tuple[int, bool]] = [(start, False)]
+        on_path: set[int] = set()
+        while todo:
+            number, leaving = todo.pop()
+            if leaving:
+                on_path.discard(number)
+                finished.add(number)
+            elif number in on_path:
+                return number
+            elif number not in finished:
+                on_path.add(number)
+                todo.append((number, True))
+                todo += [(n, False) for n in following(number)]
+    return None
+
+
+class Pipeline(Record):
     name: str
     start: int | None
 
@@ -751,22 +697,19 @@ class Pipeline:
 # --- externs --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PackedConst:
+class PackedConst(Record):
     value: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class PackedHeader:
+class PackedHeader(Record):
     header: int
 
 
 PackedItem: TypeAlias = FieldRef | PackedConst | PackedHeader
 
 
-@dataclass(frozen=True, slots=True)
-class Calculation:
+class Calculation(Record):
     """A hash over fields packed without padding; items of invalid headers are skipped."""
 
     name: str
@@ -775,8 +718,7 @@ class Calculation:
     with_payload: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
+class Checksum(Record):
     name: str
     target: FieldRef
     calculation: int
@@ -785,15 +727,13 @@ class Checksum:
     update: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CounterArray:
+class CounterArray(Record):
     name: str
     size: int
     direct: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class MeterArray:
+class MeterArray(Record):
     """unit: "bytes" or "packets". `direct` names the table of a direct meter."""
 
     name: str
@@ -804,42 +744,30 @@ class MeterArray:
     target: FieldRef | None
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterArray:
+class RegisterArray(Record):
     name: str
     size: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Selector:
+class Selector(Record):
     algorithm: str
     fields: tuple[FieldRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ActionProfile:
+class ActionProfile(Record):
     name: str
     size: int
     selector: Selector | None
 
 
-@dataclass(frozen=True, slots=True)
-class FieldList:
+class FieldList(Record):
     id: int
     name: str
     fields: tuple[FieldRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LearnList:
-    id: int
-    name: str
-    fields: tuple[FieldRef, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(Record):
     """A v1model program, ready to be run."""
 
     name: str
@@ -862,15 +790,30 @@ class Program:
     registers: tuple[RegisterArray, ...]
     action_profiles: tuple[ActionProfile, ...]
     field_lists: tuple[FieldList, ...]
-    learn_lists: tuple[LearnList, ...]
+    learn_lists: tuple[FieldList, ...]
     intrinsic: tuple[tuple[str, FieldRef], ...]
     """BMv2's name of a metadata field ("standard_metadata.egress_spec") and where it is."""
 
     def intrinsic_field(self, name: str) -> FieldRef | None:
-        for known, ref in self.intrinsic:
-            if known == name:
-                return ref
-        return None
+        return dict(self.intrinsic).get(name)
+
+    def width(self, ref: FieldRef) -> int:
+        return 1 if ref.field == VALID else self.headers[ref.header].fields[ref.field].width
+
+    def siblings(self, header: int) -> tuple[int, ...]:
+        """The other headers of its union."""
+        union = self.headers[header].union
+        return () if union is None else tuple(h for h in self.unions[union].headers if h != header)
+
+    def all_stacks(self) -> list[StackExpr]:
+        unions = [UnionStackOf(n) for n in range(len(self.union_stacks))]
+        return [*(StackOf(n) for n in range(len(self.stacks))), *unions]
+
+    def stack_elements(self, stack: StackExpr) -> list[tuple[int, ...]]:
+        """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
+        if isinstance(stack, StackOf):
+            return [(h,) for h in self.stacks[stack.stack].headers]
+        return [self.unions[u].headers for u in self.union_stacks[stack.union_stack].unions]
 
     def tables(self) -> tuple[Table, ...]:
         return tuple(n for n in self.nodes if isinstance(n, Table))

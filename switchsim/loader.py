@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, get_args
+from typing import Any, TypeAlias
 
 from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.ir import ProgramError, UnsupportedConstruct
 
 Json: TypeAlias = Any
+_Reader: TypeAlias = Callable[[Json, str], Any]
 
 MAX_FIELD_BITS = 1 << 16
 MAX_DEPTH = 100
@@ -25,18 +27,12 @@ MAX_DEPTH = 100
 MAX_ARRAY_SIZE = 1 << 26
 """Cells of one register, counter or meter array; more is a malformed or hostile file."""
 
-_DATA = get_args(ir.DataExpr)
-_BOOL = get_args(ir.BoolExpr)
-_HEADER = get_args(ir.HeaderExpr)
-_UNION = get_args(ir.UnionExpr)
-_STACK = get_args(ir.StackExpr)
-
 _ARITHMETIC = {
     "+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^", "two_comp_mod", "sat_cast", "usat_cast"
 }  # fmt: skip
 _ORDER = {"<", ">", "<=", ">="}
 
-_INTRINSIC = (
+INTRINSIC = (
     "standard_metadata.ingress_port",
     "standard_metadata.egress_spec",
     "standard_metadata.egress_port",
@@ -55,7 +51,7 @@ _INTRINSIC = (
     "queueing_metadata.deq_qdepth",
     "queueing_metadata.qid",
 )
-_REQUIRED = _INTRINSIC[:5]
+_REQUIRED = INTRINSIC[:5]
 
 
 def load(source: bytes | str, name: str = "program") -> ir.Program:
@@ -89,26 +85,6 @@ def load_file(path: Path) -> ir.Program:
         raise ProgramError(f"cannot read {path}: {error}") from error
 
 
-def _is_data(e: ir.Expr) -> TypeGuard[ir.DataExpr]:
-    return isinstance(e, _DATA)
-
-
-def _is_bool(e: ir.Expr) -> TypeGuard[ir.BoolExpr]:
-    return isinstance(e, _BOOL)
-
-
-def _is_header(e: ir.Expr) -> TypeGuard[ir.HeaderExpr]:
-    return isinstance(e, _HEADER)
-
-
-def _is_union(e: ir.Expr) -> TypeGuard[ir.UnionExpr]:
-    return isinstance(e, _UNION)
-
-
-def _is_stack(e: ir.Expr) -> TypeGuard[ir.StackExpr]:
-    return isinstance(e, _STACK)
-
-
 def _number(text: Json, where: str) -> int:
     """A BMv2 hexadecimal string: optional minus, optional 0x."""
     if not isinstance(text, str):
@@ -140,6 +116,10 @@ def _items(value: Json, where: str) -> Sequence[Json]:
     return value
 
 
+def _elements(item: Json, key: str, numbers: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(numbers[i] for i in _items(item[key], _name(item)))
+
+
 def _index(names: Sequence[str], what: str) -> dict[str, int]:
     result: dict[str, int] = {}
     for number, name in enumerate(names):
@@ -154,17 +134,6 @@ def _find(table: Mapping[str, int], name: Json, what: str, where: str) -> int:
         return table[name]
     except (KeyError, TypeError):
         raise ProgramError(f"{where}: no {what} is called {name!r}") from None
-
-
-def _successors(node: ir.Node) -> list[int]:
-    match node:
-        case ir.Conditional():
-            following = [node.if_true, node.if_false]
-        case ir.ActionCall():
-            following = [node.next]
-        case ir.Table():
-            following = [*node.next_by_action, node.next_hit, node.next_miss]
-    return [n for n in following if n is not None]
 
 
 class _Loader:
@@ -218,12 +187,8 @@ class _Loader:
             meters=self.meters,
             registers=self.registers,
             action_profiles=self.action_profiles,
-            field_lists=tuple(
-                ir.FieldList(i, n, f) for i, n, f in self.reference_lists("field_lists")
-            ),
-            learn_lists=tuple(
-                ir.LearnList(i, n, f) for i, n, f in self.reference_lists("learn_lists")
-            ),
+            field_lists=self.reference_lists("field_lists"),
+            learn_lists=self.reference_lists("learn_lists"),
             intrinsic=self.intrinsic,
         )
 
@@ -271,10 +236,9 @@ class _Loader:
         unions: list[ir.HeaderUnion] = []
         id_to_union: dict[int, int] = {}
         for item in self.section("header_unions"):
-            members = tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item)))
+            members = _elements(item, "header_ids", id_to_header)
             id_to_union[item["id"]] = len(unions)
-            for header in members:
-                union_of[header] = len(unions)
+            union_of |= dict.fromkeys(members, len(unions))
             unions.append(ir.HeaderUnion(_name(item), union_types[item["union_type"]], members))
         self.unions = tuple(unions)
         self.union_index = _index([u.name for u in unions], "header union")
@@ -292,18 +256,12 @@ class _Loader:
         self.field_index = [_index([f.name for f in h.fields], "field") for h in headers]
 
         self.stacks = tuple(
-            ir.HeaderStack(
-                _name(item),
-                tuple(id_to_header[i] for i in _items(item["header_ids"], _name(item))),
-            )
+            ir.HeaderStack(_name(item), _elements(item, "header_ids", id_to_header))
             for item in self.section("header_stacks")
         )
         self.stack_index = _index([s.name for s in self.stacks], "header stack")
         self.union_stacks = tuple(
-            ir.HeaderUnionStack(
-                _name(item),
-                tuple(id_to_union[i] for i in _items(item["header_union_ids"], _name(item))),
-            )
+            ir.HeaderUnionStack(_name(item), _elements(item, "header_union_ids", id_to_union))
             for item in self.section("header_union_stacks")
         )
         self.union_stack_index = _index([s.name for s in self.union_stacks], "union stack")
@@ -361,13 +319,13 @@ class _Loader:
 
     def aliases(self) -> None:
         found: dict[str, ir.FieldRef] = {}
-        for name in _INTRINSIC:
+        for name in INTRINSIC:
             header, field = name.split(".")
             number = self.header_index.get(header)
             if number is not None and field in self.field_index[number]:
                 found[name] = ir.FieldRef(number, self.field_index[number][field])
         for alias in self.section("field_aliases"):
-            if alias[0] in _INTRINSIC:
+            if alias[0] in INTRINSIC:
                 found[alias[0]] = self.field(alias[1], "field_aliases")
         for name in _REQUIRED:
             if name not in found:
@@ -415,10 +373,11 @@ class _Loader:
     def last_field(self, value: Json, where: str) -> ir.LastField:
         assert isinstance(value, list)
         stack = _find(self.stack_index, value[0], "header stack", where)
-        first = self.stacks[stack].headers[0]
-        if value[1] == "$valid$":
-            return ir.LastField(stack, ir.VALID)
-        return ir.LastField(stack, _find(self.field_index[first], value[1], "field", where))
+        headers = self.stacks[stack].headers
+        field = ir.VALID
+        if value[1] != "$valid$":
+            field = _find(self.field_index[headers[0]], value[1], "field", where)
+        return ir.LastField(ir.StackOf(stack), headers, field)
 
     def operation(self, j: dict[str, Json], where: str) -> ir.Expr:
         if self.depth >= MAX_DEPTH:
@@ -431,34 +390,24 @@ class _Loader:
 
     def operator(self, j: dict[str, Json], where: str) -> ir.Expr:
         op, left, right = j["op"], j.get("left"), j.get("right")
-        operand = right if right is not None else left
         if op in _ARITHMETIC:
             return ir.Binary(op, self.data(left, where), self.data(right, where))
         if op in _ORDER:
             return ir.Compare(op, self.data(left, where), self.data(right, where))
+        if op in self.unary:
+            make, read = self.unary[op]
+            return make(read(right if right is not None else left, where))
         match op:
             case "==" | "!=":
                 return self.equality(op, self.expr(left, where), self.expr(right, where), where)
             case "and" | "or":
                 return ir.Logic(op, self.boolean(left, where), self.boolean(right, where))
-            case "not":
-                return ir.Not(self.boolean(operand, where))
-            case "~":
-                return ir.Invert(self.data(operand, where))
-            case "d2b":
-                return ir.DataToBool(self.data(operand, where))
-            case "b2d":
-                return ir.BoolToData(self.boolean(operand, where))
-            case "valid":
-                return ir.HeaderValid(self.header(operand, where))
-            case "valid_union":
-                return ir.UnionValid(self.union(operand, where))
             case "?":
                 condition = self.boolean(j.get("cond"), where)
                 yes, no = self.expr(left, where), self.expr(right, where)
-                if _is_data(yes) and _is_data(no):
+                if isinstance(yes, ir.DataExpr) and isinstance(no, ir.DataExpr):
                     return ir.ChooseData(condition, yes, no)
-                if _is_bool(yes) and _is_bool(no):
+                if isinstance(yes, ir.BoolExpr) and isinstance(no, ir.BoolExpr):
                     return ir.ChooseBool(condition, yes, no)
                 raise UnsupportedConstruct("conditional expression of headers", where)
             case "dereference_header_stack":
@@ -471,10 +420,6 @@ class _Loader:
                 if not isinstance(stack, ir.UnionStackOf):
                     raise ProgramError(f"{where}: {op} of something else than a union stack")
                 return ir.UnionStackElement(stack.union_stack, self.data(right, where))
-            case "last_stack_index":
-                return ir.LastIndex(self.stack(operand, where))
-            case "size_stack":
-                return ir.StackSize(self.stack(operand, where))
             case "access_field":
                 header = self.header(left, where)
                 fields = self.headers[self.representative(header)].fields
@@ -491,17 +436,31 @@ class _Loader:
             case _:
                 raise UnsupportedConstruct(f"operator {op!r}", where)
 
+    @cached_property
+    def unary(self) -> Mapping[str, tuple[Callable[..., ir.Expr], _Reader]]:
+        """By operator: what it becomes, and how its operand is read."""
+        return {
+            "not": (ir.Not, self.boolean),
+            "~": (ir.Invert, self.data),
+            "d2b": (ir.DataToBool, self.data),
+            "b2d": (ir.BoolToData, self.boolean),
+            "valid": (ir.HeaderValid, self.header),
+            "valid_union": (ir.UnionValid, self.union),
+            "last_stack_index": (ir.LastIndex, self.stack),
+            "size_stack": (ir.StackSize, self.stack),
+        }
+
     def equality(self, op: str, left: ir.Expr, right: ir.Expr, where: str) -> ir.BoolExpr:
         result: ir.BoolExpr
-        if _is_data(left) and _is_data(right):
+        if isinstance(left, ir.DataExpr) and isinstance(right, ir.DataExpr):
             return ir.Compare(op, left, right)
-        if _is_bool(left) and _is_bool(right):
+        if isinstance(left, ir.BoolExpr) and isinstance(right, ir.BoolExpr):
             return ir.Logic(op, left, right)
-        if _is_header(left) and _is_header(right):
+        if isinstance(left, ir.HeaderExpr) and isinstance(right, ir.HeaderExpr):
             result = ir.HeadersEqual(left, right)
-        elif _is_union(left) and _is_union(right):
+        elif isinstance(left, ir.UnionExpr) and isinstance(right, ir.UnionExpr):
             result = ir.UnionsEqual(left, right)
-        elif _is_stack(left) and _is_stack(right):
+        elif isinstance(left, ir.StackExpr) and isinstance(right, ir.StackExpr):
             raise UnsupportedConstruct("comparison of header stacks", where)
         else:
             raise ProgramError(f"{where}: the sides of {op} are of different kinds")
@@ -526,31 +485,31 @@ class _Loader:
 
     def data(self, j: Json, where: str) -> ir.DataExpr:
         e = self.expr(j, where)
-        if not _is_data(e):
+        if not isinstance(e, ir.DataExpr):
             raise ProgramError(f"{where}: a number is expected")
         return e
 
     def boolean(self, j: Json, where: str) -> ir.BoolExpr:
         e = self.expr(j, where)
-        if not _is_bool(e):
+        if not isinstance(e, ir.BoolExpr):
             raise ProgramError(f"{where}: a boolean is expected")
         return e
 
     def header(self, j: Json, where: str) -> ir.HeaderExpr:
         e = self.expr(j, where)
-        if not _is_header(e):
+        if not isinstance(e, ir.HeaderExpr):
             raise ProgramError(f"{where}: a header is expected")
         return e
 
     def union(self, j: Json, where: str) -> ir.UnionExpr:
         e = self.expr(j, where)
-        if not _is_union(e):
+        if not isinstance(e, ir.UnionExpr):
             raise ProgramError(f"{where}: a header union is expected")
         return e
 
     def stack(self, j: Json, where: str) -> ir.StackExpr:
         e = self.expr(j, where)
-        if not _is_stack(e):
+        if not isinstance(e, ir.StackExpr):
             raise ProgramError(f"{where}: a stack is expected")
         return e
 
@@ -560,131 +519,97 @@ class _Loader:
         op = j.get("op")
         where = f"{where}, {op}"
         args = _items(j.get("parameters"), where)
-        make, count = self.primitives().get(str(op), (None, 0))
-        if make is None:
+        known = self.primitives.get(str(op))
+        if known is None:
             raise UnsupportedConstruct(f"primitive {op!r}", where)
-        if len(args) != count:
-            raise ProgramError(f"{where}: {count} parameters are expected, not {len(args)}")
-        return make(args, where)
+        make, *readers = known
+        if len(args) != len(readers):
+            raise ProgramError(f"{where}: {len(readers)} parameters are expected, not {len(args)}")
+        values = [read(j, where) for read, j in zip(readers, args, strict=True)]
+        statement: ir.Statement = make(*values)
+        self.check_statement(statement, where)
+        return statement
 
-    def primitives(
-        self,
-    ) -> Mapping[str, tuple[Callable[[Sequence[Json], str], ir.Statement], int]]:
-        data, header, stack = self.data, self.header, self.stack
+    @cached_property
+    def primitives(self) -> Mapping[str, tuple[Callable[..., ir.Statement], *tuple[_Reader, ...]]]:
+        """By name: what it becomes, and how each of its parameters is read."""
+        data, header, stack, lvalue = self.data, self.header, self.stack, self.lvalue
+
+        def receiver(j: Json, where: str) -> None:
+            """Of a digest: always the controller."""
+
+        meter = partial(self.array, "meter_array", self.meter_index)
+        counter = partial(self.array, "counter_array", self.counter_index)
+        register = partial(self.array, "register_array", self.register_index)
+        calculation = partial(self.array, "calculation", self.calculation_index)
         return {
-            "assign": (self.assign, 2),
-            "assign_VL": (self.assign_varbit, 2),
-            "assign_header": (
-                lambda a, w: ir.AssignHeader(header(a[0], w), header(a[1], w)),
-                2,
-            ),
-            "assign_union": (
-                lambda a, w: ir.AssignUnion(self.union(a[0], w), self.union(a[1], w)),
-                2,
-            ),
-            "assign_header_stack": (
-                lambda a, w: self.assign_stack(stack(a[0], w), stack(a[1], w), w),
-                2,
-            ),
-            "assign_union_stack": (
-                lambda a, w: self.assign_stack(stack(a[0], w), stack(a[1], w), w),
-                2,
-            ),
-            "push": (lambda a, w: ir.Push(stack(a[0], w), data(a[1], w)), 2),
-            "pop": (lambda a, w: ir.Pop(stack(a[0], w), data(a[1], w)), 2),
-            "add_header": (lambda a, w: ir.AddHeader(header(a[0], w)), 1),
-            "remove_header": (lambda a, w: ir.RemoveHeader(header(a[0], w)), 1),
-            "_jump": (lambda a, w: ir.Jump(self.jump_target(a[0], w)), 1),
-            "_jump_if_zero": (
-                lambda a, w: ir.JumpIfZero(data(a[0], w), self.jump_target(a[1], w)),
-                2,
-            ),
-            "exit": (lambda a, w: ir.Exit(), 0),
-            "assert": (lambda a, w: ir.Check("assert", self.condition(a[0], w)), 1),
-            "assume": (lambda a, w: ir.Check("assume", self.condition(a[0], w)), 1),
-            "log_msg": (self.log_message, 2),
-            "mark_to_drop": (self.mark_to_drop, 1),
-            "clone_ingress_pkt_to_egress": (self.clone, 2),
-            "clone_egress_pkt_to_egress": (self.clone, 2),
-            "resubmit": (lambda a, w: ir.Resubmit(data(a[0], w)), 1),
-            "recirculate": (lambda a, w: ir.Recirculate(data(a[0], w)), 1),
-            "generate_digest": (lambda a, w: ir.GenerateDigest(data(a[1], w)), 2),
-            "modify_field_with_hash_based_offset": (self.hash, 4),
-            "modify_field_rng_uniform": (
-                lambda a, w: ir.Random(self.lvalue(a[0], w), data(a[1], w), data(a[2], w)),
-                3,
-            ),
-            "execute_meter": (
-                lambda a, w: ir.ExecuteMeter(
-                    self.array(a[0], "meter_array", self.meter_index, w),
-                    data(a[1], w),
-                    self.lvalue(a[2], w),
-                ),
-                3,
-            ),
-            "count": (
-                lambda a, w: ir.Count(
-                    self.array(a[0], "counter_array", self.counter_index, w), data(a[1], w)
-                ),
-                2,
-            ),
-            "register_read": (
-                lambda a, w: ir.RegisterRead(
-                    self.lvalue(a[0], w),
-                    self.array(a[1], "register_array", self.register_index, w),
-                    data(a[2], w),
-                ),
-                3,
-            ),
-            "register_write": (
-                lambda a, w: ir.RegisterWrite(
-                    self.array(a[0], "register_array", self.register_index, w),
-                    data(a[1], w),
-                    data(a[2], w),
-                ),
-                3,
-            ),
-            "truncate": (lambda a, w: ir.Truncate(data(a[0], w)), 1),
-            "no_op": (lambda a, w: ir.NoOp(), 0),
+            "assign": (ir.Assign, lvalue, data),
+            "assign_VL": (ir.AssignVarbit, self.varbit, self.varbit),
+            "assign_header": (ir.AssignHeader, header, header),
+            "assign_union": (ir.AssignUnion, self.union, self.union),
+            "assign_header_stack": (ir.AssignStack, stack, stack),
+            "assign_union_stack": (ir.AssignStack, stack, stack),
+            "push": (ir.Push, stack, data),
+            "pop": (ir.Pop, stack, data),
+            "add_header": (ir.AddHeader, header),
+            "remove_header": (ir.RemoveHeader, header),
+            "_jump": (ir.Jump, self.jump_target),
+            "_jump_if_zero": (ir.JumpIfZero, data, self.jump_target),
+            "exit": (ir.Exit,),
+            "assert": (partial(ir.Check, "assert"), self.condition),
+            "assume": (partial(ir.Check, "assume"), self.condition),
+            "log_msg": (ir.LogMessage, self.log_text, self.log_arguments),
+            "mark_to_drop": (lambda fields: ir.MarkToDrop(*fields), self.drop_fields),
+            "clone_ingress_pkt_to_egress": (ir.Clone, data, data),
+            "clone_egress_pkt_to_egress": (ir.Clone, data, data),
+            "resubmit": (ir.Resubmit, data),
+            "recirculate": (ir.Recirculate, data),
+            "generate_digest": (lambda _, number: ir.GenerateDigest(number), receiver, data),
+            "modify_field_with_hash_based_offset": (ir.Hash, lvalue, data, calculation, data),
+            "modify_field_rng_uniform": (ir.Random, lvalue, data, data),
+            "execute_meter": (ir.ExecuteMeter, meter, data, lvalue),
+            "count": (ir.Count, counter, data),
+            "register_read": (ir.RegisterRead, lvalue, register, data),
+            "register_write": (ir.RegisterWrite, register, data, data),
+            "truncate": (ir.Truncate, data),
+            "no_op": (ir.NoOp,),
         }
+
+    def check_statement(self, statement: ir.Statement, where: str) -> None:
+        """What the parameters must have in common."""
+        match statement:
+            case ir.AssignStack(target, source) if type(target) is not type(source):
+                raise ProgramError(f"{where}: stacks of different kinds")
+            case ir.Hash() if self.calculations[statement.calculation].with_payload:
+                raise UnsupportedConstruct("hash over the payload in an action", where)
+            case _:
+                pass
 
     def lvalue(self, j: Json, where: str) -> ir.LValue:
         e = self.expr(j, where)
-        if isinstance(e, ir.FieldRef):
+        if isinstance(e, ir.LValue):
             if e.field == ir.VALID:
                 raise ProgramError(f"{where}: $valid$ is read-only")
-            if self.is_varbit(e):
+            if isinstance(e, ir.FieldRef) and self.is_varbit(e):
                 raise ProgramError(f"{where}: a variable-length field needs assign_VL")
-            return e
-        if isinstance(e, (ir.LastField, ir.ElementField)):
-            if e.field == ir.VALID:
-                raise ProgramError(f"{where}: $valid$ is read-only")
             return e
         if isinstance(e, ir.RegisterLoad):
             raise UnsupportedConstruct("register as the target of an assignment", where)
         raise ProgramError(f"{where}: not something to assign to")
 
-    def assign(self, a: Sequence[Json], where: str) -> ir.Statement:
-        return ir.Assign(self.lvalue(a[0], where), self.data(a[1], where))
-
-    def assign_varbit(self, a: Sequence[Json], where: str) -> ir.Statement:
-        target, source = self.expr(a[0], where), self.expr(a[1], where)
-        if not isinstance(target, ir.FieldRef) or not isinstance(source, ir.FieldRef):
+    def varbit(self, j: Json, where: str) -> ir.FieldRef:
+        e = self.expr(j, where)
+        if not isinstance(e, ir.FieldRef):
             raise UnsupportedConstruct("variable-length field found at run time", where)
-        if not self.is_varbit(target) or not self.is_varbit(source):
+        if not self.is_varbit(e):
             raise ProgramError(f"{where}: not variable-length fields")
-        return ir.AssignVarbit(target, source)
-
-    def assign_stack(self, target: ir.StackExpr, source: ir.StackExpr, where: str) -> ir.Statement:
-        if type(target) is not type(source):
-            raise ProgramError(f"{where}: stacks of different kinds")
-        return ir.AssignStack(target, source)
+        return e
 
     def condition(self, j: Json, where: str) -> ir.DataExpr:
         e = self.expr(j, where)
-        if _is_bool(e):
+        if isinstance(e, ir.BoolExpr):
             return ir.BoolToData(e)
-        if _is_data(e):
+        if isinstance(e, ir.DataExpr):
             return e
         raise ProgramError(f"{where}: a condition is expected")
 
@@ -694,38 +619,33 @@ class _Loader:
             raise UnsupportedConstruct("computed jump", where)
         return target.value
 
-    def log_message(self, a: Sequence[Json], where: str) -> ir.Statement:
-        text, vector = a[0], a[1]
-        if text.get("type") != "string" or vector.get("type") != "parameters_vector":
-            raise ProgramError(f"{where}: a string and a vector of parameters are expected")
-        arguments = tuple(self.data(j, where) for j in _items(vector["value"], where))
-        return ir.LogMessage(str(text["value"]), arguments)
+    def log_text(self, j: Json, where: str) -> str:
+        return str(self.log_parameter("string", j, where))
 
-    def mark_to_drop(self, a: Sequence[Json], where: str) -> ir.Statement:
-        header = self.header(a[0], where)
+    def log_arguments(self, j: Json, where: str) -> tuple[ir.DataExpr, ...]:
+        vector = self.log_parameter("parameters_vector", j, where)
+        return tuple(self.data(argument, where) for argument in _items(vector, where))
+
+    def log_parameter(self, kind: str, j: Json, where: str) -> Json:
+        if j.get("type") != kind:
+            raise ProgramError(f"{where}: a string and a vector of parameters are expected")
+        return j["value"]
+
+    def drop_fields(self, j: Json, where: str) -> tuple[ir.FieldRef, ir.FieldRef | None]:
+        """egress_spec and, where there is one, mcast_grp."""
+        header = self.header(j, where)
         if not isinstance(header, ir.HeaderOf):
             raise ProgramError(f"{where}: standard metadata is expected")
         fields = self.field_index[header.header]
         if "egress_spec" not in fields:
             raise ProgramError(f"{where}: {self.headers[header.header].name} has no egress_spec")
         group = fields.get("mcast_grp")
-        return ir.MarkToDrop(
+        return (
             ir.FieldRef(header.header, fields["egress_spec"]),
             None if group is None else ir.FieldRef(header.header, group),
         )
 
-    def clone(self, a: Sequence[Json], where: str) -> ir.Statement:
-        return ir.Clone(self.data(a[0], where), self.data(a[1], where))
-
-    def hash(self, a: Sequence[Json], where: str) -> ir.Statement:
-        number = self.array(a[2], "calculation", self.calculation_index, where)
-        if self.calculations[number].with_payload:
-            raise UnsupportedConstruct("hash over the payload in an action", where)
-        return ir.Hash(
-            self.lvalue(a[0], where), self.data(a[1], where), number, self.data(a[3], where)
-        )
-
-    def array(self, j: Json, kind: str, index: Mapping[str, int], where: str) -> int:
+    def array(self, kind: str, index: Mapping[str, int], j: Json, where: str) -> int:
         if j.get("type") != kind:
             raise ProgramError(f"{where}: a {kind} is expected")
         return _find(index, j.get("value"), kind, where)
@@ -813,8 +733,8 @@ class _Loader:
             )
         return tuple(result)
 
-    def reference_lists(self, section: str) -> list[tuple[int, str, tuple[ir.FieldRef, ...]]]:
-        result: list[tuple[int, str, tuple[ir.FieldRef, ...]]] = []
+    def reference_lists(self, section: str) -> tuple[ir.FieldList, ...]:
+        result: list[ir.FieldList] = []
         for j in self.section(section):
             where = f"{section} {j.get('name')}"
             fields: list[ir.FieldRef] = []
@@ -828,8 +748,8 @@ class _Loader:
                     raise UnsupportedConstruct("variable-length field in a field list", where)
                 fields.append(ref)
             number = _integer(j["id"], where, 1, 0xFFFF)
-            result.append((number, str(j.get("name", "")), tuple(fields)))
-        return result
+            result.append(ir.FieldList(number, str(j.get("name", "")), tuple(fields)))
+        return tuple(result)
 
     # --- actions ----------------------------------------------------------------------------
 
@@ -928,28 +848,30 @@ class _Loader:
                 return ref, self.width(ref)
             case "stack_field":
                 last = self.last_field(value, where)
-                first = self.stacks[last.stack].headers[0]
-                return last, self.width(ir.FieldRef(first, last.field))
+                return last, self.width(ir.FieldRef(last.headers[0], last.field))
             case "union_stack_field":
                 assert isinstance(value, list)
-                stack = _find(self.union_stack_index, value[0], "union stack", where)
-                union = self.unions[self.union_stacks[stack].unions[0]]
-                member = self.member(union, value[1], where)
-                header = union.headers[member]
-                field = _find(self.field_index[header], value[2], "field", where)
-                return ir.LastUnionField(stack, member, field), self.width(
-                    ir.FieldRef(header, field)
-                )
+                stack, headers = self.union_stack_headers(value, where)
+                field = _find(self.field_index[headers[0]], value[2], "field", where)
+                last = ir.LastField(stack, headers, field)
+                return last, self.width(ir.FieldRef(headers[0], field))
             case "lookahead":
                 ahead = self.lookahead(value, where)
                 return ahead, ahead.width
             case _:
                 raise UnsupportedConstruct(f"transition key of type {kind!r}", where)
 
-    def member(self, union: ir.HeaderUnion, name: Json, where: str) -> int:
-        if name not in union.members:
-            raise ProgramError(f"{where}: union {union.name} has no member {name!r}")
-        return union.members.index(name)
+    def union_stack_headers(
+        self, value: Json, where: str
+    ) -> tuple[ir.UnionStackOf, tuple[int, ...]]:
+        """A stack of unions, and its elements' headers of one kind: value is [stack, kind, ...]."""
+        assert isinstance(value, list)
+        stack = _find(self.union_stack_index, value[0], "union stack", where)
+        unions = [self.unions[u] for u in self.union_stacks[stack].unions]
+        if value[1] not in unions[0].members:
+            raise ProgramError(f"{where}: union {unions[0].name} has no member {value[1]!r}")
+        member = unions[0].members.index(value[1])
+        return ir.UnionStackOf(stack), tuple(u.headers[member] for u in unions)
 
     def lookahead(self, value: Json, where: str) -> ir.Lookahead:
         offset, width = value
@@ -1001,15 +923,13 @@ class _Loader:
                 return ir.Extract(header, bits, limit)
             case "stack":
                 stack = _find(self.stack_index, value, "header stack", where)
-                bits, limit = self.varbit_limit(self.stacks[stack].headers[0], bits, where)
-                return ir.ExtractNext(stack, bits, limit)
+                headers = self.stacks[stack].headers
+                bits, limit = self.varbit_limit(headers[0], bits, where)
+                return ir.ExtractNext(ir.StackOf(stack), headers, bits, limit)
             case "union_stack":
-                assert isinstance(value, list)
-                number = _find(self.union_stack_index, value[0], "union stack", where)
-                union = self.unions[self.union_stacks[number].unions[0]]
-                member = self.member(union, value[1], where)
-                bits, limit = self.varbit_limit(union.headers[member], bits, where)
-                return ir.ExtractNextUnion(number, member, bits, limit)
+                unions, headers = self.union_stack_headers(value, where)
+                bits, limit = self.varbit_limit(headers[0], bits, where)
+                return ir.ExtractNext(unions, headers, bits, limit)
             case _:
                 raise UnsupportedConstruct(f"extraction to {kind!r}", where)
 
@@ -1080,23 +1000,9 @@ class _Loader:
 
     def check_acyclic(self) -> None:
         """P4 has no loops in a control; a file with one would keep a packet for ever."""
-        finished: set[int] = set()
-        for start in range(len(self.nodes)):
-            path: list[int] = []
-            on_path: set[int] = set()
-            todo: list[tuple[int, bool]] = [(start, False)]
-            while todo:
-                number, leaving = todo.pop()
-                if leaving:
-                    finished.add(path.pop())
-                    on_path.discard(number)
-                elif number in on_path:
-                    raise ProgramError(f"node {self.nodes[number].name} is part of a cycle")
-                elif number not in finished:
-                    path.append(number)
-                    on_path.add(number)
-                    todo.append((number, True))
-                    todo += [(n, False) for n in _successors(self.nodes[number])]
+        number = ir.node_in_cycle(len(self.nodes), lambda n: ir.successors(self.nodes[n]))
+        if number is not None:
+            raise ProgramError(f"node {self.nodes[number].name} is part of a cycle")
 
     def node(self, name: Json, where: str) -> int | None:
         return None if name is None else _find(self.node_index, name, "control node", where)

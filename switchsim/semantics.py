@@ -7,7 +7,10 @@ either engine works. The numbers follow behavioral-model's simple_switch.
 
 from __future__ import annotations
 
-from kvcast.switchsim.ir import VALID, Program, ProgramError
+from collections.abc import Sequence
+from itertools import chain, repeat
+
+from kvcast.switchsim.ir import Program, ProgramError
 
 MAX_PASSES = 4096
 """Passes of ingress, and egress clones, that one frame may cause; the rest are dropped."""
@@ -24,6 +27,8 @@ MAX_SHIFT = 1 << 16
 # PktInstanceType of simple_switch.
 NORMAL, INGRESS_CLONE, EGRESS_CLONE = 0, 1, 2
 RECIRCULATED, REPLICATION, RESUBMITTED = 4, 5, 6
+
+TIMESTAMP_MASK = (1 << 48) - 1
 
 # A clone request in the packet register: the session and this bit.
 CLONE_REQUESTED = 0x8000
@@ -61,10 +66,7 @@ def check_ports(program: Program) -> None:
     """ProgramError unless the fields that hold ports are as wide as simple_switch has them."""
     for name in ("ingress_port", "egress_spec", "egress_port"):
         ref = program.intrinsic_field(f"standard_metadata.{name}")
-        width = 1
-        if ref is not None and ref.field != VALID:
-            width = program.headers[ref.header].fields[ref.field].width
-        if width != 9:
+        if ref is None or program.width(ref) != 9:
             raise ProgramError(f"standard_metadata.{name} is not 9 bits wide")
 
 
@@ -83,3 +85,9 @@ def format_pieces(text: str) -> list[str]:
             current += text[at]
             at += 1
     return [*pieces, current]
+
+
+def filled(pieces: Sequence[str], values: Sequence[str]) -> str:
+    """The pieces with the values between them, {} where one is missing."""
+    between = chain(values, repeat("{}"))
+    return pieces[0] + "".join(f"{next(between)}{piece}" for piece in pieces[1:])

@@ -26,9 +26,9 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.externs import ExternError, Rate
@@ -44,6 +44,7 @@ from kvcast.switchsim.ir import (
     Range,
     Ternary,
     UnsupportedConstruct,
+    anything,
 )
 from kvcast.switchsim.reference.switch import Switch
 
@@ -61,6 +62,18 @@ _RELATIONS: dict[str, Callable[[int, int], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+
+
+_COMMANDS = {
+    "add", "remove", "packet", "expect", "wait", "check_counter", "mirroring_add",
+    "mirroring_add_mc", "mirroring_delete", "mc_mgrp_create", "mc_node_create", "mc_node_update",
+    "mc_node_associate", "counter_write", "register_write", "register_reset", "meter_set_rates",
+    "meter_array_set_rates", "setdefault",
+}  # fmt: skip
+"""Each is a method of `Scenario`."""
+_WITHOUT_EFFECT = {
+    "no_packet", "mirroring_get", "counter_read", "register_read", "meter_get_rates",
+}  # fmt: skip
 
 
 class StfError(ValueError):
@@ -148,12 +161,6 @@ def _integer(text: str) -> int:
 # --- a scenario -------------------------------------------------------------------------------
 
 
-@dataclass
-class _Expected:
-    frames: list[str | None] = field(default_factory=list)
-    """Hexadecimal with `*` for any digit and `$` for "ends here"; None: any frame."""
-
-
 class Scenario:
     """One run of one STF file on a switch that has its program loaded."""
 
@@ -161,38 +168,13 @@ class Scenario:
         self.switch = switch
         self.now_us = 0
         self.sent: dict[int, list[bytes]] = defaultdict(list)
-        self.expected: dict[int, _Expected] = {}
+        self.expected: dict[int, list[str | None]] = defaultdict(list)
+        """By port: hexadecimal with `*` for any digit and `$` for "ends here"; None: any frame."""
         self.nodes: dict[int, list[tuple[int, int]]] = {}
         self.groups: dict[int, list[int]] = {}
         self.entries: dict[str, tuple[Table, int]] = {}
         """Entries that the scenario gave a name: `add ... = NAME`."""
         self.problems: list[str] = []
-        self._commands: dict[str, Callable[[_Line], None]] = {
-            "add": self.add,
-            "remove": self.remove,
-            "setdefault": self.set_default,
-            "packet": self.packet,
-            "expect": self.expect,
-            "no_packet": lambda line: None,
-            "wait": self.wait,
-            "check_counter": self.check_counter,
-            "mirroring_add": self.mirroring_add,
-            "mirroring_add_mc": self.mirroring_add_mc,
-            "mirroring_delete": self.mirroring_delete,
-            "mirroring_get": lambda line: None,
-            "mc_mgrp_create": self.mc_mgrp_create,
-            "mc_node_create": self.mc_node_create,
-            "mc_node_update": self.mc_node_update,
-            "mc_node_associate": self.mc_node_associate,
-            "counter_read": lambda line: None,
-            "counter_write": self.counter_write,
-            "register_read": lambda line: None,
-            "register_write": self.register_write,
-            "register_reset": self.register_reset,
-            "meter_get_rates": lambda line: None,
-            "meter_set_rates": self.meter_set_rates,
-            "meter_array_set_rates": self.meter_array_set_rates,
-        }
 
     def run(self, text: str) -> list[str]:
         """Carry out the scenario; gives what was wrong, in words."""
@@ -201,10 +183,11 @@ class Scenario:
             if not stripped:
                 continue
             line = _Line(number, stripped)
-            command = self._commands.get(line.take().lower())
-            if command is None:
+            command = line.take().lower()
+            if command in _COMMANDS:
+                getattr(self, command)(line)
+            elif command not in _WITHOUT_EFFECT:
                 raise StfError(f"line {number}: no such command: {stripped}")
-            command(line)
         return self.problems + self.compare()
 
     # --- frames -----------------------------------------------------------------------------
@@ -223,8 +206,7 @@ class Scenario:
     def expect(self, line: _Line) -> None:
         words = line.text.split()[1:]
         data = "".join(words[1:]).upper()
-        expected = self.expected.setdefault(int(words[0]), _Expected())
-        expected.frames.append(data or None)
+        self.expected[int(words[0])].append(data or None)
 
     def wait(self, line: _Line) -> None:
         self.now_us += 1_000_000
@@ -233,7 +215,7 @@ class Scenario:
         problems: list[str] = []
         for port in sorted(self.sent.keys() | self.expected.keys()):
             frames = self.sent.get(port, [])
-            expected = self.expected.get(port, _Expected()).frames
+            expected = self.expected.get(port, [])
             if expected and None in expected:
                 if not frames:
                     problems.append(f"port {port}: no frame came, some were expected")
@@ -267,7 +249,8 @@ class Scenario:
                 value += "/" + line.take()
             given[name] = value
         action, arguments = self.action(table, line)
-        key: list[MatchValue] = [_any_value(k) for k in table.spec.key]
+        # A field that the entry does not mention matches anything, or else 0.
+        key = [anything(k.match, k.width) or Exact(0) for k in table.spec.key]
         for name, value in given.items():
             position = self.key_position(table, name)
             key[position] = _match_value(value, table.spec.key[position])
@@ -290,7 +273,7 @@ class Scenario:
             if not table.is_const:
                 table.clear()
 
-    def set_default(self, line: _Line) -> None:
+    def setdefault(self, line: _Line) -> None:
         table = self.table(line.qualified_name())
         table.set_default(*self.action(table, line))
 
@@ -448,19 +431,6 @@ def _choose(name: str, known: Sequence[str], what: str) -> str:
     return found[0]
 
 
-def _any_value(key: KeyField) -> MatchValue:
-    """What a key field is when the entry does not mention it."""
-    match key.match:
-        case "exact":
-            return Exact(0)
-        case "lpm":
-            return Lpm(0, 0)
-        case "ternary":
-            return Ternary(0, 0)
-        case _:
-            return Range(0, (1 << key.width) - 1)
-
-
 def _match_value(text: str, key: KeyField) -> MatchValue:
     match key.match:
         case "exact":
@@ -548,13 +518,8 @@ def find_scenarios(path: Path) -> list[Path]:
 
 def summary(reports: Sequence[Report]) -> dict[str, object]:
     counts = Counter(r.outcome for r in reports)
-    return {
-        "passed": counts["passed"],
-        "failed": counts["failed"],
-        "refused": counts["refused"],
-        "wrong": counts["wrong"],
-        "scenarios": [{"name": r.name, "outcome": r.outcome, "reason": r.reason} for r in reports],
-    }
+    outcomes = {outcome: counts[outcome] for outcome in get_args(Outcome)}
+    return {**outcomes, "scenarios": [asdict(r) for r in reports]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

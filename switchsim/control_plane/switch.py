@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvcast.switchsim.control_plane.externs import CounterArray, MeterArray, RegisterArray
 from kvcast.switchsim.control_plane.tables import Profile, Table
@@ -81,9 +80,7 @@ class CloneSession:
 class ControlPlane:
     """The state of a switch as its controller sees it."""
 
-    def __init__(self, *, cpu_port: int | None, drop_port: int, digest_queue_size: int) -> None:
-        self.cpu_port = cpu_port
-        """For the adapters; to the data plane it is a port like any other."""
+    def __init__(self, *, drop_port: int, digest_queue_size: int) -> None:
         self.drop_port = drop_port
         self.program: Program | None = None
         self.stats = SwitchStats()
@@ -123,11 +120,13 @@ class ControlPlane:
         if not 1 <= group <= MAX_GROUP:
             raise ReplicationError(f"multicast group {group} is not in 1..{MAX_GROUP}")
         self.multicast_groups[group] = _replicas(replicas)
+        self._group_changed(group)
 
     def delete_multicast_group(self, group: int) -> None:
         if group not in self.multicast_groups:
             raise ReplicationError(f"there is no multicast group {group}")
         del self.multicast_groups[group]
+        self._group_changed(group)
 
     def set_clone_session(
         self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
@@ -138,35 +137,19 @@ class ControlPlane:
         if packet_length_bytes < 0:
             raise ReplicationError(f"a clone cannot have {packet_length_bytes} bytes")
         self.clone_sessions[session] = CloneSession(tuple(_replicas(replicas)), packet_length_bytes)
+        self._session_changed(session)
 
     def delete_clone_session(self, session: int) -> None:
         if session not in self.clone_sessions:
             raise ReplicationError(f"there is no clone session {session}")
         del self.clone_sessions[session]
+        self._session_changed(session)
 
-    def describe(self) -> Mapping[str, Any]:
-        """What is loaded, for status displays."""
-        program = self.program
-        if program is None:
-            return {"program": None}
-        return {
-            "program": program.name,
-            "version": ".".join(str(v) for v in program.version),
-            "tables": {
-                t.name: {"match": t.spec.match, "size": t.size, "entries": len(t)}
-                for t in self.tables.values()
-                if t.spec.key
-            },
-            "registers": {r.name: [len(r), r.width] for r in self.registers.values()},
-            "counters": {c.name: len(c) for c in self.counters.values()},
-            "meters": {m.name: len(m) for m in self.meters.values()},
-            "action_profiles": {
-                a.name: {"size": a.size, "members": len(a.members), "groups": len(a.groups)}
-                for a in self.action_profiles.values()
-            },
-            "multicast_groups": len(self.multicast_groups),
-            "clone_sessions": len(self.clone_sessions),
-        }
+    def _group_changed(self, group: int) -> None:
+        """For an engine that keeps groups elsewhere, too."""
+
+    def _session_changed(self, session: int) -> None:
+        """For an engine that keeps sessions elsewhere, too."""
 
 
 def _replicas(replicas: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,11 +12,7 @@ from kvcast.switchsim.control_plane.externs import ExternError
 from kvcast.switchsim.control_plane.switch import ReplicationError
 from kvcast.switchsim.control_plane.tables import Table, TableError
 from kvcast.switchsim.engine import Engine
-from kvcast.switchsim.ir import (
-    Program,
-    ProgramError,
-    UnsupportedConstruct,
-)
+from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
 

@@ -9,13 +9,7 @@ import random
 from collections.abc import Sequence
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.ir import (
-    Exact,
-    Lpm,
-    Program,
-    Range,
-    Ternary,
-)
+from kvcast.switchsim.ir import Exact, Lpm, Program, Range, Ternary
 
 MAX_FRAME = 9216
 PORTS = 10
@@ -144,11 +138,8 @@ class Frames:
                 match op:
                     case ir.Extract(header, varbit, _):
                         pass
-                    case ir.ExtractNext(stack, varbit, _):
-                        header = self.program.stacks[stack].headers[0]
-                    case ir.ExtractNextUnion(union_stack, member, varbit, _):
-                        union = self.program.union_stacks[union_stack].unions[0]
-                        header = self.program.unions[union].headers[member]
+                    case ir.ExtractNext(_, headers, varbit, _):
+                        header = headers[0]
                     case ir.Advance():
                         bits += [rng.getrandbits(1) for _ in range(8 * rng.randrange(4))]
                     case _:
@@ -200,7 +191,7 @@ class Frames:
                     f.width for f in fields[: part.field] if not f.varbit
                 )
             elif isinstance(part, ir.LastField):
-                header = self.program.stacks[part.stack].headers[0]
+                header = part.headers[0]
                 fields = self.program.headers[header].fields
                 if header in starts and part.field >= 0:
                     at = starts[header] + sum(f.width for f in fields[: part.field])

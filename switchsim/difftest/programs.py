@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any, TypeAlias
 
+from kvcast.switchsim.loader import INTRINSIC
+
 Json: TypeAlias = Any
 
 _STANDARD = (
@@ -31,43 +33,14 @@ _STANDARD = (
     ("priority", 3),
     ("_padding", 3),
 )
-_ALIASES = (
-    ("ingress_global_timestamp", "intrinsic_metadata"),
-    ("egress_global_timestamp", "intrinsic_metadata"),
-    ("mcast_grp", "intrinsic_metadata"),
-    ("egress_rid", "intrinsic_metadata"),
-    ("priority", "intrinsic_metadata"),
-    ("enq_timestamp", "queueing_metadata"),
-    ("enq_qdepth", "queueing_metadata"),
-    ("deq_timedelta", "queueing_metadata"),
-    ("deq_qdepth", "queueing_metadata"),
-)
+_ALIASES = [
+    [alias, ["standard_metadata", field]]
+    for alias, header, field in ((name, *name.split(".")) for name in INTRINSIC)
+    if header != "standard_metadata" and field in dict(_STANDARD)
+]
 _WIDTHS = (
-    1,
-    2,
-    3,
-    4,
-    7,
-    8,
-    9,
-    12,
-    13,
-    16,
-    17,
-    24,
-    31,
-    32,
-    33,
-    40,
-    48,
-    63,
-    64,
-    65,
-    100,
-    128,
-    130,
-    200,
-)
+    1, 2, 3, 4, 7, 8, 9, 12, 13, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 100, 128, 130, 200,
+)  # fmt: skip
 _ALGORITHMS = (
     "crc16", "crc32", "csum16", "identity", "xor16", "xxh64", "crcCCITT", "hash_ex", "crc8_custom",
     "crc64_custom", "xor32", "round_robin",
@@ -78,8 +51,12 @@ _ERRORS = (
 )  # fmt: skip
 
 
+def of_type(name: str, value: Json) -> Json:
+    return {"type": name, "value": value}
+
+
 def hexstr(value: int) -> Json:
-    return {"type": "hexstr", "value": hex(value)}
+    return of_type("hexstr", hex(value))
 
 
 def generate(rng: random.Random) -> dict[str, Json]:
@@ -241,7 +218,7 @@ class _Generator:
 
     @staticmethod
     def op(op: str, left: Json, right: Json) -> Json:
-        return {"type": "expression", "value": {"op": op, "left": left, "right": right}}
+        return of_type("expression", {"op": op, "left": left, "right": right})
 
     def leaf(self) -> Json:
         rng = self.rng
@@ -249,37 +226,37 @@ class _Generator:
         if roll < 0.3:
             return hexstr(self.constant())
         if roll < 0.5 and self.parameters:
-            return {"type": "local", "value": rng.randrange(len(self.parameters))}
+            return of_type("local", rng.randrange(len(self.parameters)))
         if self.stacks and roll < 0.58:
             name, type_, _ = rng.choice(self.stacks)
             number = rng.randrange(len([f for f in self.types[type_] if f[1] != "*"]))
             return self.op("access_field", self.element(name), number)
         if self.stacks and roll < 0.62:
             name = rng.choice(self.stacks)[0]
-            stack = {"type": "header_stack", "value": name}
+            stack = of_type("header_stack", name)
             return self.op(rng.choice(("last_stack_index", "size_stack")), None, stack)
         if self.stacks and roll < 0.66:
             name, type_, _ = rng.choice(self.stacks)
-            return {"type": "stack_field", "value": [name, rng.choice(self.types[type_])[0]]}
-        return {"type": "field", "value": list(self.any_field())}
+            return of_type("stack_field", [name, rng.choice(self.types[type_])[0]])
+        return of_type("field", list(self.any_field()))
 
     def element(self, stack: str) -> Json:
         """stack[an index that is often one]"""
         index = hexstr(self.rng.randrange(4))
         if self.rng.random() < 0.6:
-            field = {"type": "field", "value": list(self.any_field())}
+            field = of_type("field", list(self.any_field()))
             index = self.op("&", field, hexstr(self.rng.choice((1, 3))))
-        left = {"type": "header_stack", "value": stack}
+        left = of_type("header_stack", stack)
         return self.op("dereference_header_stack", left, index)
 
     def a_union(self) -> Json:
         rng = self.rng
         if not self.union_stack or rng.random() < 0.5:
             plain = [u for u in self.unions if u not in self.union_stack]
-            return {"type": "header_union", "value": rng.choice(plain)}
-        field = {"type": "field", "value": list(self.any_field())}
+            return of_type("header_union", rng.choice(plain))
+        field = of_type("field", list(self.any_field()))
         index = self.op("&", field, hexstr(3)) if rng.random() < 0.5 else hexstr(rng.randrange(4))
-        left = {"type": "header_union_stack", "value": "us"}
+        left = of_type("header_union_stack", "us")
         return self.op("dereference_union_stack", left, index)
 
     def header(self) -> Json:
@@ -287,7 +264,7 @@ class _Generator:
             return self.op("access_union_header", self.a_union(), self.rng.randrange(2))
         if self.stacks and self.rng.random() < 0.25:
             return self.element(self.rng.choice(self.stacks)[0])
-        return {"type": "header", "value": self.rng.choice(self.packet_headers())}
+        return of_type("header", self.rng.choice(self.packet_headers()))
 
     def boolean(self, depth: int = 2) -> Json:
         rng = self.rng
@@ -302,14 +279,12 @@ class _Generator:
         if roll < 0.72:
             return self.op("not", None, self.boolean(depth - 1))
         if roll < 0.78:
-            first = {"type": "header", "value": "h0"}
+            first = of_type("header", "h0")
             return self.op(
-                rng.choice(("==", "!=")),
-                first,
-                {"type": "header", "value": rng.choice(("twin", "h1"))},
+                rng.choice(("==", "!=")), first, of_type("header", rng.choice(("twin", "h1")))
             )
         if roll < 0.8:
-            return {"type": "bool", "value": rng.random() < 0.5}
+            return of_type("bool", rng.random() < 0.5)
         if roll < 0.85 and self.unions:
             if rng.random() < 0.4:
                 return self.op(rng.choice(("==", "!=")), self.a_union(), self.a_union())
@@ -319,11 +294,11 @@ class _Generator:
     # --- statements -------------------------------------------------------------------------
 
     def register(self) -> Json:
-        return {"type": "register_array", "value": self.rng.choice(self.registers)[0]}
+        return of_type("register_array", self.rng.choice(self.registers)[0])
 
     def statement(self) -> Json:
         rng = self.rng
-        field = {"type": "field", "value": list(self.target())}
+        field = of_type("field", list(self.target()))
         choices = ["assign"] * 12 + [
             "add_header", "add_header", "remove_header", "assign_header", "register_read",
             "register_read", "register_write", "register_write", "count", "meter", "hash", "clone",
@@ -347,20 +322,18 @@ class _Generator:
                 return self.call(kind, self.header())
             case "assign_header":
                 to, from_ = rng.choice((("h0", "twin"), ("twin", "h0")))
-                return self.call(
-                    kind, {"type": "header", "value": to}, {"type": "header", "value": from_}
-                )
+                return self.call(kind, of_type("header", to), of_type("header", from_))
             case "register_read":
                 return self.call(kind, field, self.register(), index)
             case "register_write":
                 return self.call(kind, self.register(), index, self.data())
             case "count":
-                return self.call(kind, {"type": "counter_array", "value": "counts"}, index)
+                return self.call(kind, of_type("counter_array", "counts"), index)
             case "meter":
-                meter = {"type": "meter_array", "value": rng.choice(("bytes", "packets"))}
+                meter = of_type("meter_array", rng.choice(("bytes", "packets")))
                 return self.call("execute_meter", meter, index, field)
             case "hash":
-                calculation = {"type": "calculation", "value": rng.choice(self.calculations)}
+                calculation = of_type("calculation", rng.choice(self.calculations))
                 size = hexstr(rng.choice((0, 1, 7, 16, 1 << 32, 1 << 64)))
                 return self.call(
                     "modify_field_with_hash_based_offset",
@@ -374,7 +347,7 @@ class _Generator:
                 session = hexstr(rng.randrange(6))
                 return self.call(f"clone_{gress}_pkt_to_egress", session, hexstr(rng.randrange(3)))
             case "drop":
-                return self.call("mark_to_drop", {"type": "header", "value": "standard_metadata"})
+                return self.call("mark_to_drop", of_type("header", "standard_metadata"))
             case "digest":
                 return self.call("generate_digest", hexstr(0), hexstr(rng.choice((0, 1, 1, 2))))
             case "recirculate" | "resubmit" if (kind == "recirculate") == self.egress:
@@ -386,7 +359,7 @@ class _Generator:
                     "modify_field_rng_uniform", field, hexstr(rng.randrange(9)), self.data(1)
                 )
             case "group" if not self.egress:
-                group = {"type": "field", "value": ["standard_metadata", "mcast_grp"]}
+                group = of_type("field", ["standard_metadata", "mcast_grp"])
                 return self.call("assign", group, hexstr(rng.randrange(6)))
             case "exit":
                 return self.call("exit")
@@ -399,28 +372,28 @@ class _Generator:
                     "assign", self.op("access_field", self.element(array), number), self.data()
                 )
             case "array" if self.stacks:
-                stack = {"type": "header_stack", "value": rng.choice(self.stacks)[0]}
+                stack = of_type("header_stack", rng.choice(self.stacks)[0])
                 count = hexstr(rng.randrange(4)) if rng.random() < 0.7 else self.data(1)
                 return self.call(rng.choice(("push", "pop")), stack, count)
             case "varbit" if self.types["h0_t"][-1][1] == "*":
                 names = rng.choice((("h0", "twin"), ("twin", "h0")))
-                fields = [{"type": "field", "value": [n, "vb"]} for n in names]
+                fields = [of_type("field", [n, "vb"]) for n in names]
                 return self.call("assign_VL", *fields)
             case "union" if self.unions:
                 if self.union_stack and rng.random() < 0.3:
-                    unions = {"type": "header_union_stack", "value": "us"}
+                    unions = of_type("header_union_stack", "us")
                     if rng.random() < 0.5:
                         return self.call("assign_union_stack", unions, unions)
                     return self.call(rng.choice(("push", "pop")), unions, hexstr(rng.randrange(4)))
                 return self.call("assign_union", self.a_union(), self.a_union())
             case "stacks" if len(self.stacks) == 2:
-                both = [{"type": "header_stack", "value": n} for n in ("stack", "other")]
+                both = [of_type("header_stack", n) for n in ("stack", "other")]
                 rng.shuffle(both)
                 return self.call("assign_header_stack", *both)
             case "assign":
                 return self.call("assign", field, self.data())
             case _:
-                spec = {"type": "field", "value": ["standard_metadata", "egress_spec"]}
+                spec = of_type("field", ["standard_metadata", "egress_spec"])
                 return self.call("assign", spec, hexstr(rng.choice((0, 1, 2, 3, 4, 5, 511))))
 
     @staticmethod
@@ -468,16 +441,14 @@ class _Generator:
                 stack, type_, _ = rng.choice(self.stacks)
                 ops.append(self.extract("stack", stack))
                 field = rng.choice(self.types[type_])
-                key.append({"type": "stack_field", "value": [stack, field[0]]})
+                key.append(of_type("stack_field", [stack, field[0]]))
                 widths.append(field[1])
             elif self.union_stack and number and rng.random() < 0.3:
                 which = rng.randrange(2)
                 value = ["us", f"u{which}"]
-                ops.append(
-                    {"op": "extract", "parameters": [{"type": "union_stack", "value": value}]}
-                )
+                ops.append({"op": "extract", "parameters": [of_type("union_stack", value)]})
                 chosen = rng.choice(self.types[f"u{which}_t"])
-                key.append({"type": "union_stack_field", "value": [*value, chosen[0]]})
+                key.append(of_type("union_stack_field", [*value, chosen[0]]))
                 widths.append(chosen[1])
             elif self.unions and number and rng.random() < 0.3:
                 ops.append(self.extract("regular", rng.choice(members)))
@@ -486,23 +457,20 @@ class _Generator:
                 if kind[-1][1] == "*":
                     length = self.op("&", self.data(1), hexstr(rng.choice((24, 56, 8))))
                     ops.append(
-                        {
-                            "op": "extract_VL",
-                            "parameters": [{"type": "regular", "value": header}, length],
-                        }
+                        {"op": "extract_VL", "parameters": [of_type("regular", header), length]}
                     )
                 else:
                     ops.append(self.extract("regular", header))
                 narrow = [f for f in self.fields_of(header) if f[1] <= 64]
                 if narrow:
                     chosen = list(rng.choice(narrow))
-                    key.append({"type": "field", "value": [header, chosen[0]]})
+                    key.append(of_type("field", [header, chosen[0]]))
                     widths.append(chosen[1])
             if rng.random() < 0.3:
                 ops.append(self.parser_statement())
             if rng.random() < 0.3:
                 width = rng.choice((1, 4, 8, 12, 16))
-                key.append({"type": "lookahead", "value": [rng.choice((0, 0, 3, 8)), width]})
+                key.append(of_type("lookahead", [rng.choice((0, 0, 3, 8)), width]))
                 widths.append(width)
             later = [*names[number + 1 :], None]
             if self.stacks or self.union_stack:
@@ -520,14 +488,14 @@ class _Generator:
 
     @staticmethod
     def extract(kind: str, name: str) -> Json:
-        return {"op": "extract", "parameters": [{"type": kind, "value": name}]}
+        return {"op": "extract", "parameters": [of_type(kind, name)]}
 
     def parser_statement(self) -> Json:
         rng = self.rng
-        field = {"type": "field", "value": ["scalars", rng.choice(self.fields_of("scalars"))[0]]}
+        field = of_type("field", ["scalars", rng.choice(self.fields_of("scalars"))[0]])
         match rng.randrange(5):
             case 0:
-                ahead = {"type": "lookahead", "value": [rng.choice((0, 5)), rng.choice((3, 8, 20))]}
+                ahead = of_type("lookahead", [rng.choice((0, 5)), rng.choice((3, 8, 20))])
                 return {"op": "set", "parameters": [field, ahead]}
             case 1:
                 return {"op": "set", "parameters": [field, self.data()]}
@@ -651,12 +619,7 @@ class _Generator:
             if rng.random() < 0.1:
                 mask = hex(rng.getrandbits(width))
             key.append(
-                {
-                    "match_type": kind,
-                    "name": f"k{n}",
-                    "target": [header, field],
-                    "mask": mask,
-                }
+                {"match_type": kind, "name": f"k{n}", "target": [header, field], "mask": mask}
             )
             widths.append(width)
         actions = [self.action(f"{node}.a{n}") for n in range(rng.randrange(1, 4))]
@@ -689,7 +652,7 @@ class _Generator:
             profile = f"{node}.profile"
             selector = None
             if roll < 0.12:
-                fields = [{"type": "field", "value": list(self.any_field())} for _ in range(2)]
+                fields = [of_type("field", list(self.any_field())) for _ in range(2)]
                 selector = {"algo": rng.choice(("crc16", "crc32", "identity")), "input": fields}
             table["type"] = "indirect" if selector is None else "indirect_ws"
             table["action_profile"] = profile
@@ -750,10 +713,7 @@ class _Generator:
             result.append(
                 {
                     "match_key": values,
-                    "action_entry": {
-                        "action_id": action,
-                        "action_data": self.arguments(action),
-                    },
+                    "action_entry": {"action_id": action, "action_data": self.arguments(action)},
                     "priority": rng.choice((number + 1, 1)),
                 }
             )
@@ -786,15 +746,13 @@ class _Generator:
                         "value": ["scalars", rng.choice(self.fields_of("scalars"))[0]],
                     }
                     if rng.random() < 0.8
-                    else {"type": "field", "value": list(self.any_field())}
+                    else of_type("field", list(self.any_field()))
                     for _ in range(3)
                 ],
             }
             for n in (1, 2)
         ]
-        learn = [
-            {"type": "field", "value": list(self.any_field())} for _ in range(rng.randrange(1, 4))
-        ]
+        learn = [of_type("field", list(self.any_field())) for _ in range(rng.randrange(1, 4))]
         return {
             "program": "generated.p4",
             "__meta__": {"version": [2, 23]},
@@ -883,9 +841,7 @@ class _Generator:
             "field_lists": field_lists,
             "actions": self.actions,
             "pipelines": pipelines,
-            "field_aliases": [
-                [f"{group}.{name}", ["standard_metadata", name]] for name, group in _ALIASES
-            ],
+            "field_aliases": _ALIASES,
         }
 
     def calculation(self, number: int, name: str) -> Json:
@@ -897,9 +853,9 @@ class _Generator:
                 width = rng.choice((1, 8, 12, 16))
                 inputs.append({"type": "hexstr", "value": hex(3), "bitwidth": width})
             elif roll < 0.3:
-                inputs.append({"type": "header", "value": rng.choice(self.packet_headers())})
+                inputs.append(of_type("header", rng.choice(self.packet_headers())))
             else:
-                inputs.append({"type": "field", "value": list(self.any_field())})
+                inputs.append(of_type("field", list(self.any_field())))
         return {"name": name, "id": number, "algo": rng.choice(_ALGORITHMS), "input": inputs}
 
     def checksums(self) -> list[Json]:

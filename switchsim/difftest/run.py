@@ -31,10 +31,7 @@ from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.difftest.compare import Difference, Pair, Unusable
 from kvcast.switchsim.difftest.frames import Frames, Pools
 from kvcast.switchsim.difftest.writes import Writer
-from kvcast.switchsim.ir import (
-    Program,
-    ProgramError,
-)
+from kvcast.switchsim.ir import Program, ProgramError
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,7 @@ from kvcast.switchsim.control_plane.externs import Rate
 from kvcast.switchsim.control_plane.tables import Table
 from kvcast.switchsim.difftest.compare import Pair
 from kvcast.switchsim.difftest.frames import PORTS, Pools
-from kvcast.switchsim.ir import (
-    Exact,
-    Lpm,
-    MatchValue,
-    Range,
-    Ternary,
-)
+from kvcast.switchsim.ir import Exact, Lpm, MatchValue, Range, Ternary
 
 GROUPS = 6
 

@@ -6,7 +6,7 @@ Owns the C structures of the boundary and their rules. Must not know how a progr
                     uint64_t now_us, struct Outbox *out);
 
 `process` runs one frame to completion and appends what leaves to `out`: the frames lie one after
-another in `bytes`, each at an offset that is a multiple of 8, and `descs` says where. A frame that
+another in `data`, each at an offset that is a multiple of 8, and `descs` says where. A frame that
 does not fit is dropped and counted in `overflows`. It returns how many frames were appended. It
 allocates nothing, never calls Python, and reads no byte behind `frame + length`.
 
@@ -25,6 +25,8 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
+from kvcast.native.subset import U32, U64, Ptr, Struct
+
 EPOCH_IDLE = (1 << 64) - 1
 """In the epoch word: nobody runs `process`, so memory may be freed at once."""
 
@@ -32,30 +34,26 @@ MAX_FRAME_BYTES = 16384
 """Longest frame that `process` takes; a longer one is dropped (`dropped_abandoned` counts it)."""
 
 
-class Desc(ctypes.Structure):
+class Desc(Struct):
     """One frame in an outbox; 24 bytes."""
 
-    _fields_ = (
-        ("offset", ctypes.c_uint64),
-        ("length", ctypes.c_uint32),
-        ("port", ctypes.c_uint32),
-        ("priority", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
+    offset: U64
+    length: U32
+    port: U32
+    priority: U32
+    reserved: U32
 
 
-class Outbox(ctypes.Structure):
+class Outbox(Struct):
     """Where `process` appends frames; 48 bytes. `used` counts bytes, `count` descriptors."""
 
-    _fields_ = (
-        ("bytes", ctypes.c_void_p),
-        ("capacity", ctypes.c_uint64),
-        ("used", ctypes.c_uint64),
-        ("descs", ctypes.c_void_p),
-        ("max_descs", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("overflows", ctypes.c_uint64),
-    )
+    data: U64
+    capacity: U64
+    used: U64
+    descs: Ptr[Desc]
+    max_descs: U32
+    count: U32
+    overflows: U64
 
 
 PROCESS = ctypes.CFUNCTYPE(
@@ -65,7 +63,7 @@ PROCESS = ctypes.CFUNCTYPE(
     ctypes.c_uint32,
     ctypes.c_uint32,
     ctypes.c_uint64,
-    ctypes.POINTER(Outbox),
+    ctypes.c_void_p,
 )
 """The type of `process`; a call through it releases the interpreter lock."""
 

@@ -9,11 +9,13 @@ run time (an element of a stack) becomes a switch over all that it can be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvcast.native.writer import NULL, Block, Value, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
+from kvcast.switchsim.llvm.conditions import Numbered
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.externs import Runtime
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Hashes, Packer
@@ -24,7 +26,6 @@ from kvcast.switchsim.llvm.layout import (
     REG_EXIT,
     REG_INGRESS_LENGTH,
     REG_LEARN_LIST,
-    REG_NOW,
     REG_PACKET_LENGTH,
     REG_RECIRCULATE_LIST,
     REG_RESUBMIT_LIST,
@@ -37,12 +38,12 @@ from kvcast.switchsim.llvm.scope import Number, Scope, round_bits
 from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK
 
 
+@dataclass(frozen=True, slots=True)
 class Toolbox:
     """What is made once for a module: hash algorithms and helpers."""
 
-    def __init__(self, hashes: Hashes, runtime: Runtime) -> None:
-        self.hashes = hashes
-        self.runtime = runtime
+    hashes: Hashes
+    runtime: Runtime
 
 
 class Actions:
@@ -96,9 +97,8 @@ class Actions:
         if fuel is None:
             return
         f = self.f
-        left, on = f.load(32, fuel, 4), f.new_block("on")
-        f.branch_if(f.compare("eq", left, integer(32, 0)), self.abandon, on)
-        f.start(on)
+        left = f.load(32, fuel, 4)
+        f.leave_if(f.compare("eq", left, integer(32, 0)), self.abandon)
         if amount:
             f.store(f.sub(left, integer(32, amount)), fuel, 4)
 
@@ -129,10 +129,8 @@ class Actions:
                 self.scope.set_register(REG_EXIT, integer(32, 1))
             case ir.Check(_, condition):
                 number = self.expressions.exact(condition)
-                on = f.new_block("checked")
                 failed = f.compare("eq", number.value, integer(number.value.bits, 0))
-                f.branch_if(failed, self.abandon, on)
-                f.start(on)
+                f.leave_if(failed, self.abandon)
             case ir.LogMessage():
                 write_message(self.expressions, s)
             case ir.MarkToDrop(egress_spec, mcast_grp):
@@ -213,39 +211,23 @@ class Actions:
         match target:
             case ir.FieldRef():
                 return self.layout.place(target)
-            case ir.LastField(stack, field):
-                headers = self.program.stacks[stack].headers
-                n = self.f.load(32, self.scope.slot(self.layout.stack_next[stack]), 4)
-                return n, [
+            case ir.LastField(stack, headers, field):
+                return self.expressions.next_index(stack), [
                     (number + 1, self.layout.places[h][field]) for number, h in enumerate(headers)
                 ]
             case ir.ElementField(header, field):
-                number = self.expressions.header(header)
+                number, candidates = self.expressions.header(header)
                 if isinstance(number, int):
                     if number < 0:
                         return integer(32, -1), []
                     return self.layout.places[number][field]
-                candidates = self.expressions.candidates(header)
                 return number, [(h, self.layout.places[h][field]) for h in candidates]
 
     def _store_one_of(
         self, selector: Value, cases: Sequence[tuple[int, Place]], value: Value
     ) -> None:
-        self._switch(
-            selector,
-            [(n, partial(self.scope.store_field, place, value)) for n, place in cases],
-        )
-
-    def _switch(self, selector: Value, cases: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        f = self.f
-        after = f.new_block("chosen")
-        blocks = [(n, f.new_block("case")) for n, _ in cases]
-        f.switch(selector, after, blocks)
-        for (_, block), (_, run) in zip(blocks, cases, strict=True):
-            f.start(block)
-            run()
-            f.branch(after)
-        f.start(after)
+        for place in self.f.cases(selector, cases):
+            self.scope.store_field(place, value)
 
     def store(self, target: ir.LValue, number: Number) -> None:
         """Store a number, cut to the width of the field."""
@@ -265,15 +247,10 @@ class Actions:
         to, from_ = layout.place(target), layout.place(source)
         if to.width < from_.width:
             raise UnsupportedConstruct("variable-length fields of different maxima", "assign_VL")
-        to_length, from_length = (
-            layout.varbit_length[target.header],
-            layout.varbit_length[source.header],
-        )
-        assert to_length is not None
-        assert from_length is not None
-        length = f.load(32, scope.slot(from_length), 4)
-        f.store(length, scope.slot(to_length), 4)
-        f.copy(scope.slot(to.offset), scope.slot(from_.offset), f.lshr(f.zext(length, 64), 3))
+        assert to.length is not None
+        assert from_.length is not None
+        f.copy(scope.slot(to.length), scope.slot(from_.length), 4)
+        f.copy(scope.slot(to.offset), scope.slot(from_.offset), scope.varbit_bytes(from_))
 
     # --- headers ----------------------------------------------------------------------------
 
@@ -283,13 +260,17 @@ class Actions:
         self.scope.set_valid(header, True)
 
     def _each_header(self, header: ir.HeaderExpr, run: Callable[[int], None]) -> None:
-        number = self.expressions.header(header)
+        self._each(self.expressions.header(header), run)
+
+    def _each(self, which: Numbered, run: Callable[[int], None]) -> None:
+        """Run for what the number says, if it is known only later for each candidate."""
+        number, candidates = which
         if isinstance(number, int):
             if number >= 0:
                 run(number)
             return
-        cases = [(h, partial(run, h)) for h in self.expressions.candidates(header)]
-        self._switch(number, cases)
+        for candidate in self.f.cases(number, zip(candidates, candidates, strict=True)):
+            run(candidate)
 
     def _move(self, to: int, from_: int) -> None:
         """Copy all of a header: validity, fields, length."""
@@ -299,9 +280,8 @@ class Actions:
         f.copy(scope.slot(start), scope.slot(layout.block[from_][0]), size)
         to_length, from_length = layout.varbit_length[to], layout.varbit_length[from_]
         if to_length is not None and from_length is not None:
-            f.store(f.load(32, scope.slot(from_length), 4), scope.slot(to_length), 4)
-        valid = f.load(8, scope.slot(layout.valid[from_]))
-        f.store(valid, scope.slot(layout.valid[to]))
+            f.copy(scope.slot(to_length), scope.slot(from_length), 4)
+        f.copy(scope.slot(layout.valid[to]), scope.slot(layout.valid[from_]), 1)
 
     def _check_types(self, to: int, from_: int) -> None:
         a, b = self.program.headers[to], self.program.headers[from_]
@@ -336,62 +316,38 @@ class Actions:
 
     def _assign_header(self, target: ir.HeaderExpr, source: ir.HeaderExpr) -> None:
         def to(h: int) -> None:
-            number = self.expressions.header(source)
+            number, candidates = self.expressions.header(source)
             if isinstance(number, int):
                 if number >= 0:
                     self._copy_header(h, number)
                 elif not self.program.headers[h].metadata:
                     self.scope.set_valid(h, False)
                 return
-            f = self.f
-            missing = f.new_block("missing")
-            after = f.new_block("assigned")
-            candidates = self.expressions.candidates(source)
-            blocks = [(g, f.new_block("case")) for g in candidates]
-            f.switch(number, missing, blocks)
-            for g, block in blocks:
-                f.start(block)
-                self._copy_header(h, g)
-                f.branch(after)
-            f.start(missing)
-            self.scope.set_valid(h, False)
-            f.branch(after)
-            f.start(after)
+            for g in self.f.cases(number, [(g, g) for g in (*candidates, -1)]):
+                if g >= 0:
+                    self._copy_header(h, g)
+                else:
+                    self.scope.set_valid(h, False)
 
         self._each_header(target, to)
 
     def _assign_union(self, target: ir.UnionExpr, source: ir.UnionExpr) -> None:
         unions = self.program.unions
-        ex = self.expressions
 
         def copy(u: int, v: int) -> None:
             for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
                 self._copy_header(h, g)
 
-        def each(number: int | Value, e: ir.UnionExpr, run: Callable[[int], None]) -> None:
-            if isinstance(number, int):
-                if number >= 0:
-                    run(number)
-                return
-            self._switch(number, [(u, partial(run, u)) for u in ex.union_candidates(e)])
-
-        to, from_ = ex.union(target), ex.union(source)
-        each(to, target, lambda u: each(from_, source, lambda v: copy(u, v)))
-
-    def _stack_headers(self, stack: ir.StackExpr) -> list[tuple[int, ...]]:
-        """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
-        if isinstance(stack, ir.StackOf):
-            return [(h,) for h in self.program.stacks[stack.stack].headers]
-        unions = self.program.union_stacks[stack.union_stack].unions
-        return [self.program.unions[u].headers for u in unions]
+        to, from_ = self.expressions.union(target), self.expressions.union(source)
+        self._each(to, lambda u: self._each(from_, partial(copy, u)))
 
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> None:
         f = self.f
-        to, from_ = self._stack_headers(target), self._stack_headers(source)
+        to, from_ = self.program.stack_elements(target), self.program.stack_elements(source)
         following = self.expressions.next_index(source)
         limit = integer(32, len(to))
         following = f.select(f.compare("ult", following, limit), following, limit)
-        f.store(following, self.scope.slot(self.expressions.next_offset(target)), 4)
+        f.store(following, self.scope.slot(self.layout.stack_next[target]), 4)
         for element, other in zip(to, from_, strict=False):
             for h, g in zip(element, other, strict=False):
                 self._copy_header(h, g)
@@ -399,9 +355,9 @@ class Actions:
     def _shift(self, stack: ir.StackExpr, count: ir.DataExpr, *, push: bool) -> None:
         """push_front or pop_front of P4_16: elements move, those that come in are invalid."""
         f, scope = self.f, self.scope
-        blocks = self._stack_headers(stack)
+        blocks = self.program.stack_elements(stack)
         size = len(blocks)
-        next_pointer = scope.slot(self.expressions.next_offset(stack))
+        next_pointer = scope.slot(self.layout.stack_next[stack])
 
         def move(to: int, from_: int) -> None:
             for h, g in zip(blocks[to], blocks[from_], strict=True):
@@ -444,14 +400,8 @@ class Actions:
         value = f.select(large, integer(bits, size), value)
         if number.low < 0:
             value = f.select(f.compare("slt", value, integer(bits, 0)), integer(bits, 0), value)
-        self._switch(value, [(n, partial(shift, n)) for n in range(size + 1)])
-
-    def _header_bytes(self, header: int) -> Value:
-        f, offset = self.f, self.layout.varbit_length[header]
-        fixed = integer(64, self.layout.wire_bytes(header))
-        if offset is None:
-            return fixed
-        return f.add(fixed, f.lshr(f.zext(f.load(32, self.scope.slot(offset), 4), 64), 3))
+        for n in f.cases(value, [(n, n) for n in range(size + 1)]):
+            shift(n)
 
     def _add_header(self, header: int) -> None:
         if self.program.headers[header].metadata:
@@ -472,7 +422,7 @@ class Actions:
         f, scope = self.f, self.scope
         with f.when(scope.is_valid(header)):
             pointer = scope.slot(REG_PACKET_LENGTH)
-            f.store(f.sub(f.load(64, pointer, 8), self._header_bytes(header)), pointer, 8)
+            f.store(f.sub(f.load(64, pointer, 8), scope.header_bytes(header)), pointer, 8)
             scope.set_valid(header, False)
 
     # --- externs ----------------------------------------------------------------------------
@@ -489,9 +439,7 @@ class Actions:
             size = f.add(payload[1], integer(64, packer.max_bytes + SPARE_BYTES))
             mark = f.load(64, self.scope.word("arena_at"), 8)
             buffer = self.tools.runtime.allocate(self.scope, size)
-            on = f.new_block("room")
-            f.branch_if(f.compare("eq", buffer, NULL), self.abandon, on)
-            f.start(on)
+            f.leave_if(f.compare("eq", buffer, NULL), self.abandon)
             f.store(mark, self.scope.word("arena_at"), 8)
             length = packer.pack(buffer)
             f.copy(f.at(buffer, length), payload[0], payload[1])
@@ -588,14 +536,7 @@ class Actions:
                     f.fill(cell, 0, size - source.bytes)
                     f.copy(f.at(cell, size - source.bytes), source.pointer, source.bytes)
                     return
-            number = self.expressions.low(value, width)
-            number = f.resize(number, 8 * size)
-            if 8 * size > width:
-                number = f.and_(number, integer(8 * size, (1 << width) - 1))
-            if width > NATIVE_BITS:
-                f.store_network(number, cell, size)
-            else:
-                f.store(number, cell)
+            self.scope.store_stored(self.expressions.low(value, width), cell, width)
 
         self._in_range(index, spec.size, write)
 
@@ -603,6 +544,3 @@ class Actions:
         with self.f.when(self.f.compare("ule", low, high)):
             drawn = self.tools.runtime.random(self.scope, low, high)
             self.store(target, Number(drawn, 0, (1 << 64) - 1))
-
-    def now(self) -> Value:
-        return self.scope.register(REG_NOW)

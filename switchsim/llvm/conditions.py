@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.native.writer import FALSE, TRUE, Function, Value, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.llvm.layout import PhvLayout
 from kvcast.switchsim.llvm.scope import Number, Scope, bits_of, round_bits
 
-_Numbered = tuple[int | Value, Sequence[int]]
-"""The number of a header or union, as `Expressions` gives it, and what it may be."""
+Numbered = tuple[int | Value, tuple[int, ...]]
+"""The number of a header or union (an i32 if it is known only later; -1: none), and what it may
+be."""
 
 
 class Operands(Protocol):
@@ -30,10 +31,8 @@ class Operands(Protocol):
     def exact(self, e: ir.DataExpr) -> Number: ...
     def extend(self, number: Number, bits: int) -> Value: ...
     def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number: ...
-    def header(self, e: ir.HeaderExpr) -> int | Value: ...
-    def union(self, e: ir.UnionExpr) -> int | Value: ...
-    def candidates(self, e: ir.HeaderExpr) -> tuple[int, ...]: ...
-    def union_candidates(self, e: ir.UnionExpr) -> tuple[int, ...]: ...
+    def header(self, e: ir.HeaderExpr) -> Numbered: ...
+    def union(self, e: ir.UnionExpr) -> Numbered: ...
 
 
 class Conditions:
@@ -70,9 +69,11 @@ class Conditions:
             case ir.UnionValid(union):
                 return self._union_valid(union)
             case ir.HeadersEqual(left_h, right_h):
-                return self._headers_equal(left_h, right_h)
+                headers = self.expressions.header(left_h), self.expressions.header(right_h)
+                return self._numbers_equal(self._equal, *headers)
             case ir.UnionsEqual(left_u, right_u):
-                return self._unions_equal(left_u, right_u)
+                unions = self.expressions.union(left_u), self.expressions.union(right_u)
+                return self._numbers_equal(self._union_equal, *unions)
             case ir.ChooseBool(condition, if_true, if_false):
                 return f.select(
                     self.boolean(condition), self.boolean(if_true), self.boolean(if_false)
@@ -87,12 +88,10 @@ class Conditions:
         )
 
     def _header_valid(self, header: ir.HeaderExpr) -> Value:
-        number = self.expressions.header(header)
+        number, candidates = self.expressions.header(header)
         if isinstance(number, int):
             return self.scope.is_valid(number) if number >= 0 else FALSE
-        valid = self.expressions.one_of(
-            number, [(h, h) for h in self.expressions.candidates(header)], ir.VALID
-        )
+        valid = self.expressions.one_of(number, [(h, h) for h in candidates], ir.VALID)
         return self.f.compare("ne", valid.value, integer(valid.value.bits, 0))
 
     def _any_valid(self, union: int) -> Value:
@@ -102,28 +101,19 @@ class Conditions:
         return result
 
     def _union_valid(self, union: ir.UnionExpr) -> Value:
-        number = self.expressions.union(union)
+        number, candidates = self.expressions.union(union)
         if isinstance(number, int):
             return self._any_valid(number) if number >= 0 else FALSE
-        cases = [(u, partial(self._any_valid, u)) for u in self.expressions.union_candidates(union)]
-        return self._dispatch(number, cases)
+        return self._dispatch(number, [(u, partial(self._any_valid, u)) for u in candidates])
 
     def _dispatch(self, value: Value, cases: Sequence[tuple[int, Callable[[], Value]]]) -> Value:
         """The boolean of the case that the value names; false if none."""
         f = self.f
-        after, none = f.new_block("decided"), f.new_block("none")
-        blocks = [(n, f.new_block("case")) for n, _ in cases]
-        f.switch(value, none, blocks)
-        arms: list[tuple[Value, Block]] = []
-        for (_, block), (_, make) in zip(blocks, cases, strict=True):
-            f.start(block)
-            arms.append((make(), f.block))
-            f.branch(after)
-        f.start(none)
-        arms.append((FALSE, none))
-        f.branch(after)
-        f.start(after)
-        return f.phi(FALSE, arms)
+        result = f.variable(1)
+        f.store(FALSE, result)
+        for make in f.cases(value, cases):
+            f.store(make(), result)
+        return f.load(1, result)
 
     def _equal(self, h: int, g: int) -> Value:
         """Two known headers: both valid, of one type, all fields equal."""
@@ -131,14 +121,14 @@ class Conditions:
         headers = self.program.headers
         if headers[h].type_name != headers[g].type_name:
             return FALSE
-        both = f.and_(scope.is_valid(h), scope.is_valid(g))
-        result, after = f.block, f.new_block("compared")
-        compare = f.new_block("compare")
-        f.branch_if(both, compare, after)
-        if both.const is not None and not both.const:
-            f.start(after)
-            return FALSE
-        f.start(compare)
+        result = f.variable(1)
+        f.store(FALSE, result)
+        with f.when(f.and_(scope.is_valid(h), scope.is_valid(g))):
+            f.store(self._fields_equal(h, g), result)
+        return f.load(1, result)
+
+    def _fields_equal(self, h: int, g: int) -> Value:
+        f, scope = self.f, self.scope
         equal = TRUE
         length_h, length_g = self.layout.varbit_length[h], self.layout.varbit_length[g]
         if length_h is not None and length_g is not None:
@@ -147,30 +137,13 @@ class Conditions:
             )
         for a, b in zip(self.layout.places[h], self.layout.places[g], strict=True):
             if a.varbit:
-                assert length_h is not None
-                bytes_ = f.lshr(f.zext(f.load(32, scope.slot(length_h)), 64), 3)
-                f.module.declare("memcmp", "i32 {}(ptr, ptr, i64)")
-                order = f.call(
-                    "memcmp", [scope.slot(a.offset), scope.slot(b.offset), bytes_], "i32"
-                )
+                slots = [scope.slot(a.offset), scope.slot(b.offset)]
+                order = f.intrinsic("memcmp", "i32", [*slots, scope.varbit_bytes(a)])
                 # The lengths may differ, but never exceed the space.
                 equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
                 continue
             equal = f.and_(equal, self.compare("==", scope.load_field(a), scope.load_field(b)))
-        last = f.block
-        f.branch(after)
-        f.start(after)
-        if both.const is not None:
-            return equal
-        return f.phi(FALSE, [(FALSE, result), (equal, last)])
-
-    def _headers_equal(self, left: ir.HeaderExpr, right: ir.HeaderExpr) -> Value:
-        e = self.expressions
-        return self._numbers_equal(
-            self._equal,
-            (e.header(left), e.candidates(left)),
-            (e.header(right), e.candidates(right)),
-        )
+        return equal
 
     def _union_equal(self, u: int, v: int) -> Value:
         result = FALSE
@@ -179,16 +152,8 @@ class Conditions:
             result = self.f.or_(result, self._equal(h, g))
         return result
 
-    def _unions_equal(self, left: ir.UnionExpr, right: ir.UnionExpr) -> Value:
-        e = self.expressions
-        return self._numbers_equal(
-            self._union_equal,
-            (e.union(left), e.union_candidates(left)),
-            (e.union(right), e.union_candidates(right)),
-        )
-
     def _numbers_equal(
-        self, equal: Callable[[int, int], Value], left: _Numbered, right: _Numbered
+        self, equal: Callable[[int, int], Value], left: Numbered, right: Numbered
     ) -> Value:
         """`equal` of two whose numbers may be known only when the code runs; one that is not
         there (-1) equals none."""

@@ -10,6 +10,7 @@ there, others are called.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from kvcast.native.writer import (
     Function,
     Module,
     Value,
+    i64,
     integer,
 )
 from kvcast.switchsim import ir
@@ -30,10 +32,12 @@ from kvcast.switchsim.llvm.layout import (
     MEMBER_ARGUMENTS,
     REG_EXIT,
     REG_INGRESS_LENGTH,
+    REG_NOW,
     STATE_BYTES,
     TO_MEMBER,
     ArgumentsLayout,
     RecordLayout,
+    align,
 )
 from kvcast.switchsim.llvm.parser import POINTERS
 from kvcast.switchsim.llvm.scope import ConstantArguments, Number, RecordArguments, Scope, Shared
@@ -41,10 +45,6 @@ from kvcast.switchsim.llvm.tables import InlineEntries, Lookup, is_inline
 
 SHORT = 3
 """Statements of an action that is written out wherever it is used."""
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 @dataclass(slots=True)
@@ -129,14 +129,10 @@ class PipelineWriter:
         self.program = shared.program
         self.called = called
         """Functions of the actions that are not written out, for both pipelines."""
-        uses: dict[int, int] = {}
-        for node in self.program.nodes:
-            if isinstance(node, ir.ActionCall):
-                uses[node.action] = uses.get(node.action, 0) + 1
+        nodes = self.program.nodes
+        self.uses = Counter(node.action for node in nodes if isinstance(node, ir.ActionCall))
         for table in plan.tables.values():
-            for action in table.actions:
-                uses[action] = uses.get(action, 0) + 1
-        self.uses = uses
+            self.uses.update(table.actions)
 
     def write(self, name: str, pipeline: ir.Pipeline) -> Function:
         f = self.module.function(name, "i1", POINTERS)
@@ -192,10 +188,8 @@ class PipelineWriter:
             scope = self.scope.with_arguments(arguments)
             Actions(scope, self.tools, self.abandon).body(spec.body)
             return
-        f, on = self.f, self.f.new_block("ran")
-        failed = f.call(self._function(action), [*f.arguments, arguments.pointer])
-        f.branch_if(failed, self.abandon, on)
-        f.start(on)
+        failed = self.f.call(self._function(action), [*self.f.arguments, arguments.pointer])
+        self.f.leave_if(failed, self.abandon)
 
     def _function(self, action: int) -> Function:
         if action not in self.called:
@@ -267,9 +261,7 @@ class _TableWriter:
         for number, (entry, block) in enumerate(zip(spec.entries, matched, strict=True)):
             f.start(block)
             self._count_hit(integer(32, number + 1))
-            data = self.pipeline.plan.arguments[entry.action].pack(entry.arguments)
-            arguments = f.module.constant(data, 16) if data else NULL
-            self._go(entry.action, arguments, TRUE)
+            self._go(entry.action, entry.arguments, TRUE)
 
     def _hit(self, record: Value) -> None:
         f, layout = self.f, self.plan.record
@@ -289,16 +281,10 @@ class _TableWriter:
             if spec.default is None:
                 f.branch(self.pipeline._block(spec.next_miss))
                 return
-            action = spec.default.action
-            data = self.pipeline.plan.arguments[action].pack(spec.default.arguments)
-            arguments = f.module.constant(data, 16) if data else NULL
-            self._go(action, arguments, FALSE)
+            self._go(spec.default.action, spec.default.arguments, FALSE)
             return
         index = f.acquire(32, self.scope.word(f"table.{plan.number}.default"))
-        some = f.new_block("default")
-        none = self.pipeline._block(spec.next_miss)
-        f.branch_if(f.compare("eq", index, integer(32, 0)), none, some)
-        f.start(some)
+        f.leave_if(f.compare("eq", index, integer(32, 0)), self.pipeline._block(spec.next_miss))
         record = self.lookup.record(index)
         number = f.load(32, f.at(record, plan.record.action), 4)
         self._choose(number, f.at(record, plan.record.arguments), FALSE)
@@ -315,8 +301,10 @@ class _TableWriter:
         # A record never names another action, so the last one needs no comparison.
         f.switch(number, self.targets[actions[-1]], [(a, self.targets[a]) for a in actions[:-1]])
 
-    def _go(self, action: int, arguments: Value, hit: Value) -> None:
-        self.arms[action].append(_Arm(self.f.block, arguments, hit))
+    def _go(self, action: int, arguments: Sequence[int], hit: Value) -> None:
+        data = self.pipeline.plan.arguments[action].pack(arguments)
+        pointer = self.f.module.constant(data, 16) if data else NULL
+        self.arms[action].append(_Arm(self.f.block, pointer, hit))
         self.f.branch(self.targets[action])
 
     def _action(self, action: int) -> None:
@@ -348,7 +336,7 @@ class _TableWriter:
         if not (spec.with_counters or spec.meter is not None or spec.support_timeout):
             return
         base = f.load_pointer(scope.word(f"table.{self.plan.number}.states"))
-        at = f.at(base, f.mul(f.zext(state, 64), _i64(STATE_BYTES)))
+        at = f.at(base, f.mul(f.zext(state, 64), i64(STATE_BYTES)))
         if spec.with_counters:
             f.increment(at)
             f.increment(f.at(at, 8), scope.register(REG_INGRESS_LENGTH))
@@ -361,7 +349,7 @@ class _TableWriter:
                 colour = self.pipeline.tools.runtime.meter(scope, pointer, amount)
                 actions.store(meter.target, Number(colour, 0, 255))
         if spec.support_timeout:
-            f.store(self.pipeline.actions.now(), f.at(at, 16), 8)
+            f.store(scope.register(REG_NOW), f.at(at, 16), 8)
 
     def _member(self, record: Value) -> Value:
         """The record of the member that an indirect entry leads to."""
@@ -380,13 +368,9 @@ class _TableWriter:
             groups = f.load_pointer(scope.word(f"profile.{profile}.groups"))
             members = f.acquire_pointer(f.at(groups, f.shl(f.zext(target, 64), 3)))
             count = f.load(64, members, 8)
-            some, empty = f.new_block("some"), f.new_block("empty")
-            f.branch_if(f.compare("eq", count, _i64(0)), empty, some)
-            f.start(empty)
             # An empty group does nothing and ends as a miss.
             following = self.spec.next_hit if self.spec.by_hit else self.spec.next_miss
-            f.branch(self.pipeline._block(following))
-            f.start(some)
+            f.leave_if(f.compare("eq", count, i64(0)), self.pipeline._block(following))
             number = f.urem(self._selector_hash(profile, selector), count)
             of_group = f.load(32, f.at(f.at(members, 8), f.shl(number, 2)), 4)
             last = f.block
@@ -397,8 +381,8 @@ class _TableWriter:
             target = f.phi(integer(32, 0), [(of_group, last), (target, single)])
         index = f.acquire(32, f.at(slots, f.shl(f.zext(target, 64), 2)))
         records = f.load_pointer(scope.word(f"profile.{profile}.records"))
-        size = _align16(self.pipeline.plan.member_bytes[profile])
-        return f.at(records, f.mul(f.zext(index, 64), _i64(size)))
+        size = align(self.pipeline.plan.member_bytes[profile], 16)
+        return f.at(records, f.mul(f.zext(index, 64), i64(size)))
 
     def _selector_hash(self, profile: int, selector: ir.Selector) -> Value:
         packer = Packer(self.scope, selector.fields)
@@ -406,10 +390,6 @@ class _TableWriter:
         length = packer.pack(buffer)
         hashes, state = self.pipeline.tools.hashes, f"selector.{profile}"
         return hashes.run(self.scope, selector.algorithm, state, buffer, length)
-
-
-def _align16(value: int) -> int:
-    return -(-value // 16) * 16
 
 
 def reachable(program: ir.Program, start: int | None) -> set[int]:
@@ -421,14 +401,7 @@ def reachable(program: ir.Program, start: int | None) -> set[int]:
         if number is None or number in found:
             continue
         found.add(number)
-        node = program.nodes[number]
-        match node:
-            case ir.Conditional():
-                todo += [node.if_true, node.if_false]
-            case ir.ActionCall():
-                todo.append(node.next)
-            case ir.Table():
-                todo += [*node.next_by_action, node.next_hit, node.next_miss]
+        todo += ir.successors(program.nodes[number])
     return found
 
 

@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcast.switchsim import ir
-from kvcast.switchsim.control_plane.tables import (
-    BoundAction,
-    Entry,
-    Profile,
-    Table,
-    TableError,
-)
+from kvcast.switchsim.control_plane.tables import BoundAction, Entry, Profile, Table, TableError
 from kvcast.switchsim.ir import MatchValue, Range
 from kvcast.switchsim.llvm.control import TablePlan
 from kvcast.switchsim.llvm.index import ExactIndex, GroupIndex, Index, NoIndex, RangeIndex

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, integer
+from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, i64, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm.conditions import Conditions
+from kvcast.switchsim.llvm.conditions import Conditions, Numbered
 from kvcast.switchsim.llvm.layout import (
     NATIVE_BITS,
     Place,
@@ -53,13 +53,9 @@ class Expressions:
                 return self._field(e)
             case ir.Local(index):
                 return self._local(index)
-            case ir.LastField(stack, field):
-                headers = self.program.stacks[stack].headers
-                return self._last(self.layout.stack_next[stack], headers, field)
-            case ir.LastUnionField(union_stack, member, field):
-                unions = self.program.union_stacks[union_stack].unions
-                headers = tuple(self.program.unions[u].headers[member] for u in unions)
-                return self._last(self.layout.union_stack_next[union_stack], headers, field)
+            case ir.LastField(stack, headers, field):
+                cases = [(number + 1, header) for number, header in enumerate(headers)]
+                return self.one_of(self.next_index(stack), cases, field)
             case ir.ElementField(header, field):
                 return self._element(header, field)
             case ir.RegisterLoad(array, index_expr):
@@ -73,9 +69,10 @@ class Expressions:
                 return Number(f.zext(self.boolean(condition), 8), 0, 1)
             case ir.LastIndex(stack_expr):
                 last = f.sub(self.next_index(stack_expr), integer(32, 1))
-                return Number(last, -1, self.stack_size(stack_expr) - 1)
+                return Number(last, -1, len(self.program.stack_elements(stack_expr)) - 1)
             case ir.StackSize(stack_expr):
-                return Number(self.next_index(stack_expr), 0, self.stack_size(stack_expr))
+                size = len(self.program.stack_elements(stack_expr))
+                return Number(self.next_index(stack_expr), 0, size)
             case ir.ChooseData(condition, if_true, if_false):
                 return self._choose(
                     self.boolean(condition), self.exact(if_true), self.exact(if_false)
@@ -143,18 +140,18 @@ class Expressions:
             return Number(self.f.zext(self.scope.is_valid(ref.header), 8), 0, 1)
         place = self.layout.place(ref)
         if place.varbit:
-            return self._varbit(place, self.layout.varbit_length[ref.header])
+            return self._varbit(place)
         return self.scope.load_field(place)
 
-    def _varbit(self, place: Place, length: int | None) -> Number:
+    def _varbit(self, place: Place) -> Number:
         """A variable-length field as the number that its present bits are."""
         f, width = self.f, place.width
         if width == 0:
             return self.constant(0)
-        assert length is not None
+        assert place.length is not None
         bits = round_bits(width + 1)
         loaded = f.load_network(self.scope.slot(place.offset), width // 8)
-        present = f.load(32, self.scope.slot(length), 4)
+        present = f.load(32, self.scope.slot(place.length), 4)
         unused = f.sub(integer(32, width), present)
         value = f.lshr(f.zext(loaded, bits), f.resize(unused, bits))
         return Number(value, 0, (1 << width) - 1)
@@ -162,11 +159,15 @@ class Expressions:
     def _local(self, index: int) -> Number:
         arguments = self.scope.arguments
         assert arguments is not None
-        width = arguments.widths[index]
+        width = arguments.layout.widths[index]
         if isinstance(arguments, ConstantArguments):
             value = arguments.values[index]
             return Number(integer(round_bits(max(1, width)), value), value, value)
-        pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+        pointer = self.f.at(arguments.pointer, arguments.layout.offsets[index])
+        return self._load_stored(pointer, width)
+
+    def _load_stored(self, pointer: Value, width: int) -> Number:
+        """A value of a record or a register (`layout.pack_value`)."""
         if width <= NATIVE_BITS:
             return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
         loaded = self.f.load_network(pointer, stored_bytes(width))
@@ -331,28 +332,18 @@ class Expressions:
         needs is never carried: the remainder stays below it, and it below 2**(bits - 1) or the
         comparison is made before the shift loses a bit."""
         f, bits = self.f, value.bits
-        before, body, after = f.block, f.new_block("divide"), f.new_block("divided")
-        one = integer(bits, 1)
-        f.branch(body)
-        f.start(body)
-        count, count_arms = f.phi_later(f"i{bits}")
-        remainder, remainder_arms = f.phi_later(f"i{bits}")
-        quotient, quotient_arms = f.phi_later(f"i{bits}")
-        bit = f.and_(f.lshr(value, count), one)
-        carried = f.compare("slt", remainder, integer(bits, 0))
-        shifted = f.or_(f.shl(remainder, 1), bit)
-        fits = f.or_(carried, f.compare("uge", shifted, divisor))
-        next_remainder = f.select(fits, f.sub(shifted, divisor), shifted)
-        next_quotient = f.or_(f.shl(quotient, 1), f.zext(fits, bits))
-        next_count = f.sub(count, one)
-        f.branch_if(f.compare("eq", count, integer(bits, 0)), after, body)
-        count_arms += [(integer(bits, bits - 1), before), (next_count, body)]
-        remainder_arms += [(integer(bits, 0), before), (next_remainder, body)]
-        quotient_arms += [(integer(bits, 0), before), (next_quotient, body)]
-        for phi in (count, remainder, quotient):
-            f.finish_phi(phi)
-        f.start(after)
-        return next_quotient, next_remainder
+        kept, result = f.variable(bits), f.variable(bits)
+        for variable in (kept, result):
+            f.store(integer(bits, 0), variable, 8)
+        with f.times(i64(bits)) as done:
+            bit = f.lshr(value, f.sub(integer(bits, bits - 1), f.zext(done, bits)))
+            remainder = f.load(bits, kept, 8)
+            carried = f.compare("slt", remainder, integer(bits, 0))
+            shifted = f.or_(f.shl(remainder, 1), f.and_(bit, integer(bits, 1)))
+            fits = f.or_(carried, f.compare("uge", shifted, divisor))
+            f.store(f.select(fits, f.sub(shifted, divisor), shifted), kept, 8)
+            f.store(f.or_(f.shl(f.load(bits, result, 8), 1), f.zext(fits, bits)), result, 8)
+        return f.load(bits, result, 8), f.load(bits, kept, 8)
 
     def _choose(self, condition: Value, x: Number, y: Number) -> Number:
         low, high = min(x.low, y.low), max(x.high, y.high)
@@ -376,28 +367,13 @@ class Expressions:
 
     def next_index(self, stack: ir.StackExpr) -> Value:
         """uint32"""
-        return self.f.load(32, self.scope.slot(self.next_offset(stack)), 4)
-
-    def next_offset(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return self.layout.stack_next[stack.stack]
-        return self.layout.union_stack_next[stack.union_stack]
-
-    def stack_size(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return len(self.program.stacks[stack.stack].headers)
-        return len(self.program.union_stacks[stack.union_stack].unions)
-
-    def _last(self, offset: int, headers: Sequence[int], field: int) -> Number:
-        n = self.f.load(32, self.scope.slot(offset), 4)
-        cases = [(number + 1, header) for number, header in enumerate(headers)]
-        return self.one_of(n, cases, field)
+        return self.f.load(32, self.scope.slot(self.layout.stack_next[stack]), 4)
 
     def _element(self, header: ir.HeaderExpr, field: int) -> Number:
-        number = self.header(header)
+        number, candidates = self.header(header)
         if isinstance(number, int):
             return self._field(ir.FieldRef(number, field)) if number >= 0 else self.constant(0)
-        return self.one_of(number, [(h, h) for h in self.candidates(header)], field)
+        return self.one_of(number, [(h, h) for h in candidates], field)
 
     def one_of(self, value: Value, cases: Sequence[tuple[int, int]], field: int) -> Number:
         """The field of the header that belongs to the value; 0 if there is none."""
@@ -434,11 +410,7 @@ class Expressions:
         return f.at(base, f.mul(index, integer(64, size)))
 
     def load_cell(self, array: int, index: Value) -> Number:
-        width, pointer = self.program.registers[array].width, self.cell(array, index)
-        if width <= NATIVE_BITS:
-            return Number(self.f.load(container_bits(width), pointer), 0, (1 << width) - 1)
-        loaded = self.f.load_network(pointer, stored_bytes(width))
-        return Number(self.f.resize(loaded, round_bits(width)), 0, (1 << width) - 1)
+        return self._load_stored(self.cell(array, index), self.program.registers[array].width)
 
     def _register_load(self, array: int, index_expr: ir.DataExpr) -> Number:
         f, spec = self.f, self.program.registers[array]
@@ -471,42 +443,45 @@ class Expressions:
             case ir.Local(index):
                 arguments = self.scope.arguments
                 assert arguments is not None
-                width = arguments.widths[index]
+                width = arguments.layout.widths[index]
                 if width <= NATIVE_BITS:
                     return None
                 if isinstance(arguments, ConstantArguments):
                     pointer = self.f.module.constant(pack_value(arguments.values[index], width))
                 else:
-                    pointer = self.f.at(arguments.pointer, arguments.offsets[index])
+                    pointer = self.f.at(arguments.pointer, arguments.layout.offsets[index])
                 return Bytes(pointer, stored_bytes(width), width)
             case _:
                 return None
 
     # --- headers ----------------------------------------------------------------------------
 
-    def header(self, e: ir.HeaderExpr) -> int | Value:
-        """Number of the header if it is known now (-1: none), else an i32 (-1: none)."""
+    def header(self, e: ir.HeaderExpr) -> Numbered:
         match e:
             case ir.HeaderOf(number):
-                return number
+                return number, (number,)
             case ir.StackElement(stack, index):
-                return self._indexed(self.program.stacks[stack].headers, index)
+                headers = self.program.stacks[stack].headers
+                return self._indexed(headers, index), headers
             case ir.UnionMember(union, member):
-                at = self.union(union)
+                at, candidates = self.union(union)
                 members = [
                     u.headers[member] if member < len(u.headers) else -1
                     for u in self.program.unions
                 ]
+                known = tuple(members[u] for u in candidates if members[u] >= 0)
                 if isinstance(at, int):
-                    return members[at] if at >= 0 else -1
-                return self._lookup(members, self.f.compare("sge", at, integer(32, 0)), at)
+                    return members[at] if at >= 0 else -1, known
+                there = self.f.compare("sge", at, integer(32, 0))
+                return self._lookup(members, there, at), known
 
-    def union(self, e: ir.UnionExpr) -> int | Value:
+    def union(self, e: ir.UnionExpr) -> Numbered:
         match e:
             case ir.UnionOf(number):
-                return number
+                return number, (number,)
             case ir.UnionStackElement(stack, index):
-                return self._indexed(self.program.union_stacks[stack].unions, index)
+                unions = self.program.union_stacks[stack].unions
+                return self._indexed(unions, index), unions
 
     def _indexed(self, elements: Sequence[int], index: ir.DataExpr) -> int | Value:
         number = self.exact(index)
@@ -521,23 +496,6 @@ class Expressions:
         safe = f.zext(f.select(good, index, integer(32, 0)), 64)
         found = f.load(32, f.at(table, f.shl(safe, 2)), 4)
         return f.select(good, found, integer(32, -1))
-
-    def candidates(self, e: ir.HeaderExpr) -> tuple[int, ...]:
-        match e:
-            case ir.HeaderOf(number):
-                return (number,)
-            case ir.StackElement(stack, _):
-                return self.program.stacks[stack].headers
-            case ir.UnionMember(union, member):
-                unions = [self.program.unions[u] for u in self.union_candidates(union)]
-                return tuple(u.headers[member] for u in unions if member < len(u.headers))
-
-    def union_candidates(self, e: ir.UnionExpr) -> tuple[int, ...]:
-        match e:
-            case ir.UnionOf(number):
-                return (number,)
-            case ir.UnionStackElement(stack, _):
-                return self.program.union_stacks[stack].unions
 
 
 _RING: dict[str, Callable[[Function, Value, Value], Value]] = {

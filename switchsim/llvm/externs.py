@@ -6,15 +6,12 @@ generator (MT19937 as `random.Random` uses it), so that both engines draw the sa
 
 from __future__ import annotations
 
-from kvcast.native.writer import NULL, Function, Module, Value, integer
+from kvcast.native.subset import U32, U64, Ptr, compile_into, native
+from kvcast.native.writer import NULL, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.layout import METER_HEAD_BYTES, METER_RATE_BYTES, REG_NOW
 from kvcast.switchsim.llvm.scope import Scope
 
 RANDOM_WORDS = 624
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 class Runtime:
@@ -31,7 +28,7 @@ class Runtime:
         f = scope.f
         at = f.load(64, scope.word("arena_at"), 8)
         end = f.load(64, scope.word("arena_end"), 8)
-        after = f.add(at, f.and_(f.add(size, _i64(63)), _i64(-64)))
+        after = f.add(at, f.and_(f.add(size, i64(63)), i64(-64)))
         good = f.compare("ule", after, end)
         f.store(f.select(good, after, at), scope.word("arena_at"), 8)
         pointer = f.at(f.load_pointer(scope.word("arena")), at)
@@ -57,14 +54,14 @@ class Runtime:
         rates = f.load(64, meter, 8)
         time = f.raw("double", f"uitofp {now} to double")
         with f.times(rates) as n:
-            bucket = f.at(f.at(meter, METER_HEAD_BYTES), f.mul(n, _i64(METER_RATE_BYTES)))
+            bucket = f.at(f.at(meter, METER_HEAD_BYTES), f.mul(n, i64(METER_RATE_BYTES)))
             speed = f.raw("double", f"load double, {bucket}, align 8")
             product = f.raw("double", f"fmul {time}, {speed.text}")
             since = f.intrinsic("llvm.fptosi.sat.i64.f64", "i64", [product])
             burst = f.load(64, f.at(bucket, 8), 8)
             tokens = f.load(64, f.at(bucket, 16), 8)
             seen = f.load(64, f.at(bucket, 24), 8)
-            passed = f.and_(f.compare("sge", seen, _i64(0)), f.compare("sgt", since, seen))
+            passed = f.and_(f.compare("sge", seen, i64(0)), f.compare("sgt", since, seen))
             grown, room = f.sub(since, seen), f.sub(burst, tokens)
             full = f.compare("uge", grown, room)
             refilled = f.select(full, burst, f.add(tokens, grown))
@@ -86,75 +83,50 @@ class Runtime:
     def random(self, scope: Scope, low: Value, high: Value) -> Value:
         """A number in low .. high (64 bits, low <= high)."""
         if "random" not in self._made:
-            self._made["random"] = self._random(self._random_word())
+            made = compile_into(self._module, [random_between], exported=False)
+            self._made["random"] = made[0]
         state = scope.f.load_pointer(scope.word("random"))
         arguments = [state, scope.word("random_at"), low, high]
         return scope.f.call(self._made["random"], arguments)
 
-    def _random_word(self) -> Function:
-        """genrand_uint32 of Matsumoto and Nishimura."""
-        f = self._module.function("random.word", "i32", [("ptr", "state"), ("ptr", "at")])
-        state, position = f.arguments
-        mag = 0x9908B0DF
 
-        def word(index: Value) -> Value:
-            return f.at(state, f.shl(index, 2))
+@native
+def random_word(state: Ptr[U32], at: Ptr[U64]) -> U32:
+    """genrand_uint32 of Matsumoto and Nishimura."""
+    if at[0] >= RANDOM_WORDS:
+        for n in range(RANDOM_WORDS):
+            y = (state[n] & 0x80000000) | (state[(n + 1) % RANDOM_WORDS] & 0x7FFFFFFF)
+            twist = 0x9908B0DF if y & 1 else 0
+            state[n] = state[(n + 397) % RANDOM_WORDS] ^ (y >> 1) ^ twist
+        at[0] = 0
+    y = state[at[0]]
+    at[0] += 1
+    y ^= y >> 11
+    y ^= (y << 7) & 0x9D2C5680
+    y ^= (y << 15) & 0xEFC60000
+    return y ^ (y >> 18)
 
-        with f.when(f.compare("uge", f.load(64, position, 8), _i64(RANDOM_WORDS))):
-            with f.times(_i64(RANDOM_WORDS)) as n:
-                following = f.add(n, _i64(1))
-                last = f.compare("eq", following, _i64(RANDOM_WORDS))
-                following = f.select(last, _i64(0), following)
-                far = f.add(n, _i64(397))
-                beyond = f.compare("uge", far, _i64(RANDOM_WORDS))
-                far = f.select(beyond, f.sub(far, _i64(RANDOM_WORDS)), far)
-                upper = f.and_(f.load(32, word(n), 4), integer(32, 0x80000000))
-                lower = f.and_(f.load(32, word(following), 4), integer(32, 0x7FFFFFFF))
-                y = f.or_(upper, lower)
-                odd = f.compare("ne", f.and_(y, integer(32, 1)), integer(32, 0))
-                twist = f.select(odd, integer(32, mag), integer(32, 0))
-                value = f.xor(f.xor(f.load(32, word(far), 4), f.lshr(y, 1)), twist)
-                f.store(value, word(n), 4)
-            f.store(_i64(0), position, 8)
-        at = f.load(64, position, 8)
-        y = f.load(32, word(at), 4)
-        f.store(f.add(at, _i64(1)), position, 8)
-        y = f.xor(y, f.lshr(y, 11))
-        y = f.xor(y, f.and_(f.shl(y, 7), integer(32, 0x9D2C5680)))
-        y = f.xor(y, f.and_(f.shl(y, 15), integer(32, 0xEFC60000)))
-        f.ret(f.xor(y, f.lshr(y, 18)))
-        return f
 
-    def _random(self, word: Function) -> Function:
-        """random.Random.randint: draw as many bits as the width has until they are below it."""
-        f = self._module.function(
-            "random", "i64", [("ptr", "state"), ("ptr", "at"), ("i64", "low"), ("i64", "high")]
-        )
-        state, at, low, high = f.arguments
-        one = integer(128, 1)
-        width = f.add(f.zext(f.sub(high, low), 128), one)
-        zeros = f.raw("i128", f"call i128 @llvm.ctlz.i128({width}, i1 false)")
-        self._module.declare("llvm.ctlz.i128", "i128 {}(i128, i1)")
-        bits = f.trunc(f.sub(integer(128, 128), zeros), 64)
-        result = f.variable(128)
-        left = f.variable(64)
-        again, done = f.new_block("again"), f.new_block("drawn")
-        f.branch(again)
-        f.start(again)
-        f.store(integer(128, 0), result, 16)
-        f.store(bits, left, 8)
-        words = f.lshr(f.add(bits, _i64(31)), 5)
-        with f.times(words) as n:
-            drawn = f.call(word, [state, at])
-            k = f.load(64, left, 8)
-            unused = f.select(f.compare("ult", k, _i64(32)), f.sub(_i64(32), k), _i64(0))
-            drawn = f.lshr(drawn, f.trunc(unused, 32))
-            shift = f.zext(f.shl(n, 5), 128)
-            whole = f.or_(f.load(128, result, 16), f.shl(f.zext(drawn, 128), shift))
-            f.store(whole, result, 16)
-            f.store(f.sub(k, _i64(32)), left, 8)
-        value = f.load(128, result, 16)
-        f.branch_if(f.compare("uge", value, width), again, done)
-        f.start(done)
-        f.ret(f.add(low, f.trunc(value, 64)))
-        return f
+@native
+def random_between(state: Ptr[U32], at: Ptr[U64], low: U64, high: U64) -> U64:
+    """random.Random.randint: draw as many bits as the number of choices has until they are below
+    it. There may be 2**64 choices, which have 65 bits."""
+    span = high - low
+    bits = 0
+    while bits < 64 and (span + 1) >> bits != 0:
+        bits += 1
+    if span + 1 == 0:
+        bits = 65
+    while True:
+        value = 0
+        beyond = 0
+        for n in range((bits + 31) // 32):
+            drawn = 0 + random_word(state, at)
+            if bits - 32 * n < 32:
+                drawn >>= 32 - (bits - 32 * n)
+            if n == 2:
+                beyond = drawn
+            else:
+                value |= drawn << 32 * n
+        if beyond == 0 and value <= span:
+            return low + value

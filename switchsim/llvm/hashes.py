@@ -8,9 +8,11 @@ by side without padding, leaves out those of invalid headers, and fills up the l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvcast.native.writer import TRUE, Function, Module, Value, integer
-from kvcast.switchsim import ir
+from kvcast.native.subset import U32, U64, Ptr, compile_into, native
+from kvcast.native.writer import TRUE, Function, Module, Value, i64, integer
+from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, Place
 from kvcast.switchsim.llvm.scope import Scope
@@ -18,17 +20,11 @@ from kvcast.switchsim.llvm.scope import Scope
 SPARE_BYTES = 24
 """Behind the data: zero bytes for the algorithms, and room for writing in large units."""
 
-_PRIME = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
+_PRIME_1 = 0x9E3779B185EBCA87
+_PRIME_2 = 0xC2B2AE3D27D4EB4F
+_PRIME_3 = 0x165667B19E3779F9
+_PRIME_4 = 0x85EBCA77C2B2AE63
+_PRIME_5 = 0x27D4EB2F165667C5
 
 
 class Hashes:
@@ -45,13 +41,9 @@ class Hashes:
             "crc64_custom": (64, 0x1B, 0, 0),
         }
         self._writers: dict[str, Callable[[Function], None]] = {
-            "xxh64": _xxh64,
-            "bmv2_hash": _xxh64,
             "hash_ex": _hash_ex,
             "crcCCITT": lambda f: _plain_crc(f, 16, 0x1021, 0xFFFF),
             "crc8_custom": lambda f: _plain_crc(f, 8, 0x07, 0),
-            "cksum16": _csum16,
-            "csum16": _csum16,
             "identity": _identity,
             "xor16": lambda f: _xor(f, 2),
             "xor32": lambda f: _xor(f, 4),
@@ -60,6 +52,12 @@ class Hashes:
             self._writers[name] = _reflected_crc(width, polynomial, init, final)
 
     def algorithm(self, name: str, where: str) -> Function:
+        known = {"xxh64": xxh64, "bmv2_hash": xxh64, "cksum16": csum16, "csum16": csum16}.get(name)
+        if known is not None:
+            if known.__name__ not in self._made:
+                (function,) = compile_into(self._module, [known], exported=False)
+                self._made[known.__name__] = function
+            return self._made[known.__name__]
         if name not in self._made:
             write = self._writers.get(name)
             if write is None:
@@ -76,7 +74,7 @@ class Hashes:
         f = scope.f
         if name == "round_robin":
             count = f.load(64, scope.word(state), 8)
-            f.store(f.add(count, _i64(1)), scope.word(state), 8)
+            f.store(f.add(count, i64(1)), scope.word(state), 8)
             return count
         return f.call(self.algorithm(name, state), [data, length])
 
@@ -84,24 +82,18 @@ class Hashes:
 # --- packing ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """A run of bits of one header, or a constant."""
 
-    def __init__(
-        self,
-        header: int | None,
-        place: Place | None,
-        width: int,
-        constant: int,
-        length: int | None = None,
-    ) -> None:
-        self.header = header
-        self.place = place
-        self.width = width
-        self.constant = constant
-        self.length = length
-        """Where the length of a variable-length field is."""
-        self.varbit = place is not None and place.varbit
+    header: int | None
+    place: Place | None
+    width: int
+    constant: int = 0
+
+    @property
+    def varbit(self) -> bool:
+        return self.place is not None and self.place.varbit
 
 
 class Packer:
@@ -125,30 +117,20 @@ class Packer:
             for ref in refs:
                 place = layout.place(ref)
                 if place.width:
-                    length = layout.varbit_length[item.header]
-                    pieces.append(_Piece(header, place, place.width, 0, length))
+                    pieces.append(_Piece(header, place, place.width))
         self._runs: list[list[_Piece]] = []
         for piece in pieces:
-            if self._runs and self._runs[-1][0].header == piece.header:
-                last = self._runs[-1][-1]
-                if _adjoin(last, piece):
-                    assert last.place is not None
-                    self._runs[-1][-1] = _Piece(
-                        last.header,
-                        Place(
-                            last.place.offset,
-                            last.place.bit,
-                            last.width + piece.width,
-                            False,
-                            False,
-                        ),
-                        last.width + piece.width,
-                        0,
-                    )
-                else:
-                    self._runs[-1].append(piece)
-            else:
+            if not self._runs or self._runs[-1][0].header != piece.header:
                 self._runs.append([piece])
+                continue
+            last = self._runs[-1][-1]
+            if _adjoin(last, piece):
+                assert last.place is not None
+                width = last.width + piece.width
+                place = Place(last.place.offset, last.place.bit, width, False, False)
+                self._runs[-1][-1] = _Piece(last.header, place, width)
+            else:
+                self._runs[-1].append(piece)
         self.max_bytes = (sum(p.width for p in pieces) + 7) // 8
         fixed = [sum(p.width for p in run if not p.varbit) for run in self._runs]
         self._aligned = all(bits % 8 == 0 for bits in fixed[:-1]) and not any(
@@ -162,13 +144,13 @@ class Packer:
         return self._pack_bytes(buffer) if self._aligned else self._pack_bits(buffer)
 
     def _finish(self, buffer: Value, length: Value) -> Value:
-        self._f.store(_i64(0), self._f.at(buffer, length))
+        self._f.store(i64(0), self._f.at(buffer, length))
         return length
 
     def _pack_bytes(self, buffer: Value) -> Value:
         """Runs begin on whole bytes."""
         f, scope = self._f, self._scope
-        at: Value = _i64(0)
+        at: Value = i64(0)
         for run in self._runs:
             header = run[0].header
             if header is None:
@@ -188,7 +170,7 @@ class Packer:
         for piece in run:
             if piece.varbit:
                 assert piece.place is not None
-                length = f.lshr(f.zext(self._varbit_bits(piece), 64), 3)
+                length = scope.varbit_bytes(piece.place)
                 f.copy(f.at(buffer, at), scope.slot(piece.place.offset), length)
                 at = f.add(at, length)
                 continue
@@ -197,7 +179,7 @@ class Packer:
                 whole = width // 8 if place.bit == 0 else 0
                 if whole and width % 8 == 0:
                     f.copy(f.at(buffer, at), scope.slot(place.offset), whole)
-                    at = f.add(at, _i64(whole))
+                    at = f.add(at, i64(whole))
                     continue
             value = self._piece_value(piece)
             if held is None:
@@ -210,13 +192,13 @@ class Packer:
                 bits += width
             if bits % 8 == 0:
                 f.store_network(f.resize(held, bits), f.at(buffer, at), bits // 8)
-                at = f.add(at, _i64(bits // 8))
+                at = f.add(at, i64(bits // 8))
                 held, bits = None, 0
         if held is not None:
             padded = bits + -bits % 8
             value = f.shl(f.resize(held, padded), padded - bits)
             f.store_network(value, f.at(buffer, at), padded // 8)
-            at = f.add(at, _i64(padded // 8))
+            at = f.add(at, i64(padded // 8))
         return at
 
     def _cut(self, value: Value, width: int) -> Value:
@@ -231,26 +213,22 @@ class Packer:
         value = self._scope.load_field(piece.place).value
         return self._cut(value, piece.width)
 
-    def _varbit_bits(self, piece: _Piece) -> Value:
-        assert piece.length is not None
-        return self._f.load(32, self._scope.slot(piece.length), 4)
-
     def _pack_bits(self, buffer: Value) -> Value:
         """Bit by bit: validity of headers decides on where a byte begins."""
         f, scope = self._f, self._scope
         f.fill(buffer, 0, self.max_bytes + SPARE_BYTES)
         cursor = f.variable(64)
-        f.store(_i64(0), cursor, 8)
+        f.store(i64(0), cursor, 8)
 
         def append(value: Value, width: int) -> None:
             """Up to 64 bits."""
             at = f.load(64, cursor, 8)
             address = f.at(buffer, f.lshr(at, 3))
-            within = f.zext(f.and_(at, _i64(7)), 128)
+            within = f.zext(f.and_(at, i64(7)), 128)
             wide = f.shl(f.zext(value, 128), 128 - width)
             old = f.load_network(address, 16)
             f.store_network(f.or_(old, f.lshr(wide, within)), address, 16)
-            f.store(f.add(at, _i64(width)), cursor, 8)
+            f.store(f.add(at, i64(width)), cursor, 8)
 
         for run in self._runs:
             with f.when(TRUE if run[0].header is None else scope.is_valid(run[0].header)):
@@ -258,7 +236,7 @@ class Packer:
                     if piece.varbit:
                         assert piece.place is not None
                         start = scope.slot(piece.place.offset)
-                        with f.times(f.lshr(f.zext(self._varbit_bits(piece), 64), 3)) as n:
+                        with f.times(scope.varbit_bytes(piece.place)) as n:
                             append(f.zext(f.load(8, f.at(start, n)), 64), 8)
                         continue
                     value = self._piece_value(piece)
@@ -268,7 +246,7 @@ class Packer:
                         left -= part
                         chunk = f.resize(f.lshr(f.resize(value, max(value.bits, 64)), left), 64)
                         append(self._cut(chunk, part), part)
-        return f.lshr(f.add(f.load(64, cursor, 8), _i64(7)), 3)
+        return f.lshr(f.add(f.load(64, cursor, 8), i64(7)), 3)
 
 
 def _adjoin(a: _Piece, b: _Piece) -> bool:
@@ -285,37 +263,35 @@ def _adjoin(a: _Piece, b: _Piece) -> bool:
 # --- algorithms ---------------------------------------------------------------------------------
 
 
-def _csum16(f: Function) -> None:
+@native
+def csum16(data: Ptr[U32], length: U64) -> U64:
     """RFC 1071, which does not mind the order of bytes: the machine's words, swapped at the end."""
-    data, length = f.arguments
-    total = f.variable(64)
-    f.store(_i64(0), total, 8)
-    with f.times(f.lshr(f.add(length, _i64(3)), 2)) as n:
-        word = f.zext(f.load(32, f.at(data, f.shl(n, 2))), 64)
-        f.store(f.add(f.load(64, total, 8), word), total, 8)
-    value = f.load(64, total, 8)
-    for shift in (32, 16, 16, 16):
-        value = f.add(f.and_(value, _i64((1 << shift) - 1)), f.lshr(value, shift))
-    swapped = f.bswap(f.trunc(value, 16))
-    f.ret(f.zext(f.not_(swapped), 64))
+    total = 0
+    for n in range((length + 3) // 4):
+        total += data[n]
+    total = (total & 0xFFFFFFFF) + (total >> 32)
+    for _ in range(3):
+        total = (total & 0xFFFF) + (total >> 16)
+    total ^= 0xFFFF
+    return (total & 0xFF) << 8 | total >> 8
 
 
 def _identity(f: Function) -> None:
     data, length = f.arguments
-    short = f.compare("ult", length, _i64(8))
-    bytes_ = f.select(short, length, _i64(8))
+    short = f.compare("ult", length, i64(8))
+    bytes_ = f.select(short, length, i64(8))
     value = f.load_network(data, 8)
-    empty = f.compare("eq", bytes_, _i64(0))
-    unused = f.and_(f.sub(_i64(64), f.shl(bytes_, 3)), _i64(63))
-    f.ret(f.select(empty, _i64(0), f.lshr(value, unused)))
+    empty = f.compare("eq", bytes_, i64(0))
+    unused = f.and_(f.sub(i64(64), f.shl(bytes_, 3)), i64(63))
+    f.ret(f.select(empty, i64(0), f.lshr(value, unused)))
 
 
 def _xor(f: Function, size: int) -> None:
     data, length = f.arguments
     result = f.variable(64)
-    f.store(_i64(0), result, 8)
+    f.store(i64(0), result, 8)
     shift = size.bit_length() - 1
-    with f.times(f.lshr(f.add(length, _i64(size - 1)), shift)) as n:
+    with f.times(f.lshr(f.add(length, i64(size - 1)), shift)) as n:
         word = f.zext(f.load_network(f.at(data, f.shl(n, shift)), size), 64)
         f.store(f.xor(f.load(64, result, 8), word), result, 8)
     f.ret(f.load(64, result, 8))
@@ -339,32 +315,20 @@ def _hash_ex(f: Function) -> None:
 def _reflected_crc(
     width: int, polynomial: int, init: int, final: int
 ) -> Callable[[Function], None]:
-    reflected = int(f"{polynomial:0{width}b}"[::-1], 2)
-    start = int(f"{init:0{width}b}"[::-1], 2)
-    values: list[int] = []
-    for byte in range(256):
-        r = byte
-        for _ in range(8):
-            r = (r >> 1) ^ (reflected if r & 1 else 0)
-        values.append(r)
+    values = hashing.crc_table(width, polynomial, reflected=True)
+    start = hashing.reflect(init, width)
 
     def write(f: Function) -> None:
         crc = _table_crc(f, values, start, 0, lambda r: f.lshr(r, 8))
-        f.ret(f.xor(crc, _i64(final)))
+        f.ret(f.xor(crc, i64(final)))
 
     return write
 
 
 def _plain_crc(f: Function, width: int, polynomial: int, init: int) -> None:
     """The highest bit first."""
-    top, ones = 1 << (width - 1), (1 << width) - 1
-    values: list[int] = []
-    for byte in range(256):
-        r = byte << (width - 8)
-        for _ in range(8):
-            r = ((r << 1) ^ polynomial) & ones if r & top else (r << 1) & ones
-        values.append(r)
-    f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), _i64(ones))))
+    values, ones = hashing.crc_table(width, polynomial, reflected=False), (1 << width) - 1
+    f.ret(_table_crc(f, values, init, width - 8, lambda r: f.and_(f.shl(r, 8), i64(ones))))
 
 
 def _table_crc(
@@ -375,71 +339,61 @@ def _table_crc(
     data, length = f.arguments
     table = f.module.words(values, 64)
     crc = f.variable(64)
-    f.store(_i64(start), crc, 8)
+    f.store(i64(start), crc, 8)
     with f.times(length) as n:
         r = f.load(64, crc, 8)
         byte = f.zext(f.load(8, f.at(data, n)), 64)
-        index = f.and_(f.xor(f.lshr(r, low), byte), _i64(255))
+        index = f.and_(f.xor(f.lshr(r, low), byte), i64(255))
         entry = f.load(64, f.at(table, f.shl(index, 3)), 8)
         f.store(f.xor(entry, shift(r)), crc, 8)
     return f.load(64, crc, 8)
 
 
-def _xxh64(f: Function) -> None:
+@native
+def rotate(value: U64, by: U64) -> U64:
+    return (value << by) | (value >> (64 - by))
+
+
+@native
+def xxh_round(acc: U64, lane: U64) -> U64:
+    return rotate(acc + lane * _PRIME_2, 31) * _PRIME_1
+
+
+@native
+def xxh_merge(h: U64, acc: U64) -> U64:
+    return (h ^ xxh_round(0, acc)) * _PRIME_1 + _PRIME_4
+
+
+@native
+def xxh64(data: Ptr[U64], length: U64) -> U64:
     """XXH64 with seed 0."""
-    data, length = f.arguments
-    p1, p2, p3, p4, p5 = (_i64(p) for p in _PRIME)
-
-    def rotate(value: Value, by: int) -> Value:
-        return f.or_(f.shl(value, by), f.lshr(value, 64 - by))
-
-    def round_(acc: Value, lane: Value) -> Value:
-        return f.mul(rotate(f.add(acc, f.mul(lane, p2)), 31), p1)
-
-    def merge(h: Value, acc: Value) -> Value:
-        return f.add(f.mul(f.xor(h, round_(_i64(0), acc)), p1), p4)
-
-    result, at = f.variable(64), f.variable(64)
-    f.store(_i64(0), at, 8)
-    f.store(p5, result, 8)
-    with f.when(f.compare("uge", length, _i64(32))):
-        lanes = [f.variable(64) for _ in range(4)]
-        seeds = [_PRIME[0] + _PRIME[1], _PRIME[1], 0, -_PRIME[0]]
-        for lane, seed in zip(lanes, seeds, strict=True):
-            f.store(_i64(seed), lane, 8)
-        stripes = f.lshr(length, 5)
-        with f.times(stripes) as n:
-            base = f.at(data, f.shl(n, 5))
-            for number, lane in enumerate(lanes):
-                word = f.load(64, f.at(base, 8 * number))
-                f.store(round_(f.load(64, lane, 8), word), lane, 8)
-        values = [f.load(64, lane, 8) for lane in lanes]
-        h = _i64(0)
-        for value, by in zip(values, (1, 7, 12, 18), strict=True):
-            h = f.add(rotate(value, by), h)
-        for value in values:
-            h = merge(h, value)
-        f.store(h, result, 8)
-        f.store(f.shl(stripes, 5), at, 8)
-    h = f.add(f.load(64, result, 8), length)
-    f.store(h, result, 8)
-    left = f.and_(length, _i64(31))
-    start = f.load(64, at, 8)
-    with f.times(f.lshr(left, 3)) as n:
-        word = f.load(64, f.at(data, f.add(start, f.shl(n, 3))))
-        mixed = f.xor(f.load(64, result, 8), round_(_i64(0), word))
-        f.store(f.add(f.mul(rotate(mixed, 27), p1), p4), result, 8)
-    start = f.add(start, f.and_(left, _i64(24)))
-    with f.when(f.compare("ne", f.and_(left, _i64(4)), _i64(0))):
-        word = f.zext(f.load(32, f.at(data, start)), 64)
-        mixed = f.xor(f.load(64, result, 8), f.mul(word, p1))
-        f.store(f.add(f.mul(rotate(mixed, 23), p2), p3), result, 8)
-    start = f.add(start, f.and_(left, _i64(4)))
-    with f.times(f.and_(left, _i64(3))) as n:
-        byte = f.zext(f.load(8, f.at(data, f.add(start, n))), 64)
-        mixed = f.xor(f.load(64, result, 8), f.mul(byte, p5))
-        f.store(f.mul(rotate(mixed, 11), p1), result, 8)
-    h = f.load(64, result, 8)
-    h = f.mul(f.xor(h, f.lshr(h, 33)), p2)
-    h = f.mul(f.xor(h, f.lshr(h, 29)), p3)
-    f.ret(f.xor(h, f.lshr(h, 32)))
+    words = length // 8
+    at = 0
+    h = _PRIME_5
+    if length >= 32:
+        a = _PRIME_1 + _PRIME_2
+        b = _PRIME_2
+        c = 0
+        d = 0 - _PRIME_1
+        while at + 4 <= words:
+            a = xxh_round(a, data[at])
+            b = xxh_round(b, data[at + 1])
+            c = xxh_round(c, data[at + 2])
+            d = xxh_round(d, data[at + 3])
+            at += 4
+        h = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18)
+        h = xxh_merge(xxh_merge(xxh_merge(xxh_merge(h, a), b), c), d)
+    h += length
+    while at < words:
+        h = rotate(h ^ xxh_round(0, data[at]), 27) * _PRIME_1 + _PRIME_4
+        at += 1
+    rest = data[words]  # with the zero bytes behind the data
+    if length & 4:
+        h = rotate(h ^ (rest & 0xFFFFFFFF) * _PRIME_1, 23) * _PRIME_2 + _PRIME_3
+        rest >>= 32
+    for _ in range(length & 3):
+        h = rotate(h ^ (rest & 0xFF) * _PRIME_5, 11) * _PRIME_1
+        rest >>= 8
+    h = (h ^ (h >> 33)) * _PRIME_2
+    h = (h ^ (h >> 29)) * _PRIME_3
+    return h ^ (h >> 32)

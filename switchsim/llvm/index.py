@@ -112,7 +112,6 @@ class GroupIndex:
         self._records = records
         self._ranked = ranked
         self._groups: dict[int, _Group] = {}
-        self._address = 0
         self._arrange()
 
     def add(self, entry: NativeEntry, value: int, mask: int) -> None:
@@ -170,14 +169,10 @@ class GroupIndex:
         for mask, group in order:
             parts.append(mask.to_bytes(8 * words, "little"))
             parts.append(struct.pack("<qQQ", *group.ranks[0], group.block.address))
-        heap = self._records.native.heap
-        address = heap.new(b"".join(parts))
+        address = self._records.publish_copy(b"".join(parts))
         size = group_bytes(self._records.plan.record)
         for number, (_, group) in enumerate(order):
             group.pointer = address + 8 + number * size + 8 * words + 16
-        self._records.publish_version(address)
-        heap.retire(self._address)
-        self._address = address
 
 
 class RangeIndex:
@@ -186,7 +181,6 @@ class RangeIndex:
     def __init__(self, records: Records) -> None:
         self._records = records
         self._order: list[NativeEntry] = []
-        self._address = 0
         self._arrange()
 
     def add(self, entry: NativeEntry, value: int, mask: int) -> None:
@@ -204,11 +198,7 @@ class RangeIndex:
 
     def _arrange(self) -> None:
         numbers = array("I", [e.record for e in self._order])
-        heap = self._records.native.heap
-        address = heap.new(struct.pack("<Q", len(numbers)) + numbers.tobytes())
-        self._records.publish_version(address)
-        heap.retire(self._address)
-        self._address = address
+        self._records.publish_copy(struct.pack("<Q", len(numbers)) + numbers.tobytes())
 
 
 class NoIndex:

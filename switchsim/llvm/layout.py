@@ -82,7 +82,12 @@ class Place:
     width: int
     signed: bool
     native: bool
-    varbit: bool = False
+    length: int | None = None
+    """Where the length in bits of a variable-length field is (uint32)."""
+
+    @property
+    def varbit(self) -> bool:
+        return self.length is not None
 
     @property
     def container(self) -> int:
@@ -107,10 +112,8 @@ class PhvLayout:
         self.program = program
         headers = program.headers
         at = _AFTER_REGISTERS
-        self.stack_next = [at + 4 * n for n in range(len(program.stacks))]
-        at += 4 * len(program.stacks)
-        self.union_stack_next = [at + 4 * n for n in range(len(program.union_stacks))]
-        at += 4 * len(program.union_stacks)
+        self.stack_next = {stack: at + 4 * n for n, stack in enumerate(program.all_stacks())}
+        at += 4 * len(self.stack_next)
         self.varbit_length: list[int | None] = []
         for h in headers:
             here = h.varbit is not None and not h.metadata
@@ -134,7 +137,8 @@ class PhvLayout:
                     if f.varbit:
                         if f.width % 8:
                             raise UnsupportedConstruct("variable-length field of odd bits", h.name)
-                        places.append(Place(at, 0, f.width, False, False, True))
+                        length = self.varbit_length[number]
+                        places.append(Place(at, 0, f.width, False, False, length))
                         at += f.width // 8
                     elif f.width <= NATIVE_BITS:
                         at = align(at, container_bits(f.width) // 8)
@@ -154,17 +158,14 @@ class PhvLayout:
         for number, h in enumerate(headers):
             if h.metadata:
                 continue
-            self.places[number], size = _wire_places(h, at)
+            self.places[number], size = _wire_places(h, at, self.varbit_length[number])
             self.block[number] = (at, size)
             at = align(at + size + 8, 16)  # fields are read in wholes of up to 16 bytes
         self.bytes = align(at + 32, 64)
         if self.bytes > MAX_PHV_BYTES:
             raise UnsupportedConstruct(f"headers of {self.bytes} bytes", "headers")
-        self.siblings: list[tuple[int, ...]] = [
-            ()
-            if h.union is None
-            else tuple(self.valid[o] for o in program.unions[h.union].headers if o != n)
-            for n, h in enumerate(headers)
+        self.siblings = [
+            tuple(self.valid[other] for other in program.siblings(n)) for n in range(len(headers))
         ]
 
     def place(self, ref: ir.FieldRef) -> Place:
@@ -172,18 +173,24 @@ class PhvLayout:
             return Place(self.valid[ref.header], 0, 1, False, True)
         return self.places[ref.header][ref.field]
 
+    def varbit(self, header: int) -> Place | None:
+        """The variable-length field of a header, if it has one."""
+        field = self.program.headers[header].varbit
+        return None if field is None else self.places[header][field]
+
     def wire_bytes(self, header: int) -> int:
         """Bytes on the wire without the varbit field."""
         return self.program.headers[header].fixed_bits // 8
 
 
-def _wire_places(h: ir.Header, at: int) -> tuple[tuple[Place, ...], int]:
+def _wire_places(h: ir.Header, at: int, varbit_length: int | None) -> tuple[tuple[Place, ...], int]:
     bits = 0
     places: list[Place] = []
     for f in h.fields:
         if f.varbit and (bits % 8 or f.width % 8):
             raise UnsupportedConstruct("variable-length field that starts within a byte", h.name)
-        places.append(Place(at + bits // 8, bits % 8, f.width, f.signed, False, f.varbit))
+        length = varbit_length if f.varbit else None
+        places.append(Place(at + bits // 8, bits % 8, f.width, f.signed, False, length))
         bits += f.width
     return tuple(places), (bits + 7) // 8
 

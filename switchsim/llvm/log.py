@@ -16,7 +16,7 @@ from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.expressions import Expressions
 from kvcast.switchsim.llvm.memory import Region
-from kvcast.switchsim.semantics import format_pieces
+from kvcast.switchsim.semantics import filled, format_pieces
 
 log = logging.getLogger("kvcast.switchsim.ir")
 
@@ -85,8 +85,4 @@ class LogReader:
                 start = at + 8 + n * ARGUMENT_BITS // 8
                 data = self.region.read(start, ARGUMENT_BITS // 8)
                 values.append(str(int.from_bytes(data, "little", signed=True)))
-            pieces = self._pieces[message]
-            out = [pieces[0]]
-            for n, piece in enumerate(pieces[1:]):
-                out += [values[n] if n < len(values) else "{}", piece]
-            log.info("%s", "".join(out))
+            log.info("%s", filled(self._pieces[message], values))

@@ -12,24 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcast.native.writer import TRUE, Block, Function, Module, Value, integer
+from kvcast.native.writer import TRUE, Block, Function, Module, Value, i64, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.actions import Actions, Toolbox
-from kvcast.switchsim.llvm.layout import (
-    REG_CHECKSUM_ERROR,
-    REG_PARSER_ERROR,
-    REG_TRUNCATE,
-)
+from kvcast.switchsim.llvm.layout import REG_CHECKSUM_ERROR, REG_PARSER_ERROR, REG_TRUNCATE
 from kvcast.switchsim.llvm.scope import Number, Scope, Shared, round_bits
 from kvcast.switchsim.semantics import MAX_STATES, Errors
 
 POINTERS = [("ptr noalias", "context"), ("ptr noalias", "phv")]
 FRAME = [("ptr noalias readonly", "frame"), ("i64", "length")]
-
-
-def _i64(value: int) -> Value:
-    return integer(64, value)
 
 
 class ParserWriter:
@@ -53,7 +45,7 @@ class ParserWriter:
 
     def write(self) -> Function:
         f, spec = self.f, self.program.parser
-        f.store(_i64(0), self.at, 8)
+        f.store(i64(0), self.at, 8)
         self.scope.set_register(REG_PARSER_ERROR, integer(32, self.errors.no_error))
         self.scope.set_register(REG_CHECKSUM_ERROR, integer(32, 0))
         blocks = [f.new_block("state") for _ in spec.states]
@@ -86,7 +78,7 @@ class ParserWriter:
                 self._verify_checksum(checksum, at)
         f.ret(at)
         f.start(self.abandon)
-        f.ret(_i64(-1))
+        f.ret(i64(-1))
         return f
 
     def _count_state(self, passed: Value) -> None:
@@ -94,9 +86,7 @@ class ParserWriter:
         f = self.f
         count = f.add(f.load(32, passed, 4), integer(32, 1))
         f.store(count, passed, 4)
-        on = f.new_block("on")
-        f.branch_if(f.compare("ugt", count, integer(32, MAX_STATES)), self.abandon, on)
-        f.start(on)
+        f.leave_if(f.compare("ugt", count, integer(32, MAX_STATES)), self.abandon)
 
     def _fail(self, code: int) -> Block:
         """Where to go to stop the parser with this error."""
@@ -105,9 +95,7 @@ class ParserWriter:
         return self._failures[code]
 
     def _require(self, good: Value, code: int) -> None:
-        on = self.f.new_block("good")
-        self.f.branch_if(good, on, self._fail(code))
-        self.f.start(on)
+        self.f.leave_if(self.f.not_(good), self._fail(code))
 
     # --- transitions ------------------------------------------------------------------------
 
@@ -148,10 +136,7 @@ class ParserWriter:
         if isinstance(part, ir.FieldRef):
             number = self.expressions.exact(part)
         else:
-            if isinstance(part, ir.LastField):
-                following = self.expressions.next_index(ir.StackOf(part.stack))
-            else:
-                following = self.expressions.next_index(ir.UnionStackOf(part.union_stack))
+            following = self.expressions.next_index(part.stack)
             self._require(
                 f.compare("ne", following, integer(32, 0)), self.errors.stack_out_of_bounds
             )
@@ -166,11 +151,11 @@ class ParserWriter:
         first, end_bit = ahead.offset // 8, ahead.offset + ahead.width
         end = (end_bit + 7) // 8
         at = f.load(64, self.at, 8)
-        good = f.compare("ule", f.add(at, _i64(end)), self.length)
+        good = f.compare("ule", f.add(at, i64(end)), self.length)
         self._require(good, self.errors.packet_too_short)
         bytes_ = end - first
         round_bits(8 * bytes_, "lookahead")
-        pointer = self._frame_at(f.add(at, _i64(first)), _i64(bytes_))
+        pointer = self._frame_at(f.add(at, i64(first)), i64(bytes_))
         value = f.lshr(f.load_network(pointer, bytes_), 8 * end - end_bit)
         value = f.resize(value, round_bits(ahead.width))
         value = f.and_(value, integer(value.bits, (1 << ahead.width) - 1))
@@ -183,18 +168,12 @@ class ParserWriter:
     # --- operations -------------------------------------------------------------------------
 
     def _op(self, op: ir.ParserOp) -> None:
-        f, program = self.f, self.program
+        f = self.f
         match op:
             case ir.Extract(header, varbit_bits, max_bytes):
                 self._extract(header, varbit_bits, max_bytes)
-            case ir.ExtractNext(stack, varbit_bits, max_bytes):
-                headers = program.stacks[stack].headers
+            case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
                 offset = self.layout.stack_next[stack]
-                self._extract_next(headers, offset, varbit_bits, max_bytes)
-            case ir.ExtractNextUnion(union_stack, member, varbit_bits, max_bytes):
-                unions = program.union_stacks[union_stack].unions
-                headers = tuple(program.unions[u].headers[member] for u in unions)
-                offset = self.layout.union_stack_next[union_stack]
                 self._extract_next(headers, offset, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 if isinstance(value, ir.Lookahead):
@@ -271,30 +250,28 @@ class ParserWriter:
         start, size = layout.block[header]
         at = f.load(64, self.at, 8)
         if bits is None:
-            after = f.add(at, _i64(fixed))
+            after = f.add(at, i64(fixed))
             self._require(f.compare("ule", after, self.length), self.errors.packet_too_short)
-            f.copy(scope.slot(start), self._frame_at(at, _i64(fixed)), fixed)
+            f.copy(scope.slot(start), self._frame_at(at, i64(fixed)), fixed)
         else:
-            h = self.program.headers[header]
-            offset = layout.varbit_length[header]
-            assert h.varbit is not None
-            assert offset is not None
+            place = layout.varbit(header)
+            assert place is not None
+            assert place.length is not None
             extra = self._bytes_of(bits)
-            length = f.add(extra, _i64(fixed))
+            length = f.add(extra, i64(fixed))
             after = f.add(at, length)
             self._require(f.compare("ule", after, self.length), self.errors.packet_too_short)
-            self._require(f.compare("ule", length, _i64(max_bytes)), self.errors.header_too_short)
-            place = layout.places[header][h.varbit]
+            self._require(f.compare("ule", length, i64(max_bytes)), self.errors.header_too_short)
             before = place.offset - start
             behind = size - before - place.width // 8
-            f.copy(scope.slot(start), self._frame_at(at, _i64(before)), before)
-            at = f.add(at, _i64(before))
+            f.copy(scope.slot(start), self._frame_at(at, i64(before)), before)
+            at = f.add(at, i64(before))
             f.copy(scope.slot(place.offset), self._frame_at(at, extra), extra)
             at = f.add(at, extra)
             if behind:
                 suffix = scope.slot(place.offset + place.width // 8)
-                f.copy(suffix, self._frame_at(at, _i64(behind)), behind)
-            f.store(f.trunc(f.shl(extra, 3), 32), scope.slot(offset), 4)
+                f.copy(suffix, self._frame_at(at, i64(behind)), behind)
+            f.store(f.trunc(f.shl(extra, 3), 32), scope.slot(place.length), 4)
         self.actions.set_valid(header)
         f.store(after, self.at, 8)
 
@@ -330,22 +307,8 @@ def payload_of(
 
 def _has_cycle(parser: ir.Parser) -> bool:
     following = [{t.next_state for t in s.transitions} | {s.default} for s in parser.states]
-    finished: set[int] = set()
-    for start in range(len(parser.states)):
-        todo: list[tuple[int, bool]] = [(start, False)]
-        on_path: set[int] = set()
-        while todo:
-            number, leaving = todo.pop()
-            if leaving:
-                on_path.discard(number)
-                finished.add(number)
-            elif number in on_path:
-                return True
-            elif number not in finished:
-                on_path.add(number)
-                todo.append((number, True))
-                todo += [(n, False) for n in following[number] if n is not None]
-    return False
+    known = [[n for n in states if n is not None] for states in following]
+    return ir.node_in_cycle(len(known), known.__getitem__) is not None
 
 
 class DeparserWriter:
@@ -385,19 +348,12 @@ class DeparserWriter:
         """Bytes of all headers that will be sent."""
         f = self.module.function("deparse.size", "i64", POINTERS)
         scope = Scope(self.shared, f, f.arguments[0], f.arguments[1])
-        total: Value = _i64(0)
+        total: Value = i64(0)
         for header in self.program.deparser.order:
-            bytes_ = self._bytes(scope, header)
-            total = f.add(total, f.select(scope.is_valid(header), bytes_, _i64(0)))
+            bytes_ = scope.header_bytes(header)
+            total = f.add(total, f.select(scope.is_valid(header), bytes_, i64(0)))
         f.ret(total)
         return f
-
-    def _bytes(self, scope: Scope, header: int) -> Value:
-        f, offset = scope.f, self.layout.varbit_length[header]
-        fixed = _i64(self.layout.wire_bytes(header))
-        if offset is None:
-            return fixed
-        return f.add(fixed, f.lshr(f.zext(f.load(32, scope.slot(offset), 4), 64), 3))
 
     def emit(self) -> Function:
         """Write all valid headers to `to`, where there is room for them up to `end`; gives the
@@ -410,7 +366,7 @@ class DeparserWriter:
         for header in self.program.deparser.order:
             with f.when(scope.is_valid(header)):
                 pointer = f.load_pointer(at)
-                pointer = scope.guard(pointer, self._bytes(scope, header), to, end)
+                pointer = scope.guard(pointer, scope.header_bytes(header), to, end)
                 f.store(self._emit_header(scope, header, pointer), at, 8)
         f.ret(f.load_pointer(at))
         return f
@@ -420,14 +376,13 @@ class DeparserWriter:
         if self.program.headers[header].metadata:
             raise UnsupportedConstruct("metadata in the deparser", "deparser")
         start, size = layout.block[header]
-        varbit, offset = self.program.headers[header].varbit, layout.varbit_length[header]
-        if varbit is None or offset is None:
+        place = layout.varbit(header)
+        if place is None:
             f.copy(to, scope.slot(start), size)
             return f.at(to, size)
-        place = layout.places[header][varbit]
         before = place.offset - start
         f.copy(to, scope.slot(start), before)
-        extra = f.lshr(f.zext(f.load(32, scope.slot(offset), 4), 64), 3)
+        extra = scope.varbit_bytes(place)
         to = f.at(to, before)
         f.copy(to, scope.slot(place.offset), extra)
         to = f.at(to, extra)

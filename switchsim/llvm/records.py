@@ -125,6 +125,7 @@ class Records:
         native.publish(f"{name}.records", self.records.address)
         native.publish(f"{name}.states", self.states.address)
         self._default = 0
+        self._copy = 0
 
     def write(self, data: bytes) -> int:
         """A new record."""
@@ -134,6 +135,13 @@ class Records:
 
     def publish_version(self, address: int) -> None:
         self.native.publish(f"table.{self.plan.number}.version", address)
+
+    def publish_copy(self, data: bytes) -> int:
+        """Make a copy of this the version, in place of the copy before; its address."""
+        old, self._copy = self._copy, self.native.heap.new(data)
+        self.publish_version(self._copy)
+        self.native.heap.retire(old)
+        return self._copy
 
     def set_default(self, data: bytes | None) -> None:
         record = 0 if data is None else self.write(data)

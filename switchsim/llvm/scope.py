@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcast.native.writer import TRUE, Function, Value, integer
+from kvcast.native.writer import TRUE, Function, Value, i64, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
 from kvcast.switchsim.llvm.layout import (
+    NATIVE_BITS,
     ArgumentsLayout,
     ContextLayout,
     PhvLayout,
     Place,
     container_bits,
+    stored_bytes,
 )
 
 MAX_BITS = 8192
@@ -60,21 +62,18 @@ def bits_of(low: int, high: int) -> int:
     return max(high.bit_length(), (~low).bit_length()) + 1
 
 
-class ConstantArguments:
+class ConstantArguments(NamedTuple):
     """Action arguments that are known when the program is compiled."""
 
-    def __init__(self, layout: ArgumentsLayout, values: Sequence[int]) -> None:
-        self.widths = layout.widths
-        self.values = tuple(values)
+    layout: ArgumentsLayout
+    values: Sequence[int]
 
 
-class RecordArguments:
+class RecordArguments(NamedTuple):
     """Action arguments in a record, from `pointer` on."""
 
-    def __init__(self, layout: ArgumentsLayout, pointer: Value) -> None:
-        self.widths = layout.widths
-        self.offsets = layout.offsets
-        self.pointer = pointer
+    layout: ArgumentsLayout
+    pointer: Value
 
 
 Arguments = ConstantArguments | RecordArguments
@@ -131,6 +130,16 @@ class Scope:
     def set_register(self, offset: int, value: Value) -> None:
         self.f.store(value, self.slot(offset), 4)
 
+    def varbit_bytes(self, place: Place) -> Value:
+        """Bytes (64 bits) that a variable-length field has."""
+        assert place.length is not None
+        return self.f.lshr(self.f.zext(self.f.load(32, self.slot(place.length), 4), 64), 3)
+
+    def header_bytes(self, header: int) -> Value:
+        """Bytes (64 bits) that a packet header has on the wire."""
+        fixed, varbit = i64(self.layout.wire_bytes(header)), self.layout.varbit(header)
+        return fixed if varbit is None else self.f.add(fixed, self.varbit_bytes(varbit))
+
     def is_valid(self, header: int) -> Value:
         if self.program.headers[header].metadata:
             return TRUE
@@ -150,18 +159,22 @@ class Scope:
         if not self.shared.checked:
             return pointer
         f = self.f
-        first = f.raw("i64", f"ptrtoint {pointer} to i64")
-        low = f.raw("i64", f"ptrtoint {start} to i64")
-        high = f.raw("i64", f"ptrtoint {end} to i64")
-        good = f.and_(
-            f.compare("uge", first, low),
-            f.and_(
-                f.compare("ule", first, high),
-                f.compare("ule", bytes_, f.sub(high, first)),
-            ),
-        )
+        first, low, high = f.address(pointer), f.address(start), f.address(end)
+        good = f.and_(f.compare("uge", first, low), f.compare("ule", first, high))
+        good = f.and_(good, f.compare("ule", bytes_, f.sub(high, first)))
         f.increment(self.word("traps"), f.zext(f.not_(good), 64))
         return f.select(good, pointer, start)
+
+    def store_stored(self, value: Value, pointer: Value, width: int) -> None:
+        """The low bits of a value into a record or a register (`layout.pack_value`)."""
+        f, bits = self.f, 8 * stored_bytes(width)
+        value = f.resize(value, bits)
+        if bits > width:
+            value = f.and_(value, integer(bits, (1 << width) - 1))
+        if width > NATIVE_BITS:
+            f.store_network(value, pointer, bits // 8)
+        else:
+            f.store(value, pointer)
 
     # --- fields -----------------------------------------------------------------------------
 

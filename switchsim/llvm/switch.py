@@ -24,8 +24,9 @@ from pathlib import Path
 
 from kvcast import native
 from kvcast.native.jit import Library, default_cache, load
+from kvcast.native.subset import ctypes_of, size_of
 from kvcast.native.writer import Module
-from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest, SwitchStats
+from kvcast.switchsim.control_plane.switch import ControlPlane, Digest
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm.actions import Toolbox
@@ -90,8 +91,9 @@ class _Code:
 def _engine_version() -> str:
     """Changes whenever the sources do that decide on the code."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256((package / "ir.py").read_bytes())
-    digest.update((package / "semantics.py").read_bytes())
+    digest = hashlib.sha256()
+    for name in ("ir.py", "semantics.py", "hashing.py"):
+        digest.update((package / name).read_bytes())
     for folder in (Path(native.__file__).parent, package / "llvm"):
         for source in sorted(folder.glob("*.py")):
             digest.update(source.read_bytes())
@@ -125,12 +127,15 @@ def compile_program(
     for number in range(len(program.action_profiles)):
         for part in ("records", "slots", "groups"):
             context.add(f"profile.{number}.{part}")
+    learn_widths = {
+        item.id: tuple(phv.place(r).width for r in item.fields) for item in program.learn_lists
+    }
     shared = Shared(program, phv, context, checked, drop_port)
 
     def text(triple: str, layout: str) -> str:
         module = Module()
         tools = Toolbox(Hashes(module), Runtime(module))
-        TrafficWriter(module, shared, tools, plan, digest_queue_size).write()
+        TrafficWriter(module, shared, tools, plan, digest_queue_size, learn_widths).write()
         write_table_functions(module)
         return module.text(triple, layout)
 
@@ -142,9 +147,6 @@ def compile_program(
         raise UnsupportedConstruct(
             f"code that LLVM does not take: {error}", program.name
         ) from error
-    learn_widths = {
-        item.id: tuple(phv.place(r).width for r in item.fields) for item in program.learn_lists
-    }
     return _Code(plan, phv, context, library, learn_widths)
 
 
@@ -185,7 +187,7 @@ class _Instance:
         self.sessions = Region(8 * REPLICA_SETS)
         self.random = Region(4 * RANDOM_WORDS)
         slots = 1 << max(0, digest_queue_size - 1).bit_length()
-        self.digest_bytes = digest_slot_bytes(code.plan.program, code.learn_widths)
+        self.digest_bytes = digest_slot_bytes(code.learn_widths)
         self.digest_mask = slots - 1
         self.ring = Region(slots * self.digest_bytes)
         self.log = LogReader(code.plan.program)
@@ -208,7 +210,7 @@ class _Instance:
     def outbox(self) -> tuple[Region, Region]:
         """Bytes and descriptors, for callers without a loop."""
         if self._outbox is None:
-            self._outbox = Region(OUTBOX_BYTES), Region(OUTBOX_FRAMES * ctypes.sizeof(Desc))
+            self._outbox = Region(OUTBOX_BYTES), Region(OUTBOX_FRAMES * size_of(Desc))
         return self._outbox
 
     def word(self, name: str) -> int:
@@ -244,7 +246,6 @@ class CompiledSwitch(ControlPlane):
     def __init__(
         self,
         *,
-        cpu_port: int | None = None,
         drop_port: int = 511,
         seed: int = 0,
         digest_queue_size: int = 65536,
@@ -258,31 +259,13 @@ class CompiledSwitch(ControlPlane):
         (None: the user's cache) unless `use_cache` is false. `populate` takes the memory of
         registers, counters and the queue of digests (up to POPULATE_BYTES) when a program is
         loaded, and not page by page while packets wait for it."""
-        self._stats: SwitchStats = SwitchStats()
-        super().__init__(
-            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
-        )
+        super().__init__(drop_port=drop_port, digest_queue_size=digest_queue_size)
         self._rng = random.Random(seed)
         self.checked = checked
         self._cache_folder = (cache_folder or default_cache()) if use_cache else None
         self._populate = populate
         self._instance: _Instance | None = None
         self._calls = 0
-
-    # --- statistics -------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> SwitchStats:
-        return self._stats
-
-    @stats.setter
-    def stats(self, value: SwitchStats) -> None:
-        """Go on counting from these numbers."""
-        if isinstance(self._stats, NativeStats):
-            for name in STATS:
-                setattr(self._stats, name, getattr(value, name))
-        else:
-            self._stats = value
 
     @property
     def traps(self) -> int:
@@ -328,11 +311,11 @@ class CompiledSwitch(ControlPlane):
             tables[spec.name] = table
         stats = NativeStats(instance.context, code.context[f"stats.{STATS[0]}"])
         for name in STATS:
-            setattr(stats, name, getattr(self._stats, name))
+            setattr(stats, name, getattr(self.stats, name))
         self._seed_random(instance)
         instance.kept += [*registers, *counters, *meters, *profiles, *tables.values()]
         # Nothing above touched the switch; from here on nothing can fail.
-        self._stats = stats
+        self.stats = stats
         self._instance = instance
         self._adopt(program, tables, registers, counters, meters, profiles)
 
@@ -351,28 +334,14 @@ class CompiledSwitch(ControlPlane):
             raise ProgramError("no program is loaded")
         return self._instance
 
-    def set_multicast_group(self, group: int, replicas: Sequence[tuple[int, int]]) -> None:
-        super().set_multicast_group(group, replicas)
+    def _group_changed(self, group: int) -> None:
         instance = self._loaded()
-        instance.set_replicas(instance.groups, group, 0, self.multicast_groups[group])
+        instance.set_replicas(instance.groups, group, 0, self.multicast_groups.get(group))
 
-    def delete_multicast_group(self, group: int) -> None:
-        super().delete_multicast_group(group)
-        instance = self._loaded()
-        instance.set_replicas(instance.groups, group, 0, None)
-
-    def set_clone_session(
-        self, session: int, replicas: Sequence[tuple[int, int]], packet_length_bytes: int = 0
-    ) -> None:
-        super().set_clone_session(session, replicas, packet_length_bytes)
-        instance = self._loaded()
-        made: CloneSession = self.clone_sessions[session]
-        instance.set_replicas(instance.sessions, session, made.packet_length_bytes, made.replicas)
-
-    def delete_clone_session(self, session: int) -> None:
-        super().delete_clone_session(session)
-        instance = self._loaded()
-        instance.set_replicas(instance.sessions, session, 0, None)
+    def _session_changed(self, session: int) -> None:
+        instance, made = self._loaded(), self.clone_sessions.get(session)
+        length, replicas = (made.packet_length_bytes, made.replicas) if made else (0, None)
+        instance.set_replicas(instance.sessions, session, length, replicas)
 
     def take_digests(self) -> list[Digest]:
         instance, program = self._instance, self.program
@@ -388,7 +357,7 @@ class CompiledSwitch(ControlPlane):
             at = (number & instance.digest_mask) * instance.digest_bytes
             item = lists[instance.ring.u32(at)]
             widths = instance.code.learn_widths[item.id]
-            offsets, _ = digest_offsets(program, widths)
+            offsets, _ = digest_offsets(widths)
             values = tuple(
                 unpack_value(instance.ring.read(at + offset, stored_bytes(width)), width)
                 for offset, width in zip(offsets, widths, strict=True)
@@ -415,18 +384,16 @@ class CompiledSwitch(ControlPlane):
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
         instance = self._instance
         if instance is None:
-            self._stats.frames_in += 1
-            self._stats.bytes_in += len(frame)
-            self._stats.dropped_no_program += 1
-            return []
-        if len(frame) > MAX_FRAME_BYTES:
-            self._stats.frames_in += 1
-            self._stats.bytes_in += len(frame)
-            self._stats.dropped_abandoned += 1
+            self.stats.dropped_no_program += 1
+        elif len(frame) > MAX_FRAME_BYTES:
+            self.stats.dropped_abandoned += 1
+        if instance is None or len(frame) > MAX_FRAME_BYTES:
+            self.stats.frames_in += 1
+            self.stats.bytes_in += len(frame)
             return []
         instance.write_log()
         data, descs = instance.outbox
-        out = Outbox(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
+        out = ctypes_of(Outbox)(data.address, OUTBOX_BYTES, 0, descs.address, OUTBOX_FRAMES, 0, 0)
         self._calls += 1
         count = instance.process(
             instance.context.address,

@@ -16,17 +16,24 @@ A table with few const entries has no version: its entries are compared with con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvcast.native.writer import TRUE, Block, Function, Module, Value, integer
-from kvcast.switchsim import ir
-from kvcast.switchsim.llvm.layout import (
-    NATIVE_BITS,
-    RecordLayout,
-    container_bits,
-    stored_bytes,
+from kvcast.native.subset import (
+    I32,
+    U32,
+    U64,
+    Ptr,
+    atomic_store,
+    compile_into,
+    full_fence,
+    native,
+    u32_at,
+    u64_at,
 )
+from kvcast.native.writer import NULL, TRUE, Block, Function, Module, Value, i64, integer
+from kvcast.switchsim import ir
+from kvcast.switchsim.llvm.layout import NATIVE_BITS, RecordLayout, container_bits, stored_bytes
 from kvcast.switchsim.llvm.scope import Scope
 
 DELETED = 0xFFFFFFFF
@@ -44,17 +51,13 @@ def is_inline(table: ir.Table) -> bool:
     return table.const_entries and bool(table.key) and len(table.entries) <= INLINE_ENTRIES
 
 
-def _i64(value: int) -> Value:
-    return integer(64, value)
-
-
 # --- keys ---------------------------------------------------------------------------------------
 
 
 def key_words(scope: Scope, table: ir.Table, words: int) -> list[Value]:
     """The key fields side by side, lowest word first. A field of an invalid header counts as 0."""
     f = scope.f
-    result: list[Value] = [_i64(0) for _ in range(words)]
+    result: list[Value] = [i64(0) for _ in range(words)]
     shift = sum(k.width for k in table.key)
     for k in table.key:
         shift -= k.width
@@ -89,28 +92,21 @@ def split_words(value: int, words: int) -> list[int]:
     return [value >> (64 * n) & 0xFFFFFFFFFFFFFFFF for n in range(words)]
 
 
-def _mix(f: Function, h: Value, word: Value) -> Value:
-    h = f.mul(f.xor(h, word), _i64(_MIX))
-    return f.xor(h, f.lshr(h, 29))
-
-
-def _finish(f: Function, h: Value) -> Value:
-    h = f.mul(h, _i64(_MIX))
+def _hash(f: Function, words: Sequence[Value]) -> Value:
+    """Of a key; `record_hash` does the same to a record."""
+    h = i64(_MIX)
+    for word in words:
+        h = f.mul(f.xor(h, word), i64(_MIX))
+        h = f.xor(h, f.lshr(h, 29))
+    h = f.mul(h, i64(_MIX))
     return f.xor(h, f.lshr(h, 32))
 
 
-def _hash(f: Function, words: Sequence[Value]) -> Value:
-    h = _i64(_MIX)
-    for word in words:
-        h = _mix(f, h, word)
-    return _finish(f, h)
-
-
 def _same(f: Function, words: Sequence[Value], record: Value) -> Value:
-    difference: Value = _i64(0)
+    difference: Value = i64(0)
     for n, word in enumerate(words):
         difference = f.or_(f.xor(f.load(64, f.at(record, 8 * n), 8), word), difference)
-    return f.compare("eq", difference, _i64(0))
+    return f.compare("eq", difference, i64(0))
 
 
 # --- lookup -------------------------------------------------------------------------------------
@@ -125,14 +121,12 @@ class Lookup:
         self.number = number
         self.table = table
         self.layout = layout
-        self._missed = scope.f.block
-        """The block from which the last probe goes to its miss."""
 
     def record(self, index: Value) -> Value:
         """Address of record `index` (32 bits)."""
         f = self.f
         base = f.load_pointer(self.scope.word(f"table.{self.number}.records"))
-        return f.at(base, f.mul(f.zext(index, 64), _i64(self.layout.bytes)))
+        return f.at(base, f.mul(f.zext(index, 64), i64(self.layout.bytes)))
 
     def find(self, miss: Block) -> Value:
         """The record that matches."""
@@ -150,30 +144,24 @@ class Lookup:
 
     def _probe(self, block: Value, words: Sequence[Value], miss: Block) -> Value:
         f = self.f
-        mask = f.load(64, block, 8)
-        slots = f.at(block, 8)
-        start = f.and_(_hash(f, words), mask)
-        before, probe = f.block, f.new_block("probe")
-        used, next_, found = f.new_block("used"), f.new_block("next"), f.new_block("hit")
+        mask, slots = f.load(64, block, 8), f.at(block, 8)
+        place = f.variable(64)
+        f.store(f.and_(_hash(f, words), mask), place, 8)
+        probe, next_, found = f.new_block("probe"), f.new_block("next"), f.new_block("hit")
         f.branch(probe)
         f.start(probe)
-        self._missed = probe
-        at, arms = f.phi_later("i64")
+        at = f.load(64, place, 8)
         index = f.acquire(32, f.at(slots, f.shl(at, 2)))
-        f.branch_if(f.compare("eq", index, integer(32, 0)), miss, used)
-        f.start(used)
+        f.leave_if(f.compare("eq", index, integer(32, 0)), miss)
         deleted = f.compare("eq", index, integer(32, DELETED))
         # A deleted slot is compared with record 0, which no key equals that is asked for here.
-        safe = f.select(deleted, integer(32, 0), index)
-        record = self.record(safe)
+        record = self.record(f.select(deleted, integer(32, 0), index))
         same = f.and_(_same(f, words, record), f.not_(deleted))
         f.branch_if(same, found, next_)
         f.start(next_)
-        following = f.and_(f.add(at, _i64(1)), mask)
         # Slots never run out: a quarter of them has never been used.
+        f.store(f.and_(f.add(at, i64(1)), mask), place, 8)
         f.branch(probe)
-        arms += [(start, before), (following, next_)]
-        f.finish_phi(at)
         f.start(found)
         return record
 
@@ -182,68 +170,38 @@ class Lookup:
     ) -> Value:
         f, layout = self.f, self.layout
         size = group_bytes(layout)
-        count = f.load(64, version, 8)
-        end = f.at(f.at(version, 8), f.mul(count, _i64(size)))
-        before = f.block
-        head, body, next_ = f.new_block("group"), f.new_block("mask"), f.new_block("next")
-        done, found = f.new_block("done"), f.new_block("found")
         first = f.at(version, 8)
+        end = f.at(first, f.mul(f.load(64, version, 8), i64(size)))
+        place, best = f.variable("ptr"), f.variable("ptr")
+        f.store(first, place, 8)
+        f.store(NULL, best, 8)
+        head, next_, done = f.new_block("group"), f.new_block("next"), f.new_block("done")
         f.branch(head)
         f.start(head)
-        group, group_arms = f.phi_later("ptr")
-        best, best_arms = f.phi_later("ptr")
-        f.branch_if(f.compare("eq", group, end), done, body)
-        f.start(body)
+        group, known = f.load_pointer(place), f.load_pointer(best)
+        f.leave_if(f.compare("eq", group, end), done)
+        some = f.compare("ne", known, NULL)
         if ranked:
             # The best of this group and all behind it is not better than what was found.
-            some, probe = f.new_block("ranked"), f.new_block("try")
-            f.branch_if(f.compare("eq", best, _NULL), probe, some)
-            f.start(some)
-            rank = f.at(group, 8 * layout.words)
-            f.branch_if(self._better(best, layout.priority, rank, 0), done, probe)
-            f.start(probe)
+            with f.when(some):
+                rank = f.at(group, 8 * layout.words)
+                f.leave_if(self._better(known, layout.priority, rank, 0), done)
         masked = [f.and_(w, f.load(64, f.at(group, 8 * n), 8)) for n, w in enumerate(words)]
         block = f.acquire_pointer(f.at(group, 8 * layout.words + 16))
         record = self._probe(block, masked, next_)
-        if not ranked:
-            f.branch(found)
-            f.start(next_)
-            group_arms += [(first, before), (f.at(group, size), next_)]
-            best_arms += [(_NULL, before), (_NULL, next_)]
-            f.branch(head)
-            f.finish_phi(group)
-            f.finish_phi(best)
-            f.start(done)
-            f.branch(miss)
-            f.start(found)
-            return record
-        take, keep, compare = f.new_block("take"), f.new_block("keep"), f.new_block("compare")
-        f.branch_if(f.compare("eq", best, _NULL), take, compare)
-        f.start(compare)
-        better = self._better(record, layout.priority, best, layout.priority)
-        f.branch_if(better, take, keep)
-        f.start(take)
-        f.branch(keep)
-        f.start(keep)
-        chosen = f.phi(_NULL, [(record, take), (best, compare)])
-        f.branch(next_)
-        following = f.new_block("following")
+        if ranked:
+            with f.when(some):
+                worse = self._better(known, layout.priority, record, layout.priority)
+                f.leave_if(worse, next_)
+        f.store(record, best, 8)
+        f.branch(next_ if ranked else done)
         f.start(next_)
-        # From a probe that found nothing, or from `keep`.
-        new_best, new_arms = f.phi_later("ptr")
-        f.branch(following)
-        f.start(following)
-        group_arms += [(first, before), (f.at(group, size), following)]
-        best_arms += [(_NULL, before), (new_best, following)]
+        f.store(f.at(group, size), place, 8)
         f.branch(head)
-        f.finish_phi(group)
-        f.finish_phi(best)
-        new_arms += [(chosen, keep), (best, self._missed)]
-        f.finish_phi(new_best)
         f.start(done)
-        f.branch_if(f.compare("eq", best, _NULL), miss, found)
-        f.start(found)
-        return best
+        found = f.load_pointer(best)
+        f.leave_if(f.compare("eq", found, NULL), miss)
+        return found
 
     def _better(self, a: Value, at: int, b: Value, bt: int) -> Value:
         """Is the rank (priority, handle) at a + at lower than that at b + bt?"""
@@ -256,34 +214,24 @@ class Lookup:
 
     def _ranges(self, version: Value, words: Sequence[Value], miss: Block) -> Value:
         f, layout = self.f, self.layout
-        count = f.load(64, version, 8)
-        before, head, body = f.block, f.new_block("range"), f.new_block("try")
-        next_, found = f.new_block("next"), f.new_block("hit")
+        found = f.new_block("hit")
         fields = [self.key_field(words, number) for number, _, _, _ in layout.ranges]
-        before = f.block
-        f.branch(head)
-        f.start(head)
-        at, arms = f.phi_later("i64")
-        f.branch_if(f.compare("eq", at, count), miss, body)
-        f.start(body)
-        record = self.record(f.load(32, f.at(f.at(version, 8), f.shl(at, 2)), 4))
-        difference: Value = _i64(0)
-        for n, word in enumerate(words):
-            kept = f.and_(word, f.load(64, f.at(record, layout.mask + 8 * n), 8))
-            difference = f.or_(f.xor(kept, f.load(64, f.at(record, 8 * n), 8)), difference)
-        good = f.compare("eq", difference, _i64(0))
-        for value, (_, width, low, high) in zip(fields, layout.ranges, strict=True):
-            ends = [self._end(record, offset, width) for offset in (low, high)]
-            bits = max(value.bits, ends[0].bits)
-            value = f.resize(value, bits)
-            above = f.compare("uge", value, f.resize(ends[0], bits))
-            below = f.compare("ule", value, f.resize(ends[1], bits))
-            good = f.and_(good, f.and_(above, below))
-        f.branch_if(good, found, next_)
-        f.start(next_)
-        arms += [(_i64(0), before), (f.add(at, _i64(1)), next_)]
-        f.branch(head)
-        f.finish_phi(at)
+        with f.times(f.load(64, version, 8)) as n:
+            record = self.record(f.load(32, f.at(f.at(version, 8), f.shl(n, 2)), 4))
+            kept = [
+                f.and_(word, f.load(64, f.at(record, layout.mask + 8 * at), 8))
+                for at, word in enumerate(words)
+            ]
+            good = _same(f, kept, record)
+            for value, (_, width, low, high) in zip(fields, layout.ranges, strict=True):
+                ends = [self._end(record, offset, width) for offset in (low, high)]
+                bits = max(value.bits, ends[0].bits)
+                value = f.resize(value, bits)
+                above = f.compare("uge", value, f.resize(ends[0], bits))
+                below = f.compare("ule", value, f.resize(ends[1], bits))
+                good = f.and_(good, f.and_(above, below))
+            f.leave_if(good, found)
+        f.branch(miss)
         f.start(found)
         return record
 
@@ -305,17 +253,13 @@ class Lookup:
         return self.f.load_network(self.f.at(record, offset), stored_bytes(width))
 
 
-_NULL = Value("ptr", "null")
-
-
+@dataclass(frozen=True, slots=True)
 class InlineEntries:
     """Compiles a const table: one comparison after the other, or a switch."""
 
-    def __init__(self, scope: Scope, table: ir.Table, layout: RecordLayout) -> None:
-        self.scope = scope
-        self.f = scope.f
-        self.table = table
-        self.layout = layout
+    scope: Scope
+    table: ir.Table
+    layout: RecordLayout
 
     def dispatch(self, targets: Sequence[Block], miss: Block) -> None:
         """Branch to targets[n] if entry n (as the program numbers them) matches best."""
@@ -326,13 +270,13 @@ class InlineEntries:
             for n, target in enumerate(targets):
                 # The table itself refuses two entries with one key.
                 cases.setdefault(self._value_and_mask(n)[0], target)
-            self.f.switch(words[0], miss, list(cases.items()))
+            self.scope.f.switch(words[0], miss, list(cases.items()))
             return
         for n in self._order():
-            next_ = self.f.new_block("next")
-            self.f.branch_if(self._matches(n, words), targets[n], next_)
-            self.f.start(next_)
-        self.f.branch(miss)
+            next_ = self.scope.f.new_block("next")
+            self.scope.f.branch_if(self._matches(n, words), targets[n], next_)
+            self.scope.f.start(next_)
+        self.scope.f.branch(miss)
 
     def _order(self) -> list[int]:
         entries = self.table.entries
@@ -363,9 +307,9 @@ class InlineEntries:
         return value, mask
 
     def _matches(self, number: int, words: Sequence[Value]) -> Value:
-        f = self.f
+        f = self.scope.f
         value, mask = self._value_and_mask(number)
-        difference: Value = _i64(0)
+        difference: Value = i64(0)
         for word, v, m in zip(
             words,
             split_words(value, len(words)),
@@ -373,8 +317,8 @@ class InlineEntries:
             strict=True,
         ):
             if m:
-                difference = f.or_(f.xor(f.and_(word, _i64(m)), _i64(v)), difference)
-        good = TRUE if difference.const == 0 else f.compare("eq", difference, _i64(0))
+                difference = f.or_(f.xor(f.and_(word, i64(m)), i64(v)), difference)
+        good = TRUE if difference.const == 0 else f.compare("eq", difference, i64(0))
         lookup = Lookup(self.scope, 0, self.table, self.layout)
         for n, end in enumerate(self.table.entries[number].key):
             if isinstance(end, ir.Range):
@@ -389,86 +333,58 @@ class InlineEntries:
 
 
 def write_table_functions(module: Module) -> None:
-    """table_insert, table_replace, table_rehash and fence, for all tables."""
-    _write_replace(module)
-    insert = _write_insert(module)
-    _write_rehash(module, insert)
-    f = module.function("native_fence", "void", [], exported=True)
-    f.effect("fence seq_cst")
-    f.ret()
+    """What `llvm.switch` finds in the library by these names."""
+    compile_into(module, [table_insert, table_replace, table_rehash, native_fence], exported=True)
 
 
-def _record_hash(f: Function, record: Value, words: Value) -> Value:
-    h = f.variable(64)
-    f.store(_i64(_MIX), h, 8)
-    with f.times(words) as n:
-        f.store(_mix(f, f.load(64, h, 8), f.load(64, f.at(record, f.shl(n, 3)), 8)), h, 8)
-    return _finish(f, f.load(64, h, 8))
+@native
+def record_hash(record: Ptr[U64], words: U64) -> U64:
+    """Of a record's key, as `_hash` writes it for a packet's."""
+    h = _MIX
+    for n in range(words):
+        h = (h ^ record[n]) * _MIX
+        h ^= h >> 29
+    h *= _MIX
+    return h ^ (h >> 32)
 
 
-_COMMON = [("ptr", "block"), ("ptr", "records"), ("i64", "stride"), ("i64", "words")]
-
-
-def _find_slot(f: Function, number: Value, wanted: Callable[[Value], Value]) -> tuple[Value, Value]:
-    """Probe for the key of a record, in a function whose arguments begin with `_COMMON`: the first
-    slot with a wanted number, of which there must be one, and that number."""
-    block, records, stride, words = f.arguments[:4]
-    mask = f.load(64, block, 8)
-    record = f.at(records, f.mul(f.zext(number, 64), stride))
-    start = f.and_(_record_hash(f, record, words), mask)
-    before, probe = f.block, f.new_block("probe")
-    next_, found = f.new_block("next"), f.new_block("found")
-    f.branch(probe)
-    f.start(probe)
-    at, arms = f.phi_later("i64")
-    slot = f.at(f.at(block, 8), f.shl(at, 2))
-    content = f.load(32, slot, 4)
-    f.branch_if(wanted(content), found, next_)
-    f.start(next_)
-    arms += [(start, before), (f.and_(f.add(at, _i64(1)), mask), next_)]
-    f.branch(probe)
-    f.finish_phi(at)
-    f.start(found)
-    return slot, content
-
-
-def _is_free(f: Function, number: Value) -> Value:
-    unused = f.compare("eq", number, integer(32, 0))
-    return f.or_(unused, f.compare("eq", number, integer(32, DELETED)))
-
-
-def _write_insert(module: Module) -> Function:
+@native
+def table_insert(block: U64, records: U64, stride: U64, words: U64, index: U32) -> I32:
     """Put a record's number into a slot for its key; 1 if the slot was never used before, else 0.
 
     The caller sees to it that the key is not there and that a slot is free."""
-    f = module.function("table_insert", "i32", [*_COMMON, ("i32", "index")], exported=True)
-    index = f.arguments[4]
-    slot, before = _find_slot(f, index, partial(_is_free, f))
-    f.release(index, slot)
-    f.effect("fence seq_cst")
-    f.ret(f.zext(f.compare("eq", before, integer(32, 0)), 32))
-    return f
+    mask = u64_at(block)[0]
+    slots = u32_at(block + 8)
+    at = record_hash(u64_at(records + index * stride), words) & mask
+    while slots[at] not in (0, DELETED):
+        at = (at + 1) & mask
+    fresh = slots[at] == 0
+    atomic_store(slots[at], index)
+    full_fence()
+    return 1 if fresh else 0
 
 
-def _write_replace(module: Module) -> None:
+@native
+def table_replace(block: U64, records: U64, stride: U64, words: U64, old: U32, new: U32) -> None:
     """Put `new` (a record of the same key, or DELETED) into the slot of record `old`."""
-    f = module.function(
-        "table_replace", "void", [*_COMMON, ("i32", "old"), ("i32", "new")], exported=True
-    )
-    old, new = f.arguments[4:]
-    slot, _ = _find_slot(f, old, lambda number: f.compare("eq", number, old))
-    f.release(new, slot)
-    f.effect("fence seq_cst")
-    f.ret()
+    mask = u64_at(block)[0]
+    slots = u32_at(block + 8)
+    at = record_hash(u64_at(records + old * stride), words) & mask
+    while slots[at] != old:
+        at = (at + 1) & mask
+    atomic_store(slots[at], new)
+    full_fence()
 
 
-def _write_rehash(module: Module, insert: Function) -> None:
+@native
+def table_rehash(block: U64, records: U64, stride: U64, words: U64, to: U64) -> None:
     """Fill an empty block with the records of another."""
-    f = module.function("table_rehash", "void", [*_COMMON, ("ptr", "to")], exported=True)
-    block, records, stride, words, to = f.arguments
-    slots = f.add(f.load(64, block, 8), _i64(1))
-    with f.times(slots) as n:
-        index = f.load(32, f.at(f.at(block, 8), f.shl(n, 2)), 4)
-        with f.when(f.not_(_is_free(f, index))):
-            f.call(insert, [to, records, stride, words, index])
-    f.ret()
+    slots = u32_at(block + 8)
+    for n in range(u64_at(block)[0] + 1):
+        if slots[n] not in (0, DELETED):
+            table_insert(to, records, stride, words, slots[n])
+
+
+@native
+def native_fence() -> None:
+    full_fence()

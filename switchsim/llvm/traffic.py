@@ -11,8 +11,7 @@ egress can change is put back: the head, and the headers that it writes.
 
 from __future__ import annotations
 
-from kvcast.native.writer import FALSE, NULL, Function, Module, Value, integer
-from kvcast.switchsim import ir
+from kvcast.native.writer import FALSE, NULL, TRUE, Function, Module, Value, i64, integer
 from kvcast.switchsim.llvm.abi import MAX_FRAME_BYTES
 from kvcast.switchsim.llvm.actions import Toolbox
 from kvcast.switchsim.llvm.control import PipelineWriter, ProgramPlan, written_headers
@@ -44,6 +43,7 @@ from kvcast.switchsim.semantics import (
     REPLICATION,
     RESUBMITTED,
     SESSION_MASK,
+    TIMESTAMP_MASK,
     Errors,
 )
 
@@ -55,8 +55,6 @@ to: uint64 length to cut to (0: none), uint64 count, then uint32 port and uint32
 # and to ingress (next, frame, length, unused, head of the PHV or all of it).
 _EGRESS_BYTES = 64
 _INGRESS_BYTES = 64
-
-TIMESTAMP_MASK = (1 << 48) - 1
 
 # What several functions take; unlike `POINTERS` and `FRAME`, these promise nothing of aliases.
 _CONTEXT = ("ptr", "context")
@@ -71,11 +69,7 @@ _PROCESS = [
 ]
 
 
-def _i64(value: int) -> Value:
-    return integer(64, value)
-
-
-def digest_offsets(program: ir.Program, widths: tuple[int, ...]) -> tuple[list[int], int]:
+def digest_offsets(widths: tuple[int, ...]) -> tuple[list[int], int]:
     """Where a digest's fields lie in a slot of the ring, and the end."""
     at, offsets = 8, []
     for width in widths:
@@ -84,15 +78,21 @@ def digest_offsets(program: ir.Program, widths: tuple[int, ...]) -> tuple[list[i
     return offsets, at
 
 
-def digest_slot_bytes(program: ir.Program, layout_width: dict[int, tuple[int, ...]]) -> int:
+def digest_slot_bytes(widths: dict[int, tuple[int, ...]]) -> int:
     """A slot of the ring: uint32 number of the learn list, its fields as stored, from 8 on."""
-    sizes = [digest_offsets(program, w)[1] for w in layout_width.values()]
+    sizes = [digest_offsets(w)[1] for w in widths.values()]
     return align(max(sizes, default=8), 64)
 
 
 class TrafficWriter:
     def __init__(
-        self, module: Module, shared: Shared, tools: Toolbox, plan: ProgramPlan, digest_queue: int
+        self,
+        module: Module,
+        shared: Shared,
+        tools: Toolbox,
+        plan: ProgramPlan,
+        digest_queue: int,
+        learn_widths: dict[int, tuple[int, ...]],
     ) -> None:
         self.module = module
         self.shared = shared
@@ -101,6 +101,7 @@ class TrafficWriter:
         self.program = shared.program
         self.layout = shared.layout
         self.digest_queue = digest_queue
+        self.learn_widths = learn_widths
         lists = self.program.field_lists
         headers = self.program.headers
         metadata_only = all(headers[r.header].metadata for fl in lists for r in fl.fields)
@@ -168,9 +169,9 @@ class TrafficWriter:
     def _take_pass(self, scope: Scope, word: str) -> None:
         """Count in a word of the context; the function returns, and counts a drop, at the bound."""
         f = scope.f
-        taken = f.add(f.load(64, scope.word(word), 8), _i64(1))
+        taken = f.add(f.load(64, scope.word(word), 8), i64(1))
         f.store(taken, scope.word(word), 8)
-        over = f.compare("uge", taken, _i64(MAX_PASSES))
+        over = f.compare("uge", taken, i64(MAX_PASSES))
         self._leave_if(scope, over, "dropped_recirculation_bound")
 
     def _room(self, scope: Scope, size: Value) -> Value:
@@ -192,7 +193,7 @@ class TrafficWriter:
         scope.set_register(REG_NOW, f.load(64, scope.word("now"), 8))
         scope.set_register(REG_PACKET_LENGTH, length)
         scope.set_register(REG_INGRESS_LENGTH, length)
-        scope.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        scope.set_register(REG_TRUNCATE, i64(UNLIMITED))
         self._set(scope, "standard_metadata.packet_length", length)
         f.ret()
         return f
@@ -208,13 +209,9 @@ class TrafficWriter:
         to, from_ = self._scope(f, copy), self._scope(f, phv)
         start, end = self.layout.metadata_start, self.layout.metadata_end
         f.fill(f.at(copy, start), 0, end - start)
-        after = f.new_block("kept")
         # Of two lists with one number the last counts.
         lists = {fl.id: fl for fl in self.program.field_lists}
-        blocks = [(n, f.new_block("list")) for n in lists]
-        f.switch(number, after, blocks)
-        for (_, block), field_list in zip(blocks, lists.values(), strict=True):
-            f.start(block)
+        for field_list in f.cases(number, lists.items()):
             for ref in field_list.fields:
                 place = self.layout.place(ref)
                 if place.native or (place.width > NATIVE_BITS and place.whole_bytes):
@@ -222,8 +219,6 @@ class TrafficWriter:
                     f.copy(to.slot(place.offset), from_.slot(place.offset), size)
                 else:
                     to.store_field(place, from_.load_field(place).value)
-            f.branch(after)
-        f.start(after)
         self._set(to, "standard_metadata.instance_type", instance)
         f.ret()
         return f
@@ -242,11 +237,11 @@ class TrafficWriter:
     ) -> None:
         """Send a frame to ingress with the metadata of a field list."""
         f = scope.f
-        element = self._room(scope, _i64(_INGRESS_BYTES + self.kept_bytes))
+        element = self._room(scope, i64(_INGRESS_BYTES + self.kept_bytes))
         f.store(frame, f.at(element, 8), 8)
         f.store(length, f.at(element, 16), 8)
         copy = f.at(element, _INGRESS_BYTES)
-        f.call(self.new_packet, [scope.context, copy, length, _i64(self.kept_bytes)])
+        f.call(self.new_packet, [scope.context, copy, length, i64(self.kept_bytes)])
         f.call(self.keep, [scope.context, copy, scope.phv, list_, integer(32, instance)])
         self._set(self._scope(f, copy), "standard_metadata.packet_length", length)
         scope.count(stat)
@@ -264,7 +259,7 @@ class TrafficWriter:
         context, phv, frame, length, at, replicas, count, port = f.arguments
         del context
         scope = self._scope(f, phv)
-        element = self._room(scope, _i64(_EGRESS_BYTES))
+        element = self._room(scope, i64(_EGRESS_BYTES))
         for n, value in enumerate((phv, frame, length, at, replicas, count, port), 1):
             f.store(value, f.at(element, 8 * n), 8)
         self._append(scope, "egress", element)
@@ -286,24 +281,20 @@ class TrafficWriter:
         context, phv, frame, length, at, replicas, count = f.arguments
         scope = self._scope(f, phv)
         scope.set_register(REG_RECIRCULATE_LIST, integer(32, 0))
-        refused, accepted = f.new_block("priority"), f.new_block("accepted")
-        f.branch_if(self._has_priority(scope), refused, accepted)
-        if accepted is not f.block:
-            f.start(refused)
+        with f.when(self._has_priority(scope)):
             f.increment(scope.word("stats.dropped_priority"), count)
             f.ret()
-            f.start(accepted)
         saved_at = f.alloca(8, 8)
         f.store(NULL, saved_at, 8)
         headers = written_headers(self.program, self.plan, self.program.egress)
         parts = [(0, self.layout.head_bytes)] + [self.layout.block[h] for h in sorted(headers)]
-        with f.when(f.compare("ugt", count, _i64(1))):
-            saved = self._room(scope, _i64(self.layout.bytes))
+        with f.when(f.compare("ugt", count, i64(1))):
+            saved = self._room(scope, i64(self.layout.bytes))
             f.store(saved, saved_at, 8)
             for start, size in parts:
                 f.copy(f.at(saved, start), f.at(phv, start), size)
         with f.times(count) as n:
-            with f.when(f.compare("ne", n, _i64(0))):
+            with f.when(f.compare("ne", n, i64(0))):
                 saved = f.load_pointer(saved_at)
                 for start, size in parts:
                     f.copy(f.at(phv, start), f.at(saved, start), size)
@@ -332,13 +323,13 @@ class TrafficWriter:
     ) -> None:
         f = copy.f
         limit = f.load(64, session, 8)
-        with f.when(f.compare("ne", limit, _i64(0))):
+        with f.when(f.compare("ne", limit, i64(0))):
             copy.set_register(REG_TRUNCATE, limit)
         count = f.load(64, f.at(session, 8), 8)
         replicas = f.at(session, 16)
         f.call(
             self.enqueue,
-            [copy.context, copy.phv, frame, length, at, replicas, count, _i64(0)],
+            [copy.context, copy.phv, frame, length, at, replicas, count, i64(0)],
         )
 
     def _clone_egress(self) -> Function:
@@ -347,11 +338,11 @@ class TrafficWriter:
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
         self._take_pass(scope, "clones")
-        copy = self._room(scope, _i64(self.layout.bytes))
+        copy = self._room(scope, i64(self.layout.bytes))
         f.copy(copy, phv, self.layout.bytes)
         f.call(self.keep, [context, copy, phv, field_list, integer(32, EGRESS_CLONE)])
         copied = self._scope(f, copy)
-        copied.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        copied.set_register(REG_TRUNCATE, i64(UNLIMITED))
         self._send_clone(copied, session, frame, length, at)
         f.ret()
         return f
@@ -362,17 +353,14 @@ class TrafficWriter:
         context, phv, frame, length = f.arguments
         scope = self._scope(f, phv)
         session, field_list = self._take_session(scope)
-        copy = self._room(scope, _i64(self.layout.bytes))
-        f.call(self.new_packet, [context, copy, length, _i64(self.layout.bytes)])
+        copy = self._room(scope, i64(self.layout.bytes))
+        f.call(self.new_packet, [context, copy, length, i64(self.layout.bytes)])
         copied = self._scope(f, copy)
         port = f.load(64, scope.word("port"), 8)
         self._set(copied, "standard_metadata.ingress_port", port)
         at = f.call(self.parse, [context, copy, frame, length])
-        bad, good = f.new_block("abandoned"), f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, _i64(0)), bad, good)
-        f.start(bad)
-        f.ret(integer(1, 1))
-        f.start(good)
+        with f.when(f.compare("slt", at, i64(0))):
+            f.ret(TRUE)
         f.call(self.keep, [context, copy, phv, field_list, integer(32, INGRESS_CLONE)])
         self._send_clone(copied, session, frame, length, at)
         f.ret(FALSE)
@@ -391,44 +379,28 @@ class TrafficWriter:
         f.start(none)
         f.ret()
         f.start(some)
-        widths = {
-            n: tuple(self.layout.place(r).width for r in item.fields) for n, item in lists.items()
-        }
         head = f.load(64, scope.word("digests"), 8)
         tail = f.acquire(64, scope.word("digest_tail"))
-        full = f.compare("uge", f.sub(head, tail), _i64(self.digest_queue))
+        full = f.compare("uge", f.sub(head, tail), i64(self.digest_queue))
         self._leave_if(scope, full, "digests_overflowed")
         scope.count("digests")
         slots = 1 << max(0, self.digest_queue - 1).bit_length()
-        size = digest_slot_bytes(self.program, widths)
+        size = digest_slot_bytes(self.learn_widths)
         ring = f.load_pointer(scope.word("digest_ring"))
-        slot = f.at(ring, f.mul(f.and_(head, _i64(slots - 1)), _i64(size)))
+        slot = f.at(ring, f.mul(f.and_(head, i64(slots - 1)), i64(size)))
         f.store(number, slot, 4)
-        after = f.new_block("written")
-        blocks = [(n, f.new_block("list")) for n in lists]
-        f.switch(number, after, blocks)
-        for (n, block), item in zip(blocks, lists.values(), strict=True):
-            f.start(block)
-            offsets, _ = digest_offsets(self.program, widths[n])
+        for item in f.cases(number, lists.items()):
+            offsets, _ = digest_offsets(self.learn_widths[item.id])
             for ref, offset in zip(item.fields, offsets, strict=True):
                 place = self.layout.place(ref)
                 if place.width == 0:
                     continue
-                bytes_ = stored_bytes(place.width)
                 to = f.at(slot, offset)
                 if place.width > NATIVE_BITS and place.whole_bytes:
-                    f.copy(to, scope.slot(place.offset), bytes_)
-                    continue
-                value = f.resize(scope.load_field(place).value, 8 * bytes_)
-                if place.signed and place.width < 8 * bytes_:
-                    value = f.and_(value, integer(8 * bytes_, (1 << place.width) - 1))
-                if place.width > NATIVE_BITS:
-                    f.store_network(value, to, bytes_)
+                    f.copy(to, scope.slot(place.offset), stored_bytes(place.width))
                 else:
-                    f.store(value, to)
-            f.branch(after)
-        f.start(after)
-        f.release(f.add(head, _i64(1)), scope.word("digests"))
+                    scope.store_stored(scope.load_field(place).value, to, place.width)
+        f.release(f.add(head, i64(1)), scope.word("digests"))
         f.ret()
         return f
 
@@ -439,9 +411,7 @@ class TrafficWriter:
         scope.count("ingress_passes")
         abandoned = f.new_block("abandoned")
         at = f.call(self.parse, [context, phv, frame, length])
-        parsed = f.new_block("parsed")
-        f.branch_if(f.compare("slt", at, _i64(0)), abandoned, parsed)
-        f.start(parsed)
+        f.leave_if(f.compare("slt", at, i64(0)), abandoned)
         error = scope.register(REG_PARSER_ERROR)
         no_error = integer(32, Errors(self.program).no_error)
         with f.when(f.compare("ne", error, no_error)):
@@ -452,14 +422,9 @@ class TrafficWriter:
             scope.count("checksum_errors")
         self._set(scope, "standard_metadata.checksum_error", wrong)
 
-        ran = f.new_block("ran")
-        f.branch_if(f.call(self.ingress_control, [context, phv]), abandoned, ran)
-        f.start(ran)
+        f.leave_if(f.call(self.ingress_control, [context, phv]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_CLONE_SESSION), integer(32, 0))):
-            on = f.new_block("cloned")
-            failed = f.call(self.clone_ingress, [context, phv, frame, length])
-            f.branch_if(failed, abandoned, on)
-            f.start(on)
+            f.leave_if(f.call(self.clone_ingress, [context, phv, frame, length]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_LEARN_LIST), integer(32, 0))):
             f.call(self.digest, [context, phv])
         resubmit = scope.register(REG_RESUBMIT_LIST)
@@ -467,7 +432,7 @@ class TrafficWriter:
             self._again(scope, frame, length, resubmit, RESUBMITTED, "resubmitted")
             f.ret()
         group = self._get(scope, "intrinsic_metadata.mcast_grp", 64)
-        with f.when(f.compare("ne", group, _i64(0))):
+        with f.when(f.compare("ne", group, i64(0))):
             self._set(scope, "standard_metadata.instance_type", integer(32, REPLICATION))
             self._multicast(scope, frame, length, at, group)
         port = self._get(scope, "standard_metadata.egress_spec", 32)
@@ -476,7 +441,7 @@ class TrafficWriter:
         self._set(scope, "standard_metadata.instance_type", integer(32, NORMAL))
         self._leave_if(scope, self._has_priority(scope), "dropped_priority")
         with f.when(self._waiting(scope)):
-            arguments = [context, phv, frame, length, at, NULL, _i64(1), f.zext(port, 64)]
+            arguments = [context, phv, frame, length, at, NULL, i64(1), f.zext(port, 64)]
             f.call(self.enqueue, arguments)
             f.ret()
         f.call(self.egress, [context, phv, frame, length, at, port])
@@ -495,22 +460,16 @@ class TrafficWriter:
     ) -> None:
         """Ends in a return."""
         f = scope.f
-        unknown, lookup, known = f.new_block("unknown"), f.new_block("lookup"), f.new_block("known")
-        f.branch_if(f.compare("ult", group, _i64(REPLICA_SETS)), lookup, unknown)
-        f.start(lookup)
+        self._leave_if(scope, f.compare("uge", group, i64(REPLICA_SETS)), "dropped_unknown_group")
         groups = f.load_pointer(scope.word("groups"))
         replicas = f.acquire_pointer(f.at(groups, f.shl(group, 3)))
-        f.branch_if(f.compare("eq", replicas, NULL), unknown, known)
-        f.start(unknown)
-        scope.count("dropped_unknown_group")
-        f.ret()
-        f.start(known)
+        self._leave_if(scope, f.compare("eq", replicas, NULL), "dropped_unknown_group")
         # Copies of a multicast lose what was requested for the packet, truncation included.
-        scope.set_register(REG_TRUNCATE, _i64(UNLIMITED))
+        scope.set_register(REG_TRUNCATE, i64(UNLIMITED))
         count = f.load(64, f.at(replicas, 8), 8)
         first = f.at(replicas, 16)
         with f.when(self._waiting(scope)):
-            arguments = [scope.context, scope.phv, frame, length, at, first, count, _i64(0)]
+            arguments = [scope.context, scope.phv, frame, length, at, first, count, i64(0)]
             f.call(self.enqueue, arguments)
             f.ret()
         f.call(self.replicate, [scope.context, scope.phv, frame, length, at, first, count])
@@ -526,9 +485,9 @@ class TrafficWriter:
         scope = self._scope(f, phv)
         scope.count("egress_passes")
         now = f.load(64, scope.word("now"), 8)
-        stamp = f.and_(now, _i64(TIMESTAMP_MASK))
+        stamp = f.and_(now, i64(TIMESTAMP_MASK))
         self._set(scope, "intrinsic_metadata.egress_global_timestamp", stamp)
-        self._set(scope, "queueing_metadata.enq_timestamp", f.and_(stamp, _i64(0xFFFFFFFF)))
+        self._set(scope, "queueing_metadata.enq_timestamp", f.and_(stamp, i64(0xFFFFFFFF)))
         self._set(scope, "standard_metadata.egress_port", port)
         # Something else than the drop port, which would drop the packet.
         other = integer(32, (self.shared.drop_port + 1) & 0x1FF)
@@ -536,24 +495,20 @@ class TrafficWriter:
         packet_length = scope.register(REG_PACKET_LENGTH)
         self._set(scope, "standard_metadata.packet_length", packet_length)
 
-        abandoned, ran = f.new_block("abandoned"), f.new_block("ran")
-        f.branch_if(f.call(self.egress_control, [context, phv]), abandoned, ran)
-        f.start(ran)
+        abandoned = f.new_block("abandoned")
+        f.leave_if(f.call(self.egress_control, [context, phv]), abandoned)
         with f.when(f.compare("ne", scope.register(REG_CLONE_SESSION), integer(32, 0))):
             f.call(self.clone_egress, [context, phv, frame, length, at])
         spec = self._get(scope, "standard_metadata.egress_spec", 32)
         dropped = f.compare("eq", spec, integer(32, self.shared.drop_port))
         self._leave_if(scope, dropped, "dropped_egress")
-        prepared = f.new_block("prepared")
-        failed = f.call(self.prepare, [context, phv, frame, length, at])
-        f.branch_if(failed, abandoned, prepared)
-        f.start(prepared)
+        f.leave_if(f.call(self.prepare, [context, phv, frame, length, at]), abandoned)
         headers = f.call(self.size, [context, phv])
         payload = f.sub(length, at)
         again = scope.register(REG_RECIRCULATE_LIST)
         with f.when(f.compare("ne", again, integer(32, 0))):
             total = f.add(headers, payload)
-            out = self._room(scope, f.add(total, _i64(8)))
+            out = self._room(scope, f.add(total, i64(8)))
             behind = f.call(self.emit, [context, phv, out, f.at(out, total)])
             f.copy(behind, f.at(frame, at), payload)
             self._again(scope, out, total, again, RECIRCULATED, "recirculated")
@@ -574,28 +529,25 @@ class TrafficWriter:
         total, limit = f.add(headers, payload), scope.register(REG_TRUNCATE)
         length = f.select(f.compare("ult", total, limit), total, limit)
         rest = f.sub(length, headers)
-        rest = f.select(f.compare("ugt", length, headers), rest, _i64(0))
+        rest = f.select(f.compare("ugt", length, headers), rest, i64(0))
         used, capacity = f.load(64, f.at(out, 16), 8), f.load(64, f.at(out, 8), 8)
         end = f.add(used, f.add(headers, rest))
         count, most = f.load(32, f.at(out, 36), 4), f.load(32, f.at(out, 32), 4)
         fits = f.and_(f.compare("ule", end, capacity), f.compare("ult", count, most))
-        no, yes = f.new_block("overflow"), f.new_block("fits")
-        f.branch_if(fits, yes, no)
-        f.start(no)
-        f.increment(f.at(out, 40))
-        f.ret()
-        f.start(yes)
+        with f.when(f.not_(fits)):
+            f.increment(f.at(out, 40))
+            f.ret()
         bytes_ = f.load_pointer(out)
         to, last = f.at(bytes_, used), f.at(bytes_, end)
         behind = f.call(self.emit, [scope.context, scope.phv, to, last])
         f.copy(scope.guard(behind, rest, to, last), payload_at, rest)
-        desc = f.at(f.load_pointer(f.at(out, 24)), f.mul(f.zext(count, 64), _i64(24)))
+        desc = f.at(f.load_pointer(f.at(out, 24)), f.mul(f.zext(count, 64), i64(24)))
         f.store(used, desc, 8)
         f.store(f.trunc(length, 32), f.at(desc, 8), 4)
         f.store(port, f.at(desc, 12), 4)
-        f.store(_i64(0), f.at(desc, 16), 8)
+        f.store(i64(0), f.at(desc, 16), 8)
         f.store(f.add(count, integer(32, 1)), f.at(out, 36), 4)
-        padded = f.and_(f.add(f.add(used, length), _i64(7)), _i64(-8))
+        padded = f.and_(f.add(f.add(used, length), i64(7)), i64(-8))
         f.store(padded, f.at(out, 16), 8)
         scope.count("frames_out")
         f.increment(scope.word("stats.bytes_out"), length)
@@ -604,23 +556,19 @@ class TrafficWriter:
         """Run egress for all that waits for it."""
         f = self.module.function("drain", "void", [_CONTEXT])
         scope = self._scope(f, NULL)
-        head, body, done = f.new_block("head"), f.new_block("body"), f.new_block("done")
+        head, done = f.new_block("head"), f.new_block("done")
         f.branch(head)
         f.start(head)
         element = f.load_pointer(scope.word("egress_first"))
-        f.branch_if(f.compare("eq", element, NULL), done, body)
-        f.start(body)
+        f.leave_if(f.compare("eq", element, NULL), done)
         f.store(f.load_pointer(element), scope.word("egress_first"), 8)
         phv, frame = f.load_pointer(f.at(element, 8)), f.load_pointer(f.at(element, 16))
         length, at = f.load(64, f.at(element, 24), 8), f.load(64, f.at(element, 32), 8)
         replicas = f.load_pointer(f.at(element, 40))
-        many, one = f.new_block("many"), f.new_block("one")
-        f.branch_if(f.compare("eq", replicas, NULL), one, many)
-        f.start(one)
-        port = f.trunc(f.load(64, f.at(element, 56), 8), 32)
-        f.call(self.egress, [scope.context, phv, frame, length, at, port])
-        f.branch(head)
-        f.start(many)
+        with f.when(f.compare("eq", replicas, NULL)):
+            port = f.trunc(f.load(64, f.at(element, 56), 8), 32)
+            f.call(self.egress, [scope.context, phv, frame, length, at, port])
+            f.branch(head)
         count = f.load(64, f.at(element, 48), 8)
         f.call(self.replicate, [scope.context, phv, frame, length, at, replicas, count])
         f.branch(head)
@@ -647,19 +595,18 @@ class TrafficWriter:
         f.store(now, scope.word("now"), 8)
         f.store(port, scope.word("port"), 8)
         for name in ("passes", "clones", "arena_at", "ingress_first", "egress_first"):
-            f.store(_i64(0), scope.word(name), 8)
-        f.call(self.new_packet, [context, phv, length, _i64(self.layout.bytes)])
+            f.store(i64(0), scope.word(name), 8)
+        f.call(self.new_packet, [context, phv, length, i64(self.layout.bytes)])
         self._set(scope, "standard_metadata.ingress_port", port)
-        stamp = f.and_(now, _i64(TIMESTAMP_MASK))
+        stamp = f.and_(now, i64(TIMESTAMP_MASK))
         self._set(scope, "intrinsic_metadata.ingress_global_timestamp", stamp)
         f.call(self.ingress, [context, phv, frame, length])
-        head, body, done = f.new_block("head"), f.new_block("again"), f.new_block("done")
+        head, done = f.new_block("head"), f.new_block("done")
         f.branch(head)
         f.start(head)
         f.call(self.drain, [context])
         element = f.load_pointer(scope.word("ingress_first"))
-        f.branch_if(f.compare("eq", element, NULL), done, body)
-        f.start(body)
+        f.leave_if(f.compare("eq", element, NULL), done)
         f.store(f.load_pointer(element), scope.word("ingress_first"), 8)
         f.fill(phv, 0, self.layout.bytes)
         f.copy(phv, f.at(element, _INGRESS_BYTES), self.kept_bytes)
@@ -676,21 +623,18 @@ class TrafficWriter:
         what is behind it is free: a packet that goes round and round needs room for one frame."""
         f = scope.f
         moved = f.variable(64)
-        start = f.raw("i64", f"ptrtoint {frame} to i64")
+        start = f.address(frame)
         f.store(start, moved, 8)
         others = f.compare("ne", f.load_pointer(scope.word("ingress_first")), NULL)
         with f.when(f.not_(f.or_(others, self._waiting(scope)))):
-            f.store(_i64(0), scope.word("arena_at"), 8)
+            f.store(i64(0), scope.word("arena_at"), 8)
             arena = f.load(64, scope.word("arena"), 8)
             size = f.load(64, scope.word("arena_end"), 8)
             with f.when(f.compare("ult", f.sub(start, arena), size)):
-                base = f.load_pointer(scope.word("arena"))
-                move = "llvm.memmove.p0.p0.i64"
-                f.module.declare(move, "void {}(ptr, ptr, i64, i1)")
-                f.effect(f"call void @{move}({base}, {frame}, {length}, i1 false)")
-                f.store(f.and_(f.add(length, _i64(127)), _i64(-64)), scope.word("arena_at"), 8)
+                f.move(f.load_pointer(scope.word("arena")), frame, length)
+                f.store(f.and_(f.add(length, i64(127)), i64(-64)), scope.word("arena_at"), 8)
                 f.store(arena, moved, 8)
-        return f.raw("ptr", f"inttoptr i64 {f.load(64, moved, 8).text} to ptr")
+        return f.pointer(f.load(64, moved, 8))
 
     def _process_guarded(self, process: Function) -> None:
         """`process` for callers without a loop: the epoch moves on here, and rests afterwards."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.counters import LoopCounters
-from kvcast.switchsim.loop.runner import NativeEntry, NativeLoop
+from kvcast.switchsim.loop.runner import NativeLoop
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
@@ -44,10 +46,8 @@ class NativePacketLoop:
         self._cpu_port = cpu_port
         self._packet_in = packet_in
         self._after_frames = after_frames
-        self._cpu_runts = 0
-        self._cpu_oversize = 0
-        self._refused = 0
-        self._refused_bytes = 0
+        self._cpu_counts: Counter[str] = Counter()
+        """What is to be added to the CPU port's counters."""
         self._peers: dict[int, tuple[str, int] | None] = {}
         self._learning = [
             port.number for port in ports if isinstance(port, UdpTunnelPort) and not port.fixed_peer
@@ -68,10 +68,10 @@ class NativePacketLoop:
         """A frame comes in at the CPU port; False where it cannot be taken."""
         assert port.number == self._cpu_port
         if len(frame) < MIN_FRAME_BYTES:
-            self._cpu_runts += 1
+            self._cpu_counts["rx_runts"] += 1
             return False
         if len(frame) > MAX_FRAME_BYTES:
-            self._cpu_oversize += 1
+            self._cpu_counts["rx_oversize"] += 1
             return False
         taken = self._native.inject(port.number, frame)
         self._native.wake()
@@ -119,21 +119,15 @@ class NativePacketLoop:
         emitted = self._native.take(_PUNTS_A_TURN)
         for one in emitted:
             if one.port != self._cpu_port or not self._packet_in(one.frame):
-                self._refused += 1
-                self._refused_bytes += len(one.frame)
+                self._cpu_counts.update(tx_frames=-1, tx_bytes=-len(one.frame), tx_queue_drops=1)
         if len(emitted) == _PUNTS_A_TURN and self._event_loop is not None:
             self._event_loop.call_soon(self._collect)
 
     @property
     def counters(self) -> LoopCounters:
         counts = self._native.counters
-        return LoopCounters(
-            processed=counts["processed"],
-            emitted=counts["emitted"],
-            no_such_port=counts["no_such_port"],
-            slices=counts["slices"],
-            busy_us=counts["busy_us"],
-        )
+        del counts["no_program"]
+        return LoopCounters(**counts)
 
     @property
     def no_program(self) -> int:
@@ -148,11 +142,8 @@ class NativePacketLoop:
         """All counters of a port, by name."""
         counts = self._native.read_counters(port.number)
         if port.number == self._cpu_port:
-            counts["rx_runts"] += self._cpu_runts
-            counts["rx_oversize"] += self._cpu_oversize
-            counts["tx_frames"] -= self._refused
-            counts["tx_bytes"] -= self._refused_bytes
-            counts["tx_queue_drops"] += self._refused
+            for name, count in self._cpu_counts.items():
+                counts[name] += count
         return counts
 
     def ingress_backlog(self, port: Port) -> int:

@@ -31,14 +31,7 @@ from kvcast.native.linux import (
     malloc,
     sendmmsg,
 )
-from kvcast.native.subset import (
-    U64,
-    address_of,
-    copy,
-    native,
-    size_of,
-    unsigned,
-)
+from kvcast.native.subset import U64, address_of, copy, native, size_of, unsigned
 from kvcast.switchsim.loop.rings import ring_push
 from kvcast.switchsim.loop.state import (
     KIND_RING,
@@ -50,6 +43,7 @@ from kvcast.switchsim.loop.state import (
     SEND_BATCH,
     Loop,
     Port,
+    Queue,
     QueuedFrame,
 )
 
@@ -233,12 +227,7 @@ def enqueue(loop: Loop, port: Port, frame: U64, length: U64, priority: U64, now_
     queued.arrival_ns = now_ns
     queued.length = length
     copy(address + size_of(QueuedFrame), frame, length)
-    if queue.first == 0:
-        queue.first = address
-    else:
-        QueuedFrame.at(queue.last).next = address
-    queue.last = address
-    queue.frames += 1
+    append(queue, address)
     if port.waiting == 0:
         loop.backlog += 1
     port.waiting += 1
@@ -305,14 +294,9 @@ def keep(loop: Loop, port: Port, address: U64) -> None:
     frame.next = 0
     frame.arrival_ns = port.free_at_ns
     queue = port.departed[0]
-    if queue.first == 0:
-        queue.first = address
-        if port.free_at_ns + port.quantum_ns < loop.handover_ns:
-            loop.handover_ns = port.free_at_ns + port.quantum_ns
-    else:
-        QueuedFrame.at(queue.last).next = address
-    queue.last = address
-    queue.frames += 1
+    if queue.first == 0 and port.free_at_ns + port.quantum_ns < loop.handover_ns:
+        loop.handover_ns = port.free_at_ns + port.quantum_ns
+    append(queue, address)
 
 
 @native
@@ -359,6 +343,27 @@ def next_release(loop: Loop) -> U64:
 
 
 @native
+def append(queue: Queue, address: U64) -> None:
+    """A frame is the last of a queue; its `next` is 0."""
+    if queue.first == 0:
+        queue.first = address
+    else:
+        QueuedFrame.at(queue.last).next = address
+    queue.last = address
+    queue.frames += 1
+
+
+@native
+def discard(queue: Queue) -> None:
+    """Free all frames of a queue."""
+    while queue.first != 0:
+        address = queue.first
+        queue.first = QueuedFrame.at(address).next
+        free(address)
+    queue.frames = 0
+
+
+@native
 def discard_queues(loop: Loop) -> None:
     """Free all frames that still wait; the loop ends."""
     for i in range(loop.port_count):
@@ -367,18 +372,9 @@ def discard_queues(loop: Loop) -> None:
             free(port.in_service)
             port.in_service = 0
         for j in range(PRIORITIES):
-            queue = port.queues[j]
-            while queue.first != 0:
-                address = queue.first
-                queue.first = QueuedFrame.at(address).next
-                free(address)
-            queue.frames = 0
+            discard(port.queues[j])
         port.waiting = 0
-        departed = port.departed[0]
-        while departed.first != 0:
-            gone = departed.first
-            departed.first = QueuedFrame.at(gone).next
-            free(gone)
+        discard(port.departed[0])
     loop.backlog = 0
     flush(loop)
 

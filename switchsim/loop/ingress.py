@@ -59,6 +59,7 @@ from kvcast.native.subset import (
     u32_at,
     unsigned,
 )
+from kvcast.switchsim.llvm.abi import Outbox
 from kvcast.switchsim.loop.egress import flush, lost, transmit
 from kvcast.switchsim.loop.state import (
     DATAGRAMS_AT_ONCE,
@@ -70,7 +71,6 @@ from kvcast.switchsim.loop.state import (
     PORT_NUMBERS,
     RECEIVE_BATCH,
     Loop,
-    Outbox,
     Port,
     QueuedFrame,
 )

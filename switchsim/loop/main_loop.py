@@ -37,12 +37,7 @@ from kvcast.native.subset import (
     u64_at,
     unsigned,
 )
-from kvcast.switchsim.loop.egress import (
-    discard_queues,
-    flush,
-    next_release,
-    release_all,
-)
+from kvcast.switchsim.loop.egress import discard_queues, flush, next_release, release_all
 from kvcast.switchsim.loop.ingress import (
     accept,
     discard_arriving,
@@ -51,13 +46,7 @@ from kvcast.switchsim.loop.ingress import (
     take_arrived,
 )
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop
-from kvcast.switchsim.loop.state import (
-    NEVER,
-    PORT_NUMBERS,
-    RECEIVE_BATCH,
-    Loop,
-    Record,
-)
+from kvcast.switchsim.loop.state import NEVER, PORT_NUMBERS, RECEIVE_BATCH, Loop, Record
 
 WAKE = 0xFFFF_FFFF
 TIMER = 0xFFFF_FFFE

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvcast.native.linux import (
     VNET_HEADER_BYTES,
@@ -37,6 +37,7 @@ from kvcast.native.linux import (
     TimerSpec,
 )
 from kvcast.native.subset import Library, ctypes_of, size_of
+from kvcast.switchsim.llvm.abi import Desc, NativeEntry, Outbox
 from kvcast.switchsim.loop import state
 from kvcast.switchsim.loop.egress import prepare_send
 from kvcast.switchsim.loop.main_loop import (
@@ -68,34 +69,16 @@ RING_BYTES = 4 << 20
 _HANDSHAKE_S = 30.0
 
 
-class NativeEntry(Protocol):
-    """A compiled program, as the engine gives it (llvm engine, `native_entry`)."""
-
-    @property
-    def process(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def epoch_address(self) -> int: ...
-    @property
-    def digest_pending_address(self) -> int: ...
+_EXPORTS = (
+    *(run_loop, run_virtual, close_loop, adopt_program, offer_program),
+    *(take_notice, ring_push, ring_peek, ring_pop, prepare_send),
+)
 
 
 @cache
 def library() -> Library:
     """The loop, compiled once a process."""
-    return Library(
-        run_loop,
-        run_virtual,
-        close_loop,
-        adopt_program,
-        offer_program,
-        take_notice,
-        ring_push,
-        ring_peek,
-        ring_pop,
-        prepare_send,
-    )
+    return Library(*_EXPORTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +129,7 @@ class NativeLoop:
             raise ValueError("two ports have the same number")
         self.ports = list(ports)
         compiled = library()
-        self._call = {
-            function.__name__: compiled.call(function)
-            for function in (
-                *(run_loop, run_virtual, close_loop, adopt_program, offer_program),
-                *(take_notice, ring_push, ring_peek, ring_pop, prepare_send),
-            )
-        }
+        self._call = {function.__name__: compiled.call(function) for function in _EXPORTS}
         self._memory = _Memory()
         (self._state,), self._address = self._one(state.Loop)
         loop = self._state
@@ -160,10 +137,10 @@ class NativeLoop:
         loop.timer_ns = loop.handover_ns = state.NEVER
         loop.scratch = self._memory.pages(64)
         _, loop.timer = self._one(TimerSpec)
-        (outbox,), loop.outbox = self._one(state.Outbox)
+        (outbox,), loop.outbox = self._one(Outbox)
         outbox.data, outbox.capacity = self._memory.pages(state.OUTBOX_BYTES), state.OUTBOX_BYTES
         outbox.max_descs = state.OUTBOX_FRAMES
-        outbox.descs = self._memory.struct(state.Desc, state.OUTBOX_FRAMES)[1]
+        outbox.descs = self._memory.struct(Desc, state.OUTBOX_FRAMES)[1]
         loop.inject, self._inject = self._ring(ring_bytes, inject_frames)
         loop.punt, self._punt = self._ring(ring_bytes, punt_frames)
         self._entry: NativeEntry | None = None
@@ -452,15 +429,7 @@ class NativeLoop:
         return {**counts, "busy_us": int(self._state.busy_ns) // 1000}
 
 
-@dataclass(frozen=True, slots=True)
-class _NoProgram:
-    process: int = 0
-    context: int = 0
-    epoch_address: int = 0
-    digest_pending_address: int = 0
-
-
-_NO_PROGRAM = _NoProgram()
+_NO_PROGRAM = NativeEntry(0, 0, 0, 0, None)
 
 
 def _seed(text: str) -> int:

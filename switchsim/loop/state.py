@@ -20,14 +20,8 @@ from kvcast.native.linux import (
     SockAddrIn,
     TimerSpec,
 )
-from kvcast.native.subset import (
-    I32,
-    U32,
-    U64,
-    Inline,
-    Ptr,
-    Struct,
-)
+from kvcast.native.subset import I32, U32, U64, Inline, Ptr, Struct
+from kvcast.switchsim.llvm.abi import Outbox
 
 PRIORITIES = 8
 """Strict-priority queues of a port with a rate; 7 leaves first, as in simple_switch."""
@@ -61,28 +55,6 @@ NEVER = (1 << 64) - 1
 """A time that does not come; the epoch of a loop that sleeps."""
 
 KIND_RING, KIND_UDP, KIND_UDP_LEARNING, KIND_PACKET = range(4)
-
-
-class Desc(Struct):
-    """A frame that leaves, as the compiled program reports it."""
-
-    offset: U64
-    length: U32
-    port: U32
-    priority: U32
-    reserved: U32
-
-
-class Outbox(Struct):
-    """Where the compiled program puts what leaves."""
-
-    data: U64
-    capacity: U64
-    used: U64
-    descs: Ptr[Desc]
-    max_descs: U32
-    count: U32
-    overflows: U64
 
 
 class Record(Struct):
@@ -152,7 +124,6 @@ class Port(Struct):
 
     local_address: U32
     """Network order, as all addresses here."""
-    fixed_peer: U32
     peer: Annotated[Ptr[SockAddrIn], Inline(1)]
     """Address 0: not known yet."""
 
@@ -239,7 +210,6 @@ class Loop(Struct):
 
     now_ns: U64
     """Virtual clock; in real time, of the turn in progress."""
-    is_virtual: U64
     clock_base_ns: U64
     """CLOCK_MONOTONIC when the loop's clock was 0."""
     timer_ns: U64

@@ -46,13 +46,6 @@ class SampleList:
     samples: tuple[Sample, ...]
 
 
-@dataclass(slots=True)
-class _Unacknowledged:
-    list_id: int
-    sent_ns: int
-    samples: tuple[Sample, ...]
-
-
 class DigestBuffer:
     """The reporting state of one digest that a controller has enabled."""
 
@@ -63,7 +56,8 @@ class DigestBuffer:
         self._next_list_id = 1
         self._buffer: dict[Sample, None] = {}
         self._oldest_ns = 0
-        self._sent: deque[_Unacknowledged] = deque()
+        self._sent: deque[tuple[int, SampleList]] = deque()
+        """(when it was sent, list)"""
         self._cached: set[Sample] = set()
 
     @property
@@ -101,7 +95,7 @@ class DigestBuffer:
 
     def acknowledge(self, list_id: int) -> bool:
         """The controller has seen a list; False where that list is not (or no longer) known."""
-        for index, waiting in enumerate(self._sent):
+        for index, (_, waiting) in enumerate(self._sent):
             if waiting.list_id == list_id:
                 del self._sent[index]
                 self._cached.difference_update(waiting.samples)
@@ -119,14 +113,14 @@ class DigestBuffer:
         ready = SampleList(self._next_list_id, samples)
         self._next_list_id += 1
         if self.config.ack_timeout_ns > 0:
-            self._sent.append(_Unacknowledged(ready.list_id, now_ns, samples))
+            self._sent.append((now_ns, ready))
             self._cached.update(samples)
             while len(self._cached) > MAX_CACHED_SAMPLES:
-                self._cached.difference_update(self._sent.popleft().samples)
+                self._cached.difference_update(self._sent.popleft()[1].samples)
                 self.forgotten_lists += 1
         return ready
 
     def _expire(self, now_ns: int) -> None:
         timeout_ns = self.config.ack_timeout_ns
-        while self._sent and now_ns - self._sent[0].sent_ns >= timeout_ns:
-            self._cached.difference_update(self._sent.popleft().samples)
+        while self._sent and now_ns - self._sent[0][0] >= timeout_ns:
+            self._cached.difference_update(self._sent.popleft()[1].samples)

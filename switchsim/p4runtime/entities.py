@@ -22,14 +22,15 @@ Specification: P4Runtime 1.4, "P4 Entity Messages".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from finsy.proto import p4r
+from google.protobuf.message import Message
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
-    already_exists,
     invalid_argument,
     not_found,
     out_of_range,
@@ -41,9 +42,12 @@ from kvcast.switchsim.p4runtime.state import (
     Undo,
     check_counter_data,
     check_index,
-    copy_meter,
+    copied,
     counter_data,
     engine_errors,
+    entity_of,
+    inserting,
+    present,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
@@ -55,6 +59,8 @@ MAX_GROUP_ID = 32767  # PI reserves the ids above for its clone sessions
 MAX_PORT = 511  # bit<9>
 MAX_INSTANCE = 0xFFFF
 MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
+
+_Array = TypeVar("_Array", CounterSchema, MeterSchema, RegisterSchema)
 
 
 class EntityStore:
@@ -87,10 +93,10 @@ class EntityStore:
             "register_entry": self._write_register,
             "digest_entry": self._write_digest,
         }
-        self._readers: Mapping[str, Callable[[Any], Iterator[p4r.Entity]]] = {
+        self._readers: Mapping[str, Callable[[Any], Iterator[Message]]] = {
             "table_entry": self._read_tables,
-            "action_profile_member": self._read_members,
-            "action_profile_group": self._read_groups,
+            "action_profile_member": self.profiles.read_members,
+            "action_profile_group": self.profiles.read_groups,
             "counter_entry": self._read_counters,
             "direct_counter_entry": self._read_direct_counters,
             "meter_entry": self._read_meters,
@@ -123,7 +129,8 @@ class EntityStore:
             reader = self._readers.get(which)
             if reader is None:
                 raise unimplemented(f"reading {which}")
-            yield from reader(getattr(entity, which))
+            for message in reader(getattr(entity, which)):
+                yield entity_of(which, message)
 
     # --- tables -------------------------------------------------------------------------------
 
@@ -136,7 +143,7 @@ class EntityStore:
     def _write_table(self, kind: int, message: p4r.TableEntry) -> Undo:
         return self._table(message.table_id).write(kind, message)
 
-    def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.Entity]:
+    def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.TableEntry]:
         if self._strict and (
             wanted.HasField("action")
             or wanted.metadata
@@ -147,8 +154,7 @@ class EntityStore:
         if wanted.table_id == 0 and wanted.match:
             raise invalid_argument("a match needs a table id")
         for table in self._selected_tables(wanted.table_id):
-            for entry in table.read(wanted):
-                yield p4r.Entity(table_entry=entry)
+            yield from table.read(wanted)
 
     def _selected_tables(self, table_id: int) -> list[TableStore]:
         return [self._table(table_id)] if table_id else list(self.tables.values())
@@ -164,48 +170,31 @@ class EntityStore:
     def _write_direct_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
         return self._table(self._direct_table(message)).write_meter(kind, message)
 
-    def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[p4r.Entity]:
+    def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[Message]:
         table_id = self._direct_table(wanted)
         if table_id == 0 and self._strict:
             raise unimplemented("direct counters of all tables are not implemented (strict)")
         for table in self._selected_tables(table_id):
             if table_id or table.schema.counter is not None:
-                for entry in table.read_counters(wanted.table_entry):
-                    yield p4r.Entity(direct_counter_entry=entry)
+                yield from table.read_counters(wanted.table_entry)
 
-    def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[p4r.Entity]:
+    def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[Message]:
         table_id = self._direct_table(wanted)
         if table_id == 0 and self._strict:
             raise unimplemented("direct meters of all tables are not implemented (strict)")
         for table in self._selected_tables(table_id):
             if table_id or table.schema.has_meter:
-                for entry in table.read_meters(wanted.table_entry):
-                    yield p4r.Entity(direct_meter_entry=entry)
-
-    # --- action profiles ----------------------------------------------------------------------
-
-    def _read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.Entity]:
-        for member in self.profiles.read_members(wanted):
-            yield p4r.Entity(action_profile_member=member)
-
-    def _read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.Entity]:
-        for group in self.profiles.read_groups(wanted):
-            yield p4r.Entity(action_profile_group=group)
+                yield from table.read_meters(wanted.table_entry)
 
     # --- indirect counters --------------------------------------------------------------------
 
-    def _counter(self, counter_id: int) -> CounterSchema:
-        counter = self._schema.counters.get(counter_id)
-        if counter is None:
-            if counter_id in self._schema.direct_counters:
-                raise invalid_argument(f"{counter_id} is a direct counter")
-            raise invalid_argument(f"no counter {counter_id}")
-        return counter
+    def _counters(self, number: int, *, one: bool = False) -> list[CounterSchema]:
+        schema = self._schema
+        return _arrays("counter", number, schema.counters, schema.direct_counters, one=one)
 
     def _write_counter(self, kind: int, message: p4r.CounterEntry) -> Undo:
-        counter = self._counter(message.counter_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("counters can only be modified")
+        counter = self._counters(message.counter_id, one=True)[0]
+        _only_modify(kind, "counters")
         indices = self._indices(counter.name, message, counter.size)
         array = self._switch.counters[counter.name]
         before = [(index, *array.read(index)) for index in indices]
@@ -220,21 +209,15 @@ class EntityStore:
 
         return undo
 
-    def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.Entity]:
-        counters = (
-            [self._counter(wanted.counter_id)]
-            if wanted.counter_id
-            else list(self._schema.counters.values())
-        )
-        for counter in counters:
+    def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.CounterEntry]:
+        for counter in self._counters(wanted.counter_id):
             array = self._switch.counters[counter.name]
             for index in self._read_indices(counter.name, wanted, counter.size):
-                entry = p4r.CounterEntry(
+                yield p4r.CounterEntry(
                     counter_id=counter.id,
                     index=p4r.Index(index=index),
                     data=counter_data(counter.units, *array.read(index)),
                 )
-                yield p4r.Entity(counter_entry=entry)
 
     def _indices(self, name: str, message: p4r.CounterEntry | p4r.MeterEntry, size: int) -> range:
         """The cells that a write means."""
@@ -253,22 +236,16 @@ class EntityStore:
 
     # --- indirect meters ----------------------------------------------------------------------
 
-    def _meter(self, meter_id: int) -> MeterSchema:
-        meter = self._schema.meters.get(meter_id)
-        if meter is None:
-            if meter_id in self._schema.direct_meters:
-                raise invalid_argument(f"{meter_id} is a direct meter")
-            raise invalid_argument(f"no meter {meter_id}")
-        return meter
+    def _meters_of(self, number: int, *, one: bool = False) -> list[MeterSchema]:
+        return _arrays("meter", number, self._schema.meters, self._schema.direct_meters, one=one)
 
     def _write_meter(self, kind: int, message: p4r.MeterEntry) -> Undo:
-        meter = self._meter(message.meter_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("meters can only be modified")
+        meter = self._meters_of(message.meter_id, one=True)[0]
+        _only_modify(kind, "meters")
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         indices = self._indices(meter.name, message, meter.size)
-        config = copy_meter(message.config) if message.HasField("config") else None
+        config = copied(message.config) if message.HasField("config") else None
         if config is not None:
             rates_of(config)
         before = [(index, self._meters.get((meter.id, index))) for index in indices]
@@ -291,37 +268,25 @@ class EntityStore:
                 array.configure(index, rates_of(config))
                 self._meters[meter.id, index] = config
 
-    def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.Entity]:
-        meters = (
-            [self._meter(wanted.meter_id)]
-            if wanted.meter_id
-            else list(self._schema.meters.values())
-        )
-        for meter in meters:
+    def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.MeterEntry]:
+        for meter in self._meters_of(wanted.meter_id):
             for index in self._read_indices(meter.name, wanted, meter.size):
                 entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
                 config = self._meters.get((meter.id, index))
                 if config is not None:
                     entry.config.CopyFrom(config)
-                yield p4r.Entity(meter_entry=entry)
+                yield entry
 
     # --- registers ----------------------------------------------------------------------------
 
-    def _register(self, register_id: int) -> RegisterSchema:
-        register = self._schema.registers.get(register_id)
-        if register is None:
-            raise invalid_argument(f"no register {register_id}")
-        return register
-
-    def _refuse_registers(self) -> None:
+    def _registers(self, number: int, *, one: bool = False) -> list[RegisterSchema]:
         if self._strict:
             raise unimplemented("registers are not implemented (strict)")
+        return _arrays("register", number, self._schema.registers, one=one)
 
     def _write_register(self, kind: int, message: p4r.RegisterEntry) -> Undo:
-        self._refuse_registers()
-        register = self._register(message.register_id)
-        if kind != p4r.Update.MODIFY:
-            raise invalid_argument("registers can only be modified")
+        register = self._registers(message.register_id, one=True)[0]
+        _only_modify(kind, "registers")
         which = message.data.WhichOneof("data")
         if which != "bitstring":
             raise invalid_argument(f"{register.name} holds bitstrings, not {which or 'nothing'}")
@@ -338,19 +303,13 @@ class EntityStore:
 
         return undo
 
-    def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.Entity]:
-        self._refuse_registers()
-        registers = (
-            [self._register(wanted.register_id)]
-            if wanted.register_id
-            else list(self._schema.registers.values())
-        )
-        for register in registers:
+    def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.RegisterEntry]:
+        for register in self._registers(wanted.register_id):
             array = self._switch.registers[register.name]
             for index in self._read_indices(register.name, wanted, register.size):
                 entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
                 entry.data.bitstring = encode_bytes(array.read(index))
-                yield p4r.Entity(register_entry=entry)
+                yield entry
 
     # --- packet replication -------------------------------------------------------------------
 
@@ -368,19 +327,14 @@ class EntityStore:
             raise invalid_argument("0 is not a multicast group")
         if number > MAX_GROUP_ID:
             raise out_of_range(f"multicast group {number} is above {MAX_GROUP_ID}")
-        known = self._groups.get(number)
-        if kind == p4r.Update.INSERT and known is not None:
-            raise already_exists(f"multicast group {number} exists")
-        if kind != p4r.Update.INSERT and known is None:
-            raise not_found(f"no multicast group {number}")
+        what = f"multicast group {number}"
+        known = present(kind, self._groups.get(number), f"{what} exists", f"no {what}")
         if kind == p4r.Update.DELETE:
             self._set_group(number, None)
         else:
             if message.metadata and self._strict:
                 raise unimplemented("metadata of multicast groups is not implemented (strict)")
-            kept = p4r.MulticastGroupEntry()
-            kept.CopyFrom(message)
-            self._set_group(number, kept)
+            self._set_group(number, copied(message))
         return lambda: self._set_group(number, known)
 
     def _set_group(self, number: int, message: p4r.MulticastGroupEntry | None) -> None:
@@ -396,11 +350,8 @@ class EntityStore:
         number = message.session_id
         if not 1 <= number <= MAX_GROUP_ID:
             raise invalid_argument(f"clone sessions are 1 to {MAX_GROUP_ID}, not {number}")
-        known = self._sessions.get(number)
-        if kind == p4r.Update.INSERT and known is not None:
-            raise already_exists(f"clone session {number} exists")
-        if kind != p4r.Update.INSERT and known is None:
-            raise not_found(f"no clone session {number}")
+        what = f"clone session {number}"
+        known = present(kind, self._sessions.get(number), f"{what} exists", f"no {what}")
         if kind == p4r.Update.DELETE:
             self._set_session(number, None)
         else:
@@ -413,9 +364,7 @@ class EntityStore:
                     f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, "
                     f"not {message.packet_length_bytes}"
                 )
-            kept = p4r.CloneSessionEntry()
-            kept.CopyFrom(message)
-            self._set_session(number, kept)
+            self._set_session(number, copied(message))
         return lambda: self._set_session(number, known)
 
     def _set_session(self, number: int, message: p4r.CloneSessionEntry | None) -> None:
@@ -429,18 +378,18 @@ class EntityStore:
                 )
                 self._sessions[number] = message
 
-    def _read_replication(self, wanted: p4r.PacketReplicationEngineEntry) -> Iterator[p4r.Entity]:
+    def _read_replication(
+        self, wanted: p4r.PacketReplicationEngineEntry
+    ) -> Iterator[p4r.PacketReplicationEngineEntry]:
         which = wanted.WhichOneof("type")
         if which == "multicast_group_entry":
             number = wanted.multicast_group_entry.multicast_group_id
             for group in _wanted(self._groups, number, "multicast group"):
-                entry = p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
-                yield p4r.Entity(packet_replication_engine_entry=entry)
+                yield p4r.PacketReplicationEngineEntry(multicast_group_entry=group)
         elif which == "clone_session_entry":
             number = wanted.clone_session_entry.session_id
             for session in _wanted(self._sessions, number, "clone session"):
-                entry = p4r.PacketReplicationEngineEntry(clone_session_entry=session)
-                yield p4r.Entity(packet_replication_engine_entry=entry)
+                yield p4r.PacketReplicationEngineEntry(clone_session_entry=session)
         else:
             raise invalid_argument("packet_replication_engine_entry has no type")
 
@@ -450,18 +399,17 @@ class EntityStore:
         number = message.digest_id
         if number not in self._schema.digests:
             raise not_found(f"no digest {number}")
-        known = self.digests.get(number)
         config = message.config
         if config.max_timeout_ns < 0 or config.max_list_size < 0 or config.ack_timeout_ns < 0:
             raise invalid_argument("a digest's timeouts and sizes cannot be negative")
         new = DigestConfig(config.max_timeout_ns, config.max_list_size, config.ack_timeout_ns)
-        if kind == p4r.Update.INSERT:
-            if known is not None:
-                raise already_exists(f"digest {number} is configured")
+        what = f"digest {number}"
+        known = present(
+            kind, self.digests.get(number), f"{what} is configured", f"{what} is not configured"
+        )
+        if known is None:
             self.digests[number] = DigestBuffer(new)
             return lambda: self._restore_digest(number, None)
-        if known is None:
-            raise not_found(f"digest {number} is not configured")
         before = known.config
         if kind == p4r.Update.MODIFY:
             known.config = new
@@ -475,21 +423,14 @@ class EntityStore:
         else:
             self.digests[number] = buffer
 
-    def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.Entity]:
+    def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.DigestEntry]:
         if wanted.digest_id == 0 and self._strict:
             raise unimplemented("reading all digests is not implemented (strict)")
         if wanted.digest_id and wanted.digest_id not in self._schema.digests:
             raise not_found(f"no digest {wanted.digest_id}")
-        for number, buffer in _wanted(
-            {number: (number, buffer) for number, buffer in self.digests.items()},
-            wanted.digest_id,
-            "configuration of digest",
-        ):
-            entry = p4r.DigestEntry(digest_id=number)
-            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
-            entry.config.max_list_size = buffer.config.max_list_size
-            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
-            yield p4r.Entity(digest_entry=entry)
+        pairs = {number: (number, buffer) for number, buffer in self.digests.items()}
+        for number, buffer in _wanted(pairs, wanted.digest_id, "configuration of digest"):
+            yield _digest_entry(number, buffer)
 
     # --- ageing -------------------------------------------------------------------------------
 
@@ -509,24 +450,22 @@ class EntityStore:
         yield from self.profiles.replay()
         for table in self.tables.values():
             yield from table.replay()
-        for entity in self._read_counters(p4r.CounterEntry()):
-            data = entity.counter_entry.data
-            if data.packet_count or data.byte_count:
-                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
-        for entity in self._read_meters(p4r.MeterEntry()):
-            if entity.meter_entry.HasField("config"):
-                yield p4r.Update(type=p4r.Update.MODIFY, entity=entity)
+        arrays: list[tuple[str, Message]] = []
+        for counter in self._read_counters(p4r.CounterEntry()):
+            if counter.data.packet_count or counter.data.byte_count:
+                arrays.append(("counter_entry", counter))
+        for meter in self._read_meters(p4r.MeterEntry()):
+            if meter.HasField("config"):
+                arrays.append(("meter_entry", meter))
+        for which, message in arrays:
+            yield p4r.Update(type=p4r.Update.MODIFY, entity=entity_of(which, message))
         for wanted in ("multicast_group_entry", "clone_session_entry"):
             request = p4r.PacketReplicationEngineEntry()
             getattr(request, wanted).SetInParent()
-            for entity in self._read_replication(request):
-                yield p4r.Update(type=p4r.Update.INSERT, entity=entity)
+            for entry in self._read_replication(request):
+                yield inserting("packet_replication_engine_entry", entry)
         for number, buffer in self.digests.items():
-            entry = p4r.DigestEntry(digest_id=number)
-            entry.config.max_timeout_ns = buffer.config.max_timeout_ns
-            entry.config.max_list_size = buffer.config.max_list_size
-            entry.config.ack_timeout_ns = buffer.config.ack_timeout_ns
-            yield p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(digest_entry=entry))
+            yield inserting("digest_entry", _digest_entry(number, buffer))
 
     def adopt_registers(self, old: EntityStore) -> None:
         """Copy the cells of every register of `old`, or say which one does not fit."""
@@ -538,6 +477,34 @@ class EntityStore:
                 raise invalid_argument(f"state cannot be preserved: register {name}")
             for index in range(len(source)):
                 target.write(index, source.read(index))
+
+
+def _digest_entry(number: int, buffer: DigestBuffer) -> p4r.DigestEntry:
+    config = p4r.DigestEntry.Config(**asdict(buffer.config))
+    return p4r.DigestEntry(digest_id=number, config=config)
+
+
+def _only_modify(kind: int, what: str) -> None:
+    if kind != p4r.Update.MODIFY:
+        raise invalid_argument(f"{what} can only be modified")
+
+
+def _arrays(
+    what: str,
+    number: int,
+    known: Mapping[int, _Array],
+    direct: Container[int] = (),
+    *,
+    one: bool,
+) -> list[_Array]:
+    """The arrays that an id means: 0 is all of them, where there need not be `one`."""
+    if number == 0 and not one:
+        return list(known.values())
+    if number in known:
+        return [known[number]]
+    if number in direct:
+        raise invalid_argument(f"{number} is a direct {what}")
+    raise invalid_argument(f"no {what} {number}")
 
 
 def _wanted(known: Mapping[int, Any], number: int, what: str) -> list[Any]:

@@ -13,15 +13,16 @@ Selector Programming". A profile is programmed one way or the other, never both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.tables import Profile, Table
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
-    already_exists,
     invalid_argument,
     not_found,
     permission_denied,
@@ -29,7 +30,14 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.schema import ProfileSchema, Schema, TableSchema
-from kvcast.switchsim.p4runtime.state import Undo, decode_arguments, engine_errors
+from kvcast.switchsim.p4runtime.state import (
+    Undo,
+    copied,
+    decode_arguments,
+    engine_errors,
+    inserting,
+    present,
+)
 from kvcast.switchsim.p4runtime.values import encode_bytes
 
 # Controllers' ids have 32 bits; the engine's ids of what a one-shot needs lie above.
@@ -37,6 +45,7 @@ _FIRST_HIDDEN_ID = 1 << 32
 # Sum of weights where the program sets no maximum.
 MAX_GROUP_WEIGHT = 4096
 
+_Known = TypeVar("_Known")
 Revive = Callable[[], "Pointer"]
 
 
@@ -59,50 +68,59 @@ class Pointer(ABC):
     def spec(self) -> p4r.TableAction:
         """What the controller wrote."""
 
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """What the engine refuses in here is a P4RuntimeError, and nobody refers here then."""
+        try:
+            with engine_errors():
+                yield
+        except BaseException:
+            self.release()
+            raise
 
+
+@dataclass
 class _Member(Pointer):
-    def __init__(self, member: int) -> None:
-        self._member = member
+    member: int
 
     def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        return table.add_member(key, rank, self._member)
+        return table.add_member(key, rank, self.member)
 
     def modify(self, table: Table, handle: int) -> None:
-        table.modify_member(handle, self._member)
+        table.modify_member(handle, self.member)
 
     def release(self) -> Revive:
         return lambda: self
 
     def spec(self) -> p4r.TableAction:
-        return p4r.TableAction(action_profile_member_id=self._member)
+        return p4r.TableAction(action_profile_member_id=self.member)
 
 
+@dataclass
 class _Group(Pointer):
-    def __init__(self, group: int) -> None:
-        self._group = group
+    group: int
 
     def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        return table.add_group(key, rank, self._group)
+        return table.add_group(key, rank, self.group)
 
     def modify(self, table: Table, handle: int) -> None:
-        table.modify_group(handle, self._group)
+        table.modify_group(handle, self.group)
 
     def release(self) -> Revive:
         return lambda: self
 
     def spec(self) -> p4r.TableAction:
-        return p4r.TableAction(action_profile_group_id=self._group)
+        return p4r.TableAction(action_profile_group_id=self.group)
 
 
-class _OneShot(Pointer):
+class _OneShot(_Group):
     """A hidden group with one hidden member for each action."""
 
     def __init__(self, state: _State, message: p4r.ActionProfileActionSet) -> None:
+        super().__init__(state.hidden_id())
         self._state = state
-        self._message = p4r.ActionProfileActionSet()
-        self._message.CopyFrom(message)
+        self._message = copied(message)
         self._members: list[int] = []
-        self._group = state.hidden_id()
         try:
             weighted: list[int] = []
             for one in message.action_profile_actions:
@@ -113,20 +131,14 @@ class _OneShot(Pointer):
                 self._members.append(member)
                 weighted += [member] * one.weight
             with engine_errors():
-                state.profile.set_group(self._group, weighted)
+                state.profile.set_group(self.group, weighted)
         except BaseException:
             self._delete_members()
             raise
         state.oneshots += 1
 
-    def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        return table.add_group(key, rank, self._group)
-
-    def modify(self, table: Table, handle: int) -> None:
-        table.modify_group(handle, self._group)
-
     def release(self) -> Revive:
-        self._state.profile.delete_group(self._group)
+        self._state.profile.delete_group(self.group)
         self._delete_members()
         self._state.oneshots -= 1
         return lambda: _OneShot(self._state, self._message)
@@ -161,6 +173,10 @@ class _State:
         if not action.in_entries:
             raise permission_denied(f"{action.name} can only be a default action")
         return action.name, decode_arguments(action, message)
+
+    def present(self, kind: int, known: _Known | None, what: str) -> _Known | None:
+        name = self.schema.name
+        return present(kind, known, f"{name}: {what} exists", f"{name}: no {what}")
 
     def use_members(self) -> None:
         if self.oneshots:
@@ -228,16 +244,12 @@ class ProfileStore:
         state = self._state(message.action_profile_id)
         state.use_members()
         number = message.member_id
-        known = state.members.get(number)
-        if kind == p4r.Update.INSERT:
-            if known is not None:
-                raise already_exists(f"{state.schema.name}: member {number} exists")
+        known = state.present(kind, state.members.get(number), f"member {number}")
+        if known is None:
             if number == 0:
                 raise invalid_argument("0 is not a member id")
             self._put_member(state, message, state.profile.add_member)
             return lambda: self._delete_member(state, number)
-        if known is None:
-            raise not_found(f"{state.schema.name}: no member {number}")
         if kind == p4r.Update.MODIFY:
             self._put_member(state, message, state.profile.modify_member)
             return lambda: self._put_member(state, known, state.profile.modify_member)
@@ -269,12 +281,7 @@ class ProfileStore:
 
     def read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.ActionProfileMember]:
         for state in self._selected(wanted.action_profile_id):
-            if wanted.member_id:
-                member = state.members.get(wanted.member_id)
-                if member is not None:
-                    yield member
-            else:
-                yield from list(state.members.values())
+            yield from _chosen(state.members, wanted.member_id)
 
     # --- groups -------------------------------------------------------------------------------
 
@@ -282,16 +289,12 @@ class ProfileStore:
         state = self._state(message.action_profile_id)
         state.use_members()
         number = message.group_id
-        known = state.groups.get(number)
-        if kind == p4r.Update.INSERT:
-            if known is not None:
-                raise already_exists(f"{state.schema.name}: group {number} exists")
+        known = state.present(kind, state.groups.get(number), f"group {number}")
+        if known is None:
             if number == 0:
                 raise invalid_argument("0 is not a group id")
             self._put_group(state, message, message.max_size)
             return lambda: self._delete_group(state, number)
-        if known is None:
-            raise not_found(f"{state.schema.name}: no group {number}")
         if kind == p4r.Update.MODIFY:
             if message.max_size and message.max_size != known.max_size:
                 raise invalid_argument("max_size cannot be changed")
@@ -318,8 +321,7 @@ class ProfileStore:
         weighted = [m.member_id for m in message.members for _ in range(m.weight)]
         with engine_errors():
             state.profile.set_group(message.group_id, weighted)
-        kept = p4r.ActionProfileGroup()
-        kept.CopyFrom(message)
+        kept = copied(message)
         kept.max_size = max_size
         state.groups[message.group_id] = kept
 
@@ -330,23 +332,14 @@ class ProfileStore:
 
     def read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.ActionProfileGroup]:
         for state in self._selected(wanted.action_profile_id):
-            if wanted.group_id:
-                group = state.groups.get(wanted.group_id)
-                if group is not None:
-                    yield group
-            else:
-                yield from list(state.groups.values())
+            yield from _chosen(state.groups, wanted.group_id)
 
     def replay(self) -> Iterator[p4r.Update]:
         for state in self._states.values():
             for member in state.members.values():
-                yield p4r.Update(
-                    type=p4r.Update.INSERT, entity=p4r.Entity(action_profile_member=member)
-                )
+                yield inserting("action_profile_member", member)
             for group in state.groups.values():
-                yield p4r.Update(
-                    type=p4r.Update.INSERT, entity=p4r.Entity(action_profile_group=group)
-                )
+                yield inserting("action_profile_group", group)
 
     def _state(self, profile_id: int) -> _State:
         state = self._states.get(profile_id)
@@ -356,6 +349,11 @@ class ProfileStore:
 
     def _selected(self, profile_id: int) -> list[_State]:
         return [self._state(profile_id)] if profile_id else list(self._states.values())
+
+
+def _chosen(known: Mapping[int, _Known], number: int) -> list[_Known]:
+    """The one with this number, if there is one; 0 is all of them."""
+    return [one for n, one in known.items() if number in (0, n)]
 
 
 def _check_weight(weight: int) -> None:

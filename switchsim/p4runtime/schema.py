@@ -11,59 +11,45 @@ Considerations".
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import TypeVar
 
 from finsy.proto import p4d, p4i, p4t
 from kvcast.switchsim import ir
-from kvcast.switchsim.p4runtime.errors import invalid_argument, unimplemented
+from kvcast.switchsim.p4runtime.errors import P4RuntimeError, invalid_argument, unimplemented
 from kvcast.switchsim.p4runtime.packetio import PACKET_IN, PACKET_OUT, ControllerHeader
-from kvcast.switchsim.p4runtime.values import (
-    PRIORITY_KINDS,
-    MatchKind,
-    encode_bytes,
-)
+from kvcast.switchsim.p4runtime.values import PRIORITY_KINDS, MatchKind, encode_bytes
 
-_MATCH_KINDS = {
-    p4i.MatchField.EXACT: MatchKind.EXACT,
-    p4i.MatchField.LPM: MatchKind.LPM,
-    p4i.MatchField.TERNARY: MatchKind.TERNARY,
-    p4i.MatchField.RANGE: MatchKind.RANGE,
-    p4i.MatchField.OPTIONAL: MatchKind.OPTIONAL,
+_Array = TypeVar("_Array", ir.CounterArray, ir.MeterArray, ir.RegisterArray)
+
+_MATCH_KINDS: dict[int, MatchKind] = {
+    p4i.MatchField.MatchType.Value(kind.name): kind for kind in MatchKind
 }
 
 # What p4c makes of a match kind. A table with one ternary field turns the rest into ternary or
 # leaves them exact or lpm; `optional` is a ternary whose mask is all or nothing.
-_JSON_KINDS = {
-    MatchKind.EXACT: {"exact"},
-    MatchKind.LPM: {"lpm"},
-    MatchKind.TERNARY: {"ternary"},
-    MatchKind.RANGE: {"range"},
-    MatchKind.OPTIONAL: {"optional", "ternary"},
+_JSON_KINDS = {kind: {kind.value} for kind in MatchKind} | {
+    MatchKind.OPTIONAL: {"optional", "ternary"}
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSchema:
-    """One match field. `width` is the controller's, `target_width` the data plane's, in bits;
-    they differ only under @p4runtime_translation."""
+class ParamSchema(ir.Record):
+    """`width` is the controller's, `target_width` the data plane's, in bits; they differ only under
+    @p4runtime_translation."""
 
     id: int
     name: str
+    width: int
+    target_width: int
+
+
+class FieldSchema(ParamSchema):
+    """One match field."""
+
     kind: MatchKind
-    width: int
-    target_width: int
 
 
-@dataclass(frozen=True, slots=True)
-class ParamSchema:
-    id: int
-    name: str
-    width: int
-    target_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ActionSchema:
+class ActionSchema(ir.Record):
     """An action as one table (or action profile) may use it.
 
     `index` is its number in the program: p4c may emit one P4 action several times.
@@ -77,14 +63,12 @@ class ActionSchema:
     as_default: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CounterUnits:
+class CounterUnits(ir.Record):
     packets: bool
     bytes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TableSchema:
+class TableSchema(ir.Record):
     id: int
     name: str
     fields: tuple[FieldSchema, ...]
@@ -99,8 +83,7 @@ class TableSchema:
     idle_timeout: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSchema:
+class ProfileSchema(ir.Record):
     """An action profile, or an action selector."""
 
     id: int
@@ -111,38 +94,33 @@ class ProfileSchema:
     actions: dict[int, ActionSchema]
 
 
-@dataclass(frozen=True, slots=True)
-class CounterSchema:
+class CounterSchema(ir.Record):
     id: int
     name: str
     size: int
     units: CounterUnits
 
 
-@dataclass(frozen=True, slots=True)
-class MeterSchema:
+class MeterSchema(ir.Record):
     id: int
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterSchema:
+class RegisterSchema(ir.Record):
     id: int
     name: str
     size: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class DigestSchema:
+class DigestSchema(ir.Record):
     id: int
     name: str
     data_type: DataType
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(ir.Record):
     """Everything of a pipeline that P4Runtime can name."""
 
     tables: dict[int, TableSchema] = field(default_factory=dict)
@@ -179,17 +157,18 @@ class DataType:
 
     def _encode(self, numbers: Iterator[int]) -> p4d.P4Data:
         data = p4d.P4Data()
-        if self._shape == "bitstring":
-            data.bitstring = encode_bytes(next(numbers))
-        elif self._shape == "bool":
+        if self._shape == "bool":
             data.bool = bool(next(numbers))
-        elif self._shape == "enum_value":
-            data.enum_value = encode_bytes(next(numbers))
-        elif self._shape == "tuple":
-            data.tuple.members.extend(member._encode(numbers) for member in self._members)
+        elif self._shape in ("bitstring", "enum_value"):
+            setattr(data, self._shape, encode_bytes(next(numbers)))
         else:
-            data.struct.members.extend(member._encode(numbers) for member in self._members)
+            members = [member._encode(numbers) for member in self._members]
+            getattr(data, self._shape).members.extend(members)
         return data
+
+
+def _misfit(what: str) -> P4RuntimeError:
+    return invalid_argument(f"P4Info does not fit the device config: {what}")
 
 
 def build_schema(p4info: p4i.P4Info, program: ir.Program) -> Schema:
@@ -268,22 +247,19 @@ class _Builder:
                     )
                 return translated.sdn_bitwidth, target_width
         if bitwidth != target_width:
-            raise invalid_argument(
-                f"P4Info does not fit the device config: {what} is {bitwidth} bits wide, "
-                f"the program says {target_width}"
-            )
+            raise _misfit(f"{what} is {bitwidth} bits wide, the program says {target_width}")
         return bitwidth, target_width
 
     def _table(self, info: p4i.Table) -> TableSchema:
         name = info.preamble.name
         table = self._tables.get(name)
         if table is None:
-            raise invalid_argument(f"P4Info does not fit the device config: no table {name}")
+            raise _misfit(f"no table {name}")
         if info.HasField("other_properties"):
             raise unimplemented(f"table {name}: other_properties")
         if len(info.match_fields) != len(table.key):
-            raise invalid_argument(
-                f"P4Info does not fit the device config: table {name} has "
+            raise _misfit(
+                f"table {name} has "
                 f"{len(info.match_fields)} match fields, the program says {len(table.key)}"
             )
         fields = tuple(
@@ -303,24 +279,18 @@ class _Builder:
             if resource in self._direct_counters:
                 counter = _units(self._direct_counters[resource].spec)
                 if not table.with_counters:
-                    raise invalid_argument(
-                        f"P4Info does not fit the device config: {name} has no direct counter"
-                    )
+                    raise _misfit(f"{name} has no direct counter")
             elif resource in self._direct_meters:
                 has_meter = True
                 if table.meter is None:
-                    raise invalid_argument(
-                        f"P4Info does not fit the device config: {name} has no direct meter"
-                    )
+                    raise _misfit(f"{name} has no direct meter")
             else:
                 raise invalid_argument(f"P4Info: table {name}: direct resource {resource}")
         profile_id = info.implementation_id or None
         if profile_id is not None and profile_id not in self._profiles:
             raise invalid_argument(f"P4Info: table {name}: implementation {profile_id}")
         if (profile_id is None) != (table.action_profile is None):
-            raise invalid_argument(
-                f"P4Info does not fit the device config: implementation of table {name}"
-            )
+            raise _misfit(f"implementation of table {name}")
         return TableSchema(
             id=info.preamble.id,
             name=name,
@@ -342,12 +312,9 @@ class _Builder:
         if kind is None:
             raise unimplemented(f"{what}: match type {match.other_match_type or match.match_type}")
         if key.match not in _JSON_KINDS[kind]:
-            raise invalid_argument(
-                f"P4Info does not fit the device config: {what} is {kind.value}, the program "
-                f"says {key.match}"
-            )
+            raise _misfit(f"{what} is {kind.value}, the program says {key.match}")
         width, target_width = self._widths(what, match.bitwidth, match.type_name.name, key.width)
-        return FieldSchema(match.id, match.name, kind, width, target_width)
+        return FieldSchema(match.id, match.name, width, target_width, kind)
 
     def _action(
         self, where: str, action_id: int, indices: Sequence[int], scope: int
@@ -358,14 +325,10 @@ class _Builder:
         name = info.preamble.name
         index = next((i for i in indices if self._program.actions[i].name == name), None)
         if index is None:
-            raise invalid_argument(
-                f"P4Info does not fit the device config: {where} has no action {name}"
-            )
+            raise _misfit(f"{where} has no action {name}")
         parameters = self._program.actions[index].parameters
         if len(parameters) != len(info.params):
-            raise invalid_argument(
-                f"P4Info does not fit the device config: parameters of action {name}"
-            )
+            raise _misfit(f"parameters of action {name}")
         params = []
         for param, parameter in zip(info.params, parameters, strict=True):
             width, target_width = self._widths(
@@ -390,7 +353,7 @@ class _Builder:
         name = info.preamble.name
         profile = next((p for p in self._program.action_profiles if p.name == name), None)
         if profile is None or info.with_selector != (profile.selector is not None):
-            raise invalid_argument(f"P4Info does not fit the device config: action profile {name}")
+            raise _misfit(f"action profile {name}")
         actions: dict[int, ActionSchema] = {}
         for table_id in info.table_ids:
             if table_id not in tables:
@@ -406,46 +369,41 @@ class _Builder:
         )
 
     def _counter(self, info: p4i.Counter) -> CounterSchema:
-        name = info.preamble.name
-        array = next((c for c in self._program.counters if c.name == name), None)
-        if array is None or array.direct is not None:
-            raise invalid_argument(f"P4Info does not fit the device config: counter {name}")
-        self._refuse_index_type(name, info.index_type_name)
-        return CounterSchema(info.preamble.id, name, array.size, _units(info.spec))
+        array = self._array("counter", info, self._program.counters)
+        return CounterSchema(info.preamble.id, array.name, array.size, _units(info.spec))
 
     def _meter(self, info: p4i.Meter) -> MeterSchema:
-        name = info.preamble.name
-        array = next((m for m in self._program.meters if m.name == name), None)
-        if array is None or array.direct is not None:
-            raise invalid_argument(f"P4Info does not fit the device config: meter {name}")
-        self._refuse_index_type(name, info.index_type_name)
-        return MeterSchema(info.preamble.id, name, array.size)
+        array = self._array("meter", info, self._program.meters)
+        return MeterSchema(info.preamble.id, array.name, array.size)
 
     def _register(self, info: p4i.Register) -> RegisterSchema:
-        name = info.preamble.name
-        array = next((r for r in self._program.registers if r.name == name), None)
-        if array is None:
-            raise invalid_argument(f"P4Info does not fit the device config: register {name}")
-        self._refuse_index_type(name, info.index_type_name)
-        return RegisterSchema(info.preamble.id, name, array.size, array.width)
+        array = self._array("register", info, self._program.registers)
+        return RegisterSchema(info.preamble.id, array.name, array.size, array.width)
 
-    def _refuse_index_type(self, name: str, type_name: p4t.P4NamedType) -> None:
-        new_type = self._types.new_types.get(type_name.name) if type_name.name else None
+    def _array(
+        self, kind: str, info: p4i.Counter | p4i.Meter | p4i.Register, arrays: Sequence[_Array]
+    ) -> _Array:
+        """The program's array that P4Info means; a direct one is none."""
+        name = info.preamble.name
+        array = next((a for a in arrays if a.name == name), None)
+        if array is None or getattr(array, "direct", None) is not None:
+            raise _misfit(f"{kind} {name}")
+        index = info.index_type_name.name
+        new_type = self._types.new_types.get(index) if index else None
         if new_type is not None and new_type.HasField("translated_type"):
-            raise unimplemented(f"{name}: index of translated type {type_name.name}")
+            raise unimplemented(f"{name}: index of translated type {index}")
+        return array
 
     def _digest(self, info: p4i.Digest) -> DigestSchema:
         name = info.preamble.name
         learn = next((one for one in self._program.learn_lists if one.name == name), None)
         if learn is None:
-            raise invalid_argument(f"P4Info does not fit the device config: digest {name}")
+            raise _misfit(f"digest {name}")
         data_type = self._data_type(f"digest {name}", info.type_spec, depth=0)
-        headers = self._program.headers
-        target = tuple(headers[ref.header].fields[ref.field].width for ref in learn.fields)
+        target = tuple(self._program.width(ref) for ref in learn.fields)
         if data_type.widths != target:
-            raise invalid_argument(
-                f"P4Info does not fit the device config: digest {name} has fields of "
-                f"{data_type.widths} bits, the program says {target}"
+            raise _misfit(
+                f"digest {name} has fields of {data_type.widths} bits, the program says {target}"
             )
         return DigestSchema(info.preamble.id, name, data_type)
 
@@ -506,9 +464,5 @@ class _Builder:
 
 
 def _units(spec: p4i.CounterSpec) -> CounterUnits:
-    unit = spec.unit
-    if unit == p4i.CounterSpec.PACKETS:
-        return CounterUnits(packets=True, bytes=False)
-    if unit == p4i.CounterSpec.BYTES:
-        return CounterUnits(packets=False, bytes=True)
-    return CounterUnits(packets=True, bytes=True)
+    packets = spec.unit != p4i.CounterSpec.BYTES
+    return CounterUnits(packets=packets, bytes=spec.unit != p4i.CounterSpec.PACKETS)

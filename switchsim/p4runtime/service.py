@@ -22,8 +22,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -47,6 +47,7 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.schema import Schema, build_schema
+from kvcast.switchsim.p4runtime.state import copied
 from kvcast.switchsim.p4runtime.tls import admit
 
 log = logging.getLogger("kvcast.switchsim.p4runtime.service")
@@ -73,7 +74,7 @@ MAX_REQUEST_BYTES = 256 << 20
 class NewSwitch(Protocol):
     """Makes an engine."""
 
-    def __call__(self, *, cpu_port: int | None, drop_port: int, seed: int) -> Engine: ...
+    def __call__(self, *, drop_port: int, seed: int) -> Engine: ...
 
 
 _Config = p4r.ForwardingPipelineConfig
@@ -109,9 +110,6 @@ class ServiceCounters:
     """Requests of parts whose certificate does not let them program switches."""
     internal_errors: int = 0
     """Requests that failed by a bug here; the log has the traceback."""
-
-    def as_dict(self) -> dict[str, int]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(slots=True)
@@ -263,26 +261,17 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Capabilities(  # noqa: N802 - gRPC names
         self, request: p4r.CapabilitiesRequest, context: Any
     ) -> p4r.CapabilitiesResponse:
-        await self._admit(context)
-        return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
+        async with self._answering(context, "Capabilities"):
+            return p4r.CapabilitiesResponse(p4runtime_api_version=API_VERSION)
 
     async def Write(  # noqa: N802
         self, request: p4r.WriteRequest, context: Any
     ) -> p4r.WriteResponse:
-        await self._admit(context)
-        errors: list[P4RuntimeError | None] = []
-        try:
-            async with self._write_lock:
-                self._check_device(request.device_id)
-                self._check_role(request.role, request.role_id)
-                self._check_primary(request)
-                pipeline = self._target()
-                self.counters.writes += 1
-                errors = await self._apply(pipeline, request)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "Write")
+        async with self._answering(context, "Write"), self._write_lock:
+            self._check_writer(request)
+            pipeline = self._target()
+            self.counters.writes += 1
+            errors = await self._apply(pipeline, request)
         failed = sum(error is not None for error in errors)
         self.counters.updates += len(errors)
         self.counters.update_errors += failed
@@ -296,8 +285,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     async def Read(  # noqa: N802
         self, request: p4r.ReadRequest, context: Any
     ) -> AsyncIterator[p4r.ReadResponse]:
-        await self._admit(context)
-        try:
+        async with self._answering(context, "Read"):
             self._check_device(request.device_id)
             self._check_role(request.role, 0)
             pipeline = self._target()
@@ -305,41 +293,25 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             for chunk in _chunks(pipeline.store.read(request.entities)):
                 yield chunk
                 await asyncio.sleep(0)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "Read")
 
     async def SetForwardingPipelineConfig(  # noqa: N802
         self, request: _SetRequest, context: Any
     ) -> p4r.SetForwardingPipelineConfigResponse:
-        await self._admit(context)
-        try:
-            async with self._write_lock:
-                self._check_device(request.device_id)
-                self._check_role(request.role, request.role_id)
-                self._check_primary(request)
-                await self._set_pipeline(request)
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "SetForwardingPipelineConfig")
+        async with self._answering(context, "SetForwardingPipelineConfig"), self._write_lock:
+            self._check_writer(request)
+            await self._set_pipeline(request)
         self._timer_changed.set()
         return p4r.SetForwardingPipelineConfigResponse()
 
     async def GetForwardingPipelineConfig(  # noqa: N802
         self, request: _GetRequest, context: Any
     ) -> p4r.GetForwardingPipelineConfigResponse:
-        await self._admit(context)
-        try:
+        async with self._answering(context, "GetForwardingPipelineConfig"):
             self._check_device(request.device_id)
             return p4r.GetForwardingPipelineConfigResponse(
                 config=self._get_pipeline(request.response_type)
             )
-        except P4RuntimeError as error:
-            await _abort(context, error)
-        except Exception:
-            await self._internal_error(context, "GetForwardingPipelineConfig")
+        raise AssertionError("an RPC ends in an answer or an error")
 
     async def StreamChannel(  # type: ignore[override]  # noqa: N802 - grpc.aio takes both forms
         self, request_iterator: AsyncIterator[p4r.StreamMessageRequest], context: Any
@@ -407,7 +379,9 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         if role or role_id:
             raise unimplemented("roles other than the default are not supported")
 
-    def _check_primary(self, request: p4r.WriteRequest | _SetRequest) -> None:
+    def _check_writer(self, request: p4r.WriteRequest | _SetRequest) -> None:
+        self._check_device(request.device_id)
+        self._check_role(request.role, request.role_id)
         election_id = request.election_id if request.HasField("election_id") else None
         if not self._arbiter.is_primary(election_id):
             raise permission_denied("Not primary")
@@ -472,14 +446,12 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         except Exception:
             self.counters.internal_errors += 1
             log.exception("update failed")
-            return P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log"), None
+            return _internal_error(), None
 
     # --- pipelines ----------------------------------------------------------------------------
 
     def _new_switch(self) -> Engine:
-        return self._make_switch(
-            cpu_port=self._cpu_port, drop_port=self._drop_port, seed=self._seed
-        )
+        return self._make_switch(drop_port=self._drop_port, seed=self._seed)
 
     def _build(self, config: _Config) -> Pipeline:
         """A pipeline with no entries but its own, not yet running."""
@@ -494,19 +466,13 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         schema = build_schema(config.p4info, program)
         switch = self._new_switch()
         switch.load(program)
-        p4info = p4i.P4Info()
-        p4info.CopyFrom(config.p4info)
-        cookie = None
-        if config.HasField("cookie"):
-            cookie = p4r.ForwardingPipelineConfig.Cookie()
-            cookie.CopyFrom(config.cookie)
         return Pipeline(
             switch=switch,
             schema=schema,
             store=EntityStore(schema, switch, strict=self.strict, now_us=self._now_us),
-            p4info=p4info,
+            p4info=copied(config.p4info),
             device_config=config.p4_device_config,
-            cookie=cookie,
+            cookie=copied(config.cookie) if config.HasField("cookie") else None,
         )
 
     async def _set_pipeline(self, request: _SetRequest) -> None:
@@ -603,21 +569,20 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     def _arbitrate(self, stream: _Stream, request: p4r.MasterArbitrationUpdate) -> None:
         before = self._arbiter.primary
-        notifications = self._arbiter.update(stream.id, request)
-        if self._arbiter.primary != before:
-            self._primary_changed()
-        self._notify(notifications)
+        self._notify(self._arbiter.update(stream.id, request), before)
 
     def _disconnect(self, stream: _Stream) -> None:
         before = self._arbiter.primary
-        notifications = self._arbiter.disconnect(stream.id)
-        if self._arbiter.primary != before:
-            self._primary_changed()
-        self._notify(notifications)
+        self._notify(self._arbiter.disconnect(stream.id), before)
         if stream.arbitrated:
             log.info("controller gone", extra={"peer": stream.peer})
 
-    def _notify(self, notifications: list[Notification]) -> None:
+    def _notify(self, notifications: list[Notification], before: int | None) -> None:
+        """Tell the streams who is primary; `before`: who it was."""
+        if self._arbiter.primary != before and self._running is not None:
+            # The new primary must hear again what the old one may not have acted on.
+            for buffer in self._running.store.digests.values():
+                buffer.forget_unacknowledged()
         for notification in notifications:
             stream = self._streams.get(notification.stream)
             if stream is None:
@@ -626,12 +591,6 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
                 stream.overflow.set()
             else:
                 stream.outbox.put_nowait(p4r.StreamMessageResponse(arbitration=notification.update))
-
-    def _primary_changed(self) -> None:
-        """The new primary must hear again what the old one may not have acted on."""
-        if self._running is not None:
-            for buffer in self._running.store.digests.values():
-                buffer.forget_unacknowledged()
 
     def _primary_stream(self) -> _Stream | None:
         primary = self._arbiter.primary
@@ -719,12 +678,22 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             self.counters.refused_callers += 1
             await _abort(context, error)
 
-    async def _internal_error(self, context: Any, what: str) -> NoReturn:
-        self.counters.internal_errors += 1
-        log.exception("%s failed", what)
-        await _abort(
-            context, P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log")
-        )
+    @asynccontextmanager
+    async def _answering(self, context: Any, what: str) -> AsyncIterator[None]:
+        """An RPC of a caller who may make it; what goes wrong in it ends it with an error."""
+        await self._admit(context)
+        try:
+            yield
+        except P4RuntimeError as error:
+            await _abort(context, error)
+        except Exception:
+            self.counters.internal_errors += 1
+            log.exception("%s failed", what)
+            await _abort(context, _internal_error())
+
+
+def _internal_error() -> P4RuntimeError:
+    return P4RuntimeError(rpc_code.INTERNAL, "internal error; see the switch's log")
 
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}

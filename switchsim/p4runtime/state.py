@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from finsy.proto import p4r, rpc_code
+from google.protobuf.message import Message
 from kvcast.switchsim.control_plane import tables
 from kvcast.switchsim.control_plane.externs import ExternError, Rate
 from kvcast.switchsim.control_plane.switch import ReplicationError
 from kvcast.switchsim.p4runtime.errors import (
     P4RuntimeError,
+    already_exists,
     invalid_argument,
+    not_found,
     out_of_range,
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.schema import ActionSchema, CounterUnits
 from kvcast.switchsim.p4runtime.values import decode_bytes
+
+_Message = TypeVar("_Message", bound=Message)
+_Known = TypeVar("_Known")
 
 Undo = Callable[[], None]
 """Puts back what one update changed. Undo steps run in the reverse order of their updates."""
@@ -93,10 +100,31 @@ def rates_of(config: p4r.MeterConfig) -> tuple[Rate, Rate]:
     return Rate(config.cir / 1e6, config.cburst), Rate(config.pir / 1e6, config.pburst)
 
 
-def copy_meter(config: p4r.MeterConfig) -> p4r.MeterConfig:
-    kept = p4r.MeterConfig()
-    kept.CopyFrom(config)
+def copied(message: _Message) -> _Message:
+    kept = type(message)()
+    kept.CopyFrom(message)
     return kept
+
+
+def entity_of(which: str, message: Message) -> p4r.Entity:
+    """An entity of the kind that `which` names."""
+    entity = p4r.Entity()
+    getattr(entity, which).CopyFrom(message)
+    return entity
+
+
+def inserting(which: str, message: Message) -> p4r.Update:
+    return p4r.Update(type=p4r.Update.INSERT, entity=entity_of(which, message))
+
+
+def present(kind: int, known: _Known | None, exists: str, missing: str) -> _Known | None:
+    """What a write of this kind changes, None for what it inserts; an error with one of the two
+    messages if that is there, or is not."""
+    if kind == p4r.Update.INSERT and known is not None:
+        raise already_exists(exists)
+    if kind != p4r.Update.INSERT and known is None:
+        raise not_found(missing)
+    return known
 
 
 def decode_arguments(action: ActionSchema, message: p4r.Action) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ Specification: P4Runtime 1.4, "TableEntry" and its subsections, "DirectCounterEn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
+from kvcast.switchsim.control_plane.externs import Rate
 from kvcast.switchsim.control_plane.tables import Entry, Table
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
@@ -27,17 +28,19 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.profiles import Pointer, ProfileStore
-from kvcast.switchsim.p4runtime.schema import ActionSchema, Schema, TableSchema
+from kvcast.switchsim.p4runtime.schema import ActionSchema, CounterUnits, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import (
     Undo,
     check_counter_data,
-    copy_meter,
+    copied,
     counter_data,
     decode_arguments,
     engine_errors,
+    inserting,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.values import (
+    MatchKind,
     decode_match,
     encode_bytes,
     encode_match,
@@ -122,7 +125,7 @@ class TableStore:
             raise already_exists(f"{schema.name}: the entry exists")
         self._check_timeout(message)
         counter = self._counter_of(message)
-        rates = rates_of(message.meter_config) if self._has_meter_config(message) else ()
+        rates = self._rates_in(message)
         if not message.HasField("action"):
             raise invalid_argument(f"{schema.name}: action is missing")
         rank = _MAX_PRIORITY - priority if schema.needs_priority else 0
@@ -133,12 +136,8 @@ class TableStore:
                 handle = self.table.add(key, rank, action.name, arguments)
         else:
             pointer = self._profiles.point(schema, message.action)
-            try:
-                with engine_errors():
-                    handle = pointer.add(self.table, key, rank)
-            except BaseException:
-                pointer.release()
-                raise
+            with pointer.released_on_error():
+                handle = pointer.add(self.table, key, rank)
         record = _Record(handle, key, priority, pointer)
         self._describe(record, message)
         self._records[key, priority] = record
@@ -146,7 +145,7 @@ class TableStore:
             self.table.write_counter(handle, *counter)
         if rates:
             self.table.configure_meter(handle, rates)
-            record.meter = copy_meter(message.meter_config)
+            record.meter = copied(message.meter_config)
         return lambda: self._remove(record)
 
     def _modify(self, message: p4r.TableEntry) -> Undo:
@@ -157,7 +156,7 @@ class TableStore:
             raise permission_denied(f"table {schema.name} is const")
         self._check_timeout(message)
         counter = self._counter_of(message)
-        rates = rates_of(message.meter_config) if self._has_meter_config(message) else ()
+        rates = self._rates_in(message)
         if not message.HasField("action") and not schema.is_const:
             raise invalid_argument(f"{schema.name}: action is missing")
         undo = self._snapshot(record)
@@ -173,7 +172,7 @@ class TableStore:
             self.table.write_counter(record.handle, *counter)
         if schema.has_meter:
             self.table.configure_meter(record.handle, rates)
-            record.meter = copy_meter(message.meter_config) if rates else None
+            record.meter = copied(message.meter_config) if rates else None
         return undo
 
     def _delete(self, message: p4r.TableEntry) -> Undo:
@@ -242,12 +241,8 @@ class TableStore:
         return undo
 
     def _repoint(self, record: _Record, pointer: Pointer) -> None:
-        try:
-            with engine_errors():
-                pointer.modify(self.table, record.handle)
-        except BaseException:
-            pointer.release()
-            raise
+        with pointer.released_on_error():
+            pointer.modify(self.table, record.handle)
         if record.pointer is not None:
             record.pointer.release()
         record.pointer = pointer
@@ -263,9 +258,7 @@ class TableStore:
         """How to put a modified entry back."""
         entry = self.table.get(record.handle)
         action, packets, bytes_ = entry.action, entry.packets, entry.bytes
-        rates = entry.meter.rates
-        meter, metadata = record.meter, record.metadata
-        controller_metadata, timeout_ns = record.controller_metadata, record.idle_timeout_ns
+        rates, before = entry.meter.rates, replace(record)
         spec = None if record.pointer is None else record.pointer.spec()
 
         def undo() -> None:
@@ -277,9 +270,9 @@ class TableStore:
             entry.packets, entry.bytes = packets, bytes_
             if self.schema.has_meter:
                 self.table.configure_meter(record.handle, rates)
-            record.meter, record.metadata = meter, metadata
-            record.controller_metadata = controller_metadata
-            self._set_timeout(record, timeout_ns)
+            record.meter, record.metadata = before.meter, before.metadata
+            record.controller_metadata = before.controller_metadata
+            self._set_timeout(record, before.idle_timeout_ns)
 
         return undo
 
@@ -301,8 +294,7 @@ class TableStore:
     def write_counter(self, kind: int, message: p4r.DirectCounterEntry) -> Undo:
         if kind != p4r.Update.MODIFY:
             raise invalid_argument("direct counters can only be modified")
-        if self.schema.counter is None:
-            raise invalid_argument(f"table {self.schema.name} has no direct counter")
+        self._counter_units()
         record = self._addressed(message.table_entry)
         before = self.table.read_counter(record.handle)
         if message.HasField("data"):
@@ -312,15 +304,14 @@ class TableStore:
     def write_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
         if kind != p4r.Update.MODIFY:
             raise invalid_argument("direct meters can only be modified")
-        if not self.schema.has_meter:
-            raise invalid_argument(f"table {self.schema.name} has no direct meter")
+        self._need_meter()
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         record = self._addressed(message.table_entry)
         config, rates = record.meter, self.table.get(record.handle).meter.rates
         new = rates_of(message.config) if message.HasField("config") else ()
         self.table.configure_meter(record.handle, new)
-        record.meter = copy_meter(message.config) if new else None
+        record.meter = copied(message.config) if new else None
 
         def undo() -> None:
             self.table.configure_meter(record.handle, rates)
@@ -329,9 +320,7 @@ class TableStore:
         return undo
 
     def read_counters(self, entry: p4r.TableEntry) -> Iterator[p4r.DirectCounterEntry]:
-        units = self.schema.counter
-        if units is None:
-            raise invalid_argument(f"table {self.schema.name} has no direct counter")
+        units = self._counter_units()
         for record in self._addressed_or_all(entry):
             packets, bytes_ = self.table.read_counter(record.handle)
             yield p4r.DirectCounterEntry(
@@ -339,8 +328,7 @@ class TableStore:
             )
 
     def read_meters(self, entry: p4r.TableEntry) -> Iterator[p4r.DirectMeterEntry]:
-        if not self.schema.has_meter:
-            raise invalid_argument(f"table {self.schema.name} has no direct meter")
+        self._need_meter()
         for record in self._addressed_or_all(entry):
             message = p4r.DirectMeterEntry(table_entry=self._key_message(record))
             if record.meter is not None:
@@ -356,9 +344,6 @@ class TableStore:
     def _addressed_or_all(self, message: p4r.TableEntry) -> list[_Record]:
         if message.match or message.is_default_action:
             return [self._addressed(message)]
-        return self._live()
-
-    def _live(self) -> list[_Record]:
         return list(self._records.values())
 
     # --- reads --------------------------------------------------------------------------------
@@ -377,7 +362,7 @@ class TableStore:
             record = self._records.get(self._key(wanted))
             records = [] if record is None else [record]
         else:
-            records = self._live()
+            records = list(self._records.values())
         for record in records:
             if (record.key, record.priority) in self._records and self._selected(record, wanted):
                 yield self._message(record, wanted)
@@ -392,25 +377,18 @@ class TableStore:
         if wanted.HasField("action"):
             if wanted.action.WhichOneof("type") != "action":
                 raise invalid_argument("entries can only be filtered by direct action")
-            action = self.schema.actions.get(wanted.action.action.action_id)
-            if action is None:
-                raise invalid_argument(
-                    f"table {self.schema.name} has no action {wanted.action.action.action_id}"
-                )
+            action = self._action(wanted.action.action.action_id)
             bound = self.table.get(record.handle).action
             return bound is not None and bound.name == action.name
         return True
 
     def _message(self, record: _Record, wanted: p4r.TableEntry) -> p4r.TableEntry:
         entry = self.table.get(record.handle)
-        message = self._key_message(record)
+        message = self._described(record)
         if record.pointer is not None:
             message.action.CopyFrom(record.pointer.spec())
         elif entry.action is not None:
             self._put_action(message.action.action, entry.action.name, entry.action.arguments)
-        message.metadata = record.metadata
-        message.controller_metadata = record.controller_metadata
-        message.idle_timeout_ns = record.idle_timeout_ns
         message.is_const = record.is_const
         if wanted.HasField("counter_data") and self.schema.counter is not None:
             message.counter_data.CopyFrom(
@@ -421,6 +399,14 @@ class TableStore:
         if wanted.HasField("time_since_last_hit"):
             idle_us = max(0, self._now_us() - self._last_used_us(record, entry))
             message.time_since_last_hit.elapsed_ns = idle_us * 1000
+        return message
+
+    def _described(self, record: _Record) -> p4r.TableEntry:
+        """The key of an entry, and what the controller said of it."""
+        message = self._key_message(record)
+        message.metadata = record.metadata
+        message.controller_metadata = record.controller_metadata
+        message.idle_timeout_ns = record.idle_timeout_ns
         return message
 
     def _key_message(self, record: _Record) -> p4r.TableEntry:
@@ -462,11 +448,7 @@ class TableStore:
             idle_ns = (now_us - self._last_used_us(record, entry)) * 1000
             if idle_ns >= record.idle_timeout_ns:
                 record.idle_since_us = now_us
-                message = self._key_message(record)
-                message.metadata = record.metadata
-                message.controller_metadata = record.controller_metadata
-                message.idle_timeout_ns = record.idle_timeout_ns
-                yield message
+                yield self._described(record)
 
     def next_expiry_us(self) -> int | None:
         """When the first entry will have been idle for its timeout, if nothing hits it."""
@@ -492,7 +474,7 @@ class TableStore:
         if self.schema.is_const:
             return
         for entry in self.read(wanted):
-            yield p4r.Update(type=p4r.Update.INSERT, entity=p4r.Entity(table_entry=entry))
+            yield inserting("table_entry", entry)
         if self.schema.profile_id is None and not self.schema.const_default:
             default = self._default_message()
             default.is_const = False
@@ -522,10 +504,8 @@ class TableStore:
             what = f"{schema.name}.{field.name}"
             if field.id in given:
                 width = min(field.width, field.target_width)
-                if field.width != field.target_width and field.kind.value not in (
-                    "exact",
-                    "optional",
-                ):
+                plain = field.kind in (MatchKind.EXACT, MatchKind.OPTIONAL)
+                if field.width != field.target_width and not plain:
                     raise unimplemented(f"{what}: {field.kind.value} match on a translated type")
                 value = decode_match(given[field.id], field.kind, width, what)
                 if isinstance(value, ir.Ternary) and width != field.target_width:
@@ -548,27 +528,40 @@ class TableStore:
         schema = self.schema
         if message.WhichOneof("type") != "action":
             raise invalid_argument(f"{schema.name} takes a direct action")
-        action = schema.actions.get(message.action.action_id)
-        if action is None:
-            raise invalid_argument(f"{schema.name}: no action {message.action.action_id}")
+        action = self._action(message.action.action_id)
         if default and not action.as_default:
             raise permission_denied(f"{action.name} cannot be the default of {schema.name}")
         if not default and not action.in_entries:
             raise permission_denied(f"{action.name} can only be the default of {schema.name}")
         return action, decode_arguments(action, message.action)
 
+    def _action(self, action_id: int) -> ActionSchema:
+        action = self.schema.actions.get(action_id)
+        if action is None:
+            raise invalid_argument(f"{self.schema.name}: no action {action_id}")
+        return action
+
     def _counter_of(self, message: p4r.TableEntry) -> tuple[int, int] | None:
         if not message.HasField("counter_data"):
             return None
-        if self.schema.counter is None:
-            raise invalid_argument(f"table {self.schema.name} has no direct counter")
+        self._counter_units()
         return check_counter_data(message.counter_data)
 
-    def _has_meter_config(self, message: p4r.TableEntry) -> bool:
-        given = message.HasField("meter_config")
-        if given and not self.schema.has_meter:
+    def _counter_units(self) -> CounterUnits:
+        if self.schema.counter is None:
+            raise invalid_argument(f"table {self.schema.name} has no direct counter")
+        return self.schema.counter
+
+    def _rates_in(self, message: p4r.TableEntry) -> Sequence[Rate]:
+        """The rates that the entry's meter gets; none makes it say green."""
+        if not message.HasField("meter_config"):
+            return ()
+        self._need_meter()
+        return rates_of(message.meter_config)
+
+    def _need_meter(self) -> None:
+        if not self.schema.has_meter:
             raise invalid_argument(f"table {self.schema.name} has no direct meter")
-        return given
 
     def _check_timeout(self, message: p4r.TableEntry) -> None:
         if message.idle_timeout_ns < 0:

@@ -71,13 +71,7 @@ def decode_match(match: p4r.FieldMatch, kind: MatchKind, width: int, what: str) 
 
 def wildcard(kind: MatchKind, width: int) -> ir.MatchValue | None:
     """What stands for a field that an entry leaves out; None where it may not."""
-    if kind is MatchKind.EXACT:
-        return None
-    if kind is MatchKind.LPM:
-        return ir.Lpm(0, 0)
-    if kind is MatchKind.RANGE:
-        return ir.Range(0, full_mask(width))
-    return ir.Ternary(0, 0)
+    return ir.anything("ternary" if kind is MatchKind.OPTIONAL else kind.value, width)
 
 
 def full_mask(width: int) -> int:

@@ -41,7 +41,7 @@ class InProcessPort(Port):
         if self._on_transmit is not None:
             taken = self._on_transmit(frame)
         else:
-            taken = len(self.sent) < self._queue_depth
+            taken = len(self.sent) < self.options.queue_depth
             if taken:
                 self.sent.append(frame)
         if not taken:

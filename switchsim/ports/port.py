@@ -18,7 +18,7 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Final
 
 MIN_FRAME_BYTES = 14  # an Ethernet header
@@ -79,9 +79,6 @@ class PortCounters:
     the frames in question are among `tx_frames`."""
     tx_errors: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 @dataclass(frozen=True, slots=True)
 class PortOptions:
@@ -126,8 +123,6 @@ class Port(ABC):
         self.counters = PortCounters()
         self.ingress: deque[bytes] = deque()
         self.options = options
-        self._queue_depth = options.queue_depth
-        self._loss = options.loss
         self._rx_random = random.Random(f"{options.seed}/{number}/rx")
         self._tx_random = random.Random(f"{options.seed}/{number}/tx")
         self._pacer = (
@@ -159,15 +154,15 @@ class Port(ABC):
 
     def read_counters(self) -> dict[str, int]:
         """All counters by name, the kernel's included."""
-        return self.counters.as_dict()
+        return asdict(self.counters)
 
     def _room(self) -> int:
         """How many frames one call of `drain` may take."""
-        return min(DRAIN_FRAMES, self._queue_depth - len(self.ingress))
+        return min(DRAIN_FRAMES, self.options.queue_depth - len(self.ingress))
 
     def transmit(self, frame: bytes, now_s: float) -> None:
         """Send a frame, now or when the port's rate allows it."""
-        if self._loss and self._tx_random.random() < self._loss:
+        if self.options.loss and self._tx_random.random() < self.options.loss:
             self.counters.tx_loss += 1
         elif self._pacer is None:
             self._send_counted(frame)
@@ -199,10 +194,10 @@ class Port(ABC):
         if size > MAX_FRAME_BYTES:
             counters.rx_oversize += 1
             return False
-        if self._loss and self._rx_random.random() < self._loss:
+        if self.options.loss and self._rx_random.random() < self.options.loss:
             counters.rx_loss += 1
             return False
-        if len(self.ingress) >= self._queue_depth:
+        if len(self.ingress) >= self.options.queue_depth:
             counters.rx_queue_drops += 1
             return False
         counters.rx_frames += 1

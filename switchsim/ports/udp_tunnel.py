@@ -69,14 +69,10 @@ class UdpTunnelPort(Port):
         return self._socket.fileno()
 
     def drain(self) -> int:
-        return self._drain_connected() if self.fixed_peer else self._drain_learning()
-
-    def _drain_connected(self) -> int:
-        receive = self._socket.recv
         arrived = 0
         for _ in range(self._room()):
             try:
-                frame = receive(MAX_FRAME_BYTES + 1)
+                frame, sender = self._socket.recvfrom(MAX_FRAME_BYTES + 1)
             except BlockingIOError:
                 break
             except ConnectionRefusedError:
@@ -84,23 +80,10 @@ class UdpTunnelPort(Port):
                 self.counters.tx_refused += 1
                 continue
             except OSError as error:
-                self._receive_error(error)
+                self.counters.rx_errors += 1
+                log.warning("port receive failed", extra={"port": self.number, "error": str(error)})
                 break
-            self.receive(frame)
-            arrived += 1
-        return arrived
-
-    def _drain_learning(self) -> int:
-        arrived = 0
-        for _ in range(self._room()):
-            try:
-                frame, sender = self._socket.recvfrom(MAX_FRAME_BYTES + 1)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._receive_error(error)
-                break
-            if sender != self.peer and not self._learn(sender):
+            if not self.fixed_peer and sender != self.peer and not self._learn(sender):
                 self.counters.rx_foreign += 1
                 continue
             self.receive(frame)
@@ -138,10 +121,6 @@ class UdpTunnelPort(Port):
             # The error belongs to an earlier frame; this one has not been sent yet.
             self.counters.tx_refused += 1
             self._socket.send(frame)
-
-    def _receive_error(self, error: OSError) -> None:
-        self.counters.rx_errors += 1
-        log.warning("port receive failed", extra={"port": self.number, "error": str(error)})
 
     def read_counters(self) -> dict[str, int]:
         self.counters.rx_kernel_drops = kernel_drops(self._socket)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
-from kvcast.switchsim.reference.expressions import Arguments, Bool, Data, Expressions
+from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.reference.expressions import Arguments, Data, Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.phv import (
     CLONE_FIELD_LIST,
@@ -32,7 +32,13 @@ from kvcast.switchsim.reference.phv import (
     Phv,
     to_signed,
 )
-from kvcast.switchsim.semantics import CLONE_REQUESTED, MAX_STEPS, SESSION_MASK, format_pieces
+from kvcast.switchsim.semantics import (
+    CLONE_REQUESTED,
+    MAX_STEPS,
+    SESSION_MASK,
+    filled,
+    format_pieces,
+)
 
 log = logging.getLogger("kvcast.switchsim.ir")
 
@@ -49,13 +55,6 @@ class PacketAbandoned(Exception):  # noqa: N818 - not an error of ours, but the 
     """The program failed an assert or assume, or ran for ever; the packet is dropped."""
 
 
-@dataclass
-class Faults:
-    """Things that P4 leaves undefined and that happened; counted, with no other effect."""
-
-    index_out_of_range: int = 0
-
-
 class Actions:
     """Builds functions for the actions of one program."""
 
@@ -67,7 +66,7 @@ class Actions:
         meters: Sequence[MeterArray | None],
         drop_port: int,
         rng: random.Random,
-        faults: Faults,
+        stats: SwitchStats,
     ) -> None:
         self.expressions = expressions
         self.layout: Layout = expressions.layout
@@ -77,7 +76,7 @@ class Actions:
         self.meters = meters
         self.drop_port = drop_port
         self.rng = rng
-        self.faults = faults
+        self.stats = stats
         self.packers = [self.packer(c.items) for c in self.program.calculations]
         self.algorithms = [hashing.make(c.algorithm) for c in self.program.calculations]
 
@@ -182,10 +181,9 @@ class Actions:
 
             return store
         if isinstance(target, ir.LastField):
-            stack = self.program.stacks[target.stack]
-            wrap = self.wrap(ir.FieldRef(stack.headers[0], target.field))
-            slots = [layout.slot(ir.FieldRef(h, target.field)) for h in stack.headers]
-            next_slot = layout.stack_next[target.stack]
+            wrap = self.wrap(ir.FieldRef(target.headers[0], target.field))
+            slots = [layout.slot(ir.FieldRef(h, target.field)) for h in target.headers]
+            next_slot = self.layout.stack_next[target.stack]
 
             def store_last(p: Phv, a: Arguments, value: int) -> None:
                 n = p[next_slot]
@@ -324,17 +322,10 @@ class Actions:
 
         return assign
 
-    def _stack_headers(self, stack: ir.StackExpr) -> list[tuple[int, ...]]:
-        """The elements of a stack, each as the tuple of its headers (one, or a union's)."""
-        if isinstance(stack, ir.StackOf):
-            return [(h,) for h in self.program.stacks[stack.stack].headers]
-        unions = self.program.union_stacks[stack.union_stack].unions
-        return [self.program.unions[u].headers for u in unions]
-
     def _assign_stack(self, target: ir.StackExpr, source: ir.StackExpr) -> Step:
-        to, from_ = self._stack_headers(target), self._stack_headers(source)
-        to_next = self.expressions.next_slot(target)
-        from_next = self.expressions.next_slot(source)
+        to, from_ = self.program.stack_elements(target), self.program.stack_elements(source)
+        to_next = self.layout.stack_next[target]
+        from_next = self.layout.stack_next[source]
 
         def assign(p: Phv, a: Arguments) -> None:
             p[to_next] = min(p[from_next], len(to))
@@ -348,10 +339,10 @@ class Actions:
         """push_front or pop_front of P4_16: elements move, those that come in are invalid."""
         blocks = [
             [(self.layout.valid[h], self.layout.end[h]) for h in element]
-            for element in self._stack_headers(stack)
+            for element in self.program.stack_elements(stack)
         ]
         size = len(blocks)
-        next_slot = self.expressions.next_slot(stack)
+        next_slot = self.layout.stack_next[stack]
 
         def move(p: Phv, to: int, from_: int) -> None:
             for (start, end), (other, other_end) in zip(blocks[to], blocks[from_], strict=True):
@@ -488,60 +479,54 @@ class Actions:
 
         return hash_
 
+    def _in_range(self, index: Data, size: int, run: Setter) -> Step:
+        """Run with the index if it is one, else count the fault."""
+        stats = self.stats
+
+        def step(p: Phv, a: Arguments) -> None:
+            i = index(p, a) & _U32
+            if i < size:
+                run(p, a, i)
+            else:
+                stats.index_out_of_range += 1
+
+        return step
+
     def _execute_meter(self, array: int, index: Data, store: Setter) -> Step:
         meter = self.meters[array]
         assert meter is not None, "the loader lets no direct meter be executed by index"
-        faults, size = self.faults, len(meter)
 
-        def execute(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                store(p, a, meter.execute(i, p[INGRESS_LENGTH], p[NOW_US]))
-            else:
-                faults.index_out_of_range += 1
+        def execute(p: Phv, a: Arguments, i: int) -> None:
+            store(p, a, meter.execute(i, p[INGRESS_LENGTH], p[NOW_US]))
 
-        return execute
+        return self._in_range(index, len(meter), execute)
 
     def _count(self, array: int, index: Data) -> Step:
         counter = self.counters[array]
         assert counter is not None, "the loader lets no direct counter be counted by index"
-        packets, bytes_, size, faults = counter.packets, counter.bytes, len(counter), self.faults
+        packets, bytes_ = counter.packets, counter.bytes
 
-        def count(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                packets[i] += 1
-                bytes_[i] += p[INGRESS_LENGTH]
-            else:
-                faults.index_out_of_range += 1
+        def count(p: Phv, a: Arguments, i: int) -> None:
+            packets[i] += 1
+            bytes_[i] += p[INGRESS_LENGTH]
 
-        return count
+        return self._in_range(index, len(counter), count)
 
     def _register_read(self, array: int, index: Data, store: Setter) -> Step:
-        cells, faults = self.registers[array].cells, self.faults
-        size = len(cells)
+        cells = self.registers[array].cells
 
-        def read(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                store(p, a, cells[i])
-            else:
-                faults.index_out_of_range += 1
+        def read(p: Phv, a: Arguments, i: int) -> None:
+            store(p, a, cells[i])
 
-        return read
+        return self._in_range(index, len(cells), read)
 
     def _register_write(self, array: int, index: Data, value: Data) -> Step:
-        register, faults = self.registers[array], self.faults
-        cells, mask, size = register.cells, register.mask, len(register)
+        cells, mask = self.registers[array].cells, self.registers[array].mask
 
-        def write(p: Phv, a: Arguments) -> None:
-            i = index(p, a) & _U32
-            if i < size:
-                cells[i] = value(p, a) & mask
-            else:
-                faults.index_out_of_range += 1
+        def write(p: Phv, a: Arguments, i: int) -> None:
+            cells[i] = value(p, a) & mask
 
-        return write
+        return self._in_range(index, len(cells), write)
 
     def _random(self, store: Setter, low: Data, high: Data) -> Step:
         rng = self.rng
@@ -564,9 +549,6 @@ class Actions:
             p[group] = 0
 
         return mark_to_drop
-
-    def condition(self, e: ir.BoolExpr) -> Bool:
-        return self.expressions.boolean(e)
 
 
 def sequence(steps: Sequence[Step]) -> Step:
@@ -636,12 +618,7 @@ def _log_message(text: str, arguments: Sequence[Data]) -> Step:
     def log_message(p: Phv, a: Arguments) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        values = [str(x(p, a)) for x in arguments]
-        out = [pieces[0]]
-        for n, piece in enumerate(pieces[1:]):
-            out.append(values[n] if n < len(values) else "{}")
-            out.append(piece)
-        log.info("%s", "".join(out))
+        log.info("%s", filled(pieces, [str(x(p, a)) for x in arguments]))
 
     return log_message
 

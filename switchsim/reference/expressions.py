@@ -12,8 +12,8 @@ index out of range), the value is 0, as the P4 specification allows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import RegisterArray
@@ -25,6 +25,8 @@ Data: TypeAlias = Callable[[Phv, Arguments], int]
 Bool: TypeAlias = Callable[[Phv, Arguments], bool]
 HeaderAt: TypeAlias = Callable[[Phv, Arguments], int]
 """Number of a header, or -1 where a stack has no such element."""
+_DataOf: TypeAlias = dict[str, Callable[..., Data]]
+_BoolOf: TypeAlias = dict[str, Callable[..., Bool]]
 
 
 def _divide(left: int, right: int) -> int:
@@ -77,63 +79,20 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     ">=": operator.ge,
 }
 
-_FIELD_CONST: dict[str, Callable[[int, int], Data]] = {
-    "+": lambda i, c: lambda p, a: p[i] + c,
-    "-": lambda i, c: lambda p, a: p[i] - c,
-    "&": lambda i, c: lambda p, a: p[i] & c,
-    "|": lambda i, c: lambda p, a: p[i] | c,
-    "^": lambda i, c: lambda p, a: p[i] ^ c,
-}
 
-_FIELD_FIELD: dict[str, Callable[[int, int], Data]] = {
-    "+": lambda i, j: lambda p, a: p[i] + p[j],
-    "-": lambda i, j: lambda p, a: p[i] - p[j],
-    "&": lambda i, j: lambda p, a: p[i] & p[j],
-    "|": lambda i, j: lambda p, a: p[i] | p[j],
-    "^": lambda i, j: lambda p, a: p[i] ^ p[j],
-}
+def _written_out(operators: Iterable[str], source: str) -> dict[str, Any]:
+    """By operator, the function whose source this is with @ for the operator: written out it saves
+    a call for each packet."""
+    return {op: eval(source.replace("@", op)) for op in operators}
 
-_GENERAL: dict[str, Callable[[Data, Data], Data]] = {
-    "+": lambda x, y: lambda p, a: x(p, a) + y(p, a),
-    "-": lambda x, y: lambda p, a: x(p, a) - y(p, a),
-    "&": lambda x, y: lambda p, a: x(p, a) & y(p, a),
-    "|": lambda x, y: lambda p, a: x(p, a) | y(p, a),
-    "^": lambda x, y: lambda p, a: x(p, a) ^ y(p, a),
-}
 
-_MASKED: dict[str, Callable[[Data, int], Data]] = {
-    "&": lambda x, c: lambda p, a: x(p, a) & c,
-    "|": lambda x, c: lambda p, a: x(p, a) | c,
-    "+": lambda x, c: lambda p, a: x(p, a) + c,
-    "-": lambda x, c: lambda p, a: x(p, a) - c,
-}
-
-_COMPARE_CONST: dict[str, Callable[[int, int], Bool]] = {
-    "==": lambda i, c: lambda p, a: p[i] == c,
-    "!=": lambda i, c: lambda p, a: p[i] != c,
-    "<": lambda i, c: lambda p, a: p[i] < c,
-    ">": lambda i, c: lambda p, a: p[i] > c,
-    "<=": lambda i, c: lambda p, a: p[i] <= c,
-    ">=": lambda i, c: lambda p, a: p[i] >= c,
-}
-
-_COMPARE_FIELD: dict[str, Callable[[int, int], Bool]] = {
-    "==": lambda i, j: lambda p, a: p[i] == p[j],
-    "!=": lambda i, j: lambda p, a: p[i] != p[j],
-    "<": lambda i, j: lambda p, a: p[i] < p[j],
-    ">": lambda i, j: lambda p, a: p[i] > p[j],
-    "<=": lambda i, j: lambda p, a: p[i] <= p[j],
-    ">=": lambda i, j: lambda p, a: p[i] >= p[j],
-}
-
-_COMPARE_GENERAL: dict[str, Callable[[Data, Data], Bool]] = {
-    "==": lambda x, y: lambda p, a: x(p, a) == y(p, a),
-    "!=": lambda x, y: lambda p, a: x(p, a) != y(p, a),
-    "<": lambda x, y: lambda p, a: x(p, a) < y(p, a),
-    ">": lambda x, y: lambda p, a: x(p, a) > y(p, a),
-    "<=": lambda x, y: lambda p, a: x(p, a) <= y(p, a),
-    ">=": lambda x, y: lambda p, a: x(p, a) >= y(p, a),
-}
+_FIELD_CONST: _DataOf = _written_out("+-&|^", "lambda i, c: lambda p, a: p[i] @ c")
+_FIELD_FIELD: _DataOf = _written_out("+-&|^", "lambda i, j: lambda p, a: p[i] @ p[j]")
+_GENERAL: _DataOf = _written_out("+-&|^", "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
+_MASKED: _DataOf = _written_out("+-&|", "lambda x, c: lambda p, a: x(p, a) @ c")
+_COMPARE_CONST: _BoolOf = _written_out(_COMPARE, "lambda i, c: lambda p, a: p[i] @ c")
+_COMPARE_FIELD: _BoolOf = _written_out(_COMPARE, "lambda i, j: lambda p, a: p[i] @ p[j]")
+_COMPARE_GENERAL: _BoolOf = _written_out(_COMPARE, "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
 
 
 class Expressions:
@@ -156,10 +115,8 @@ class Expressions:
                 return lambda p, a: p[slot]
             case ir.Local(index):
                 return lambda p, a: a[index]
-            case ir.LastField(stack, field):
-                return self._last_field(stack, field)
-            case ir.LastUnionField(union_stack, member, field):
-                return self._last_union_field(union_stack, member, field)
+            case ir.LastField():
+                return self._last_field(e)
             case ir.ElementField(header, field):
                 return self._element_field(header, field)
             case ir.RegisterLoad(array, index_expr):
@@ -173,10 +130,10 @@ class Expressions:
                 b = self.boolean(condition)
                 return lambda p, a: 1 if b(p, a) else 0
             case ir.LastIndex(stack_expr):
-                slot = self.next_slot(stack_expr)
+                slot = layout.stack_next[stack_expr]
                 return lambda p, a: p[slot] - 1
             case ir.StackSize(stack_expr):
-                slot = self.next_slot(stack_expr)
+                slot = layout.stack_next[stack_expr]
                 return lambda p, a: p[slot]
             case ir.ChooseData(condition, if_true, if_false):
                 b, x, y = self.boolean(condition), self.data(if_true), self.data(if_false)
@@ -218,20 +175,9 @@ class Expressions:
 
         return load
 
-    def _last_field(self, stack: int, field: int) -> Data:
-        slot, next_slot = self.layout.slot, self.layout.stack_next[stack]
-        slots = [slot(ir.FieldRef(h, field)) for h in self.program.stacks[stack].headers]
-
-        def last(p: Phv, a: Arguments) -> int:
-            n = p[next_slot]
-            return p[slots[n - 1]] if n else 0
-
-        return last
-
-    def _last_union_field(self, union_stack: int, member: int, field: int) -> Data:
-        slot, next_slot = self.layout.slot, self.layout.union_stack_next[union_stack]
-        unions = [self.program.unions[u] for u in self.program.union_stacks[union_stack].unions]
-        slots = [slot(ir.FieldRef(u.headers[member], field)) for u in unions]
+    def _last_field(self, e: ir.LastField) -> Data:
+        next_slot = self.layout.stack_next[e.stack]
+        slots = [self.layout.slot(ir.FieldRef(h, e.field)) for h in e.headers]
 
         def last(p: Phv, a: Arguments) -> int:
             n = p[next_slot]
@@ -253,11 +199,6 @@ class Expressions:
         """The slot of field number `field` in every header (meaningful where there is one)."""
         layout = self.layout
         return layout.valid if field == ir.VALID else [n + field for n in layout.first_field]
-
-    def next_slot(self, stack: ir.StackExpr) -> int:
-        if isinstance(stack, ir.StackOf):
-            return self.layout.stack_next[stack.stack]
-        return self.layout.union_stack_next[stack.union_stack]
 
     # --- booleans ---------------------------------------------------------------------------
 
@@ -372,13 +313,7 @@ class Expressions:
             case ir.HeaderOf(number):
                 return lambda p, a: number
             case ir.StackElement(stack, index_expr):
-                headers, index = self.program.stacks[stack].headers, self.data(index_expr)
-
-                def element(p: Phv, a: Arguments) -> int:
-                    i = index(p, a)
-                    return headers[i] if 0 <= i < len(headers) else -1
-
-                return element
+                return self._indexed(self.program.stacks[stack].headers, index_expr)
             case ir.UnionMember(union, member):
                 members = [
                     u.headers[member] if member < len(u.headers) else -1
@@ -398,13 +333,16 @@ class Expressions:
             case ir.UnionOf(number):
                 return lambda p, a: number
             case ir.UnionStackElement(stack, index_expr):
-                unions, index = self.program.union_stacks[stack].unions, self.data(index_expr)
+                return self._indexed(self.program.union_stacks[stack].unions, index_expr)
 
-                def element(p: Phv, a: Arguments) -> int:
-                    i = index(p, a)
-                    return unions[i] if 0 <= i < len(unions) else -1
+    def _indexed(self, elements: Sequence[int], index_expr: ir.DataExpr) -> HeaderAt:
+        index = self.data(index_expr)
 
-                return element
+        def element(p: Phv, a: Arguments) -> int:
+            i = index(p, a)
+            return elements[i] if 0 <= i < len(elements) else -1
+
+        return element
 
     # --- what a value can be ----------------------------------------------------------------
 
@@ -420,13 +358,10 @@ class Expressions:
             case ir.Binary("&", left, right):
                 known = [b for b in (self.bits(left), self.bits(right)) if b is not None]
                 return min(known) if known else None
-            case ir.Binary("|" | "^", left, right):
+            case ir.Binary("|" | "^", left, right) | ir.ChooseData(_, left, right):
                 x, y = self.bits(left), self.bits(right)
                 return None if x is None or y is None else max(x, y)
             case ir.Binary(">>", left, _):
                 return self.bits(left)
-            case ir.ChooseData(_, if_true, if_false):
-                x, y = self.bits(if_true), self.bits(if_false)
-                return None if x is None or y is None else max(x, y)
             case _:
                 return None

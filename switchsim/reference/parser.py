@@ -30,7 +30,6 @@ from kvcast.switchsim.semantics import MAX_STATES, Errors
 # An operation takes the PHV, the frame and the position, and gives the new position.
 Op: TypeAlias = Callable[[Phv, bytes, int], int]
 KeyOf: TypeAlias = Callable[[Phv, bytes, int], int]
-Extractor: TypeAlias = Callable[[Phv, bytes, int], int]
 Emitter: TypeAlias = Callable[[Phv], bytes]
 
 WIDE_BYTES = 64
@@ -147,10 +146,7 @@ class Parser:
             if self.layout.signed(part):
                 return lambda p, frame, at: p[slot] & mask
             return lambda p, frame, at: p[slot]
-        if isinstance(part, ir.LastField):
-            next_slot = self.layout.stack_next[part.stack]
-        else:
-            next_slot = self.layout.union_stack_next[part.union_stack]
+        next_slot = self.layout.stack_next[part.stack]
         last, empty = self.expressions.data(part), self.errors.stack_out_of_bounds
 
         def last_field(p: Phv, frame: bytes, at: int) -> int:
@@ -184,14 +180,8 @@ class Parser:
                 if varbit_bits is None:
                     return self._extract(header)
                 return self._extract_varbit(header, self.expressions.data(varbit_bits), max_bytes)
-            case ir.ExtractNext(stack, varbit_bits, max_bytes):
-                headers = self.program.stacks[stack].headers
+            case ir.ExtractNext(stack, headers, varbit_bits, max_bytes):
                 next_slot = self.layout.stack_next[stack]
-                return self._extract_next(headers, next_slot, varbit_bits, max_bytes)
-            case ir.ExtractNextUnion(union_stack, member, varbit_bits, max_bytes):
-                unions = self.program.union_stacks[union_stack].unions
-                headers = tuple(self.program.unions[u].headers[member] for u in unions)
-                next_slot = self.layout.union_stack_next[union_stack]
                 return self._extract_next(headers, next_slot, varbit_bits, max_bytes)
             case ir.Set(target, value):
                 return self._set(target, value)
@@ -356,12 +346,12 @@ class Checksum:
     """One checksum of the program, verified after parsing or updated before deparsing."""
 
     def __init__(self, actions: Actions, spec: ir.Checksum) -> None:
-        self.name = spec.name
         calculation = actions.program.calculations[spec.calculation]
         self._pack = actions.packers[spec.calculation]
         self._algorithm = actions.algorithms[spec.calculation]
         self._with_payload = calculation.with_payload
-        self._condition = None if spec.condition is None else actions.condition(spec.condition)
+        boolean = actions.expressions.boolean
+        self._condition = None if spec.condition is None else boolean(spec.condition)
         self._slot = actions.layout.slot(spec.target)
         self._valid = actions.layout.valid[spec.target.header]
         self._store = actions.setter(spec.target)

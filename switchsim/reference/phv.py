@@ -67,20 +67,11 @@ class Layout:
                 self.end[number] = at
             if metadata:
                 self.metadata_end = at
-        self.stack_next = [at + n for n in range(len(program.stacks))]
-        at += len(program.stacks)
-        self.union_stack_next = [at + n for n in range(len(program.union_stacks))]
-        at += len(program.union_stacks)
+        self.stack_next = {stack: at + n for n, stack in enumerate(program.all_stacks())}
+        at += len(self.stack_next)
         self.size = at
-        self.siblings: list[tuple[int, ...]] = [
-            ()
-            if header.union is None
-            else tuple(
-                self.valid[other]
-                for other in program.unions[header.union].headers
-                if other != number
-            )
-            for number, header in enumerate(program.headers)
+        self.siblings = [
+            tuple(self.valid[other] for other in program.siblings(n)) for n in range(count)
         ]
         """Validity slots that setValid() of a union's member must clear."""
         self.empty: Phv = [0] * self.size
@@ -97,7 +88,7 @@ class Layout:
         return self.first_field[ref.header] + ref.field
 
     def width(self, ref: FieldRef) -> int:
-        return 1 if ref.field == VALID else self.program.headers[ref.header].fields[ref.field].width
+        return self.program.width(ref)
 
     def signed(self, ref: FieldRef) -> bool:
         return ref.field != VALID and self.program.headers[ref.header].fields[ref.field].signed

@@ -25,13 +25,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
 from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest
 from kvcast.switchsim.ir import Program
-from kvcast.switchsim.reference.actions import Actions, Faults, PacketAbandoned
+from kvcast.switchsim.reference.actions import Actions, PacketAbandoned
 from kvcast.switchsim.reference.expressions import Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.parser import Deparser, Parser
@@ -62,12 +63,12 @@ from kvcast.switchsim.semantics import (
     REPLICATION,
     RESUBMITTED,
     SESSION_MASK,
+    TIMESTAMP_MASK,
     check_ports,
 )
 
 
-@dataclass(slots=True)
-class _Target:
+class _Target(NamedTuple):
     """Slots of the metadata that simple_switch itself reads and writes; -1 where absent."""
 
     ingress_port: int
@@ -77,8 +78,8 @@ class _Target:
     packet_length: int
     parser_error: int
     checksum_error: int
-    ingress_timestamp: int
-    egress_timestamp: int
+    ingress_global_timestamp: int
+    egress_global_timestamp: int
     mcast_grp: int
     egress_rid: int
     priority: int
@@ -108,7 +109,6 @@ class _Pipeline:
     field_lists: dict[int, tuple[int, ...]]
     learn_lists: dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]
     drop: int
-    timestamp_mask: int = field(default=(1 << 48) - 1)
 
 
 class Switch(ControlPlane):
@@ -117,17 +117,13 @@ class Switch(ControlPlane):
     def __init__(
         self,
         *,
-        cpu_port: int | None = None,
         drop_port: int = 511,
         seed: int = 0,
         digest_queue_size: int = 65536,
     ) -> None:
-        super().__init__(
-            cpu_port=cpu_port, drop_port=drop_port, digest_queue_size=digest_queue_size
-        )
+        super().__init__(drop_port=drop_port, digest_queue_size=digest_queue_size)
         self._digests: deque[Digest] = deque()
         self._rng = random.Random(seed)
-        self._faults = Faults()
         self._pipeline: _Pipeline | None = None
 
     # --- the control plane ------------------------------------------------------------------
@@ -148,7 +144,7 @@ class Switch(ControlPlane):
             meters,
             self.drop_port,
             self._rng,
-            self._faults,
+            self.stats,
         )
         runs = [actions.action(a) for a in program.actions]
         profiles = [
@@ -207,10 +203,6 @@ class Switch(ControlPlane):
         stats.frames_out += len(run.sent)
         for _, sent in run.sent:
             stats.bytes_out += len(sent)
-        faults = self._faults
-        if faults.index_out_of_range:
-            stats.index_out_of_range += faults.index_out_of_range
-            faults.index_out_of_range = 0
         return run.sent
 
     def push_digest(self, digest: Digest) -> None:
@@ -221,21 +213,17 @@ class Switch(ControlPlane):
             self._digests.append(digest)
 
 
+def _apply(node: Node | None, phv: Phv) -> None:
+    """Run a control from this node on."""
+    while node is not None:
+        node = node.apply(phv)
+        if phv[EXIT]:
+            phv[EXIT] = 0
+            return
+
+
 class _Run:
     """The life of one frame and of everything that comes from it."""
-
-    __slots__ = (
-        "clones",
-        "egress_queue",
-        "ingress_queue",
-        "now_us",
-        "passes",
-        "pipeline",
-        "port",
-        "sent",
-        "stats",
-        "switch",
-    )
 
     def __init__(self, switch: Switch, pipeline: _Pipeline, port: int, now_us: int) -> None:
         self.switch = switch
@@ -253,8 +241,8 @@ class _Run:
         target, now = self.pipeline.target, self.now_us
         phv = self.new_packet(len(frame))
         phv[target.ingress_port] = self.port
-        if target.ingress_timestamp >= 0:
-            phv[target.ingress_timestamp] = now & self.pipeline.timestamp_mask
+        if target.ingress_global_timestamp >= 0:
+            phv[target.ingress_global_timestamp] = now & TIMESTAMP_MASK
         self.ingress_queue.append((phv, frame))
         while self.ingress_queue:
             next_phv, next_frame = self.ingress_queue.popleft()
@@ -285,19 +273,14 @@ class _Run:
         # The program may change the length register; clones and resubmits start from here again.
         length = phv[PACKET_LENGTH]
         at = self.parse(phv, frame)
-        node = pipeline.ingress
-        while node is not None:
-            node = node.apply(phv)
-            if phv[EXIT]:
-                phv[EXIT] = 0
-                break
-
+        _apply(pipeline.ingress, phv)
         if phv[CLONE_SESSION]:
             self.clone_ingress(phv, frame, length)
         if phv[LEARN_LIST]:
             self.digest(phv)
         if phv[RESUBMIT_LIST]:
-            self.resubmit(phv, frame, length)
+            stats.resubmitted += 1
+            self.again(phv, frame, length, phv[RESUBMIT_LIST], RESUBMITTED)
             return
         if target.mcast_grp >= 0 and phv[target.mcast_grp]:
             phv[target.instance_type] = REPLICATION
@@ -326,9 +309,7 @@ class _Run:
         return at
 
     def clone_ingress(self, phv: Phv, frame: bytes, length: int) -> None:
-        session = self.take_clone_session(phv)
-        field_list = phv[CLONE_FIELD_LIST]
-        phv[CLONE_FIELD_LIST] = 0
+        session, field_list = self.take_clone_session(phv)
         if session is None:
             return
         pipeline = self.pipeline
@@ -338,15 +319,16 @@ class _Run:
         self.keep(copy, phv, field_list, INGRESS_CLONE)
         self.send_clone(session, copy, frame, at)
 
-    def take_clone_session(self, phv: Phv) -> CloneSession | None:
-        number = phv[CLONE_SESSION] & SESSION_MASK
-        phv[CLONE_SESSION] = 0
+    def take_clone_session(self, phv: Phv) -> tuple[CloneSession | None, int]:
+        """The session (None: unknown) and the field list of the clone that was asked for."""
+        number, field_list = phv[CLONE_SESSION] & SESSION_MASK, phv[CLONE_FIELD_LIST]
+        phv[CLONE_SESSION] = phv[CLONE_FIELD_LIST] = 0
         session = self.switch.clone_sessions.get(number)
         if session is None:
             self.stats.unknown_clone_session += 1
         else:
             self.stats.cloned += 1
-        return session
+        return session, field_list
 
     def send_clone(self, session: CloneSession, copy: Phv, frame: bytes, at: int) -> None:
         if session.packet_length_bytes:
@@ -369,11 +351,13 @@ class _Run:
             values = tuple(phv[s] & ((1 << w) - 1) for s, w in zip(slots, widths, strict=True))
             self.switch.push_digest(Digest(name, values, widths))
 
-    def resubmit(self, phv: Phv, frame: bytes, length: int) -> None:
+    def again(
+        self, phv: Phv, frame: bytes, length: int, field_list: int, instance_type: int
+    ) -> None:
+        """Send a frame to ingress with the metadata of a field list."""
         copy = self.new_packet(length)
-        self.keep(copy, phv, phv[RESUBMIT_LIST], RESUBMITTED)
+        self.keep(copy, phv, field_list, instance_type)
         copy[self.pipeline.target.packet_length] = length
-        self.stats.resubmitted += 1
         self.next_pass(copy, frame)
 
     def next_pass(self, phv: Phv, frame: bytes) -> None:
@@ -419,22 +403,16 @@ class _Run:
         pipeline, stats, phv = self.pipeline, self.stats, copy.phv
         target = pipeline.target
         stats.egress_passes += 1
-        now = self.now_us & pipeline.timestamp_mask
-        if target.egress_timestamp >= 0:
-            phv[target.egress_timestamp] = now
+        now = self.now_us & TIMESTAMP_MASK
+        if target.egress_global_timestamp >= 0:
+            phv[target.egress_global_timestamp] = now
         if target.enq_timestamp >= 0:
             phv[target.enq_timestamp] = now & 0xFFFFFFFF
         phv[target.egress_port] = copy.port
         # Something else than the drop port, which would drop the packet.
         phv[target.egress_spec] = (pipeline.drop + 1) & 0x1FF
         phv[target.packet_length] = phv[PACKET_LENGTH]
-        node = pipeline.egress
-        while node is not None:
-            node = node.apply(phv)
-            if phv[EXIT]:
-                phv[EXIT] = 0
-                break
-
+        _apply(pipeline.egress, phv)
         if phv[CLONE_SESSION]:
             self.clone_egress(copy)
         if phv[target.egress_spec] == pipeline.drop:
@@ -442,11 +420,8 @@ class _Run:
             return
         out = pipeline.deparser.deparse(phv, copy.frame, copy.at)
         if phv[RECIRCULATE_LIST]:
-            again = self.new_packet(len(out))
-            self.keep(again, phv, phv[RECIRCULATE_LIST], RECIRCULATED)
-            again[target.packet_length] = len(out)
             stats.recirculated += 1
-            self.next_pass(again, out)
+            self.again(phv, out, len(out), phv[RECIRCULATE_LIST], RECIRCULATED)
             return
         if phv[TRUNCATE_TO] < len(out):
             out = out[: phv[TRUNCATE_TO]]
@@ -454,9 +429,7 @@ class _Run:
 
     def clone_egress(self, original: _Copy) -> None:
         phv = original.phv
-        session = self.take_clone_session(phv)
-        field_list = phv[CLONE_FIELD_LIST]
-        phv[CLONE_FIELD_LIST] = 0
+        session, field_list = self.take_clone_session(phv)
         if session is None:
             return
         self.clones += 1
@@ -473,26 +446,9 @@ class _Run:
 
 
 def _target(program: Program, layout: Layout) -> _Target:
-    def slot(name: str) -> int:
-        ref = program.intrinsic_field(name)
-        return -1 if ref is None else layout.slot(ref)
-
     check_ports(program)
-    return _Target(
-        ingress_port=slot("standard_metadata.ingress_port"),
-        egress_spec=slot("standard_metadata.egress_spec"),
-        egress_port=slot("standard_metadata.egress_port"),
-        instance_type=slot("standard_metadata.instance_type"),
-        packet_length=slot("standard_metadata.packet_length"),
-        parser_error=slot("standard_metadata.parser_error"),
-        checksum_error=slot("standard_metadata.checksum_error"),
-        ingress_timestamp=slot("intrinsic_metadata.ingress_global_timestamp"),
-        egress_timestamp=slot("intrinsic_metadata.egress_global_timestamp"),
-        mcast_grp=slot("intrinsic_metadata.mcast_grp"),
-        egress_rid=slot("intrinsic_metadata.egress_rid"),
-        priority=slot("intrinsic_metadata.priority"),
-        enq_timestamp=slot("queueing_metadata.enq_timestamp"),
-    )
+    slots = {name.split(".")[1]: layout.slot(ref) for name, ref in program.intrinsic}
+    return _Target(*(slots.get(name, -1) for name in _Target._fields))
 
 
 class _ActionCallNode:
@@ -528,7 +484,7 @@ def _control_nodes(
             profile = None if spec.action_profile is None else profiles[spec.action_profile]
             nodes.append(Table(spec, actions.layout, program.actions, runs, profile))
         elif isinstance(spec, ir.Conditional):
-            nodes.append(_ConditionalNode(actions.condition(spec.condition)))
+            nodes.append(_ConditionalNode(actions.expressions.boolean(spec.condition)))
         else:
             nodes.append(_ActionCallNode(runs[spec.action]))
 

@@ -221,11 +221,6 @@ class Table(tables.Table):
         self._key_of = _key_function(layout, spec.key)
         self._default_run: Step | None = None
         self._default_next: Node | None = None
-        self._next_miss: Node | None = None
-        self._next_hit: Node | None = None
-        self._next_by_action: dict[str, Node | None] = {}
-        self._meter_store: Callable[[Phv, Sequence[int], int], None] | None = None
-        self._meter_unit_packets = False
         self.apply: Callable[[Phv], Node | None] = self._apply_general
         super().__init__(spec, actions, profile)
 

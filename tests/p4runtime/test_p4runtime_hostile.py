@@ -204,7 +204,7 @@ class Generator:
 
 
 def new_store(*, strict: bool) -> EntityStore:
-    switch = Switch(cpu_port=255)
+    switch = Switch()
     switch.load(PROGRAM)
     return EntityStore(build_schema(P4INFO, PROGRAM), switch, strict=strict, now_us=lambda: 0)
 
@@ -292,7 +292,7 @@ def test_random_reads_are_answered_or_refused(seed: int) -> None:
 def test_frames_survive_any_configuration(seed: int) -> None:
     """Whatever the control plane was told, the data plane processes frames."""
     generator = Generator(300 + seed)
-    switch = Switch(cpu_port=255)
+    switch = Switch()
     switch.load(PROGRAM)
     store = EntityStore(build_schema(P4INFO, PROGRAM), switch, strict=False, now_us=lambda: 0)
     probe = bytes(5) + b"\x01" + bytes(6) + b"\x88\xb5"

@@ -59,7 +59,7 @@ def test_the_contracts_flags_are_understood() -> None:
         *("--loss", "0.25", "--seed", "3", "--port-rate", "1e6", "--queue-depth", "99"),
         *("--stats-json", "/tmp/s.json", "--uplink-rate", "2e6"),
     )
-    assert (options.grpc_port, options.device_id, options.cpu_port) == (9000, 7, 100)
+    assert (options.grpc_addr[1], options.device_id, options.cpu_port) == (9000, 7, 100)
     assert [spec.number for spec in options.ports] == [1, 2]
     assert (options.loss, options.seed, options.queue_depth) == (0.25, 3, 99)
     assert options.port_rate_bits_per_s == 1e6

@@ -37,7 +37,7 @@ def _program() -> ir.Program:
     header = ir.Header("m", "m_t", tuple(fields), True)
     return ir.Program(
         **{
-            **{n: getattr(base, n) for n in base.__slots__},
+            **vars(base),
             "headers": (header,),
             "stacks": (),
             "unions": (),

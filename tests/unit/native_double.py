@@ -24,8 +24,7 @@ from kvcast.native.subset import (
     ctypes_of,
     native,
 )
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.state import Outbox
+from kvcast.switchsim.llvm.abi import NativeEntry, Outbox
 
 
 class Context(Struct):

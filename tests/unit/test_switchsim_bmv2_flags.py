@@ -62,7 +62,7 @@ def test_the_tutorials_command_line() -> None:
     assert str(options.program) == "build/basic.json"
     assert options.p4info is None
     assert (options.device_id, options.cpu_port, options.drop_port) == (0, 255, 511)
-    assert (options.grpc_host, options.grpc_port) == ("0.0.0.0", 50051)
+    assert options.grpc_addr == ("0.0.0.0", 50051)
     assert translate(TUTORIALS.split()).ignored == ["--thrift-port", "--nanolog", "--pcap"]
 
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.switchsim import ir, loader
-from kvcast.switchsim.reference.actions import Actions, Faults
+from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.reference.actions import Actions
 from kvcast.switchsim.reference.expressions import Expressions
 from kvcast.switchsim.reference.parser import Deparser, Parser
 from kvcast.switchsim.reference.phv import PARSER_ERROR, Layout, Phv, to_signed
@@ -51,7 +52,7 @@ LAYOUT = Layout(PROGRAM)
 
 
 def actions_for(program: ir.Program, layout: Layout) -> Actions:
-    return Actions(Expressions(layout, ()), (), (), (), 511, random.Random(0), Faults())
+    return Actions(Expressions(layout, ()), (), (), (), 511, random.Random(0), SwitchStats())
 
 
 ACTIONS = actions_for(PROGRAM, LAYOUT)

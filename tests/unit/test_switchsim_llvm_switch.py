@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kvcast.native.subset import ctypes_of, size_of
 from kvcast.p4 import artefact
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.switch import SwitchStats
@@ -51,8 +53,8 @@ class Caller:
         self.entry = switch.native_entry
         self.process = PROCESS(self.entry.process)
         self.bytes = ctypes.create_string_buffer(capacity)
-        self.descs = (Desc * frames)()
-        self.out = Outbox(
+        self.descs: Any = (ctypes_of(Desc) * frames)()
+        self.out: Any = ctypes_of(Outbox)(
             ctypes.addressof(self.bytes), capacity, 0, ctypes.addressof(self.descs), frames, 0, 0
         )
 
@@ -72,7 +74,7 @@ class Caller:
 
 
 def test_outbox_structures_have_the_sizes_of_the_interface() -> None:
-    assert (ctypes.sizeof(Desc), ctypes.sizeof(Outbox)) == (24, 48)
+    assert (size_of(Desc), size_of(Outbox)) == (24, 48)
 
 
 def test_frames_are_appended_at_multiples_of_eight_one_call_after_another() -> None:
@@ -167,18 +169,14 @@ def test_slow_way_leaves_the_epoch_as_it_was() -> None:
 # --- loading ----------------------------------------------------------------------------------
 
 
-def test_statistics_go_on_over_loads_and_can_be_taken_over() -> None:
+def test_statistics_go_on_over_loads() -> None:
     switch = loaded("forwarding")
     switch.process(1, bytes(60), 0)
     switch.load(program("headers"))
     switch.process(1, bytes(60), 0)
     assert switch.stats.frames_in == 2
-    other = loaded("headers")
-    other.stats = switch.stats
-    other.process(1, bytes(60), 0)
-    assert other.stats.frames_in == 3
-    assert other.stats.as_dict()["frames_in"] == 3
-    assert isinstance(other.stats, SwitchStats)
+    assert switch.stats.as_dict()["frames_in"] == 2
+    assert isinstance(switch.stats, SwitchStats)
 
 
 def test_program_that_cannot_be_compiled_leaves_the_present_one(tmp_path: Path) -> None:
@@ -189,7 +187,8 @@ def test_program_that_cannot_be_compiled_leaves_the_present_one(tmp_path: Path) 
     switch = loaded("forwarding")
     with pytest.raises(UnsupportedConstruct, match="round_robin_consistent"):
         switch.load(refused)
-    assert switch.describe()["program"] == program("forwarding").name
+    assert switch.program is not None
+    assert switch.program.name == program("forwarding").name
     switch.process(1, bytes(60), 0)
     assert switch.stats.frames_in == 1
 

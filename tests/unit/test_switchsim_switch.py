@@ -49,7 +49,7 @@ def test_without_a_program_frames_are_dropped_and_counted() -> None:
     switch = Switch()
     assert switch.process(1, b"x", 0) == []
     assert switch.stats.dropped_no_program == 1
-    assert switch.describe() == {"program": None}
+    assert switch.program is None
 
 
 def test_load_clears_everything_of_the_program_before() -> None:
@@ -196,13 +196,14 @@ def test_stats_account_for_frames_and_bytes() -> None:
     assert (stats["ingress_passes"], stats["egress_passes"], stats["dropped_egress"]) == (1, 3, 1)
 
 
-def test_describe_says_what_is_loaded() -> None:
+def test_a_loaded_switch_shows_what_its_program_has() -> None:
     switch = switch_with("forwarding")
-    switch.tables["I.l2"].add([Exact(1)], 0, "I.to_station", [1])
-    described = switch.describe()
-    assert described["program"] == "forwarding.p4"
-    assert described["tables"]["I.l2"] == {"match": "exact", "size": 4, "entries": 1}
-    assert described["counters"] == {"I.classes": 16}
+    table = switch.tables["I.l2"]
+    table.add([Exact(1)], 0, "I.to_station", [1])
+    assert switch.program is not None
+    assert switch.program.name == "forwarding.p4"
+    assert (table.spec.match, table.size, len(table)) == ("exact", 4, 1)
+    assert {name: len(counter) for name, counter in switch.counters.items()} == {"I.classes": 16}
 
 
 # --- the STF runner itself must be able to fail -------------------------------------------------
