@@ -61,6 +61,8 @@ _REQUESTS_PER_S = 60
 """Requests at most: each takes processors some milliseconds, however small it is."""
 _READS_WANTED = 600
 """Remote block reads that make the percentiles mean something; smaller blocks until they fit."""
+_REQUEST_BYTES = 128 << 10
+"""What a request may be for, if blocks can be small enough: traces have prompts of dozens."""
 _ARENA_BYTES = 192 << 20
 _CALIBRATION_PUTS = 32
 """Blocks that each node puts, and that another node reads, to begin with."""
@@ -360,7 +362,8 @@ def make_plan(
         chunks = _LINK_SHARE * nodes * link_rate / (8 * DATA_FRAME_BYTES) * span_s
     else:
         chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
-    size = options.block_bytes or _block_bytes(chunks)
+    blocks = _PREFIX_BLOCKS if lines is None else max(1, round(_mean_blocks(lines)))
+    size = options.block_bytes or _block_bytes(chunks, blocks)
     chunks_per_block = max(1, -(-size // CHUNK_BYTES))
     room = _ARENA_BYTES * nodes // (5 * size)  # homes' copies and readers' caches
     bounds = {
@@ -407,12 +410,16 @@ def make_plan(
     return Plan(requests, demand, size, replay_s, name, description, scaling)
 
 
-def _block_bytes(chunks: float) -> int:
-    """The largest block of which enough can be read."""
+def _block_bytes(chunks: float, blocks: int) -> int:
+    """The largest block of which enough can be read, if a request is for so many of them."""
     for size in reversed(BLOCK_SIZES):
-        if chunks * CHUNK_BYTES / size >= _READS_WANTED:
+        if chunks * CHUNK_BYTES / size >= _READS_WANTED and size * blocks <= _REQUEST_BYTES:
             return size
     return BLOCK_SIZES[0]
+
+
+def _mean_blocks(lines: list[traces.TraceLine]) -> float:
+    return sum(len(line.hash_ids) for line in lines) / max(1, len(lines))
 
 
 def _span_s(lines: list[traces.TraceLine]) -> float:
