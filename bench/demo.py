@@ -41,8 +41,8 @@ BLOCK_SIZES = (4096, 8192, 16384, 32768, 65536)
 fraction of a second, as they would pass a real one in microseconds."""
 _PREFIX_BLOCKS = 1
 """Blocks of a typical prefix. The blocks of a longer one lie on more homes, whose links share the
-work of an incast, while the readers' own links carry all of them: with as many blocks as nodes,
-most of the time that a get takes is that of its reader's link, whatever the switch does."""
+work of an incast, while the readers' own links carry all of them: the more there are, the less it
+matters to the time of a get how often a home sends each."""
 LINK_RATES = (1e6, 2e6, 5e6)
 """Bits a second that a link may be given. At the highest a block of 64 KiB takes 0.11 s: long
 beside the tens of milliseconds for which workloads let homes gather, or a crowded machine leaves a
