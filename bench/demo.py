@@ -41,8 +41,8 @@ BLOCK_SIZES = (4096, 8192, 16384, 32768, 65536)
 fraction of a second, as they would pass a real one in microseconds."""
 _PREFIX_BLOCKS = 1
 """Blocks of a typical prefix. The blocks of a longer one lie on more homes, whose links share the
-work of an incast, while the readers' own links carry all of them: with as many blocks as nodes,
-most of the time that a get takes is that of its reader's link, whatever the switch does."""
+work of an incast, while the readers' own links carry all of them: the more there are, the less it
+matters to the time of a get how often a home sends each."""
 LINK_RATES = (1e6, 2e6, 5e6)
 """Bits a second that a link may be given. At the highest a block of 64 KiB takes 0.11 s: long
 beside the tens of milliseconds for which workloads let homes gather, or a crowded machine leaves a
@@ -61,6 +61,8 @@ _REQUESTS_PER_S = 60
 """Requests at most: each takes processors some milliseconds, however small it is."""
 _READS_WANTED = 600
 """Remote block reads that make the percentiles mean something; smaller blocks until they fit."""
+_REQUEST_BYTES = 128 << 10
+"""What a request may be for, if blocks can be small enough: traces have prompts of dozens."""
 _ARENA_BYTES = 192 << 20
 _CALIBRATION_PUTS = 32
 """Blocks that each node puts, and that another node reads, to begin with."""
@@ -360,7 +362,8 @@ def make_plan(
         chunks = _LINK_SHARE * nodes * link_rate / (8 * DATA_FRAME_BYTES) * span_s
     else:
         chunks = speed.chunks_per_s * _BUSY_SHARE * replay_s
-    size = options.block_bytes or _block_bytes(chunks)
+    blocks = _PREFIX_BLOCKS if lines is None else max(1, round(_mean_blocks(lines)))
+    size = options.block_bytes or _block_bytes(chunks, blocks)
     chunks_per_block = max(1, -(-size // CHUNK_BYTES))
     room = _ARENA_BYTES * nodes // (5 * size)  # homes' copies and readers' caches
     bounds = {
@@ -407,12 +410,16 @@ def make_plan(
     return Plan(requests, demand, size, replay_s, name, description, scaling)
 
 
-def _block_bytes(chunks: float) -> int:
-    """The largest block of which enough can be read."""
+def _block_bytes(chunks: float, blocks: int) -> int:
+    """The largest block of which enough can be read, if a request is for so many of them."""
     for size in reversed(BLOCK_SIZES):
-        if chunks * CHUNK_BYTES / size >= _READS_WANTED:
+        if chunks * CHUNK_BYTES / size >= _READS_WANTED and size * blocks <= _REQUEST_BYTES:
             return size
     return BLOCK_SIZES[0]
+
+
+def _mean_blocks(lines: list[traces.TraceLine]) -> float:
+    return sum(len(line.hash_ids) for line in lines) / max(1, len(lines))
 
 
 def _span_s(lines: list[traces.TraceLine]) -> float:

@@ -140,7 +140,7 @@ def _headline(report: dict[str, Any]) -> str:
     links = f", links of {rate / 1e6:g} Mb/s" if rate else ""
     before, now = report["plain_fetch_p99_ms"], report["fetch_p99_ms"]
     times = ""
-    if rate and before and now:
+    if rate and before and now and "outage" not in report:
         times = f"99 of 100 gets took at most {before:.0f} ms through a plain switch, {now:.0f} ms "
         times += "through kvcast.\n"
     return (

@@ -211,8 +211,9 @@ def _print_table(console: Console, report: dict[str, Any]) -> None:
         table.add_row(name, plain, kvcast)
     console.print(table)
     console.print(verdict(report), highlight=False)
-    console.print(what_times_mean(report), highlight=False)
-    if "outage" in report:
+    if "outage" not in report:  # or times are those of waiting for a part that is gone
+        console.print(what_times_mean(report), highlight=False)
+    else:
         console.print(what_it_cost(report["outage"], report["wrong_bytes"]), highlight=False)
 
 

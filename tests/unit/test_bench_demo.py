@@ -93,6 +93,18 @@ def test_a_trace_is_cut_to_what_fits_and_the_part_is_named() -> None:
     assert plan.requests[-1].time_s < 20.0
 
 
+def test_a_trace_of_long_prompts_is_replayed_in_small_blocks() -> None:
+    options = DemoOptions(trace=Path("t.jsonl"))
+    sizes = [
+        make_plan(options, _trace(5000, 200.0, blocks), FAST, 50.0, 5e6).block_bytes
+        for blocks in (1, 10, 300)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] * 2 <= 128 << 10
+    assert sizes[1] * 11 <= 128 << 10
+    assert sizes[2] == BLOCK_SIZES[0]
+
+
 def test_a_given_time_scale_is_kept_and_cuts_the_trace_too() -> None:
     options = DemoOptions(trace=Path("t.jsonl"), time_scale=2.0)
     plan = make_plan(options, _trace(100, 1000.0), FAST, 20.0, 0.0)
