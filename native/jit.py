@@ -1,7 +1,7 @@
 """IR text to running machine code, with compiled code kept on disk.
 
 Owns LLVM's set-up, the passes, and the cache: one file of object code for each key, in
-$XDG_CACHE_HOME/kvcast/switchsim (or ~/.cache/...), written whole (rename) and readable by its
+$XDG_CACHE_HOME/kvcast/native (or ~/.cache/...), written whole (rename) and readable by its
 owner only. A file is `MAGIC, SHA-256 of the rest, object code`; one that does not agree, or belongs
 to somebody else, is compiled anew. Must not know P4.
 """
@@ -94,7 +94,7 @@ class Library:
             for name in exports:
                 builder.export_symbol(name)
             _loaded[0] += 1
-            self._tracker = builder.link(engine, f"switchsim.{_loaded[0]}")
+            self._tracker = builder.link(engine, f"native.{_loaded[0]}")
         self.addresses: Mapping[str, int] = {name: self._tracker[name] for name in exports}
 
 
@@ -137,9 +137,9 @@ def default_cache() -> Path | None:
     """The folder of the cache; None if this user cannot have one."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
-        return Path(base) / "kvcast" / "switchsim"
+        return Path(base) / "kvcast" / "native"
     try:
-        return Path.home() / ".cache" / "kvcast" / "switchsim"
+        return Path.home() / ".cache" / "kvcast" / "native"
     except RuntimeError:
         return None
 

@@ -26,8 +26,12 @@ _Constant: TypeAlias = tuple[str, int, int]
 
 
 def _of(prefix: str, bits: int) -> list[_Constant]:
-    """The protocol's numbers whose names begin so, in their order there."""
-    return [(name, bits, value) for name, value in vars(wire).items() if name.startswith(prefix)]
+    """The protocol's numbers whose names begin so, in their order there; a set of flags is none."""
+    return [
+        (name, bits, value)
+        for name, value in vars(wire).items()
+        if name.startswith(prefix) and not name.endswith("_FLAGS")
+    ]
 
 
 _CONSTANTS: Final[dict[str, list[_Constant]]] = {

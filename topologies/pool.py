@@ -121,8 +121,9 @@ def patience_flags(nodes: int, link_rate_bits_per_s: float = 0.0) -> list[str]:
 def link_flags(rate_bits_per_s: float) -> list[str]:
     """An agent's flags behind a link of that rate: it sends answers no faster, as a host whose
     card is busy keeps them waiting; the switch's port is the link itself, which carries all frames
-    that way no faster."""
-    return [f"--responder-rate={rate_bits_per_s / (8 * DATA_FRAME_BYTES):g}"]
+    that way no faster. Nothing is read by TCP, which would pass the link by."""
+    rate_frames_per_s = rate_bits_per_s / (8 * DATA_FRAME_BYTES)
+    return [f"--responder-rate={rate_frames_per_s:g}", "--lone-reads=reads"]
 
 
 def _behind_the_hosts(part: str, options: PoolOptions) -> list[str]:

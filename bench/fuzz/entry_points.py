@@ -82,7 +82,6 @@ from kvcast.protocol.messages.control import (
 )
 from kvcast.protocol.messages.ethernet import (
     FRAME_OVERHEAD_BYTES,
-    MAX_FRAME_BYTES,
     Endpoint,
     parse_ip,
     parse_mac,
@@ -227,7 +226,7 @@ class DataPortHarness(Harness):
         ]
 
     def corpus(self) -> list[bytes]:
-        answer = [frame for frame in self._good if len(frame) == MAX_FRAME_BYTES]
+        answer = [frame for frame in self._good if len(frame) > wire.CHUNK_BYTES]
         many = [*answer, *answer, *self._good]
         return [b"".join(map(framed, some)) for some in (answer, many, self._good)]
 

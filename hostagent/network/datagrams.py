@@ -42,8 +42,8 @@ log = logging.getLogger("kvcast.hostagent.network.datagrams")
 
 RECEIVE_ROUND: Final = ROUND_FRAMES
 """Frames after which the cores act; one message more may come with the last of them."""
-SEND_ROUND: Final = 128
-"""Two segments."""
+SEND_ROUND: Final = 256
+"""Four segments."""
 SEND_QUEUE: Final = WAITING_FRAMES
 _UDP_GRO: Final = 104  # linux/udp.h
 _KERNEL_BYTES_A_FRAME: Final = 2304

@@ -19,6 +19,7 @@ are dropped and counted.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -500,9 +501,10 @@ class Mover:
         return ctypes.addressof(array)
 
     def _bytes(self, count: int) -> int:
-        array = (ctypes.c_uint8 * count)()
-        self._kept.append(array)
-        return ctypes.addressof(array)
+        """Zeros, which take no memory until they are written to."""
+        memory = mmap.mmap(-1, count)
+        self._kept.append(memory)
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def _make_receiver(self, moves: Any) -> None:
         messages = (ctypes_of(MsgHdr) * _MESSAGES)()

@@ -99,6 +99,9 @@ class Asker:
         """Segments in flight that do not count in a window; as many again at most."""
         self.heard_at: dict[int, float] = {}
         """By node, when new DATA came from it last."""
+        self.more_comes = False
+        """Whether more will be told of what came at the same time; only then is anything asked
+        for, once for all of it."""
         self.outbox: list[tuple[int, Frame]] = []
         self._outbox_max = 4 * config.credit_segments
         self._counters = counters
@@ -140,6 +143,8 @@ class Asker:
 
     def pump(self, now: float) -> None:
         """Ask for idle segments, one home after the other, while credit and windows last."""
+        if self.more_comes:
+            return
         waiting = self.waiting
         blocked = 0  # homes in a row that had nothing to ask for now
         while waiting and blocked < len(waiting):
@@ -242,9 +247,12 @@ class Asker:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def begin(self, now: float, fetch: Fetch, segment: Segment, *, shared: bool | None) -> None:
+    def begin(
+        self, now: float, fetch: Fetch, segment: Segment, *, shared: bool | None, whole: bool
+    ) -> None:
         """Something of the segment has come: from now on its time-out is the shorter one.
-        `shared`: whether the answer to a READ goes to others too; None = it is a repair."""
+        `shared`: whether the answer to a READ goes to others too; None = it is a repair. `whole`:
+        nothing is missing, so that the caller lets it land at once."""
         if segment.state is SegmentState.IDLE:
             self._take_off(now, fetch, segment)
         elif shared is not None:
@@ -256,7 +264,8 @@ class Asker:
         srtt_s = self.homes[segment.home].rtt.srtt_s or 0.0
         segment.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
         segment.patience_s = 0.0
-        self._arm(segment)
+        if not whole:
+            self._arm(segment)
 
     def _overtake(self, now: float, segment: Segment) -> None:
         """Of what was asked for before `segment`, which has begun to come, nothing has.

@@ -245,12 +245,15 @@ class Requester:
     def placed(self, now: float, arrivals: Sequence[Arrived]) -> None:
         """Hear of DATA that `placement` has put in place, in the order in which it came."""
         by_serial = self._life.by_serial
+        self._asker.more_comes = True
         for arrived in arrivals:
             fetch = by_serial.get(arrived.serial)
             if fetch is None:  # an arrival before this one has ended the assembly
                 self.counters.duplicates += arrived.frames
             else:
                 self._arrived(now, fetch, arrived)
+        self._asker.more_comes = False
+        self._asker.pump(now)
 
     def bulk_done(self, now: float, fetch_id: int, copy: BulkCopy | None) -> bool:
         """Tell how a TryBulk or OfferReceived went; None = it failed.
@@ -425,7 +428,7 @@ class Requester:
         state = segment.state
         if state is not _RECEIVING and state is not _GAPPED:
             shared = None if flags & FLAG_PARTIAL else bool(flags & FLAG_SHARED)
-            asker.begin(now, fetch, segment, shared=shared)
+            asker.begin(now, fetch, segment, shared=shared, whole=not arrived.missing)
         segment.base_at = now
         segment.tries = 0
         if arrived.tag == segment.tag:

@@ -173,6 +173,7 @@ GOOD = [
         ("--quota=x=1M", "NAMESPACE=SIZE"),
         ("--client-share=0", "client-share"),
         ("--gather-ms=300", "0 to 255"),
+        ("--udp-segments", "goes with --transport udp"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -185,6 +186,12 @@ def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--node-id is required" in refused([], capsys)
     assert "needs --tunnel" in refused(GOOD[:-1], capsys)
     assert "goes with" in refused([*GOOD, "--transport=udp"], capsys)
+
+
+def test_runs_of_datagrams_are_joined_only_if_asked_for() -> None:
+    words = [*GOOD[:-1], "--transport=udp"]
+    assert not options_of(parse(words)).network.udp_segments
+    assert options_of(parse([*words, "--udp-segments"])).network.udp_segments
 
 
 def test_the_agent_imports_nothing_heavy() -> None:

@@ -26,6 +26,7 @@ from kvcast.hostagent.network.datagrams import (
     UdpTransport,
     open_tunnel,
     open_udp,
+    set_buffer,
 )
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
@@ -120,6 +121,7 @@ def send_piece(sock: socket.socket, datagrams: list[bytes]) -> None:
 async def tunnel() -> AsyncIterator[tuple[TunnelTransport, Recorder, socket.socket]]:
     """An adapter, its core, and the switch's end."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as switch:
+        set_buffer(switch, 1 << 20, receive=True)
         switch.bind(("127.0.0.1", 0))
         switch.settimeout(10)
         sock, _ = open_tunnel(("127.0.0.1", 0), switch.getsockname(), 1 << 20)
@@ -204,7 +206,7 @@ async def test_datagrams_one_by_one_empty_and_oversized() -> None:
 async def test_frames_of_equal_length_leave_in_one_piece_and_arrive_one_by_one() -> None:
     async with tunnel() as (transport, core, switch):
         read = wire.Frame(wire.OP_READ, 1, bytes(16), wanted=wire.FULL_SEGMENT)
-        frames = [read, *(data(chunk) for chunk in range(64)), *(read for _ in range(64))]
+        frames = [read, *(data(chunk) for chunk in range(64)), *[read] * SEND_ROUND]
         expected = [(5, frame) for frame in frames]
         core.to_send = list(expected)
         transport.pump()

@@ -132,10 +132,10 @@ def test_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.default_cache() == tmp_path / "kvcast" / "switchsim"
+    assert jit.default_cache() == tmp_path / "kvcast" / "native"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.default_cache() == tmp_path / ".cache" / "kvcast" / "switchsim"
+    assert jit.default_cache() == tmp_path / ".cache" / "kvcast" / "native"
 
 
 def constants(triple: str, layout: str) -> str:
