@@ -122,11 +122,6 @@ class BulkSide:
         for driver in self._serving:
             driver.end.stream.reset(by=1, machine=machine)
 
-    def break_connections(self) -> None:
-        """All of them end, wherever they are."""
-        for driver in (*self._calling.values(), *self._serving):
-            driver.end.stream.break_off()
-
     # --- calls ------------------------------------------------------------------------------
 
     def dispatch(self) -> None:

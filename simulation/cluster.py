@@ -94,6 +94,8 @@ class Cluster:
         self._fault_kinds = faults
         self.world = World(plan.seed)
         self.spoilers: list[Callable[[bytes], bytes]] = []
+        self.breakers: list[Callable[[frozenset[int]], bool]] = []
+        """Whether a connection between these hosts breaks in the middle of a block."""
         self.hosts: dict[int, SimHost] = {}
         self.links: dict[int, tuple[Link, Link]] = {}
         """By host: to the switch, from the switch."""
@@ -211,7 +213,7 @@ class Cluster:
         self._streams_made += 1
         stream = Stream(self.world, f"stream/{self._streams_made}")
         if kind == "bulk":
-            stream.spoil = self._spoil
+            stream.spoil = lambda data: self._spoil(stream, between, data)
         for old in [s for s in self._streams if not s.open]:
             del self._streams[old]
         self._streams[stream] = (kind, between)
@@ -219,7 +221,10 @@ class Cluster:
             stream.block()
         return stream
 
-    def _spoil(self, data: bytes) -> bytes:
+    def _spoil(self, stream: Stream, between: frozenset[int], data: bytes) -> bytes:
+        """What becomes of some of a block's bytes."""
+        if any(breaks(between) for breaks in self.breakers):
+            stream.break_off()
         for spoiler in self.spoilers:
             data = spoiler(data)
         return data

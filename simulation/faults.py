@@ -228,18 +228,16 @@ def _bulk_deaf(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
 
 
 def _bulk_broken(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
-    """All TCP connections between a host and the other agents break, several times."""
-    process = _process_of(cluster, fault)
-    if process is None:
+    """TCP connections between a host and the other agents break in the middle of blocks."""
+    if _process_of(cluster, fault) is None:
         return None
+    rng = cluster.world.stream(f"fault/{fault.number}")
 
-    def again(times: int) -> None:
-        if not process.dead and times:
-            process.bulk.break_connections()
-            cluster.world.after(fault.for_s / 8, lambda: again(times - 1))
+    def breaks(between: frozenset[int]) -> bool:
+        return fault.hosts[0] in between and rng.random() < 0.3
 
-    again(8)
-    return _nothing
+    cluster.breakers.append(breaks)
+    return lambda: cluster.breakers.remove(breaks)
 
 
 def _bulk_liar(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:

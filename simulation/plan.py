@@ -60,6 +60,8 @@ class Op:
     """Afterwards hosts that are no home forget the block, so that the next read is a real one."""
 
 
+_BULK: Final = frozenset({"bulk_broken", "bulk_deaf", "bulk_liar"})
+"""Faults of reads by TCP."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
 """Faults of links that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
@@ -355,7 +357,7 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     """Some faults of some kinds; few kinds at a time, so that each has runs of its own. With
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
-    chosen = rng.sample(sorted(kinds), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
+    chosen = rng.sample(sorted(kinds.keys() - _BULK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
     if hostile:
         chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
     faults: list[Fault] = []
@@ -364,6 +366,12 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
             targets, amount, for_s = kinds[kind](rng, hosts)
             at = rng.uniform(0.0, CHAOS_S - 0.5)
             faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
+    # Drawn apart, since they matter only to reads by TCP; and so other plans stay as they were.
+    rng = random.Random(f"{seed}/bulk faults")
+    for kind in rng.sample(sorted(kinds.keys() & _BULK), rng.choice((0, 0, 0, 1, 1, 2))):
+        targets, amount, for_s = kinds[kind](rng, hosts)
+        at = rng.uniform(0.0, CHAOS_S - 0.5)
+        faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
     return faults
 
 

@@ -33,6 +33,7 @@ from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
 from kvcast.protocol.links import stream
 from kvcast.protocol.links.bulk_callee import BulkCallee
+from kvcast.protocol.links.bulk_caller import BulkConnection
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
@@ -469,6 +470,16 @@ def _pieces_overlap() -> Any:
             self.view = view[: self.left_bytes]
 
     return mock.patch.object(stream._Room, "take", take)
+
+
+@bug("what a lone reader gets by TCP is taken for what was promised", 1, faults=["bulk_liar"])
+def _bulk_read_not_verified() -> Any:
+    original = BulkConnection._block_came
+
+    def came(self: BulkConnection, now: float, _digest: int | None) -> None:
+        original(self, now, self._promised[0])
+
+    return mock.patch.object(BulkConnection, "_block_came", came)
 
 
 @bug("an agent that has lost the controller does not come back", 2, 3, 4, faults=CUT_OFF)
