@@ -42,7 +42,7 @@ SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
 HTTP_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena)?")
+_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena(?:\.index)?)?")
 _POLL_S = 0.1
 
 
@@ -289,7 +289,7 @@ class Pool:
         options, host = self.options, self.star.host(node_id)
         assert self._sockets_folder is not None
         arena = self._arena_folder / f"{self._sockets_folder.name}-{node_id}.arena"
-        self._arenas.append(arena)
+        self._arenas += [arena, Path(f"{arena}.index")]
         return [
             *_daemon("hostagent", options),
             f"--node-id={node_id}",

@@ -171,6 +171,8 @@ class AsyncClient:
     get_outcomes = _asynchronous(Conversation.get_outcomes)
     prefetch = _asynchronous(Conversation.prefetch)
     put = _asynchronous(Conversation.put)
+    reserve = _asynchronous(Conversation.reserve)
+    commit = _asynchronous(Conversation.commit)
     exists = _asynchronous(Conversation.exists)
     drop = _asynchronous(Conversation.drop)
     pin = _asynchronous(Conversation.pin)

@@ -130,6 +130,8 @@ class Client:
     get_outcomes = _blocking(Conversation.get_outcomes)
     prefetch = _blocking(Conversation.prefetch)
     put = _blocking(Conversation.put)
+    reserve = _blocking(Conversation.reserve)
+    commit = _blocking(Conversation.commit)
     exists = _blocking(Conversation.exists)
     drop = _blocking(Conversation.drop)
     pin = _blocking(Conversation.pin)

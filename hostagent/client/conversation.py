@@ -19,10 +19,10 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome
+from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome, Reservation
 from kvcast.hostagent.client.errors import (
     ERROR_BY_STATUS,
     AgentGoneError,
@@ -59,6 +59,7 @@ class Ask:
     patience_s: float
 
 
+Ack: TypeAlias = Literal["", "home", "replicas", "local"]
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
 Call: TypeAlias = Generator[Ask, local.AgentReply, T]
@@ -300,9 +301,10 @@ class Conversation:
             count += yield from self._count(request, GRACE_S)
         return count
 
-    def put(self, namespace: int, blocks: Mapping[bytes, Buffer]) -> Call[None]:
-        """Put blocks (16-byte key to bytes) into the pool; returns when each is at its home (or,
-        with the agent's `--put-ack local`, when it is on this node).
+    def put(self, namespace: int, blocks: Mapping[bytes, Buffer], *, ack: Ack = "") -> Call[None]:
+        """Put blocks (16-byte key to bytes) into the pool. Returns when each is at its home (`ack`
+        "home"), at its home and all replicas ("replicas"), or on this node ("local"); by default
+        as the agent's `--put-ack` says.
 
         The bytes are copied once, into the arena. Raises PutError if some were not taken, and
         what `get` raises for the namespace.
@@ -311,40 +313,83 @@ class Conversation:
         batch_bytes = min(PUT_BATCH_BYTES, self._memory.size_bytes // PUT_BATCH_SHARE)
         _check_keys(list(blocks))
         for batch in _put_batches(blocks, batch_bytes):
-            keys = [key for key, _ in batch]
-            sizes = [len(view) for _, view in batch]
-            alloc = local.Alloc(next(self._numbers), namespace, keys, sizes)
-            allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
-            taken = self._write(batch, allocated, failed)
-            if taken:
-                commit = local.Commit(next(self._numbers), list(taken))
-                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
-                results = _one_each(keys := list(taken.values()), committed.blocks)
-                for key, result in zip(keys, results, strict=True):
-                    if result.status != local.OK:
-                        failed[key] = result.status
+            sizes = {key: len(view) for key, view in batch}
+            with (yield from self.reserve(namespace, sizes)) as reservation:
+                for key, view in batch:
+                    if key in reservation.views:
+                        reservation.views[key][:] = view
+                try:
+                    yield from self.commit(reservation, ack=ack)
+                except PutError as error:
+                    failed |= error.failed
         if failed:
             raise PutError(failed)
 
-    def _write(
-        self,
-        batch: list[tuple[bytes, memoryview]],
-        allocated: local.Allocated,
-        failed: dict[bytes, str],
-    ) -> dict[int, bytes]:
-        """Write a batch's blocks to their extents; the keys to commit, by ticket."""
-        taken: dict[int, bytes] = {}
+    def reserve(self, namespace: int, sizes: Mapping[bytes, int]) -> Call[Reservation]:
+        """Room in the arena for blocks (16-byte key to size in bytes), to be written in place: put
+        without a copy. Write every byte of the result's `views`, then call `commit`; used as a
+        context manager, it gives back what was not committed. It counts towards what this client
+        may hold. Blocks for which there is no room are in the result's `failed`; raises what `get`
+        raises for the namespace.
+        """
+        _check_keys(list(sizes))
+        if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
+            raise ValueError("a block has at least one byte, and less than 4 GiB")
+        reservation = Reservation(self._abort)
         try:
-            for (key, view), extent in zip(batch, _one_each(batch, allocated.extents), strict=True):
+            for part in _parts(list(sizes.items()), MAX_KEYS):
+                alloc = local.Alloc(
+                    next(self._numbers), namespace, [key for key, _ in part], [n for _, n in part]
+                )
+                allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
+                self._enter(reservation, part, allocated)
+        except BaseException:
+            reservation.abort()
+            raise
+        return reservation
+
+    def _enter(
+        self,
+        reservation: Reservation,
+        part: list[tuple[bytes, int]],
+        allocated: local.Allocated,
+    ) -> None:
+        rooms: list[tuple[bytes, int, memoryview]] = []
+        try:
+            extents = _one_each(part, allocated.extents)
+            for (key, size_bytes), extent in zip(part, extents, strict=True):
                 if extent.status == local.OK:
-                    self._memory.write(extent.offset, view)
-                    taken[extent.ticket] = key
+                    room = self._memory.room(extent.offset, size_bytes)
+                    rooms.append((key, extent.ticket, room))
                 else:
-                    failed[key] = extent.status
+                    reservation.failed[key] = extent.status
         except BaseException:
             self.give_back(allocated)
             raise
-        return taken
+        for key, ticket, room in rooms:
+            reservation.views[key] = room
+            reservation.tickets[ticket] = key
+
+    def commit(self, reservation: Reservation, *, ack: Ack = "") -> Call[None]:
+        """Make what was written into a reservation blocks of the pool; `ack` as in `put`. Raises
+        PutError if some were not taken, also those for which there was no room. The views are
+        not to be used any more."""
+        failed = dict(reservation.failed)
+        tickets = reservation.take()
+        left = list(tickets)
+        try:
+            for part in _parts(list(tickets), MAX_KEYS):
+                commit = local.Commit(next(self._numbers), part, ack)
+                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
+                del left[: len(part)]
+                for ticket, result in zip(part, _one_each(part, committed.blocks), strict=True):
+                    if result.status != local.OK:
+                        failed[tickets[ticket]] = result.status
+        except BaseException:
+            self._abort(left)
+            raise
+        if failed:
+            raise PutError(failed)
 
     def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
         """How many of `keys`, counted from the first without a gap, the pool holds now."""

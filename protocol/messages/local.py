@@ -17,7 +17,7 @@ extent that `Allocated` names, and become a block by `Commit`.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from kvcast.protocol.messages.control import (
     U16,
@@ -119,10 +119,13 @@ class Alloc(Struct, frozen=True, tag="alloc"):
 
 
 class Commit(Struct, frozen=True, tag="commit"):
-    """The bytes of these tickets are written: make them blocks and send them to their homes."""
+    """The bytes of these tickets are written: make them blocks and send them to their homes.
+    `ack`: what is waited for: "home", the first of the homes; "replicas", all of them; "local",
+    nobody; or "", what the agent was started with."""
 
     request: U64
     tickets: Handles
+    ack: Literal["", "home", "replicas", "local"] = ""
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -28,6 +28,8 @@ SEEDS: dict[str, Known] = {
     "a block may be evicted while its answer waits to be sent": Known(260, 260, 260),
     "a home answers for the block of another namespace that has the same key": Known(2, 2, 2),
     "eviction does not look at pins": Known(1, 1, 2),
+    "an agent evicts without a look at what clients pin by themselves": Known(1, 1, 2),
+    "what is evicted stays in the index that clients read": Known(1, 1, 2),
     "bytes that came by TCP are stored under the digest that was promised": Known(59, 8, 59),
     "TCP requests are served whatever their namespace": Known(15, 1, 19),
     "READs are answered whatever their namespace": Known(244, 20, 244),
