@@ -47,6 +47,8 @@ GRACE_S: Final = 5.0
 """Beyond a request's own deadline, how long the agent may take to answer."""
 SLOW_REQUEST_S: Final = 60.0
 """How long the agent may take to answer requests without a deadline of their own."""
+MOST_PARTS: Final = 64
+"""Questions of one get whose results are taken as they come."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -59,6 +61,17 @@ class Ask:
     patience_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some keys of a get, and where they stand in it."""
+
+    ask: Ask
+    places: list[int]
+    keys: list[bytes]
+
+
+Arrived: TypeAlias = tuple[int, Outcome]
+"""Where a key stands in a get, and what came of it."""
 Ack: TypeAlias = Literal["", "home", "replicas", "local"]
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
@@ -185,7 +198,9 @@ class Conversation:
         return self._arena
 
     def _ask(self, request: local.Numbered, kind: type[R], patience_s: float) -> Call[R]:
-        reply = yield Ask(request, patience_s)
+        return self._checked((yield Ask(request, patience_s)), kind)
+
+    def _checked(self, reply: local.AgentReply, kind: type[R]) -> R:
         if isinstance(reply, local.Failed):
             error = ERROR_BY_STATUS.get(reply.status, KvcastError)
             raise error(reply.reason or reply.status)
@@ -280,6 +295,37 @@ class Conversation:
                     given.block.release()
             raise
         return cast(list[Outcome], outcomes)
+
+    def get_parts(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        gather_ms: int,
+        group: int,
+        expect: bool,
+    ) -> tuple[list[Arrived], dict[int, Part]]:
+        """A get whose results are taken as they come: what is here, and questions about the rest,
+        by number, that are to be asked at once; their answers are for `part_outcomes`."""
+        checked = _check_keys(keys)
+        outcomes = self._local_outcomes(namespace, checked)
+        here = [(at, outcome) for at, outcome in enumerate(outcomes) if outcome is not None]
+        missing = [at for at, outcome in enumerate(outcomes) if outcome is None]
+        parts = {}
+        # As few keys in a question as there may be, so that none waits for another.
+        for places in _parts(missing, min(MAX_KEYS, -(-len(missing) // MOST_PARTS) or 1)):
+            batch = [checked[place] for place in places]
+            request = local.Get(
+                next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+            )
+            parts[request.request] = Part(Ask(request, deadline_s + GRACE_S), places, batch)
+        return here, parts
+
+    def part_outcomes(self, part: Part, reply: local.AgentReply) -> list[Arrived]:
+        """What came of a part."""
+        got = self._checked(reply, local.Got)
+        outcomes = map(self._outcome, part.keys, _one_each(part.keys, got.blocks))
+        return list(zip(part.places, outcomes, strict=True))
 
     def prefetch(
         self,

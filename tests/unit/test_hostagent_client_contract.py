@@ -169,9 +169,21 @@ class InAThread:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
+        if name == "get_each":
+            return lambda *args, **kwargs: self._each(value(*args, **kwargs))
         if name not in CALLS:
             return value
         return lambda *args, **kwargs: self._wait(value(*args, **kwargs))
+
+    def _each(self, iterator: Any) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    yield self._wait(anext(iterator))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._wait(iterator.aclose())
 
     def close(self) -> None:
         self._wait(self._client.close())
@@ -213,7 +225,7 @@ def test_both_clients_offer_the_same() -> None:
     for client in (Client, AsyncClient):
         public = {name for name in vars(client) if not name.startswith("_")}
         assert set(CALLS) <= public
-        assert public - set(CALLS) <= {"close", "connect", "connected", "node_id"}
+        assert public - set(CALLS) <= {"close", "connect", "connected", "get_each", "node_id"}
     for name in CALLS:
         blocking, asynchronous = getattr(Client, name), getattr(AsyncClient, name)
         assert inspect.signature(blocking) == inspect.signature(asynchronous)
@@ -331,6 +343,59 @@ def test_a_put_that_fails_while_it_writes_gives_its_room_back(
         client.put(7, {KEYS[0]: b"ab", KEYS[1]: b"c"})
     assert until(lambda: bool(agent.asked(local.Abort)) and agent.held == 0)
     assert client.exists(7, KEYS[:1]) == 1
+
+
+def test_results_are_taken_as_they_come_and_each_has_its_place(
+    client: Any, agent: CountingAgent
+) -> None:
+    keys = KEYS[:200]
+    places = []
+    for place, outcome in client.get_each(7, keys, 0.5):
+        assert outcome.block.key == keys[place]
+        places.append(place)
+        outcome.block.release()
+    assert sorted(places) == list(range(200))
+    asked = agent.asked(local.Get)
+    assert 1 < len(asked) <= 64
+    assert [key for request in asked for key in request.keys] == keys
+    client.stats()
+    assert agent.held == 0
+    assert list(client.get_each(7, [])) == []
+
+
+def test_who_gives_up_an_iterator_keeps_what_it_was_given_and_nothing_else(
+    client: Any, agent: CountingAgent
+) -> None:
+    iterator = client.get_each(7, KEYS[:100], 0.5)
+    _, first = next(iterator)
+    iterator.close()
+    assert client.exists(7, KEYS[:1]) == 1
+    assert until(lambda: client.exists(7, KEYS[:1]) == 1 and agent.held == 1)
+    first.block.release()
+    client.stats()
+    assert agent.held == 0
+
+
+def test_a_part_that_is_refused_ends_the_iteration_and_leaves_nothing(
+    client: Any, agent: CountingAgent
+) -> None:
+    agent.answers[local.Get] = lambda asked: (
+        local.Failed(asked.request, local.BUSY, "no") if asked.keys[0] == KEYS[50] else None
+    )
+
+    def release_all() -> None:
+        for _, outcome in client.get_each(7, KEYS[:64], 0.5):
+            outcome.block.release()
+
+    with pytest.raises(BusyError):
+        release_all()
+    assert until(lambda: client.exists(7, KEYS[:1]) == 1 and agent.held == 0)
+
+
+def test_an_agent_that_dies_ends_the_iteration(client: Any, agent: CountingAgent) -> None:
+    agent.answers[local.Get] = lambda asked: local.Welcome(9, "x", 1)  # no reply at all
+    with pytest.raises(AgentGoneError):
+        list(client.get_each(7, KEYS[:3], 0.1))
 
 
 def test_what_is_written_into_a_reservation_is_committed_where_it_lies(
