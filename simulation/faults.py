@@ -323,4 +323,5 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "hostile_tenant": FaultKind(_one_host(0.5, 4.0), _hostile(HostileKind.TENANT), disturbs=False),
 }
 """Every kind of fault by its name. Beside them, `plan.py` gives hosts skewed clocks,
-arenas that are too small, and different bytes of one block."""
+arenas that are too small, and different bytes of one block; and `client.py` has clients pin what
+they found a while ago."""

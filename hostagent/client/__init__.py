@@ -26,7 +26,7 @@ one content for ever: put the same key twice, and the first copy stays.
 
 from kvcast.hostagent.client.asynchronous import AsyncClient
 from kvcast.hostagent.client.blocking import Client
-from kvcast.hostagent.client.blocks import Block, Outcome
+from kvcast.hostagent.client.blocks import Block, Outcome, Reservation
 from kvcast.hostagent.client.errors import (
     AgentGoneError,
     AgentRejectedError,
@@ -57,6 +57,7 @@ __all__ = [
     "PutError",
     "QuotaError",
     "ReleasedError",
+    "Reservation",
     "UnavailableError",
     "UnknownNamespaceError",
 ]

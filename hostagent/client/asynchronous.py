@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from kvcast.hostagent.client.conversation import READ_BYTES, Ask, Call, Conversation
+from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.protocol.messages import local
 
@@ -163,6 +164,49 @@ class AsyncClient:
                 # It came at the moment at which we were cancelled.
                 self._conversation.give_back(future.result())
 
+    async def get_each(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float = 1.0,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> AsyncIterator[Arrived]:
+        """As `get_outcomes`, each as soon as it is there: pairs of a key's position in `keys` and
+        its outcome; first those that this node holds. Blocks are the caller's once it has them; of
+        an iterator that is given up (`aclose`), the rest are released."""
+        conversation = self._conversation
+        conversation.check()
+        here, parts = conversation.get_parts(namespace, keys, deadline_s, gather_ms, group, expect)
+        arrived = deque(here)
+        asked = {asyncio.create_task(self._exchange(part.ask)) for part in parts.values()}
+        try:
+            while arrived or asked:
+                while arrived:
+                    yield arrived.popleft()
+                if asked:
+                    done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                    failed: BaseException | None = None
+                    for task in done:  # all of them, whatever becomes of one: they hold blocks
+                        try:
+                            reply = task.result()
+                            arrived += conversation.part_outcomes(parts[reply.request], reply)
+                        except Exception as error:
+                            failed = error
+                    if failed is not None:
+                        raise failed
+        finally:
+            for task in asked:
+                task.cancel()
+            for task in asked:
+                with contextlib.suppress(BaseException):
+                    conversation.give_back(await task)
+            for _, outcome in arrived:
+                if outcome.block is not None:
+                    outcome.block.release()
+
     def _post(self, message: local.Request) -> None:
         if not self._gone and not self._writer.is_closing():
             self._writer.write(self._conversation.encode(message))
@@ -171,6 +215,8 @@ class AsyncClient:
     get_outcomes = _asynchronous(Conversation.get_outcomes)
     prefetch = _asynchronous(Conversation.prefetch)
     put = _asynchronous(Conversation.put)
+    reserve = _asynchronous(Conversation.reserve)
+    commit = _asynchronous(Conversation.commit)
     exists = _asynchronous(Conversation.exists)
     drop = _asynchronous(Conversation.drop)
     pin = _asynchronous(Conversation.pin)

@@ -10,14 +10,18 @@ import contextlib
 import functools
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, Final, ParamSpec, TypeVar, cast
 
-from kvcast.hostagent.client.conversation import READ_BYTES, Ask, Call, Conversation
+from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.protocol.messages import local
+
+_NOBODYS: Final = 0
+"""A number that no request has."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +56,8 @@ class Client:
         self._lock = threading.Lock()
         self._conversation = Conversation(self._post, read_only=read_only)
         self._replies: deque[local.AgentReply] = deque()
+        self._awaited: dict[int, local.AgentReply | None] = {}
+        """Answers that `get_each` waits for, or that have come for it."""
         self._posted: deque[local.Request] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -108,8 +114,78 @@ class Client:
             reply = self._replies.popleft()
             if reply.request == number:
                 return reply
+            if reply.request in self._awaited:
+                self._awaited[reply.request] = reply
+                continue
             self._conversation.give_back(reply)
         return None
+
+    def get_each(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float = 1.0,
+        *,
+        gather_ms: int = 0,
+        group: int = 0,
+        expect: bool = False,
+    ) -> Iterator[Arrived]:
+        """As `get_outcomes`, each as soon as it is there: pairs of a key's position in `keys` and
+        its outcome; first those that this node holds. Blocks are the caller's once it has them; of
+        an iterator that is given up (`close`), the rest are released."""
+        conversation = self._conversation
+        conversation.check()
+        here, parts = conversation.get_parts(namespace, keys, deadline_s, gather_ms, group, expect)
+        arrived = deque(here)
+        end = time.monotonic() + max((part.ask.patience_s for part in parts.values()), default=0)
+        try:
+            with self._lock:
+                self._awaited |= dict.fromkeys(parts)
+                self._say([part.ask.request for part in parts.values()])
+            while arrived or parts:
+                while arrived:
+                    yield arrived.popleft()
+                if parts:
+                    reply = self._next_awaited(parts, end)
+                    arrived += conversation.part_outcomes(parts.pop(reply.request), reply)
+        finally:
+            for _, outcome in arrived:
+                if outcome.block is not None:
+                    outcome.block.release()
+            with self._lock:
+                for number in parts:
+                    late = self._awaited.pop(number, None)
+                    if late is not None:
+                        conversation.give_back(late)
+
+    def _say(self, requests: list[local.Numbered]) -> None:
+        try:
+            self._send_posted()
+            for request in requests:
+                self._socket.sendall(self._conversation.encode(request))
+        except OSError as error:
+            self._socket.close()
+            raise AgentGoneError(f"the agent does not answer: {error}") from error
+
+    def _next_awaited(self, numbers: Iterable[int], end: float) -> local.AgentReply:
+        """The next answer to one of these; AgentGoneError where none comes until `end`."""
+        with self._lock:
+            try:
+                while True:
+                    self._reply_to(_NOBODYS)
+                    for number in numbers:
+                        reply = self._awaited[number]
+                        if reply is not None:
+                            del self._awaited[number]
+                            return reply
+                    self._socket.settimeout(max(end - time.monotonic(), 0.001))
+                    self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
+            except OSError as error:
+                self._socket.close()
+                raise AgentGoneError(f"the agent does not answer: {error}") from error
+            except AgentGoneError:
+                self._socket.close()
+                raise
 
     def _post(self, message: local.Request) -> None:
         # deque.append is atomic; a garbage collector may call this in the middle of _exchange.
@@ -130,6 +206,8 @@ class Client:
     get_outcomes = _blocking(Conversation.get_outcomes)
     prefetch = _blocking(Conversation.prefetch)
     put = _blocking(Conversation.put)
+    reserve = _blocking(Conversation.reserve)
+    commit = _blocking(Conversation.commit)
     exists = _blocking(Conversation.exists)
     drop = _blocking(Conversation.drop)
     pin = _blocking(Conversation.pin)

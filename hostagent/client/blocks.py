@@ -87,6 +87,39 @@ class Outcome:
     reason: str
 
 
+class Reservation:
+    """Room in the arena for blocks that are being written (see `Client.reserve`). `views`: key to
+    a writable memoryview of its size, format "B"; `failed`: key to the status of those for which
+    there was no room."""
+
+    def __init__(self, abort: Callable[[list[int]], None]) -> None:
+        self.views: dict[bytes, memoryview] = {}
+        self.failed: dict[bytes, str] = {}
+        self.tickets: dict[int, bytes] = {}
+        self._abort = abort
+
+    def take(self) -> dict[int, bytes]:
+        """The tickets with their keys; from now on nothing is reserved here."""
+        tickets, self.tickets = self.tickets, {}
+        self.views.clear()
+        return tickets
+
+    def abort(self) -> None:
+        """Give the room back; harmless when repeated, or after a commit."""
+        self._abort(list(self.take()))
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
 class Arena:
     """The agent's arena, mapped into this process."""
 
@@ -107,11 +140,10 @@ class Arena:
         self._check(offset, size_bytes)
         return self._readable[offset : offset + size_bytes]
 
-    def write(self, offset: int, data: Buffer) -> None:
-        """Copy `data` there; AgentGoneError as for `read`."""
-        size_bytes = len(data)
+    def room(self, offset: int, size_bytes: int) -> memoryview:
+        """A view to write; AgentGoneError as for `read`."""
         self._check(offset, size_bytes)
-        self._memory[offset : offset + size_bytes] = data
+        return self._memory[offset : offset + size_bytes]
 
     def _check(self, offset: int, size_bytes: int) -> None:
         if offset + size_bytes > len(self._memory):

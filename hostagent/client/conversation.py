@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome
+from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome, Reservation
 from kvcast.hostagent.client.errors import (
     ERROR_BY_STATUS,
     AgentGoneError,
@@ -47,6 +47,8 @@ GRACE_S: Final = 5.0
 """Beyond a request's own deadline, how long the agent may take to answer."""
 SLOW_REQUEST_S: Final = 60.0
 """How long the agent may take to answer requests without a deadline of their own."""
+MOST_PARTS: Final = 64
+"""Questions of one get whose results are taken as they come."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -59,6 +61,17 @@ class Ask:
     patience_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some keys of a get, and where they stand in it."""
+
+    ask: Ask
+    places: list[int]
+    keys: list[bytes]
+
+
+Arrived: TypeAlias = tuple[int, Outcome]
+"""Where a key stands in a get, and what came of it."""
 Ack: TypeAlias = Literal["", "home", "replicas", "local"]
 T = TypeVar("T")
 R = TypeVar("R", bound=local.AgentReply)
@@ -185,7 +198,9 @@ class Conversation:
         return self._arena
 
     def _ask(self, request: local.Numbered, kind: type[R], patience_s: float) -> Call[R]:
-        reply = yield Ask(request, patience_s)
+        return self._checked((yield Ask(request, patience_s)), kind)
+
+    def _checked(self, reply: local.AgentReply, kind: type[R]) -> R:
         if isinstance(reply, local.Failed):
             error = ERROR_BY_STATUS.get(reply.status, KvcastError)
             raise error(reply.reason or reply.status)
@@ -281,6 +296,37 @@ class Conversation:
             raise
         return cast(list[Outcome], outcomes)
 
+    def get_parts(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        gather_ms: int,
+        group: int,
+        expect: bool,
+    ) -> tuple[list[Arrived], dict[int, Part]]:
+        """A get whose results are taken as they come: what is here, and questions about the rest,
+        by number, that are to be asked at once; their answers are for `part_outcomes`."""
+        checked = _check_keys(keys)
+        outcomes = self._local_outcomes(namespace, checked)
+        here = [(at, outcome) for at, outcome in enumerate(outcomes) if outcome is not None]
+        missing = [at for at, outcome in enumerate(outcomes) if outcome is None]
+        parts = {}
+        # As few keys in a question as there may be, so that none waits for another.
+        for places in _parts(missing, min(MAX_KEYS, -(-len(missing) // MOST_PARTS) or 1)):
+            batch = [checked[place] for place in places]
+            request = local.Get(
+                next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
+            )
+            parts[request.request] = Part(Ask(request, deadline_s + GRACE_S), places, batch)
+        return here, parts
+
+    def part_outcomes(self, part: Part, reply: local.AgentReply) -> list[Arrived]:
+        """What came of a part."""
+        got = self._checked(reply, local.Got)
+        outcomes = map(self._outcome, part.keys, _one_each(part.keys, got.blocks))
+        return list(zip(part.places, outcomes, strict=True))
+
     def prefetch(
         self,
         namespace: int,
@@ -313,40 +359,83 @@ class Conversation:
         batch_bytes = min(PUT_BATCH_BYTES, self._memory.size_bytes // PUT_BATCH_SHARE)
         _check_keys(list(blocks))
         for batch in _put_batches(blocks, batch_bytes):
-            keys = [key for key, _ in batch]
-            sizes = [len(view) for _, view in batch]
-            alloc = local.Alloc(next(self._numbers), namespace, keys, sizes)
-            allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
-            taken = self._write(batch, allocated, failed)
-            if taken:
-                commit = local.Commit(next(self._numbers), list(taken), ack)
-                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
-                results = _one_each(keys := list(taken.values()), committed.blocks)
-                for key, result in zip(keys, results, strict=True):
-                    if result.status != local.OK:
-                        failed[key] = result.status
+            sizes = {key: len(view) for key, view in batch}
+            with (yield from self.reserve(namespace, sizes)) as reservation:
+                for key, view in batch:
+                    if key in reservation.views:
+                        reservation.views[key][:] = view
+                try:
+                    yield from self.commit(reservation, ack=ack)
+                except PutError as error:
+                    failed |= error.failed
         if failed:
             raise PutError(failed)
 
-    def _write(
-        self,
-        batch: list[tuple[bytes, memoryview]],
-        allocated: local.Allocated,
-        failed: dict[bytes, str],
-    ) -> dict[int, bytes]:
-        """Write a batch's blocks to their extents; the keys to commit, by ticket."""
-        taken: dict[int, bytes] = {}
+    def reserve(self, namespace: int, sizes: Mapping[bytes, int]) -> Call[Reservation]:
+        """Room in the arena for blocks (16-byte key to size in bytes), to be written in place: put
+        without a copy. Write every byte of the result's `views`, then call `commit`; used as a
+        context manager, it gives back what was not committed. It counts towards what this client
+        may hold. Blocks for which there is no room are in the result's `failed`; raises what `get`
+        raises for the namespace.
+        """
+        _check_keys(list(sizes))
+        if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
+            raise ValueError("a block has at least one byte, and less than 4 GiB")
+        reservation = Reservation(self._abort)
         try:
-            for (key, view), extent in zip(batch, _one_each(batch, allocated.extents), strict=True):
+            for part in _parts(list(sizes.items()), MAX_KEYS):
+                alloc = local.Alloc(
+                    next(self._numbers), namespace, [key for key, _ in part], [n for _, n in part]
+                )
+                allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
+                self._enter(reservation, part, allocated)
+        except BaseException:
+            reservation.abort()
+            raise
+        return reservation
+
+    def _enter(
+        self,
+        reservation: Reservation,
+        part: list[tuple[bytes, int]],
+        allocated: local.Allocated,
+    ) -> None:
+        rooms: list[tuple[bytes, int, memoryview]] = []
+        try:
+            extents = _one_each(part, allocated.extents)
+            for (key, size_bytes), extent in zip(part, extents, strict=True):
                 if extent.status == local.OK:
-                    self._memory.write(extent.offset, view)
-                    taken[extent.ticket] = key
+                    room = self._memory.room(extent.offset, size_bytes)
+                    rooms.append((key, extent.ticket, room))
                 else:
-                    failed[key] = extent.status
+                    reservation.failed[key] = extent.status
         except BaseException:
             self.give_back(allocated)
             raise
-        return taken
+        for key, ticket, room in rooms:
+            reservation.views[key] = room
+            reservation.tickets[ticket] = key
+
+    def commit(self, reservation: Reservation, *, ack: Ack = "") -> Call[None]:
+        """Make what was written into a reservation blocks of the pool; `ack` as in `put`. Raises
+        PutError if some were not taken, also those for which there was no room. The views are
+        not to be used any more."""
+        failed = dict(reservation.failed)
+        tickets = reservation.take()
+        left = list(tickets)
+        try:
+            for part in _parts(list(tickets), MAX_KEYS):
+                commit = local.Commit(next(self._numbers), part, ack)
+                committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
+                del left[: len(part)]
+                for ticket, result in zip(part, _one_each(part, committed.blocks), strict=True):
+                    if result.status != local.OK:
+                        failed[tickets[ticket]] = result.status
+        except BaseException:
+            self._abort(left)
+            raise
+        if failed:
+            raise PutError(failed)
 
     def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
         """How many of `keys`, counted from the first without a gap, the pool holds now."""

@@ -44,16 +44,9 @@ class Found(NamedTuple):
     digest: int
 
 
-class _Place(NamedTuple):
-    """An entry, as it was read."""
-
-    slot: int
-    word: int
-    generation: int
-    offset: int
-    size_bytes: int
-    reserved_bytes: int
-    digest: int
+_Place = tuple[int, int, int, int, int, int]
+"""An entry, as it was read: the word of its generation, its cell, offset, size in bytes, bytes
+that it takes of the arena, and digest."""
 
 
 class LocalBlocks:
@@ -147,15 +140,15 @@ class LocalBlocks:
             place = self._find(namespace, key)
             if place is None or not self._free:
                 return None
-            _, word, generation, offset, size_bytes, reserved_bytes, digest = place
+            word, cell, offset, size_bytes, reserved_bytes, digest = place
             if self._held_bytes + reserved_bytes > self._max_bytes:
                 return None
             pin = self._free.pop()
             if pin >= self._cells_used:
                 self._cells_used = pin + 1
                 self._region[shared.CELLS_USED_WORD] = pin + 1
-            self._region[shared.CELLS_WORD + pin] = shared.cell_of(place.slot, generation)
-            if self._words[word] == generation:
+            self._region[shared.CELLS_WORD + pin] = cell
+            if self._words[word] == cell >> shared.SLOT_BITS:
                 self._held_bytes += reserved_bytes
                 return Found(pin, offset, size_bytes, reserved_bytes, digest)
             self._region[shared.CELLS_WORD + pin] = 0
@@ -212,17 +205,26 @@ class LocalBlocks:
     def _find(self, namespace: int, key: bytes) -> _Place | None:
         high, low = shared.KEY_HALVES.unpack(key)
         tag = key[WORD_BYTES:] if low else shared.tag_of(low).to_bytes(WORD_BYTES, "little")
-        for bucket in shared.buckets_of(namespace, high, low, self._bits):
-            start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
-            tags = bytes(self._raw[start : start + shared.BUCKET_BYTES])
-            at = tags.find(tag)
-            while at >= 0:
-                if at % WORD_BYTES == 0:
-                    slot = bucket * shared.SLOTS_A_BUCKET + at // WORD_BYTES
-                    place = self._read(slot, namespace, high, low)
-                    if place is not None:
-                        return place
-                at = tags.find(tag, at + 1)
+        mixed = shared.mixed(namespace, high, low)
+        place = self._search(shared.first_bucket(mixed, self._bits), tag, namespace, high, low)
+        if place is None:
+            bucket = shared.second_bucket(mixed, self._bits)
+            place = self._search(bucket, tag, namespace, high, low)
+        return place
+
+    def _search(
+        self, bucket: int, tag: bytes, namespace: int, high: int, low: int
+    ) -> _Place | None:
+        start = shared.TAGS_OFFSET + bucket * shared.BUCKET_BYTES
+        tags = bytes(self._raw[start : start + shared.BUCKET_BYTES])
+        at = tags.find(tag)
+        while at >= 0:
+            if at % WORD_BYTES == 0:
+                slot = bucket * shared.SLOTS_A_BUCKET + at // WORD_BYTES
+                place = self._read(slot, namespace, high, low)
+                if place is not None:
+                    return place
+            at = tags.find(tag, at + 1)
         return None
 
     def _read(self, slot: int, namespace: int, high: int, low: int) -> _Place | None:
@@ -243,7 +245,8 @@ class LocalBlocks:
             or offset + size_bytes > self._arena_bytes
         ):
             return None
-        return _Place(slot, word, generation, offset, size_bytes, reserved_bytes, digest)
+        cell = shared.cell_of(slot, generation)
+        return word, cell, offset, size_bytes, reserved_bytes, digest
 
     def close(self) -> None:
         """Unmap what is ours; pins are the agent's to undo."""

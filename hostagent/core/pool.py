@@ -6,7 +6,8 @@ homes, a node's addresses, who may use a namespace. Must not know: how maps arri
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
@@ -17,9 +18,6 @@ from kvcast.protocol.messages.ethernet import parse_mac
 from kvcast.protocol.messages.wire import BUCKETS, CHUNKINGS, KEY_BYTES, BlockId, bucket_of
 
 NO_NODE: Final = -1
-
-_LOW_BITS: Final = struct.Struct(f">{KEY_BYTES - 2}xH")
-"""The end of a key; `bucket_of` takes its lowest bits."""
 
 
 class PoolMapError(LinkError):
@@ -58,6 +56,8 @@ class Pool:
         for number, bucket in enumerate(self._buckets):
             if not self.nodes.keys() >= set(bucket):
                 raise PoolMapError(f"bucket {number} names a node that is not in the map")
+        # By the last 16 bits of a key, of which `bucket_of` takes the lowest.
+        self._homes_by_word = self._buckets * ((1 << 16) // BUCKETS)
         self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
         self.groups: dict[tuple[int, int], GroupInfo] = {
             (g.namespace, g.group): g for g in pool_map.groups
@@ -70,8 +70,11 @@ class Pool:
 
     def homes_of_all(self, keys: list[bytes]) -> list[tuple[int, ...]]:
         """As `homes_of`, of many blocks of one namespace."""
-        buckets = self._buckets
-        return [buckets[low % BUCKETS] for (low,) in _LOW_BITS.iter_unpack(b"".join(keys))]
+        words = array("H", b"".join(keys))
+        if sys.byteorder == "little":
+            words.byteswap()
+        last = KEY_BYTES // words.itemsize
+        return list(map(self._homes_by_word.__getitem__, words[last - 1 :: last]))
 
     def other_homes_of(self, block: BlockId) -> list[int]:
         """The block's homes without this node."""

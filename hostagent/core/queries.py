@@ -127,6 +127,9 @@ class _Exists:
 
     def _ask(self, node: int, positions: list[int]) -> None:
         def answer(held: list[bool]) -> None:
+            if len(held) == len(self._held):
+                self._held = held  # all were asked of one node
+                return
             for position, is_held in zip(positions, held, strict=True):
                 if is_held:
                     self._held[position] = True

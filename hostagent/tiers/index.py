@@ -56,7 +56,9 @@ class Index:
         pinned, or 0 where there is no slot for it."""
         high, low = shared.KEY_HALVES.unpack(block.key)
         tags = self._words
-        for bucket in shared.buckets_of(block.namespace, high, low, self._bits):
+        mixed = shared.mixed(block.namespace, high, low)
+        for bucket_of in (shared.first_bucket, shared.second_bucket):
+            bucket = bucket_of(mixed, self._bits)
             first = bucket * SLOTS_A_BUCKET
             at = self._tags_word + first
             for number, tag in enumerate(tags[at : at + SLOTS_A_BUCKET].tolist()):

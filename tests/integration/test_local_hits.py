@@ -336,3 +336,39 @@ async def test_a_closed_client_and_a_closed_agent_find_nothing_more(tmp_path: Pa
             await client.get(1, [key_of(3)])
         block.release()
         del pool.agents[1]
+
+
+async def test_results_come_one_by_one_and_what_is_here_comes_first(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as (pool, client):
+        for number in range(0, 20, 2):
+            pool.drop_here(1, key_of(number))
+        keys = [key_of(n) for n in range(21)]
+        order = []
+        async for place, outcome in client.get_each(1, keys, 1.0):
+            order.append(place)
+            if place == 20:
+                assert outcome.block is None
+                continue
+            assert outcome.block is not None
+            assert bytes(outcome.block.data) == noise(place, 8000 + 1000 * place)
+            outcome.block.release()
+        assert order[:10] == list(range(1, 20, 2))
+        assert sorted(order) == list(range(21))
+
+
+async def test_a_block_is_written_straight_into_the_arena(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as (pool, client):
+        with await client.reserve(1, {key_of(70): 5000, key_of(71): 100}) as reservation:
+            reservation.views[key_of(70)][:] = noise(70, 5000)
+            reservation.views[key_of(71)][:] = noise(71, 100)
+            assert await client.exists(1, [key_of(70)]) == 0
+            await client.commit(reservation)
+        for number, size_bytes in ((70, 5000), (71, 100)):
+            (block,) = await pool.clients[2].get(1, [key_of(number)])
+            assert block is not None
+            assert bytes(block.data) == noise(number, size_bytes)
+            block.release()
+        with await client.reserve(1, {key_of(72): 5000}):
+            assert pool.agents[1].core.store.held_bytes > 0
+        await client.stats()
+        assert pool.agents[1].core.store.held_bytes == 0

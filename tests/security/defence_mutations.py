@@ -919,6 +919,11 @@ def _nameless_errors() -> AbstractContextManager[object]:
             "kvcast.hostagent.tiers.arena.ArenaError",
             KeyError,
         ),
+        around(
+            "kvcast.hostagent.core.shared_index.SharedIndex.look",
+            lambda _look: lambda self, region: self._look(region),
+        ),
+        replaced("kvcast.hostagent.client.local_blocks.AgentGoneError", KeyError),
         replaced("kvcast.hostagent.network.local_server.FramingError", NoFramingError),
         replaced("kvcast.protocol.links.stream.FramingError", NoFramingError),
         replaced("kvcast.controller.core.pool.NamespaceError", NoFramingError),

@@ -130,5 +130,5 @@ def test_an_interrupted_run_reports_the_seeds_that_have_run(
 
 BESIDE = {
     "clock_skew", "arena_without_room", "different_bytes_of_one_block", "queue_overflow",
-    "socket_overflow",
+    "socket_overflow", "late_pin",
 }  # fmt: skip

@@ -44,8 +44,8 @@ from kvcast.protocol.messages.wire import digest_of
 
 ARENA_BYTES = 1 << 20
 KEYS = [number.to_bytes(16, "big") for number in range(2 * local.MAX_KEYS + 1)]
-CALLS = ("describe", "drop", "exists", "get", "get_outcomes", "group", "namespace", "pin",
-         "prefetch", "put", "stats", "unpin")  # fmt: skip
+CALLS = ("commit", "describe", "drop", "exists", "get", "get_outcomes", "group", "namespace", "pin",
+         "prefetch", "put", "reserve", "stats", "unpin")  # fmt: skip
 
 Answer = Callable[[Any], Any]
 
@@ -169,9 +169,21 @@ class InAThread:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._client, name)
+        if name == "get_each":
+            return lambda *args, **kwargs: self._each(value(*args, **kwargs))
         if name not in CALLS:
             return value
         return lambda *args, **kwargs: self._wait(value(*args, **kwargs))
+
+    def _each(self, iterator: Any) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    yield self._wait(anext(iterator))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._wait(iterator.aclose())
 
     def close(self) -> None:
         self._wait(self._client.close())
@@ -213,7 +225,7 @@ def test_both_clients_offer_the_same() -> None:
     for client in (Client, AsyncClient):
         public = {name for name in vars(client) if not name.startswith("_")}
         assert set(CALLS) <= public
-        assert public - set(CALLS) <= {"close", "connect", "connected", "node_id"}
+        assert public - set(CALLS) <= {"close", "connect", "connected", "get_each", "node_id"}
     for name in CALLS:
         blocking, asynchronous = getattr(Client, name), getattr(AsyncClient, name)
         assert inspect.signature(blocking) == inspect.signature(asynchronous)
@@ -326,11 +338,121 @@ def test_a_put_that_fails_while_it_writes_gives_its_room_back(
     def fails(*_: object) -> None:
         raise MemoryError("no page")
 
-    monkeypatch.setattr(client_blocks.Arena, "write", fails)
+    monkeypatch.setattr(client_blocks.Arena, "room", fails)
     with pytest.raises(MemoryError):
         client.put(7, {KEYS[0]: b"ab", KEYS[1]: b"c"})
     assert until(lambda: bool(agent.asked(local.Abort)) and agent.held == 0)
     assert client.exists(7, KEYS[:1]) == 1
+
+
+def test_results_are_taken_as_they_come_and_each_has_its_place(
+    client: Any, agent: CountingAgent
+) -> None:
+    keys = KEYS[:200]
+    places = []
+    for place, outcome in client.get_each(7, keys, 0.5):
+        assert outcome.block.key == keys[place]
+        places.append(place)
+        outcome.block.release()
+    assert sorted(places) == list(range(200))
+    asked = agent.asked(local.Get)
+    assert 1 < len(asked) <= 64
+    assert [key for request in asked for key in request.keys] == keys
+    client.stats()
+    assert agent.held == 0
+    assert list(client.get_each(7, [])) == []
+
+
+def test_who_gives_up_an_iterator_keeps_what_it_was_given_and_nothing_else(
+    client: Any, agent: CountingAgent
+) -> None:
+    iterator = client.get_each(7, KEYS[:100], 0.5)
+    _, first = next(iterator)
+    iterator.close()
+    assert client.exists(7, KEYS[:1]) == 1
+    assert until(lambda: client.exists(7, KEYS[:1]) == 1 and agent.held == 1)
+    first.block.release()
+    client.stats()
+    assert agent.held == 0
+
+
+def test_a_part_that_is_refused_ends_the_iteration_and_leaves_nothing(
+    client: Any, agent: CountingAgent
+) -> None:
+    agent.answers[local.Get] = lambda asked: (
+        local.Failed(asked.request, local.BUSY, "no") if asked.keys[0] == KEYS[50] else None
+    )
+
+    def release_all() -> None:
+        for _, outcome in client.get_each(7, KEYS[:64], 0.5):
+            outcome.block.release()
+
+    with pytest.raises(BusyError):
+        release_all()
+    assert until(lambda: client.exists(7, KEYS[:1]) == 1 and agent.held == 0)
+
+
+def test_an_agent_that_dies_ends_the_iteration(client: Any, agent: CountingAgent) -> None:
+    agent.answers[local.Get] = lambda asked: local.Welcome(9, "x", 1)  # no reply at all
+    with pytest.raises(AgentGoneError):
+        list(client.get_each(7, KEYS[:3], 0.1))
+
+
+def test_what_is_written_into_a_reservation_is_committed_where_it_lies(
+    client: Any, agent: CountingAgent
+) -> None:
+    reservation = client.reserve(7, {KEYS[0]: 3, KEYS[1]: 5})
+    assert agent.held == 2
+    reservation.views[KEYS[0]][:] = b"abc"
+    reservation.views[KEYS[1]][:] = b"defgh"
+    assert os.pread(agent.arena, 8, 0) == b"abcdefgh"
+    client.commit(reservation, ack="local")
+    (committed,) = agent.asked(local.Commit)
+    assert len(committed.tickets) == 2
+    assert committed.ack == "local"
+    assert agent.held == 0
+    assert reservation.views == {}
+    reservation.abort()
+    client.stats()
+    assert agent.asked(local.Abort) == []
+
+
+def test_a_reservation_that_is_left_uncommitted_is_given_back(
+    client: Any, agent: CountingAgent
+) -> None:
+    with client.reserve(7, {KEYS[0]: 3}) as reservation:
+        assert list(reservation.views) == [KEYS[0]]
+        assert agent.held == 1
+    client.stats()
+    assert agent.held == 0
+    with pytest.raises(ValueError, match="at least one byte"):
+        client.reserve(7, {KEYS[0]: 0})
+
+
+def test_blocks_without_room_are_named_when_the_others_are_committed(
+    client: Any, agent: CountingAgent
+) -> None:
+    def half(asked: Any) -> Any:
+        agent.tickets.add(1)
+        extents = [local.Extent(local.OK, 1, 0), local.Extent(local.NO_ROOM)]
+        return local.Allocated(asked.request, extents)
+
+    agent.answers[local.Alloc] = half
+    with client.reserve(7, {KEYS[0]: 3, KEYS[1]: 5}) as reservation:
+        assert list(reservation.views) == [KEYS[0]]
+        assert reservation.failed == {KEYS[1]: local.NO_ROOM}
+        with pytest.raises(PutError) as raised:
+            client.commit(reservation)
+    assert raised.value.failed == {KEYS[1]: local.NO_ROOM}
+    assert agent.held == 0
+
+
+def test_a_commit_that_is_refused_gives_its_room_back(client: Any, agent: CountingAgent) -> None:
+    agent.answers[local.Commit] = lambda asked: local.Failed(asked.request, local.BUSY, "no")
+    reservation = client.reserve(7, {KEYS[0]: 3})
+    with pytest.raises(BusyError):
+        client.commit(reservation)
+    assert until(lambda: agent.held == 0)
 
 
 @pytest.mark.parametrize("name", ["get", "put"])

@@ -616,6 +616,16 @@ def test_nodes_are_found_by_index_and_address() -> None:
     assert Pool(pool_map([1], nodes=1), 1, "node-1").another_node() == -1
 
 
+def test_the_homes_of_many_blocks_are_those_of_each() -> None:
+    buckets = [[1 + n % 3] for n in range(BUCKETS)]
+    pool = Pool(msgspec.structs.replace(pool_map([2]), buckets=buckets), 2, "node-2")
+    rng = random.Random(1)
+    keys = [rng.randbytes(16) for _ in range(2000)]
+    assert pool.homes_of_all(keys) == [pool.homes_of(BlockId(1, key)) for key in keys]
+    assert len(set(pool.homes_of_all(keys))) == 3
+    assert pool.homes_of_all([]) == []
+
+
 def test_a_namespace_with_another_meaning_starts_empty() -> None:
     node = pool_of([2])[0]
     node.hold(1, b"old")

@@ -32,6 +32,12 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
+def buckets_of(key: bytes, bits: int) -> tuple[int, int]:
+    """Of a block of namespace 1."""
+    mixed = shared.mixed(1, *shared.KEY_HALVES.unpack(key))
+    return shared.first_bucket(mixed, bits), shared.second_bucket(mixed, bits)
+
+
 class Side:
     """One client with its region."""
 
@@ -414,11 +420,11 @@ def test_blocks_whose_two_buckets_are_full_cost_a_message_and_no_block() -> None
     client = node.client()
     bits = buckets_for(ARENA_BYTES).bit_length() - 1
     rng = random.Random(3)
-    wanted = shared.buckets_of(1, *shared.KEY_HALVES.unpack(rng.randbytes(16)), bits)
+    wanted = buckets_of(rng.randbytes(16), bits)
     keys: list[bytes] = []
     while len(keys) < 2 * shared.SLOTS_A_BUCKET + 1:
         key = rng.randbytes(16)
-        if shared.buckets_of(1, *shared.KEY_HALVES.unpack(key), bits) == wanted:
+        if buckets_of(key, bits) == wanted:
             keys.append(key)
     for key in keys:
         copy = node.store.reserve(BlockId(1, key), 1024)

@@ -37,6 +37,7 @@ def test_what_a_killed_pool_left_is_removed_and_nothing_else(tmp_path: Path) -> 
     dead, alive = f"{here}-{_dead_pid()}", f"{here}-{os.getpid()}"
     elsewhere = f"{here + 1}-{_dead_pid()}"  # another container's: it may well live
     gone = [f"kvcast-run-{dead}-ab_1", f"kvcast-s-{dead}-xyz", f"kvcast-s-{dead}-q-node-1.arena"]
+    gone.append(f"{gone[-1]}.index")
     stays = [
         f"kvcast-run-{alive}-ab_1",
         f"kvcast-s-{alive}-xyz-node-1.arena",
