@@ -98,18 +98,20 @@ class LocalBlocks:
     def take(self, namespace: int, keys: Sequence[bytes]) -> list[Found | None]:
         """Pin those of these blocks that are here, each to be given to `release`; None for the
         others, for which the agent is to be asked."""
-        if not self._readable(namespace):
-            return [None] * len(keys)
         found: list[Found | None] = []
         with self._lock:
-            self._settle()
             try:
-                for key in keys:
-                    found.append(self._take(namespace, key))
-                valid = self._readable(namespace)
-                if valid:
-                    self._tell(found)
-                    return found
+                if self._readable(namespace):
+                    self._settle()
+                    for key in keys:
+                        found.append(self._take(namespace, key))
+                    # What the namespace means, and whether we are heard, may have changed meanwhile.
+                    if self._readable(namespace):
+                        self._tell(found)
+                        return found
+            except ValueError:
+                if not self.given_up:  # closed by another thread in this moment
+                    raise
             except BaseException:
                 self._undo(found)
                 raise
@@ -172,14 +174,23 @@ class LocalBlocks:
     # --- lookups --------------------------------------------------------------------------------
 
     def prefix(self, namespace: int, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, counted from the first without a gap, are here now; 0 also where
-        it is quicker to ask the agent."""
+        """How many of these blocks, counted from the first without a gap, are here now; 0 also
+        where it is quicker to ask the agent."""
+        try:
+            return self._prefix(namespace, keys)
+        except ValueError:
+            if not self.given_up:  # closed by another thread in this moment
+                raise
+            return 0
+
+    def _prefix(self, namespace: int, keys: Sequence[bytes]) -> int:
         if not keys or not self._readable(namespace) or self._find(namespace, keys[0]) is None:
             return 0
         begin = 0
-        if self.table is not None and len(keys) >= _LEAST_FOR_NUMPY:
+        table = self.table
+        if table is not None and len(keys) >= _LEAST_FOR_NUMPY:
             # What lies in its second bucket, or is being changed, is looked up alone.
-            for position in self.table.not_found(namespace, keys):
+            for position in table.not_found(namespace, keys):
                 if self._find(namespace, keys[position]) is None:
                     begin = position
                     break

@@ -524,3 +524,22 @@ def test_the_index_keeps_what_a_later_agent_needs_to_know() -> None:
     assert shared.KEY_HALVES.pack(high, low) == key_of(7)
     assert (offset, size_bytes, reserved) == (copy.offset, 3000, copy.reserved_bytes)
     assert (digest, commits, namespace, state) == (8, 1, 1, shared.HELD)
+
+
+def test_a_client_that_another_thread_closes_finds_nothing_and_raises_nothing() -> None:
+    node = Node()
+    for where in ("_find", "_settle", "_tell"):
+        client = node.client()
+        node.put(1)
+        original = getattr(client.blocks, where)
+
+        def closed_meanwhile(
+            *args: Any, blocks: LocalBlocks = client.blocks, original: Any = original
+        ) -> Any:
+            blocks.close()
+            return original(*args)
+
+        setattr(client.blocks, where, closed_meanwhile)
+        assert client.take(1) == [None]
+        assert client.blocks.prefix(1, [key_of(1)]) == 0
+        client.blocks.release(0, BLOCK_BYTES)
