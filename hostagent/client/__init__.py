@@ -3,8 +3,8 @@
 Owns: `Client` (blocking) and `AsyncClient` (asyncio), two drivers of one `conversation`, and what
 they raise and return. Must not know: anything of the agent but the local API
 (`kvcast.protocol.messages.local`). It imports no engine, and besides the standard library nothing
-but msgspec and xxhash (and numpy where there is one, for long questions); a block is a `memoryview`, which numpy and torch take without copying
-(``numpy.frombuffer(block.data, dtype)``).
+but msgspec and xxhash (and numpy where there is one, for long questions); a block is a
+`memoryview`, which numpy and torch take without copying (``numpy.frombuffer(block.data, dtype)``).
 
 A first example::
 

@@ -105,7 +105,7 @@ class LocalBlocks:
                     self._settle()
                     for key in keys:
                         found.append(self._take(namespace, key))
-                    # What the namespace means, and whether we are heard, may have changed meanwhile.
+                    # What it means, and whether we are heard, may have changed meanwhile.
                     if self._readable(namespace):
                         self._tell(found)
                         return found
