@@ -3,8 +3,8 @@
 Owns: `Client` (blocking) and `AsyncClient` (asyncio), two drivers of one `conversation`, and what
 they raise and return. Must not know: anything of the agent but the local API
 (`kvcast.protocol.messages.local`). It imports no engine, and besides the standard library nothing
-but msgspec and xxhash; a block is a `memoryview`, which numpy and torch take without copying
-(``numpy.frombuffer(block.data, dtype)``).
+but msgspec and xxhash (and numpy where there is one, for long questions); a block is a
+`memoryview`, which numpy and torch take without copying (``numpy.frombuffer(block.data, dtype)``).
 
 A first example::
 
@@ -19,6 +19,13 @@ A first example::
             else:
                 with block:                        # pinned until released
                     engine_memory[:] = block.data
+
+What the node holds is got and released without a message to the agent. An engine that writes its
+blocks itself puts them without a copy::
+
+    with pool.reserve(ns, {key: size_bytes}) as room:
+        room.views[key][:] = engine_memory         # or any kernel that writes there
+        pool.commit(room)
 
 Keys are 16 bytes, sizes are bytes, times are seconds unless the name says otherwise. A key names
 one content for ever: put the same key twice, and the first copy stays.
