@@ -287,8 +287,8 @@ class ArenaFile:
     """The arena's bytes, or the index's: a locked shared-memory file, mapped read-write.
 
     `path` None: a file named after the process in /dev/shm, or in the temporary directory where
-    /dev/shm is missing or too small. `reserve` allocates the pages now, so that a full tmpfs is
-    an error here and not a SIGBUS later.
+    /dev/shm is missing or too small. `reserve` allocates and maps the pages now, so that a full
+    tmpfs is an error here and not a SIGBUS later, and no block pays for their page faults.
     """
 
     def __init__(self, size_bytes: int, path: str | None = None, *, reserve: bool = True) -> None:
@@ -306,7 +306,8 @@ class ArenaFile:
             break
         else:
             raise ArenaError(f"no arena of {size_bytes} bytes: {'; '.join(errors)}")
-        self._map = mmap.mmap(self._fd, size_bytes)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserve else 0)
+        self._map = mmap.mmap(self._fd, size_bytes, flags)
         self.memory = memoryview(self._map)
 
     def open_for_client(self, *, read_only: bool = False) -> int:
