@@ -49,7 +49,7 @@ from kvcast.protocol.messages.control import NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.wire import (
     BUCKETS,
-    CHUNK_BYTES,
+    CHUNKINGS,
     HEADER_BYTES,
     UDP_PORT,
     BlockId,
@@ -64,15 +64,15 @@ _IPS: Final = ("127.0.0.1", "127.0.0.2")
 _MACS: Final = ("02:6b:76:00:00:01", "02:6b:76:00:00:02")
 _BUFFER_BYTES: Final = 8 << 20
 _WAIT_FOR_ONE: Final = 0x10000  # MSG_WAITFORONE
-_PIECE_FRAMES: Final = 56
-"""Datagrams that the bare sender hands over at once where the agent may, too."""
+_PIECE_BYTES: Final = 61_000
+"""What the bare sender hands over at once where the agent may, too."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """One measurement."""
 
-    path: str = "tunnel"
+    path: str = "udp"
     """ "udp": kernel UDP, each datagram by itself; "udp-joined": in pieces (UDP_SEGMENT);
     "tunnel": Ethernet frames, in pieces."""
     block_bytes: int = 2 << 20
@@ -80,6 +80,8 @@ class Settings:
     """Asked for in one get."""
     seconds: float = 3.0
     """Of reading, and of the bare pair."""
+    chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
+    """Of a chunk; the largest is what agents choose over loopback."""
 
 
 # --- one side ---------------------------------------------------------------------------------
@@ -97,13 +99,13 @@ def _say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _pool(ports: Sequence[int]) -> PoolMap:
+def _pool(ports: Sequence[int], chunk_bytes: int) -> PoolMap:
     nodes = [
         NodeInfo(index, f"node-{index}", _IPS[index], _MACS[index], index, ports[index], _IPS[0], 0)
         for index in (HOME, READER)
     ]
     info = NamespaceInfo(NAMESPACE, "bench", "m", "1", "l", [])
-    return PoolMap(1, nodes, [[HOME] for _ in range(BUCKETS)], [info], [])
+    return PoolMap(1, nodes, [[HOME] for _ in range(BUCKETS)], [info], [], chunk_bytes)
 
 
 async def _listen(lines: asyncio.Queue[str]) -> None:
@@ -123,7 +125,8 @@ async def _side(index: int, settings: Settings) -> None:
     size_bytes = max(64 << 20, 4 * settings.blocks * settings.block_bytes)
     arena = ArenaFile(size_bytes, None, reserve=True)
     store = Store(Allocator(size_bytes, SLAB_BYTES))
-    core = AgentCore(AgentOptions(f"node-{index}"), store, arena.memory, random.Random(index))
+    agent = AgentOptions(f"node-{index}", lone_reads_by_tcp=False)
+    core = AgentCore(agent, store, arena.memory, random.Random(index))
     sock, _ = open_udp(_IPS[index], 0, _BUFFER_BYTES)
     own_port = sock.getsockname()[1]
     _say({"port": own_port})
@@ -137,7 +140,7 @@ async def _side(index: int, settings: Settings) -> None:
     else:
         transport = UdpTransport(core, sock, joins=settings.path == "udp-joined")
     core._index = index
-    core.control_message(0.0, _pool(ports))
+    core.control_message(0.0, _pool(ports, settings.chunk_bytes))
     transport.start()
     try:
         if index == HOME:
@@ -240,9 +243,9 @@ def take_all(traffic: Traffic, source: I32) -> None:
 
 def bare_datagrams_per_s(settings: Settings) -> float:
     """What compiled code sends and takes on this machine: datagrams received a second."""
-    length = HEADER_BYTES + CHUNK_BYTES
+    length = HEADER_BYTES + settings.chunk_bytes
     length += FRAME_OVERHEAD_BYTES if settings.path == "tunnel" else 0
-    joined = 1 if settings.path == "udp" else _PIECE_FRAMES
+    joined = 1 if settings.path == "udp" else _PIECE_BYTES // length
     receiver, _ = open_udp(_IPS[READER], 0, _BUFFER_BYTES)
     sender, _ = open_udp(_IPS[HOME], 0, _BUFFER_BYTES)
     taken = Native(BATCH, [bytes(65_536)] * BATCH)
@@ -281,6 +284,7 @@ def _process(index: int, settings: Settings) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "kvcast.bench.read_path", "--side", str(index)]
     command += ["--path", settings.path, "--seconds", str(settings.seconds)]
     command += ["--blocks", str(settings.blocks), "--block-bytes", str(settings.block_bytes)]
+    command += ["--chunk-bytes", str(settings.chunk_bytes)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -318,12 +322,13 @@ def measure(settings: Settings) -> dict[str, Any]:
         read = _hear(reader)
         _tell(home, "over")
         served = _hear(home)
-    chunks_per_s = read["bytes"] / CHUNK_BYTES / read["elapsed_s"]
+    chunks_per_s = read["bytes"] / settings.chunk_bytes / read["elapsed_s"]
     bare_per_s = bare_datagrams_per_s(settings)
     # The home also served the rounds before and behind the reader's count.
     served_bytes = read["bytes"] + 2 * settings.blocks * settings.block_bytes
     return {
         "path": settings.path,
+        "chunk_bytes": settings.chunk_bytes,
         "block_bytes": settings.block_bytes,
         "blocks": settings.blocks,
         "read_path_over_bare": chunks_per_s / bare_per_s,
@@ -348,9 +353,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-bytes", type=int, default=default.block_bytes)
     parser.add_argument("--blocks", type=int, default=default.blocks)
     parser.add_argument("--seconds", type=float, default=default.seconds)
+    parser.add_argument(
+        "--chunk-bytes",
+        type=int,
+        choices=[chunking.chunk_bytes for chunking in CHUNKINGS],
+        default=default.chunk_bytes,
+    )
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    settings = Settings(arguments.path, arguments.block_bytes, arguments.blocks, arguments.seconds)
+    settings = Settings(
+        arguments.path,
+        arguments.block_bytes,
+        arguments.blocks,
+        arguments.seconds,
+        arguments.chunk_bytes,
+    )
     if arguments.side is not None:
         asyncio.run(_side(arguments.side, settings))
         return 0
