@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from kvcast.cli.bench import main
-from kvcast.protocol.messages.ethernet import MAX_FRAME_BYTES
+from kvcast.topologies.pool import DATA_FRAME_BYTES
 from kvcast.simulation.incast import SimulationOptions, run
 from kvcast.topologies.pool import PoolError
 
@@ -29,7 +29,7 @@ def test_each_byte_leaves_once_and_readers_take_as_long_as_one() -> None:
 
 def test_no_reader_is_faster_than_its_link() -> None:
     report = run(SimulationOptions(readers=2, link_rate_bits_per_s=10e9, **SMALL))
-    wire_us = 256 * MAX_FRAME_BYTES * 8 / 10e9 * 1e6
+    wire_us = 256 * DATA_FRAME_BYTES * 8 / 10e9 * 1e6
     assert report["fetch_us"]["one_reader"]["max"] >= wire_us
     assert report["fetch_us"]["one_reader"]["max"] <= 1.2 * wire_us
     assert report["fetch_us"]["plain"]["max"] >= 2 * wire_us
