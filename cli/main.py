@@ -31,7 +31,7 @@ EXTRAS = {
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy", "uvloop"}.union(*EXTRAS.values())))
+EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {
