@@ -27,7 +27,7 @@ class Command:
 
 
 EXTRAS = {
-    "agent": ("aiohttp", "llvmlite", "prometheus_client", "uvloop"),
+    "agent": ("aiohttp", "llvmlite", "prometheus_client"),
     "controller": ("aiohttp", "cryptography", "finsy", "prometheus_client", "rich"),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }

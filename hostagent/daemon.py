@@ -15,7 +15,6 @@ from typing import Any
 
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.flags import Setup, options_of, parse
-from kvcast.hostagent.network.event_loop import new_loop
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
@@ -73,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `kvcast agent`."""
     setup = parse(argv)
     setup_logging(setup.flags.log_level, setup.flags.log_format)
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        return runner.run(run(setup))
+    return asyncio.run(run(setup))
 
 
 if __name__ == "__main__":

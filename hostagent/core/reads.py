@@ -339,6 +339,8 @@ class Reads:
                 self._end_without(fetch, event.reason)
                 self._read_followers(now, fetch)
             elif isinstance(event, TryBulk):
+                # What waits for this probe would only find out the same.
+                self._bulk_followers(now, self._fetches[event.block], event.home)
                 self._try_bulk(now, event.fetch_id, event.block, event.home)
             elif isinstance(event, ProbeEnded):
                 probe = self._fetches.get(event.block)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 from kvcast.cli.bench import main
-from kvcast.topologies.pool import DATA_FRAME_BYTES
 from kvcast.simulation.incast import SimulationOptions, run
-from kvcast.topologies.pool import PoolError
+from kvcast.topologies.pool import DATA_FRAME_BYTES, PoolError
 
 SMALL = {"block_bytes": 256 << 10, "seed": 3}
 
