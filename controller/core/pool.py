@@ -452,8 +452,9 @@ class Pool:
         return [*actions, *self._tell_residents(plan), *plan.replies]
 
     def _tell_residents(self, plan: Plan) -> list[Action]:
-        """Who asks for larger chunks than the switch keeps must know which blocks it keeps."""
-        if plan.map.chunk_bytes == CELLS.chunk_bytes:
+        """Who would ask for these blocks by TCP, or for larger chunks than the switch keeps, must
+        know that the switch keeps them."""
+        if not self.options.settings.enabled:
             return []
         changed = plan.residents != self._published_residents
         self._published_residents = plan.residents

@@ -133,7 +133,7 @@ class Reads:
         self._fetches: dict[BlockId, _Fetch] = {}
         self._timers = TimerQueue()
         self.residents: frozenset[BlockId] = frozenset()
-        """Blocks of which a switch answers READs for chunks as it keeps them."""
+        """Blocks of which a switch answers READs, for chunks as it keeps them."""
 
     @property
     def waiting(self) -> int:
@@ -239,6 +239,8 @@ class Reads:
         full = len(self._fetches) >= self.requester.config.max_fetches
         if full or block in self._fetches or not self.requester.may_probe(now):
             return None
+        if block in self.residents:  # the switch has it, or will have what READs bring past it
+            return None
         pool = self._outbox.pool
         homes = pool.other_homes_of(block) if pool is not None else []
         if not homes:
@@ -293,6 +295,7 @@ class Reads:
             expect_size=expect_size,
             expect_digest=digest,
             chunking=chunking,
+            probe=block not in self.residents,
             gather_ms=gather_ms,
             group=group,
             expect=expect,

@@ -223,9 +223,9 @@ class PoolMap(Struct, frozen=True, tag="map"):
 
 
 class Residents(Struct, frozen=True, tag="residents"):
-    """The blocks that the switch holds, or is to hold when they next pass: READs of these are for
-    chunks of 1024 bytes, as its memory has them. All of them, each time that they change; said only
-    where the map's chunks are larger."""
+    """The blocks that the switch holds, or is to hold when they next pass: these are read by READs
+    for chunks of 1024 bytes, as its memory has them, and not by TCP. All of them, each time that
+    they change."""
 
     blocks: Annotated[list[BlockRef], Meta(max_length=MAX_RESIDENTS)]
 

@@ -774,7 +774,15 @@ def test_agents_that_read_large_chunks_are_told_what_the_switch_holds() -> None:
     assert driver.take(4, Residents)[-1].blocks == []
 
 
-def test_agents_that_read_small_chunks_need_not_know_what_the_switch_holds() -> None:
+def test_agents_are_told_what_the_switch_holds_whatever_they_read() -> None:
     driver, namespace = resident_driver()
-    admit(driver, BlockId(namespace, key(5)))
-    assert not driver.take(2, Residents)
+    block = BlockId(namespace, key(5))
+    admit(driver, block)
+    assert [b.key for b in driver.take(2, Residents)[-1].blocks] == [block.key]
+
+
+def test_nothing_is_said_of_a_switch_that_holds_nothing() -> None:
+    settings = dataclasses.replace(OPTIONS.settings, enabled=False)
+    driver = Driver(dataclasses.replace(OPTIONS, settings=settings))
+    driver.join(1, 2)
+    assert not driver.take(1, Residents)

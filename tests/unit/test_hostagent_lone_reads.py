@@ -21,10 +21,12 @@ from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Comple
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
+    BlockRef,
     NamespaceInfo,
     NodeInfo,
     PoolMap,
     Registered,
+    Residents,
 )
 from kvcast.protocol.messages.wire import (
     BUCKETS,
@@ -268,6 +270,22 @@ def test_a_batch_whose_probe_is_shared_is_read() -> None:
     assert [item.tier for item in items] == ["shared"] * 3
     assert [pool.reader.bytes_of(item) for item in items] == list(blocks.values())
     assert pool.home.core.metrics.bulk_requests_served_total == 0
+    check_at_rest(pool)
+
+
+def test_what_the_switch_keeps_is_read_and_does_not_follow() -> None:
+    """Only READs are answered from its memory, and only their answers fill it."""
+    pool = Pool()
+    blocks = {number: noise(number, BIG) for number in range(3)}
+    for number, data in blocks.items():
+        pool.home.hold(number, data)
+    core = pool.reader.core
+    core.control_message(0.0, Residents([BlockRef(1, key(0)), BlockRef(1, key(2))]))
+    items = pool.reader.get(list(blocks))
+    pool.settle()
+    assert [item.tier for item in items] == ["home", "bulk", "home"]
+    assert [pool.reader.bytes_of(item) for item in items] == list(blocks.values())
+    assert {(k, s) for k, s in pool.reads if k == key(2)} == {(key(2), s) for s in range(4)}
     check_at_rest(pool)
 
 
