@@ -44,6 +44,8 @@ from kvcast.protocol.timers import TimerQueue
 _SHARED_GAIN: Final = 1 / 4
 _SHARED_MOSTLY: Final = 0.5
 """From this part of the answers on, READs gather."""
+_GATHERS_FROM_S: Final = 0.0005
+"""From this round-trip time on READs gather for a millisecond, the least that they can say."""
 _CONGESTION_CHUNKS: Final = CHUNKS_PER_SEGMENT // 8
 """So many chunks missing in an answer that has ended are no sign of congestion yet."""
 
@@ -386,7 +388,8 @@ class Asker:
                 srtt_s = self.homes[segment.home].rtt.srtt_s
                 if srtt_s is None:  # all answers yet were gathered ones
                     srtt_s = fetch.gather_ms / 1000
-                auto_ms = min(int(srtt_s * 250), config.auto_gather_max_ms)
+                quarter_ms = max(1, int(srtt_s * 250)) if srtt_s >= _GATHERS_FROM_S else 0
+                auto_ms = min(quarter_ms, config.auto_gather_max_ms)
                 gather_ms = max(gather_ms, auto_ms)
         counters.reads += 1
         fetch.report.reads += 1

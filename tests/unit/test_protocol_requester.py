@@ -836,6 +836,18 @@ def test_an_answer_that_the_home_gathered_for_others_is_no_round_trip() -> None:
     assert last.gather == 4, "a quarter of the round trip"
 
 
+@pytest.mark.parametrize(("round_trip_s", "gather_ms"), [(0.0004, 0), (0.0006, 1), (0.009, 2)])
+def test_reads_that_share_gather_for_a_millisecond_or_not_at_all(
+    round_trip_s: float, gather_ms: int
+) -> None:
+    """On a network that is fast, but no faster than the machines on it are apart."""
+    bench = Bench(window_initial=1, window_shared=1)
+    bench.fetch(expect_size=len(BYTES))
+    (read,) = bench.reads()
+    bench.data(round_trip_s, 0, range(64), last=63, tag=read.tag, flags=wire.FLAG_SHARED)
+    assert [read.gather for read in bench.reads()] == [gather_ms]
+
+
 def test_only_what_is_asked_for_at_the_start_gathers_as_the_fetch_allows() -> None:
     bench = Bench(gather_ms=80, window_initial=1)
     bench.fetch(expect_size=len(BYTES))
