@@ -33,6 +33,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import (
+    CELLS,
     CHUNKINGS,
     CHUNKS_PER_SEGMENT,
     FLAG_LAST,
@@ -419,7 +420,8 @@ class Responder:
     def note_heat(
         self, reader: int, block: BlockId, size: int, digest: int, segments: int = 1
     ) -> None:
-        """Count that `reader` was given so many segments of a block, by READs or another way."""
+        """Count that `reader` was given so many segments (of the smallest chunks, as the switch
+        keeps them) of a block, by READs or another way."""
         heat = self._heat[block] = self._heat.get(block) or _Heat()
         heat.reads += segments
         heat.readers |= 1 << reader
@@ -446,7 +448,8 @@ class Responder:
             return False
         partial = frame.flags & FLAG_PARTIAL
         if not partial:
-            self.note_heat(reader, block, size, held.digest)
+            part_bytes = min(chunking.segment_bytes, size - index * chunking.segment_bytes)
+            self.note_heat(reader, block, size, held.digest, CELLS.segments_of(part_bytes))
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
         shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None

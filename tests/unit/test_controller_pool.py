@@ -43,7 +43,7 @@ from kvcast.protocol.messages.control import (
     Renew,
     Residents,
 )
-from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId, bucket_of
+from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, bucket_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -786,3 +786,17 @@ def test_nothing_is_said_of_a_switch_that_holds_nothing() -> None:
     driver = Driver(dataclasses.replace(OPTIONS, settings=settings))
     driver.join(1, 2)
     assert not driver.take(1, Residents)
+
+
+def test_heat_of_large_chunks_counts_as_that_of_what_the_switch_would_keep() -> None:
+    driver, namespace = resident_driver()
+    small, large = BlockId(namespace, key(5)), BlockId(namespace, key(6))
+    for segment in range(8):
+        driver.pool.heat([HeatSample(small, segment, 0b110, 50)], driver.now)
+    driver.pool.heat([HeatSample(large, CHUNKINGS[3].number(0), 0b110, 50)], driver.now)
+    heat = driver.pool.tiers.heat
+    for block in (small, large):
+        heat.described(block, 8 * SEGMENT_BYTES, driver.now)
+    assert heat.value(large, driver.now) == heat.value(small, driver.now) > 0
+    driver.pool.heat([HeatSample(large, CHUNKINGS[3].number(0), 0b110, 1)], driver.now)
+    assert heat.value(large, driver.now) > heat.value(small, driver.now), "it is no larger for that"
