@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import msgspec
-from kvcast.protocol.links.control_callee import ControlCallee
+from kvcast.protocol.links.control_callee import ControlCallee, EncodedOnce
 from kvcast.protocol.messages.control import AgentMessage
 from kvcast.service.identity import NODE
 from kvcast.service.link_driver import LinkDriver
@@ -49,6 +49,7 @@ class AgentLink:
         self._disconnected = disconnected
         self._connections: dict[int, tuple[LinkDriver, ControlCallee]] = {}
         self._last = 0
+        self._encoded = EncodedOnce()
         self._scratch = memoryview(bytearray(READ_BYTES))
         self._empty = asyncio.Event()
         self._empty.set()
@@ -88,7 +89,7 @@ class AgentLink:
             self.counts["sends_to_closed"] += 1
             return
         driver, link = self._connections[connection]
-        link.send(asyncio.get_running_loop().time(), message)
+        link.send(asyncio.get_running_loop().time(), self._encoded(message))
         driver.flush()
 
     def close(self, connection: int, reason: str) -> None:

@@ -92,6 +92,7 @@ class Store:
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
         self._written: dict[str, list[Row]] = {}
+        self._saved: SavedState | None = None
         _make_private(self._path)
         try:
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
@@ -165,9 +166,11 @@ class Store:
         changed = {
             table: rows
             for table, rows_of in _TABLES.items()
+            if self._saved is None or getattr(state, table) is not getattr(self._saved, table)
             if (rows := rows_of(state)) != self._written.get(table)
         }
         if not changed:
+            self._saved = state
             return False
         try:
             self._db.execute("BEGIN")
@@ -182,6 +185,7 @@ class Store:
                 self._db.execute("ROLLBACK")
             raise StoreError(f"{self._path}: {error}") from error
         self._written.update(changed)
+        self._saved = state
         return True
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvcast.controller.core.pool import Plan, Pool, PoolOptions, SavedState
 from kvcast.controller.store import Store
 from kvcast.controller.switch.control_loop import ControlLoop
-from kvcast.protocol.links.control_callee import ControlCallee
+from kvcast.protocol.links.control_callee import ControlCallee, EncodedOnce
 from kvcast.protocol.messages.control import PoolMap
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
@@ -111,6 +111,7 @@ class _Process(Process):
         self._dead = False
         self.link_counts: Counter[str] = Counter()
         self._links: dict[int, tuple[ControlCallee, StreamDriver]] = {}
+        self._encoded = EncodedOnce()
         self._next_link = 1
         self._round_due = False
         self._running = False
@@ -208,7 +209,7 @@ class _Process(Process):
         """The control loop's way to an agent."""
         if connection in self._links and not self._dead:
             link, driver = self._links[connection]
-            link.send(self.now, message)
+            link.send(self.now, self._encoded(message))
             driver.flush()
 
     def close(self, connection: int, _reason: str) -> None:

@@ -23,12 +23,19 @@ the first was reason enough.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId, segments_of
 
-MAX_CANDIDATES = 4096
+Rows: TypeAlias = npt.NDArray[np.intp] | slice
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+MAX_CANDIDATES = 65_536
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
 
 
@@ -50,19 +57,6 @@ class ValueOptions:
     margin: float = 1.25
     keep_value: float = 1024.0
     min_stay_s: float = 5.0
-
-
-@dataclass
-class Heat:
-    """What is known of one block's reads, as of `at`."""
-
-    at: float
-    switch_reads: float = 0.0
-    home_reads: float = 0.0
-    fan_out: float = 1.0
-    depth: int = 0
-    segments: int = 1
-    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,30 +91,61 @@ class Choice:
     refused: list[tuple[Contender, str]] = field(default_factory=list)
 
 
+class Look(NamedTuple):
+    """What is known of one block now."""
+
+    value: float
+    """Bytes saved a cell over the horizon."""
+    expected_reads: float
+    """READs of the block's segments within the horizon."""
+    depth: int
+    """Blocks before it in its prefix."""
+
+
+_UNKNOWN = Look(0.0, 0.0, 0)
+_ALL = slice(None)
+
+
 class HeatMap:
-    """Decayed read counts by block, bounded."""
+    """Decayed read counts by block, bounded.
+
+    Of each block a row: counts, fan-out and time are columns, so that an event changes a few
+    numbers, and a look at all of them is a few operations on whole columns. An unused row has no
+    reads.
+    """
 
     def __init__(self, options: ValueOptions, limit: int = MAX_CANDIDATES) -> None:
         self._options = options
         self._limit = limit
-        self._heat: dict[BlockId, Heat] = {}
+        self._rows: dict[BlockId, int] = {}
+        self._blocks: list[BlockId | None] = []
+        self._free: list[int] = []
+        self._at = array("d")
+        """When the other columns of the row were last brought up to date."""
+        self._switch_reads = array("d")
+        self._home_reads = array("d")
+        self._fan_out = array("d")
+        self._depth = array("q")
+        self._segments = array("q")
+        self._size_bytes = array("q")
+        self._reads_a_count = math.log(2) / options.half_life_s * options.horizon_s
         self.forgotten = 0
         """Blocks dropped at the bound."""
 
     def __len__(self) -> int:
-        return len(self._heat)
+        return len(self._rows)
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._heat
+        return block in self._rows
 
     def seen_by_switch(
         self, block: BlockId, *, segment: int, reads: float, fan_out: int, now: float
     ) -> None:
         """The switch counted `reads` READs of one segment, `fan_out` ports waiting at once."""
-        heat = self._touch(block, now)
-        heat.switch_reads += reads
-        heat.fan_out = max(heat.fan_out, float(fan_out))
-        heat.segments = max(heat.segments, segment + 1)
+        row = self._touch(block, now)
+        self._switch_reads[row] += reads
+        self._fan_out[row] = max(self._fan_out[row], fan_out)
+        self._segments[row] = max(self._segments[row], segment + 1)
 
     def seen_by_home(
         self,
@@ -133,77 +158,123 @@ class HeatMap:
         now: float,
     ) -> None:
         """The home answered `reads` READs from `readers` nodes."""
-        heat = self._touch(block, now)
-        heat.home_reads += reads
-        heat.fan_out = max(heat.fan_out, float(readers))
-        heat.depth = depth or heat.depth
-        heat.size_bytes = size_bytes
-        heat.segments = segments_of(size_bytes)
+        row = self._touch(block, now)
+        self._home_reads[row] += reads
+        self._fan_out[row] = max(self._fan_out[row], readers)
+        if depth:
+            self._depth[row] = depth
+        self._size_bytes[row] = size_bytes
+        self._segments[row] = segments_of(size_bytes)
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
-        self._touch(block, now).switch_reads += reads
+        self._switch_reads[self._touch(block, now)] += reads
 
     def described(self, block: BlockId, size_bytes: int, now: float) -> None:
         """The block's true size."""
-        heat = self._touch(block, now)
-        heat.size_bytes, heat.segments = size_bytes, segments_of(size_bytes)
+        row = self._touch(block, now)
+        self._size_bytes[row] = size_bytes
+        self._segments[row] = segments_of(size_bytes)
 
-    def _touch(self, block: BlockId, now: float) -> Heat:
-        heat = self._heat.get(block)
-        if heat is None:
-            if len(self._heat) >= self._limit:
-                self._forget(now)
-            heat = self._heat[block] = Heat(at=now)
-        decay = self._decay(heat, now)
-        heat.switch_reads *= decay
-        heat.home_reads *= decay
-        heat.fan_out = 1 + (heat.fan_out - 1) * decay
-        heat.at = max(heat.at, now)
-        return heat
+    def _touch(self, block: BlockId, now: float) -> int:
+        """The block's row, brought up to date."""
+        row = self._rows.get(block)
+        if row is None:
+            return self._new(block, now)
+        since_s = now - self._at[row]
+        if since_s > 0:
+            decay = 0.5 ** (since_s / self._options.half_life_s)
+            self._switch_reads[row] *= decay
+            self._home_reads[row] *= decay
+            self._fan_out[row] = 1 + (self._fan_out[row] - 1) * decay
+            self._at[row] = now
+        return row
 
-    def _decay(self, heat: Heat, now: float) -> float:
-        return float(0.5 ** (max(0.0, now - heat.at) / self._options.half_life_s))
+    def _new(self, block: BlockId, now: float) -> int:
+        if len(self._rows) >= self._limit:
+            self._forget(now)
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = len(self._blocks)
+            self._blocks.append(None)
+            for column in (self._at, self._switch_reads, self._home_reads, self._fan_out):
+                column.append(0.0)
+            for number in (self._depth, self._segments, self._size_bytes):
+                number.append(0)
+        self._rows[block] = row
+        self._blocks[row] = block
+        self._at[row] = now
+        self._fan_out[row] = 1.0
+        self._segments[row] = 1
+        return row
 
     def _forget(self, now: float) -> None:
-        worst = sorted(self._heat, key=lambda block: self.value(block, now))
-        for block in worst[: max(1, self._limit // 8)]:
-            del self._heat[block]
-            self.forgotten += 1
+        count = max(1, self._limit // 8)
+        values = self._values(now, _ALL)  # at the bound no row is free
+        for row in np.argpartition(values, count - 1)[:count].tolist():
+            block = self._blocks[row]
+            assert block is not None
+            del self._rows[block]
+            self._blocks[row] = None
+            self._free.append(row)
+            self._switch_reads[row] = self._home_reads[row] = 0.0
+            self._depth[row] = self._size_bytes[row] = 0
+        self.forgotten += count
 
-    def expected_reads(self, block: BlockId, now: float) -> float:
-        """READs of the block's segments within the horizon; 0 for an unknown block."""
-        heat = self._heat.get(block)
-        if heat is None:
-            return 0.0
-        count = max(heat.switch_reads, heat.home_reads) * self._decay(heat, now)
-        return count * math.log(2) / self._options.half_life_s * self._options.horizon_s
+    def _decays(self, now: float, rows: Rows) -> Floats:
+        since_s = np.maximum(0.0, now - np.frombuffer(self._at)[rows])
+        return np.exp2(since_s / -self._options.half_life_s)
+
+    def _expected(self, now: float, rows: Rows) -> Floats:
+        """READs of each row's block within the horizon."""
+        counts = np.maximum(
+            np.frombuffer(self._switch_reads)[rows], np.frombuffer(self._home_reads)[rows]
+        )
+        return counts * self._decays(now, rows) * self._reads_a_count
+
+    def _values(self, now: float, rows: Rows) -> Floats:
+        """Bytes saved a cell over the horizon, of each row's block."""
+        fan_out = 1 + (np.frombuffer(self._fan_out)[rows] - 1) * self._decays(now, rows)
+        segments = np.frombuffer(self._segments, np.int64)[rows]
+        size_bytes = np.frombuffer(self._size_bytes, np.int64)[rows]
+        bytes_a_read = np.where(size_bytes > 0, size_bytes / segments, SEGMENT_BYTES)
+        cells = segments * CHUNKS_PER_SEGMENT
+        factor = 1 + np.log2(np.maximum(fan_out, 1.0)) / 2
+        return self._expected(now, rows) * factor * bytes_a_read / cells
+
+    def look_at(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, Look]:
+        """What is known of each; nothing of an unknown one."""
+        looks = dict.fromkeys(blocks, _UNKNOWN)
+        known = [block for block in looks if block in self._rows]
+        if known:
+            rows = np.array([self._rows[block] for block in known], np.intp)
+            columns = self._values(now, rows), self._expected(now, rows)
+            depths = np.frombuffer(self._depth, np.int64)[rows]
+            for block, *look in zip(known, *(c.tolist() for c in (*columns, depths)), strict=True):
+                looks[block] = Look(*look)
+        return looks
 
     def value(self, block: BlockId, now: float) -> float:
         """Bytes saved a cell over the horizon; 0 for an unknown block."""
-        heat = self._heat.get(block)
-        if heat is None:
-            return 0.0
-        expected = self.expected_reads(block, now)
-        fan_out = 1 + (heat.fan_out - 1) * self._decay(heat, now)
-        bytes_a_read = heat.size_bytes / heat.segments if heat.size_bytes else SEGMENT_BYTES
-        cells = heat.segments * CHUNKS_PER_SEGMENT
-        return expected * (1 + math.log2(max(fan_out, 1.0)) / 2) * bytes_a_read / cells
-
-    def depth(self, block: BlockId) -> int:
-        heat = self._heat.get(block)
-        return heat.depth if heat else 0
+        return self.look_at([block], now)[block].value
 
     def best(self, count: int, now: float, *, without: Iterable[BlockId]) -> list[BlockId]:
         """The `count` most valuable blocks that are worth admitting, best first."""
-        excluded = set(without)
-        valued = [
-            (-self.value(block, now), heat.depth, block)
-            for block, heat in self._heat.items()
-            if block not in excluded and self.expected_reads(block, now) >= self._options.min_reads
-        ]
-        valued.sort()
-        return [block for _, _, block in valued[:count]]
+        if not self._blocks:
+            return []
+        worth = self._expected(now, _ALL) >= self._options.min_reads
+        worth[[self._rows[block] for block in without if block in self._rows]] = False
+        rows = np.flatnonzero(worth)
+        if not rows.size:
+            return []
+        values = self._values(now, rows)
+        if rows.size > count:
+            good = values >= np.partition(values, -count)[-count]
+            rows, values = rows[good], values[good]
+        depths = np.frombuffer(self._depth, np.int64)[rows]
+        order = np.lexsort((rows, depths, -values))[:count]
+        return [block for row in rows[order].tolist() if (block := self._blocks[row]) is not None]
 
 
 def choose(
@@ -222,18 +293,18 @@ def choose(
     (they are counted before anybody is evicted, so that one wish evicts once).
     """
     choice = Choice()
+    looks = heat.look_at([*(c.block for c in contenders), *(h.block for h in holders)], now)
     victims = sorted(
         (h for h in holders if not h.pinned),
-        key=lambda h: (heat.value(h.block, now), -heat.depth(h.block), h.block),
+        key=lambda h: (looks[h.block].value, -looks[h.block].depth, h.block),
     )
     order = sorted(
         contenders,
-        key=lambda c: (not c.pinned, -heat.value(c.block, now), heat.depth(c.block), c.block),
+        key=lambda c: (not c.pinned, -looks[c.block].value, looks[c.block].depth, c.block),
     )
     for contender in order:
         wanted = segments_of(contender.size_bytes)
-        value = heat.value(contender.block, now)
-        reads = heat.expected_reads(contender.block, now)
+        value, reads, _ = looks[contender.block]
         if not contender.pinned and reads < options.min_reads:
             choice.refused.append(
                 (contender, f"{reads:.1f} reads expected, fewer than {options.min_reads:g}")
@@ -265,7 +336,7 @@ def choose(
         if gained < wanted:
             choice.refused.append((contender, f"needs {wanted} slots, {gained} can be had"))
             continue
-        price = sum(heat.value(v.block, now) * v.slots for v in chosen)
+        price = sum(looks[v.block].value * v.slots for v in chosen)
         if not contender.pinned and value * wanted < options.margin * price:
             choice.refused.append(
                 (contender, f"value {value * wanted:.0f} < {options.margin:g} × {price:.0f}")
@@ -274,7 +345,7 @@ def choose(
         for victim in chosen:
             victims.remove(victim)
             reason = "for a pinned block" if contender.pinned else (
-                f"value {heat.value(victim.block, now):.0f}, displaced by {value:.0f}"
+                f"value {looks[victim.block].value:.0f}, displaced by {value:.0f}"
             )  # fmt: skip
             choice.evict.append((victim.block, reason))
         coming_free = gained - wanted

@@ -23,15 +23,14 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, NodeInfo, Register
 from kvcast.protocol.messages.ethernet import unicast_mac
 
 MAX_LIVE_NODES = 32
-"""The switch program's port bitmap is 32 bits wide."""
-MAX_KNOWN_NODES = 64
-"""Live and dead; beyond it the node that is dead for longest is forgotten."""
-MAX_PORT = 32
+"""The switch program's port bitmap is 32 bits wide. As many nodes again may be known that are dead;
+beyond that the one that is dead for longest is forgotten."""
 ETHERNET_MTU_BYTES = 1500
 
 
@@ -86,7 +85,18 @@ class Node(SavedNode):
         return NodeInfo(index=self.index, node_id=self.node_id, **dataclasses.asdict(self.address))
 
 
-def checked_address(message: Register) -> Address:
+class Views(NamedTuple):
+    """The nodes, by index."""
+
+    saved: tuple[SavedNode, ...]
+    """What `Membership.restore` needs."""
+    addresses: tuple[tuple[str, Address], ...]
+    """Every known node's."""
+    placed: frozenset[str]
+    """Those that buckets may name."""
+
+
+def checked_address(message: Register, max_port: int) -> Address:
     """The registered address in canonical form; RegistrationError if no host can have it."""
     try:
         ip = ipaddress.IPv4Address(message.ip)
@@ -98,8 +108,8 @@ def checked_address(message: Register) -> Address:
         mac = unicast_mac(message.mac)
     except ValueError:
         raise RegistrationError(f"mac {message.mac!r} is not a host's address") from None
-    if not 1 <= message.switch_port <= MAX_PORT:
-        raise RegistrationError(f"switch port {message.switch_port} is outside 1..{MAX_PORT}")
+    if not 1 <= message.switch_port <= max_port:
+        raise RegistrationError(f"switch port {message.switch_port} is outside 1..{max_port}")
     if not message.udp_port:
         raise RegistrationError("udp port 0")
     return Address(
@@ -115,33 +125,52 @@ def checked_address(message: Register) -> Address:
 class Membership:
     """The nodes by id. Methods return whether the pool's map changed by them."""
 
-    def __init__(self, *, lease_s: float, rebalance_after_s: float) -> None:
+    def __init__(
+        self, *, lease_s: float, rebalance_after_s: float, max_nodes: int = MAX_LIVE_NODES
+    ) -> None:
+        """`max_nodes`: live ones, and the switch's ports for them."""
+        self._max_nodes = max_nodes
         self._lease_s = lease_s
         self._rebalance_after_s = rebalance_after_s
         self.nodes: dict[str, Node] = {}
+        self._views: Views | None = None
 
     @classmethod
     def restore(
-        cls, saved: list[SavedNode], now: float, *, lease_s: float, rebalance_after_s: float
+        cls,
+        saved: list[SavedNode],
+        now: float,
+        *,
+        lease_s: float,
+        rebalance_after_s: float,
+        max_nodes: int = MAX_LIVE_NODES,
     ) -> Membership:
         """The membership as a former controller left it.
 
         Placed nodes are given two leases to find the new controller, so that its start moves no
         bucket.
         """
-        membership = cls(lease_s=lease_s, rebalance_after_s=rebalance_after_s)
+        membership = cls(lease_s=lease_s, rebalance_after_s=rebalance_after_s, max_nodes=max_nodes)
         for node in saved:
             membership.nodes[node.node_id] = Node(
                 **vars(node), live=node.placed, live_since=now, lease_until=now + 2 * lease_s
             )
         return membership
 
-    def saved(self) -> list[SavedNode]:
-        """What `restore` needs, by index."""
-        return [
-            SavedNode(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes, n.placed)
-            for n in sorted(self.nodes.values(), key=lambda n: n.index)
-        ]
+    @property
+    def views(self) -> Views:
+        """The nodes as others want them; the same object until something of it changes."""
+        if self._views is None:
+            known = sorted(self.nodes.values(), key=lambda n: n.index)
+            self._views = Views(
+                saved=tuple(
+                    SavedNode(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes, n.placed)
+                    for n in known
+                ),
+                addresses=tuple((n.node_id, n.address) for n in known),
+                placed=frozenset(n.node_id for n in known if n.placed),
+            )
+        return self._views
 
     def register(self, message: Register, connection: int, now: float) -> tuple[Node, bool]:
         """Take a node in; RegistrationError, and nothing changed, if it cannot join."""
@@ -149,7 +178,7 @@ class Membership:
             raise RegistrationError(
                 f"control protocol version {message.version}, expected {CONTROL_PROTOCOL_VERSION}"
             )
-        address = checked_address(message)
+        address = checked_address(message, self._max_nodes)
         node = self.nodes.get(message.node_id)
         if (
             node is not None
@@ -164,10 +193,11 @@ class Membership:
         for rival, what in taken:
             if rival.live:
                 raise RegistrationError(f"{what} is taken by {rival.node_id}")
-        if node is None and sum(n.live for n in rivals) >= MAX_LIVE_NODES:
-            raise RegistrationError(f"the pool is full ({MAX_LIVE_NODES} nodes)")
+        if node is None and sum(n.live for n in rivals) >= self._max_nodes:
+            raise RegistrationError(f"the pool is full ({self._max_nodes} nodes)")
         for rival, _ in taken:
             del self.nodes[rival.node_id]
+        self._views = None
         changed = False
         if node is None:
             node = self._new_node(message, address)
@@ -188,11 +218,11 @@ class Membership:
         return node, changed
 
     def _new_node(self, message: Register, address: Address) -> Node:
-        if len(self.nodes) >= MAX_KNOWN_NODES:
+        if len(self.nodes) >= 2 * self._max_nodes:
             dead = [n for n in self.nodes.values() if not n.live]
             del self.nodes[min(dead, key=lambda n: n.lease_until).node_id]
         used = {n.index for n in self.nodes.values()}
-        index = next(i for i in range(1, MAX_KNOWN_NODES + 2) if i not in used)
+        index = next(i for i in range(1, 2 * self._max_nodes + 2) if i not in used)
         node = Node(
             node_id=message.node_id,
             index=index,
@@ -233,6 +263,7 @@ class Membership:
                 changed |= self._die(node)
             elif node.live and not node.placed and self._may_be_placed(node, now):
                 node.placed, node.newcomer = True, False
+                self._views = None
                 changed = True
         return changed
 
@@ -245,6 +276,7 @@ class Membership:
 
     def _die(self, node: Node) -> bool:
         was_live = node.live
+        self._views = None
         node.live = node.placed = False
         node.newcomer = False
         return was_live

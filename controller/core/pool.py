@@ -26,7 +26,13 @@ from typing import Any
 import msgspec
 from kvcast.controller.core import program
 from kvcast.controller.core.admission import ValueOptions
-from kvcast.controller.core.membership import Membership, Node, RegistrationError, SavedNode
+from kvcast.controller.core.membership import (
+    MAX_LIVE_NODES,
+    Membership,
+    Node,
+    RegistrationError,
+    SavedNode,
+)
 from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
 from kvcast.controller.core.placement import Placement, place
@@ -92,6 +98,8 @@ class PoolOptions:
     tenants: TenantRules = field(default_factory=TenantRules)
     max_chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
     """READs are for chunks of at most so many bytes, whatever the nodes' networks take."""
+    max_nodes: int = MAX_LIVE_NODES
+    """Live nodes; no switch has ports for more than the default."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,7 @@ class Pool:
             now,
             lease_s=options.lease_s,
             rebalance_after_s=options.rebalance_after_s,
+            max_nodes=options.max_nodes,
         )
         self.namespaces = Namespaces(
             {info.namespace: info for info in saved.namespaces},
@@ -216,7 +225,8 @@ class Pool:
             case Renew():
                 return self._renew(node, message, connection, now)
             case Described():
-                return self._to_nodes(self.tiers.described(message, node.node_id, now))
+                self.tiers.described(message, node.node_id, now)
+                return []
             case Kept():
                 return self._to_nodes(self.tiers.kept(message, node.node_id, now))
             case NamespaceRequest():
@@ -284,9 +294,10 @@ class Pool:
             counters = dict(list(counters.items())[:MAX_COUNTERS])
         self.agent_counters[node.node_id] = counters
         self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
+        placement = self.placement
         for report in message.hot[:MAX_HOT]:
             block = BlockId(report.namespace, report.key)
-            home = node.node_id in self.placement[bucket_of(block.key)]
+            home = node.node_id in placement[bucket_of(block.key)]
             if home and block.namespace in self.namespaces.by_number and report.size_bytes:
                 self.tiers.heard_report(report, now)
             else:
@@ -384,10 +395,11 @@ class Pool:
     @property
     def placement(self) -> Placement:
         """The bucket lists, by node id, over the placed nodes."""
-        placed = frozenset(n.node_id for n in self.membership.nodes.values() if n.placed)
-        if placed != self._placement_of:
+        placed = self.membership.views.placed
+        if placed is not self._placement_of:
+            if placed != self._placement_of:
+                self._placement = place(placed, self.options.replicas + 1)
             self._placement_of = placed
-            self._placement = place(placed, self.options.replicas + 1)
         return self._placement
 
     def plan(self) -> Plan:
@@ -398,14 +410,10 @@ class Pool:
             self._map_changed = False
             self._map = self._build_map()
             self._map_due.update(self._nodes_of)
-        members = self.membership.nodes.values()
-        hosts = [
-            program.Host(node.node_id, node.address)
-            for node in sorted(members, key=lambda node: node.index)
-        ]
+        views = self.membership.views
         residents = self.tiers.residency.residents.values()
         inputs = (
-            tuple(hosts),
+            views.addresses,
             self.placement,
             frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
             frozenset(self.namespaces.groups),
@@ -416,7 +424,7 @@ class Pool:
             self._desired_for = inputs
             self._desired = program.desired_state(
                 self.options.settings,
-                hosts,
+                [program.Host(node_id, address) for node_id, address in views.addresses],
                 self.placement,
                 self.namespaces.by_number.values(),
                 self.namespaces.groups.values(),
@@ -428,7 +436,7 @@ class Pool:
             map=self._map,
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),
-            nodes=frozenset(n.node_id for n in members if n.placed),
+            nodes=views.placed,
             namespaces=frozenset(self.namespaces.by_number),
             groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),
@@ -458,8 +466,10 @@ class Pool:
             return []
         changed = plan.residents != self._published_residents
         self._published_residents = plan.residents
-        message = Residents([BlockRef(*block) for block in plan.residents[:MAX_RESIDENTS]])
         told = self._nodes_of.keys() if changed else plan.map_to
+        if not told:
+            return []
+        message = Residents([BlockRef(*block) for block in plan.residents[:MAX_RESIDENTS]])
         return [Send(connection, message) for connection in sorted(told)]
 
     def derived(self, block: BlockId) -> BlockId:
@@ -484,7 +494,7 @@ class Pool:
         """What must outlive the controller."""
         return SavedState(
             epoch=self.epoch,
-            nodes=tuple(self.membership.saved()),
+            nodes=self.membership.views.saved,
             namespaces=tuple(
                 self.namespaces.by_number[n] for n in sorted(self.namespaces.by_number)
             ),

@@ -129,10 +129,12 @@ def ports_of(bits: int) -> list[int]:
     return [port for port in range(1, 33) if bits & port_bit(port)]
 
 
+@functools.lru_cache(maxsize=4096)
 def mac_number(mac: str) -> int:
     return int(mac.replace(":", ""), 16)
 
 
+@functools.lru_cache(maxsize=4096)
 def ip_number(ip: str) -> int:
     return int(ipaddress.IPv4Address(ip))
 
@@ -173,11 +175,12 @@ def desired_state(
             "rewrite", (mac_number(a.mac), ip_number(a.ip), a.udp_port, host.port_bit)
         )
     users: dict[int, list[Host]] = {}
+    allow = ActionCall("allow")
     for info in namespaces:
         users[info.namespace] = [h for h in hosts if not info.nodes or h.node_id in info.nodes]
         for host in users[info.namespace]:
             port = settings.device_port(host.port)
-            entries[NAMESPACE_GUARD, (port, info.namespace)] = ActionCall("allow")
+            entries[NAMESPACE_GUARD, (port, info.namespace)] = allow
     ports = tuple((host.node_id, settings.device_port(host.port)) for host in hosts)
     entries.update(_bucket_homes(tuple(map(tuple, bucket_homes)), ports))
     for group in groups:

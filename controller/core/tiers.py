@@ -184,12 +184,12 @@ class Tiers:
         """The switch refused to fill a cell: some home may hold other bytes than was described."""
         self._refresh_wanted = True
 
-    def described(self, message: Described, node_id: str, now: float) -> Outgoing:
-        """A home's answer to Describe."""
+    def described(self, message: Described, node_id: str, now: float) -> None:
+        """A home's answer to Describe; what follows from it is decided with the next `advance`."""
         request = self._requests.answered(message.request, node_id)
         if request is None or request.attempt is not None:
             self.counts["unexpected_answers"] += 1
-            return []
+            return
         held = {
             BlockId(namespace, key): (size, digest)
             for namespace, key, size, digest in message.blocks
@@ -205,7 +205,6 @@ class Tiers:
             resident = self.residency.residents.get(block)
             if resident is not None and (resident.digest, resident.size_bytes) != (digest, size):
                 self._evict(resident, "its home holds other bytes now", now)
-        return self._settle(now)
 
     def kept(self, message: Kept, node_id: str, now: float) -> Outgoing:
         """A home's answer to Keep."""
@@ -274,8 +273,9 @@ class Tiers:
                 out += self._keep(request.blocks[0], request.attempt + 1, now)
         out += self._clear(now)
         out += self._refresh(now)
-        out += self._ask(now)
-        out += self._settle(now)
+        wanted = self._wanted(now)
+        out += self._ask(wanted, now)
+        out += self._settle(wanted, now)
         return out
 
     def next_deadline(self) -> float | None:
@@ -292,13 +292,13 @@ class Tiers:
             wanted += self.heat.best(DESCRIBE_BATCH, now, without={*residents, *self.pins})
         return wanted[: 4 * DESCRIBE_BATCH]
 
-    def _ask(self, now: float) -> Outgoing:
+    def _ask(self, wanted: Sequence[BlockId], now: float) -> Outgoing:
         """Describe what is wanted and not known, one question a home."""
         for block in [b for b, d in self._described.items() if now - d.at > DESCRIPTION_AGE_S]:
             del self._described[block]
         open_ = self._requests.asked_about()
         return self._describe(
-            (b for b in self._wanted(now) if b not in self._described and b not in open_), now
+            (b for b in wanted if b not in self._described and b not in open_), now
         )
 
     def _clear(self, now: float) -> Outgoing:
@@ -340,11 +340,11 @@ class Tiers:
                 out.append((node_id, Describe(request=request.number, blocks=refs)))
         return out
 
-    def _settle(self, now: float) -> Outgoing:
+    def _settle(self, wanted: Sequence[BlockId], now: float) -> Outgoing:
         """Choose among the described, and do it."""
         contenders = [
             Contender(block, d.size_bytes, d.digest, block in self.pins)
-            for block in self._wanted(now)
+            for block in wanted
             if (d := self._described.get(block)) is not None and d.size_bytes is not None
         ]
         holders = [

@@ -217,7 +217,7 @@ class SwitchLink:
     async def _read_digests(self, switch: fy.Switch) -> None:
         async for digests in switch.read_digests(program.HEAT_DIGEST, queue_size=DIGEST_QUEUE):
             self.counts["digest_lists"] += 1
-            samples = [s for d in digests if (s := _heat_sample(d)) is not None]
+            samples = heat_samples(digests)
             self.counts["digests_malformed"] += len(digests) - len(samples)
             self._on_heat(samples)
             if switch.is_primary:
@@ -329,6 +329,11 @@ def _brief(error: P4ClientError) -> str:
             f"{first.canonical_code.name} {first.message} {str(first.subvalue)[:200]}"
         )
     return " ".join(text.split())
+
+
+def heat_samples(digests: fy.P4DigestList) -> list[HeatSample]:
+    """Those of a list of digests that are of the shape that the program declares."""
+    return [sample for data in digests if (sample := _heat_sample(data)) is not None]
 
 
 def _heat_sample(data: Any) -> HeatSample | None:

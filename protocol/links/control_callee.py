@@ -14,12 +14,29 @@ from typing import Final
 import msgspec
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages.control import AgentMessage, Refused, Register
+from kvcast.protocol.messages.framing import MessageCodec
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Longest message of an agent; a Renew with 256 hot blocks takes about 16 KiB."""
 MAX_UNSENT_BYTES: Final = 8 << 20
 """A connection whose peer does not read is closed when so much waits for it."""
 REGISTER_TIMEOUT_S: Final = 5.0
+
+
+class EncodedOnce:
+    """Encodes messages of which many are sent to all agents, one after the other."""
+
+    def __init__(self) -> None:
+        self._codec: MessageCodec[AgentMessage] = MessageCodec(AgentMessage)
+        self._message: msgspec.Struct | None = None
+        self._encoded = b""
+
+    def __call__(self, message: msgspec.Struct) -> bytes:
+        """The message's bytes; FramingError if there are too many. It must not change later."""
+        if message is not self._message:
+            self._encoded = self._codec.encode(message)
+            self._message = message
+        return self._encoded
 
 
 class ControlCallee(LinkStream[AgentMessage]):
@@ -43,8 +60,9 @@ class ControlCallee(LinkStream[AgentMessage]):
         self._certified = certified
         self._deadline = now + REGISTER_TIMEOUT_S
 
-    def send(self, now: float, message: msgspec.Struct) -> None:
-        """Send a message; a connection that does not read, or is about to close, loses it."""
+    def send(self, now: float, message: msgspec.Struct | bytes) -> None:
+        """Send a message, or what `EncodedOnce` made of it; a connection that does not read, or is
+        about to close, loses it."""
         if self.closed or self._ending:
             self._counts["sends_to_closed"] += 1
         elif not self._send(message):

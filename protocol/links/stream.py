@@ -125,11 +125,12 @@ class LinkStream(Generic[M]):
 
     # --- for the ends -------------------------------------------------------------------------
 
-    def _send(self, message: msgspec.Struct) -> bool:
-        """Send a message; False if so much waits already that the connection must end."""
+    def _send(self, message: msgspec.Struct | bytes) -> bool:
+        """Send a message, which may be encoded already; False if so much waits already that the
+        connection must end."""
         if self.closed or self._ending:
             return True
-        data = self._codec.encode(message)
+        data = message if isinstance(message, bytes) else self._codec.encode(message)
         if self._unsent_bytes > self._max_unsent_bytes:
             return False
         self._unsent_bytes += len(data)

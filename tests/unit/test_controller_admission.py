@@ -6,6 +6,8 @@ random admissions and evictions checks that no slot is lost or held twice. Canno
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +44,114 @@ def holder(number: int, *, pinned: bool = False, since: float = -100.0, slots: i
 
 
 # --- value ----------------------------------------------------------------------------------
+
+
+class PlainHeat:
+    """The formulas of the module's text, block by block; nothing is forgotten but on purpose."""
+
+    def __init__(self) -> None:
+        self.known: dict[BlockId, dict[str, float]] = {}
+
+    def touch(self, name: BlockId, now: float) -> dict[str, float]:
+        heat = self.known.setdefault(
+            name,
+            {"at": now, "switch": 0, "home": 0, "fan": 1, "depth": 0, "segments": 1, "size": 0},
+        )
+        decay = 0.5 ** ((now - heat["at"]) / OPTIONS.half_life_s)
+        heat["switch"] *= decay
+        heat["home"] *= decay
+        heat["fan"] = 1 + (heat["fan"] - 1) * decay
+        heat["at"] = now
+        return heat
+
+    def expected(self, name: BlockId, now: float) -> float:
+        heat = self.touch(name, now)
+        rate = max(heat["switch"], heat["home"]) * math.log(2) / OPTIONS.half_life_s
+        return rate * OPTIONS.horizon_s
+
+    def value(self, name: BlockId, now: float) -> float:
+        heat = self.touch(name, now)
+        bytes_a_read = heat["size"] / heat["segments"] if heat["size"] else SEGMENT_BYTES
+        return (
+            self.expected(name, now) * (1 + math.log2(heat["fan"]) / 2) * bytes_a_read
+            / (heat["segments"] * 64)
+        )  # fmt: skip
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["switch", "home", "served", "described"]),
+        st.integers(0, 11),
+        st.integers(1, 40),
+        st.integers(1, 31),
+        st.floats(0, 30),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=EVENTS, limit=st.integers(4, 12), count=st.integers(1, 8))
+def test_heat_is_what_the_formulas_say(
+    events: list[tuple[str, int, int, int, float]], limit: int, count: int
+) -> None:
+    heat, plain, now = HeatMap(OPTIONS, limit), PlainHeat(), 0.0
+    for what, number, reads, fan_out, wait_s in events:
+        now += wait_s
+        name, size = block(number), SEGMENT_BYTES * (1 + number % 3) - number
+        if name not in heat and len(heat) == limit:
+            worst = sorted(plain.value(known, now) for known in plain.known)
+        else:
+            worst = []
+        match what:
+            case "switch":
+                heat.seen_by_switch(name, segment=number % 3, reads=reads, fan_out=fan_out, now=now)
+            case "home":
+                heat.seen_by_home(
+                    name, reads=reads, readers=fan_out, depth=number, size_bytes=size, now=now
+                )
+            case "served":
+                heat.served(name, reads, now)
+            case _:
+                heat.described(name, size, now)
+        if worst:
+            gone = [known for known in plain.known if known not in heat]
+            assert len(gone) == max(1, limit // 8), "an eighth is forgotten"
+            for known in gone:
+                assert plain.value(known, now) <= worst[len(gone) - 1] * (1 + 1e-9)
+                del plain.known[known]
+        was = plain.touch(name, now)
+        match what:
+            case "switch":
+                was["switch"] += reads
+                was["fan"] = max(was["fan"], fan_out)
+                was["segments"] = max(was["segments"], number % 3 + 1)
+            case "home":
+                was |= {"size": size, "segments": -(-size // SEGMENT_BYTES)}
+                was["home"] += reads
+                was["fan"] = max(was["fan"], fan_out)
+                was["depth"] = number or was["depth"]
+            case "served":
+                was["switch"] += reads
+            case _:
+                was |= {"size": size, "segments": -(-size // SEGMENT_BYTES)}
+    looks = heat.look_at([*plain.known, block(99)], now)
+    assert looks.pop(block(99)) == (0, 0, 0)
+    for name, look in looks.items():
+        assert look.value == pytest.approx(plain.value(name, now))
+        assert look.expected_reads == pytest.approx(plain.expected(name, now))
+        assert look.depth == plain.known[name]["depth"]
+    excluded = sorted(plain.known)[:1]
+    best = heat.best(count, now, without=excluded)
+    worth = [
+        plain.value(name, now)
+        for name in plain.known
+        if name not in excluded and plain.expected(name, now) >= OPTIONS.min_reads * (1 + 1e-9)
+    ]
+    assert [plain.value(name, now) for name in best] == pytest.approx(
+        sorted(worth, reverse=True)[:count]
+    )
 
 
 def test_value_halves_with_the_half_life() -> None:

@@ -190,7 +190,7 @@ def test_a_restarted_controller_gives_its_nodes_time_to_come_back() -> None:
         membership.register(register_message(number), number, 0.0)
     membership.advance(0.0)
     restored = Membership.restore(
-        membership.saved(), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
+        list(membership.views.saved), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
     )
     assert not restored.advance(100.0)
     assert placed(restored) == {"node-1", "node-2"}

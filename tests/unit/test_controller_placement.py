@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcast.controller.core.placement import place
+from kvcast.controller.core.placement import place, score
 from kvcast.protocol.messages.wire import BUCKETS
 
 NODES = st.sets(st.integers(1, 40).map("node-{}".format), min_size=1, max_size=8)
@@ -51,6 +51,14 @@ def test_the_next_in_order_becomes_home_when_a_home_goes(
     for was, is_ in zip(before, after, strict=True):
         if len(was) > 1 and was[0] == gone:
             assert is_[0] == was[1]
+
+
+@settings(max_examples=10, deadline=None)
+@given(nodes=NODES, homes=st.integers(1, 4))
+def test_a_bucket_lists_the_nodes_by_falling_draws(nodes: set[str], homes: int) -> None:
+    for bucket, homes_of in enumerate(place(nodes, homes)):
+        drawn = sorted(nodes, key=lambda node: score(node, bucket), reverse=True)
+        assert list(homes_of) == drawn[:homes]
 
 
 def test_the_order_in_which_nodes_are_given_does_not_matter() -> None:

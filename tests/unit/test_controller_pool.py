@@ -491,6 +491,7 @@ def test_a_displaced_block_of_value_is_kept_by_its_home_before_its_slot_is_taken
     heat(driver, new, 400)
     driver.round()
     driver.describe_all({new: (SEGMENT_BYTES, 9)})
+    driver.round()
     leaving = [r.block for r in driver.pool.tiers.residency.residents.values() if r.leaving]
     (victim,) = leaving
     home = driver.home_of(victim)
@@ -572,9 +573,9 @@ def test_other_bytes_at_the_home_end_the_residency_and_the_new_ones_are_admitted
     driver.pool.tiers.wrong_digests_seen()
     driver.round(0.1)
     driver.describe_all({block: (SEGMENT_BYTES, 8)})
-    resident = driver.pool.tiers.residency.residents[block]
     assert driver.pool.tiers.residency.coming_free == 1, "the former slot rests"
     driver.round()
+    resident = driver.pool.tiers.residency.residents[block]
     assert (resident.digest, resident.generation) == (8, 1001)
     reasons = [d["reason"] for d in driver.pool.decisions(driver.now)]
     assert "its home holds other bytes now" in reasons
