@@ -28,11 +28,11 @@ class Command:
 
 EXTRAS = {
     "agent": ("aiohttp", "llvmlite", "prometheus_client"),
-    "controller": ("aiohttp", "cryptography", "finsy", "prometheus_client", "rich"),
+    "controller": ("aiohttp", "cryptography", "finsy", "numpy", "prometheus_client", "rich"),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = tuple(sorted({"matplotlib", "numpy"}.union(*EXTRAS.values())))
+EXTRAS["bench"] = tuple(sorted({"matplotlib"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {
