@@ -1,4 +1,4 @@
-"""What `kvcast get` and `kvcast put` share: the agent's socket, namespaces and keys.
+"""What the commands that speak to an agent share: its socket, namespaces and keys.
 
 Owns: how a block is named on the command line. Must not know: how it travels.
 """
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvcast.hostagent.client import AsyncClient
 
 
-def block_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with --socket, the namespace's options and --log-level."""
+def socket_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with --socket and --log-level."""
     parser = command_parser(program, description, examples)
     parser.add_argument(
         "--socket",
@@ -29,6 +29,13 @@ def block_parser(program: str, description: str, examples: str) -> argparse.Argu
         metavar="PATH",
         help="the Unix socket of an agent (or the environment's KVCAST_SOCKET)",
     )
+    add_log_level(parser)
+    return parser
+
+
+def block_parser(program: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with --socket, the namespace's options and --log-level."""
+    parser = socket_parser(program, description, examples)
     group = parser.add_argument_group(
         "namespace", "a block is named by its key within (tenant, model, version, layout)"
     )
@@ -42,7 +49,6 @@ def block_parser(program: str, description: str, examples: str) -> argparse.Argu
         metavar="N",
         help="its number (0 to 65535) instead, if you know it",
     )
-    add_log_level(parser)
     return parser
 
 

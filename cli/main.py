@@ -29,6 +29,7 @@ class Command:
 EXTRAS = {
     "agent": ("aiohttp", "llvmlite", "prometheus_client"),
     "controller": ("aiohttp", "cryptography", "finsy", "numpy", "prometheus_client", "rich"),
+    "models": ("rich",),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
@@ -52,6 +53,8 @@ COMMANDS = {
     ),
     "put": Command("kvcast.cli.put", "store a file as a block"),
     "get": Command("kvcast.cli.get", "fetch a block"),
+    "load": Command("kvcast.cli.load", "put a folder (a model's files) into the pool", "models"),
+    "fetch": Command("kvcast.cli.fetch", "take a folder out of the pool", "models"),
     "certs": Command("kvcast.cli.certs", "make the certificates of a cluster", "controller"),
     "tokens": Command("kvcast.cli.tokens", "make tokens for the controller's HTTP API"),
     "shell": Command("kvcast.cli.shell", "open a P4Runtime console on a running switch"),

@@ -20,7 +20,7 @@ from pool_harness import running_pool
 KVCAST = [sys.executable, "-m", "kvcast.cli.main"]
 
 
-async def _run(*words: str | Path, stdin: bytes | None = None) -> tuple[int, bytes, str]:
+async def kvcast(*words: str | Path, stdin: bytes | None = None) -> tuple[int, bytes, str]:
     process = await asyncio.create_subprocess_exec(
         *KVCAST,
         *map(str, words),
@@ -40,47 +40,49 @@ async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
     (tmp_path / "in").write_bytes(data)
     async with running_pool(tmp_path, 2, replicas=0) as (pool, _links):
         one, two = pool.sockets["node-1"], pool.sockets["node-2"]
-        code, out, error = await _run("put", "--socket", one, tmp_path / "in")
+        code, out, error = await kvcast("put", "--socket", one, tmp_path / "in")
         assert (code, error) == (0, "")
         key = out.decode().strip()
         assert re.fullmatch("[0-9a-f]{32}", key)
 
-        assert (await _run("get", "--socket", two, key))[:2] == (0, data)
-        code, _, _ = await _run("get", "--socket", one, key, "-o", tmp_path / "copy")
+        assert (await kvcast("get", "--socket", two, key))[:2] == (0, data)
+        code, _, _ = await kvcast("get", "--socket", one, key, "-o", tmp_path / "copy")
         assert code == 0
         assert (tmp_path / "copy").read_bytes() == data
-        code, out, _ = await _run("get", "--socket", two, key, "--json")
+        code, out, _ = await kvcast("get", "--socket", two, key, "--json")
         assert json.loads(out)["size_bytes"] == len(data)
         assert json.loads(out)["tier"] == "local"
 
         other = ["--tenant", "somebody", "--model", "else"]
-        code, out, error = await _run("get", "--socket", two, key, *other, "--deadline", "2")
+        code, out, error = await kvcast("get", "--socket", two, key, *other, "--deadline", "2")
         assert (code, out) == (3, b"")
         assert f"{key} is not in the pool" in error
 
-        code, out, _ = await _run("put", "--socket", two, "-", "--json", *other, stdin=b"x")
+        code, out, _ = await kvcast("put", "--socket", two, "-", "--json", *other, stdin=b"x")
         named = json.loads(out)
         assert (code, named["size_bytes"]) == (0, 1)
-        code, out, _ = await _run("get", "--socket", one, named["key"], *other)
+        code, out, _ = await kvcast("get", "--socket", one, named["key"], *other)
         assert (code, out) == (0, b"x")
 
         (tmp_path / "empty").write_bytes(b"")
-        code, _, error = await _run("put", "--socket", one, tmp_path / "empty")
+        code, _, error = await kvcast("put", "--socket", one, tmp_path / "empty")
         assert code == 1
         assert "is empty" in error
 
-        code, out, _ = await _run("status", "--http", pool.http_url, "--once")
+        code, out, _ = await kvcast("status", "--http", pool.http_url, "--once")
         assert code == 0
         for word in ("node-1", "node-2", "switch decisions", "alive"):
             assert word in out.decode()
-        code, out, _ = await _run("status", "--http", pool.http_url, "--once", "--json", "-")
+        code, out, _ = await kvcast("status", "--http", pool.http_url, "--once", "--json", "-")
         assert len(json.loads(out)["nodes"]) == 2
 
 
 async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     flags = ["--nodes", "4", "--seconds-budget", "24", "--workload", "tp-mla"]
-    code, out, error = await _run("demo", *flags, "--json", report_path, "--out", tmp_path / "out")
+    code, out, error = await kvcast(
+        "demo", *flags, "--json", report_path, "--out", tmp_path / "out"
+    )
     assert code == 0, error
     text = out.decode()
     assert "scaled to this machine: blocks of" in text
@@ -128,7 +130,7 @@ async def test_a_traces_first_part_is_replayed_and_named(tmp_path: Path) -> None
     (tmp_path / "rack.toml").write_text("\n".join(hosts))
     flags = ["--topology", str(tmp_path / "rack.toml"), "--seconds-budget", "24"]
     flags += ["--time-scale", "0.5"]
-    code, out, error = await _run(
+    code, out, error = await kvcast(
         "demo", "--trace", trace, *flags, "--json", "-", "--out", tmp_path / "out"
     )
     assert code == 0, error

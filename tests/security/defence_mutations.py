@@ -47,6 +47,8 @@ class Mutation:
         return tuple(dict.fromkeys([*named, *self.also]))
 
 
+OUTSIDE = "has files written outside"
+OTHER_BYTES = "has other bytes fetched"
 LIES = "as a home, sends bytes"
 OFFERS = "has readers connect elsewhere"
 MUCH = "has a home hold"
@@ -446,6 +448,47 @@ def _not_sealed() -> AbstractContextManager[object]:
 )
 def _rules_ignored() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.network.local_server.tenants_of", nothing)
+
+
+@mutation(
+    "a manifest's paths are followed wherever they lead",
+    {
+        OUTSIDE: [
+            "test_a_path_that_should_not_be_written_is_refused[a/../b]",
+            "test_a_path_that_should_not_be_written_is_refused[/etc/passwd]",
+        ]
+    },
+)
+def _paths_followed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.models.manifest._parts", lambda path: tuple(path.split("/")))
+
+
+@mutation(
+    "a manifest's sizes and blocks need not fit",
+    {OUTSIDE: ["test_a_manifest_that_contradicts_itself_is_refused[wrong1]"]},
+)
+def _sizes_unchecked() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.models.manifest.blocks_in", lambda _size, _block: 2)
+
+
+@mutation(
+    "a fetched block is written whatever its bytes",
+    {OTHER_BYTES: ["test_what_is_missing_or_a_lie_is_told_and_never_written"]},
+    in_daemons=True,
+)
+def _blocks_unchecked() -> AbstractContextManager[object]:
+    class Equal(bytes):
+        """A key that equals all others."""
+
+        def __eq__(self, _other: object) -> bool:
+            return True
+
+        def __ne__(self, _other: object) -> bool:
+            return False
+
+        __hash__ = bytes.__hash__
+
+    return replaced("kvcast.hostagent.models.fetching.key_of", lambda _data: Equal())
 
 
 @mutation(

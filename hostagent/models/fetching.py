@@ -1,0 +1,257 @@
+"""A folder out of the pool, into files.
+
+Owns: what of the folder is there already, how much is asked for at once and in which order, that
+every block is checked against its key before it is written, and that a file has its name only when
+it is whole. Must not know: how the pool brings a block.
+
+All hosts ask for the blocks in the same order, so that those who begin together go on together, and
+share what they read. Unfinished files are kept in a folder of their own, and what is right in them,
+or in a file of the same name, is not fetched again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from kvcast.hostagent.client import AsyncClient, Block, KvcastError
+from kvcast.hostagent.models.manifest import (
+    PARTIAL,
+    FolderFile,
+    Manifest,
+    ManifestError,
+    Piece,
+    decode,
+    identity,
+    key_of,
+    manifest_key,
+    pieces,
+)
+
+Progress = Callable[[int, bool], None]
+"""Told of every piece that is right: its size in bytes, and whether it was there already."""
+AT_ONCE: Final = 16
+"""Blocks that are asked for at the same time."""
+AT_ONCE_BYTES: Final = 64 << 20
+GET_DEADLINE_S: Final = 10.0
+RETRY_WAIT_S: Final = 0.5
+
+
+class FetchError(KvcastError):
+    """The folder cannot be fetched; the text says why."""
+
+
+class NotInPoolError(FetchError):
+    """The folder, or some of its blocks, are not in the pool."""
+
+
+async def find(
+    client: AsyncClient, namespace: int, name: str, version: str, expected: str | None = None
+) -> tuple[Manifest, str]:
+    """The manifest of a folder, and its identity, which must be `expected` if that is given."""
+    (block,) = await client.get(namespace, [manifest_key(name, version)], GET_DEADLINE_S)
+    if block is None:
+        raise NotInPoolError(f"no {name!r}, version {version!r}, is in the pool")
+    with block:
+        data = bytes(block.data)
+    if expected is not None and identity(data) != expected:
+        raise FetchError(f"{name!r}, version {version!r}, is {identity(data)}, not {expected}")
+    try:
+        return decode(data), identity(data)
+    except ManifestError as error:
+        raise FetchError(
+            f"the pool's list of files of {name!r} is not to be trusted: {error}"
+        ) from (error)
+
+
+class Fetcher:
+    """Fetches one folder. `patience_s`: how long to go on while nothing that is missing comes."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        namespace: int,
+        manifest: Manifest,
+        to: Path,
+        *,
+        patience_s: float,
+        gather_ms: int = 0,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._manifest = manifest
+        self._to = to
+        self._patience_s = patience_s
+        self._gather_ms = gather_ms
+        self._left: Counter[int] = Counter()
+        """By file: pieces that are not there yet."""
+        self._places: defaultdict[bytes, list[Piece]] = defaultdict(list)
+        """By key: where the block belongs."""
+        self._came_at = 0.0
+        self._refused = 0
+        self.tiers: Counter[str] = Counter()
+        self.fetched_bytes = 0
+
+    async def fetch(self, progress: Progress) -> None:
+        """Fetch what is missing. FetchError if that cannot be done; what came is kept."""
+        try:
+            await asyncio.to_thread(self._look_around, progress)
+            self._check_room()
+            waiting = deque(self._places)
+            self._came_at = time.monotonic()
+            workers = max(1, min(AT_ONCE, AT_ONCE_BYTES // self._manifest.block_bytes))
+            await together(self._work(waiting, progress) for _ in range(workers))
+            await asyncio.to_thread(self._tidy_up)
+        except OSError as error:
+            raise FetchError(f"{error.filename or self._to}: {error.strerror or error}") from error
+
+    # --- what is there ----------------------------------------------------------------------
+
+    def _look_around(self, progress: Progress) -> None:
+        """Find out what is missing, file by file."""
+        (self._to / PARTIAL).mkdir(parents=True, exist_ok=True)
+        by_file: defaultdict[int, list[Piece]] = defaultdict(list)
+        for piece in pieces(self._manifest):
+            by_file[piece.file].append(piece)
+        for number, file in enumerate(self._manifest.files):
+            self._look_at(number, file, by_file[number], progress)
+
+    def _look_at(
+        self, number: int, file: FolderFile, parts: list[Piece], progress: Progress
+    ) -> None:
+        whole, partial = self._to / file.path, self._partial(number)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        if whole.is_file() and not partial.exists():
+            right = set(_right_pieces(whole, parts))
+            if len(right) == len(parts) and whole.stat().st_size == file.size_bytes:
+                for piece in parts:
+                    progress(piece.size_bytes, True)
+                return
+            with whole.open("rb") as source, partial.open("wb") as copy:
+                for piece in right:
+                    data = os.pread(source.fileno(), piece.size_bytes, piece.offset)
+                    os.pwrite(copy.fileno(), data, piece.offset)
+        with partial.open("ab") as opened:
+            os.truncate(opened.fileno(), file.size_bytes)
+        right = set(_right_pieces(partial, parts))
+        for piece in parts:
+            if piece in right:
+                progress(piece.size_bytes, True)
+            else:
+                self._left[number] += 1
+                self._places[piece.key].append(piece)
+        if not self._left[number]:
+            self._finish(number)
+
+    def _check_room(self) -> None:
+        """A full disk is told of before, not in the middle."""
+        wanted = sum(p.size_bytes for places in self._places.values() for p in places)
+        disk = os.statvfs(self._to)
+        if wanted > disk.f_bavail * disk.f_frsize:
+            free = disk.f_bavail * disk.f_frsize
+            raise OSError(
+                errno.ENOSPC, f"{wanted:,} bytes are missing, and {free:,} are free", str(self._to)
+            )
+
+    # --- what is missing --------------------------------------------------------------------
+
+    async def _work(self, waiting: deque[bytes], progress: Progress) -> None:
+        while waiting:
+            key = waiting.popleft()
+            (outcome,) = await self._client.get_outcomes(
+                self._namespace, [key], GET_DEADLINE_S, gather_ms=self._gather_ms
+            )
+            block = outcome.block
+            if block is not None:
+                with block:
+                    right = await asyncio.to_thread(self._write, key, block)
+                    size_bytes = len(block)
+                if right:
+                    self._came_at = time.monotonic()
+                    self.tiers[block.tier] += 1
+                    self._came(key, size_bytes, progress)
+                    continue
+                self._refused += 1
+            waiting.append(key)
+            if time.monotonic() - self._came_at > self._patience_s:
+                raise NotInPoolError(self._what_is_missing(outcome.reason or outcome.status))
+            await asyncio.sleep(RETRY_WAIT_S)
+
+    def _write(self, key: bytes, block: Block) -> bool:
+        """Write a block to all its places; False, and nothing, if it is not what its key says."""
+        data = block.data
+        places = self._places[key]
+        if any(len(data) != piece.size_bytes for piece in places) or key_of(data) != key:
+            return False
+        for piece in places:
+            with self._partial(piece.file).open("r+b", buffering=0) as file:
+                written = 0
+                while written < len(data):
+                    written += os.pwrite(file.fileno(), data[written:], piece.offset + written)
+        return True
+
+    def _came(self, key: bytes, size_bytes: int, progress: Progress) -> None:
+        self.fetched_bytes += size_bytes
+        for piece in self._places.pop(key):
+            progress(piece.size_bytes, False)
+            self._left[piece.file] -= 1
+            if not self._left[piece.file]:
+                self._finish(piece.file)
+
+    def _finish(self, number: int) -> None:
+        """The file is whole: give it its name."""
+        file, partial = self._manifest.files[number], self._partial(number)
+        whole = self._to / file.path
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("rb") as opened:
+            os.fchmod(opened.fileno(), 0o755 if file.executable else 0o644)
+            os.fsync(opened.fileno())
+        partial.replace(whole)
+
+    def _tidy_up(self) -> None:
+        """Remove the folder of unfinished files, if it is empty."""
+        for place, _, _ in os.walk(self._to / PARTIAL, topdown=False):
+            try:
+                os.rmdir(place)
+            except OSError:
+                pass
+
+    def _partial(self, number: int) -> Path:
+        return self._to / PARTIAL / self._manifest.files[number].path
+
+    def _what_is_missing(self, why: str) -> str:
+        blocks = len(self._places)
+        size_bytes = sum(places[0].size_bytes for places in self._places.values())
+        lied = (
+            f"; {self._refused} came with other bytes than their keys say" if self._refused else ""
+        )
+        return (
+            f"{blocks} blocks ({size_bytes:,} bytes) are not in the pool ({why}){lied}. What came"
+            f" is in {self._to / PARTIAL}: load the folder again, and fetch it once more"
+        )
+
+
+def _right_pieces(path: Path, parts: list[Piece]) -> Iterator[Piece]:
+    """Those that the file holds."""
+    with path.open("rb", buffering=0) as file:
+        for piece in parts:
+            data = os.pread(file.fileno(), piece.size_bytes, piece.offset)
+            if len(data) == piece.size_bytes and key_of(data) == piece.key:
+                yield piece
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of them; where one fails, the others are ended, and its error is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,206 @@
+"""A folder into the pool.
+
+Owns: which files of a folder are taken, how much of it is on its way at once, and that the manifest
+is put last: a folder that is found was whole at that moment. Must not know: how the pool keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvcast.hostagent.client import AsyncClient, BusyError, KvcastError, PutError
+from kvcast.hostagent.models.fetching import together
+from kvcast.hostagent.models.manifest import (
+    FORMAT,
+    PARTIAL,
+    FolderFile,
+    Manifest,
+    ManifestError,
+    encode,
+    identity,
+    key_of,
+    manifest_key,
+)
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.wire import KEY_BYTES
+
+Progress = Callable[[int], None]
+"""Told of every piece that is done: its size in bytes."""
+AT_ONCE: Final = 4
+"""Blocks that are read and put at the same time."""
+BUSY_TRIES: Final = 50
+BUSY_WAIT_S: Final = 0.1
+LEFT_OUT: Final = frozenset({PARTIAL, ".git", ".cache"})
+"""Folders that are no part of a model: of unfinished fetches, of git, of the hub's client."""
+
+
+class LoadError(KvcastError):
+    """The folder cannot be loaded; the text says why."""
+
+
+@dataclass
+class Loaded:
+    """What came of it. Sizes in bytes."""
+
+    identity: str
+    """Of the manifest (`manifest.identity`)."""
+    files: int
+    size_bytes: int
+    blocks: int
+    put_blocks: int
+    """Those that the pool did not hold before."""
+
+
+@dataclass
+class _Source:
+    """A file that is being loaded."""
+
+    path: str
+    """Within the folder."""
+    at: Path
+    size_bytes: int
+    changed_ns: int
+    executable: bool
+    keys: list[bytes] = field(default_factory=list)
+
+
+def sources(folder: Path) -> list[_Source]:
+    """The files of a folder and of those in it, by path. Links to files are followed, links to
+    folders are not. LoadError for a folder that cannot be read or holds none."""
+    found: list[_Source] = []
+
+    def failed(error: OSError) -> None:
+        raise LoadError(f"{error.filename}: {error.strerror}") from error
+
+    for place, folders, names in os.walk(folder, onerror=failed):
+        folders[:] = sorted(set(folders) - LEFT_OUT)
+        for name in sorted(names):
+            at = Path(place, name)
+            try:
+                facts = at.stat()
+            except OSError as error:
+                raise LoadError(f"{at}: {error.strerror}") from error
+            if stat.S_ISREG(facts.st_mode):
+                found.append(
+                    _Source(
+                        at.relative_to(folder).as_posix(),
+                        at,
+                        facts.st_size,
+                        facts.st_mtime_ns,
+                        bool(facts.st_mode & stat.S_IXUSR),
+                    )
+                )
+    if not found:
+        raise LoadError(f"{folder} holds no files")
+    return sorted(found, key=lambda source: source.path.split("/"))
+
+
+class Loader:
+    """Loads one folder. See the module's text."""
+
+    def __init__(self, client: AsyncClient, namespace: int, block_bytes: int) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._block_bytes = block_bytes
+        self._put = 0
+
+    async def load(
+        self, found: list[_Source], name: str, version: str, progress: Progress
+    ) -> Loaded:
+        """Put these files and their manifest; LoadError if that cannot be done, or the folder of
+        that name and version is another one."""
+        for source in found:
+            source.keys = [b""] * len(range(0, source.size_bytes, self._block_bytes))
+        blocks = ((source, number) for source in found for number in range(len(source.keys)))
+        await together(self._work(blocks, progress) for _ in range(AT_ONCE))
+        manifest = Manifest(
+            FORMAT,
+            self._block_bytes,
+            [FolderFile(s.path, s.size_bytes, b"".join(s.keys), s.executable) for s in found],
+        )
+        try:
+            data = encode(manifest)
+        except ManifestError as error:
+            raise LoadError(f"this folder cannot be in the pool: {error}") from error
+        await self._check(manifest)
+        await self._publish(manifest_key(name, version), data, name, version)
+        count = sum(len(source.keys) for source in found)
+        return Loaded(identity(data), len(found), manifest.size_bytes, count, self._put)
+
+    async def _work(self, blocks: Iterator[tuple[_Source, int]], progress: Progress) -> None:
+        buffer = memoryview(bytearray(self._block_bytes))
+        for source, number in blocks:
+            offset = number * self._block_bytes
+            view = buffer[: min(self._block_bytes, source.size_bytes - offset)]
+            source.keys[number] = key = await asyncio.to_thread(_read, source, offset, view)
+            if not await self._client.exists(self._namespace, [key]):
+                await self._put_block(key, view)
+                self._put += 1
+            progress(len(view))
+
+    async def _put_block(self, key: bytes, view: memoryview) -> None:
+        for tries in range(BUSY_TRIES):
+            try:
+                await self._client.put(self._namespace, {key: view})
+                return
+            except PutError as error:
+                status = error.failed[key]
+            except BusyError as error:
+                status = error.status
+            if status not in (local.BUSY, local.NO_ROOM, local.UNAVAILABLE):
+                break
+            await asyncio.sleep(BUSY_WAIT_S * min(tries + 1, 10))
+        raise LoadError(f"the pool does not take a block of {len(view)} bytes: {status}")
+
+    async def _check(self, manifest: Manifest) -> None:
+        """All blocks are still there, or the pool has no room for the folder."""
+        keys = [
+            file.keys[at : at + KEY_BYTES]
+            for file in manifest.files
+            for at in range(0, len(file.keys), KEY_BYTES)
+        ]
+        there = await self._client.exists(self._namespace, keys, 10.0)
+        if there < len(keys):
+            raise LoadError(
+                f"the pool keeps only the first {there} of {len(keys)} blocks: it has no room for"
+                f" {manifest.size_bytes / (1 << 30):.2f} GiB, or a node was lost meanwhile"
+            )
+
+    async def _publish(self, key: bytes, data: bytes, name: str, version: str) -> None:
+        (former,) = await self._client.get(self._namespace, [key], 5.0)
+        if former is None:
+            await self._put_block(key, memoryview(data))
+            return
+        with former:
+            if bytes(former.data) != data:
+                raise LoadError(
+                    f"the pool holds another {name!r}, version {version!r}"
+                    f" ({identity(former.data)}): give this one a version of its own"
+                )
+
+
+def _read(source: _Source, offset: int, view: memoryview) -> bytes:
+    """Read a block of a file; its key."""
+    try:
+        with source.at.open("rb", buffering=0) as file:
+            filled = 0
+            while filled < len(view):
+                count = os.preadv(file.fileno(), [view[filled:]], offset + filled)
+                if not count:
+                    break
+                filled += count
+            facts = os.fstat(file.fileno())
+    except OSError as error:
+        raise LoadError(f"{source.at}: {error.strerror}") from error
+    if filled < len(view) or (facts.st_size, facts.st_mtime_ns) != (
+        source.size_bytes,
+        source.changed_ns,
+    ):
+        raise LoadError(f"{source.at} changed while it was loaded")
+    return key_of(view)

@@ -1,0 +1,163 @@
+"""`kvcast load` and `kvcast fetch` on a running pool.
+
+Oracle: the bytes of the files that went in. Cannot see: how fast it is (`kvcast.bench.folders`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.models.manifest import FORMAT, PARTIAL, FolderFile, key_of, manifest_key
+from pool_harness import running_pool
+from test_pool_commands import kvcast
+
+SIZES = {
+    "model-00001.safetensors": 1_500_001,
+    "model-00002.safetensors": 700_000,
+    "config.json": 300,
+    "empty": 0,
+    "sub/tokenizer.json": 65_536,
+}
+BLOCKS = ["--block-size", "64KiB"]
+
+
+def _write(folder: Path, seed: int = 1) -> None:
+    rng = random.Random(seed)
+    for name, size_bytes in SIZES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(rng.randbytes(size_bytes))
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+async def _fetch(socket: Path, to: Path, *more: str) -> dict[str, Any]:
+    words = ("fetch", "--socket", socket, "--model", "m", "--to", to, "--json", *more)
+    code, out, error = await kvcast(*words)
+    assert (code, error) == (0, "")
+    return dict(json.loads(out))
+
+
+async def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    _write(tmp_path / "m")
+    (tmp_path / "m" / "config.json").chmod(0o755)
+    whole = _read(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 3, replicas=0) as (pool, _links):
+        one, two = pool.sockets["node-1"], pool.sockets["node-2"]
+        load = ("load", "--socket", one, "--model", tmp_path / "m", *BLOCKS)
+        code, out, error = await kvcast(*load)
+        assert (code, error) == (0, "")
+        name = out.decode().split()[-1]
+        assert "5 files, 2,265,837 bytes" in out.decode()
+
+        # Again: nothing is new. Another folder of that name and version is refused.
+        code, out, _ = await kvcast(*load, "--json")
+        assert (code, json.loads(out)["put_blocks"], json.loads(out)["identity"]) == (0, 0, name)
+        _write(tmp_path / "other", seed=2)
+        other = ("load", "--socket", one, "--model", tmp_path / "other", "--name", "m", *BLOCKS)
+        code, _, error = await kvcast(*other)
+        assert code == 1
+        assert "give this one a version of its own" in error
+        assert (await kvcast(*other, "--model-version", "2"))[0] == 0
+
+        # Two nodes at once.
+        both = await asyncio.gather(
+            _fetch(two, tmp_path / "copy2", "--id", name),
+            _fetch(pool.sockets["node-3"], tmp_path / "copy3", "--gather-ms", "20"),
+        )
+        for fetched, copy in zip(both, ("copy2", "copy3"), strict=True):
+            assert _read(tmp_path / copy) == whole
+            assert fetched["fetched_bytes"] == sum(SIZES.values())
+            assert not (tmp_path / copy / PARTIAL).exists()
+        assert os.access(tmp_path / "copy2" / "config.json", os.X_OK)
+
+        # What is right is not fetched again; what is wrong is.
+        assert (await _fetch(two, tmp_path / "copy2"))["fetched_bytes"] == 0
+        damaged = tmp_path / "copy2" / "model-00001.safetensors"
+        with damaged.open("r+b") as file:
+            file.seek(70_000)
+            file.write(b"damage")
+        (tmp_path / "copy2" / "model-00002.safetensors").write_bytes(b"too short")
+        (tmp_path / "copy2" / "empty").write_bytes(b"too long")
+        again = await _fetch(two, tmp_path / "copy2")
+        assert again["fetched_bytes"] == 65_536 + 700_000
+        assert _read(tmp_path / "copy2") == whole
+
+        # An unfinished fetch goes on where it was.
+        unfinished = tmp_path / "copy4" / PARTIAL / "model-00001.safetensors"
+        unfinished.parent.mkdir(parents=True)
+        unfinished.write_bytes(whole["model-00001.safetensors"][:1_000_000])
+        went_on = await _fetch(two, tmp_path / "copy4")
+        assert went_on["fetched_bytes"] == sum(SIZES.values()) - 1_000_000 // 65_536 * 65_536
+        assert _read(tmp_path / "copy4") == whole
+
+        # Another identity, another name, and a place that cannot be written.
+        to = ("fetch", "--socket", two, "--to", tmp_path / "copy5", "--model")
+        code, _, error = await kvcast(*to, "m", "--id", "0" * 32)
+        assert code == 1
+        assert f"is {name}, not 000" in error
+        code, _, error = await kvcast(*to, "none")
+        assert code == 3
+        assert "no 'none', version '1', is in the pool" in error
+        (tmp_path / "copy5").write_bytes(b"a file")
+        code, _, error = await kvcast(*to, "m")
+        assert code == 1
+        assert "copy5" in error
+
+
+async def test_what_is_missing_or_a_lie_is_told_and_never_written(tmp_path: Path) -> None:
+    async with running_pool(tmp_path / "pool", 2, replicas=0) as (pool, _links):
+        one, two = pool.sockets["node-1"], pool.sockets["node-2"]
+        right, wrong, absent = b"r" * 1000, b"w" * 1000, b"a" * 1000
+
+        async def publish(name: str, files: list[FolderFile], block_bytes: int = 1000) -> int:
+            namespace = await client.namespace("models", name, "1", "folder")
+            manifest = {"format": FORMAT, "block_bytes": block_bytes, "files": files}
+            data = msgspec.msgpack.encode(manifest)
+            await client.put(namespace, {manifest_key(name, "1"): data})
+            return namespace
+
+        async with await AsyncClient.connect(str(one)) as client:
+            keys = {data: key_of(data) for data in (right, wrong, absent)}
+            files = [FolderFile("f", 3000, keys[right] + keys[wrong] + keys[absent])]
+            namespace = await publish("m", files)
+            await client.put(namespace, {keys[right]: right, keys[wrong]: b"x" * 1000})
+            await publish("evil", [FolderFile("../out", 0, b"")])
+
+        to = tmp_path / "copy"
+        words = ("fetch", "--socket", two, "--model", "m", "--to", to, "--patience", "0.5")
+        code, _, error = await kvcast(*words)
+        assert code == 3
+        assert "2 blocks (2,000 bytes) are not in the pool" in error
+        assert "other bytes than their keys say" in error
+        assert not (to / "f").exists(), "a file that is not whole has no name"
+        assert (to / PARTIAL / "f").read_bytes() == right + bytes(2000)
+
+        code, _, error = await kvcast("fetch", "--socket", two, "--model", "evil", "--to", to)
+        assert code == 1
+        assert "not to be trusted" in error
+        assert not (tmp_path / "out").exists()
+
+
+async def test_a_folder_that_is_too_large_for_the_pool_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "f").write_bytes(os.urandom(40 << 20))
+    async with running_pool(tmp_path / "pool", 1, replicas=0, arena_bytes=32 << 20) as (pool, _):
+        socket = pool.sockets["node-1"]
+        code, _, error = await kvcast("load", "--socket", socket, "--model", tmp_path / "m")
+        assert code == 1
+        assert "it has no room for 0.04 GiB" in error
+        words = ("fetch", "--socket", socket, "--model", "m", "--to", tmp_path / "copy")
+        assert (await kvcast(*words))[0] == 3, "it is not there at all"

@@ -1,0 +1,146 @@
+"""Which manifests are believed.
+
+Oracle: a manifest is MessagePack of a plain list; what is wrong with each is made wrong on purpose.
+Cannot see: the pool, and what is written (`tests/integration/test_pool_models.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcast.hostagent.models.loading import LoadError, sources
+from kvcast.hostagent.models.manifest import (
+    FORMAT,
+    PARTIAL,
+    FolderFile,
+    Manifest,
+    ManifestError,
+    decode,
+    encode,
+    identity,
+    key_of,
+    manifest_key,
+    pieces,
+)
+
+BLOCK = 100
+
+
+def file(path: str, size_bytes: int = 0) -> FolderFile:
+    return FolderFile(path, size_bytes, b"k" * 16 * -(-size_bytes // BLOCK))
+
+
+def manifest(*files: FolderFile, block_bytes: int = BLOCK, format_: int = FORMAT) -> Manifest:
+    return Manifest(format_, block_bytes, list(files))
+
+
+NAMES = st.text("abc.-_ ü0", min_size=1, max_size=6).filter(lambda name: name not in (".", ".."))
+
+
+@given(
+    sizes=st.dictionaries(
+        st.lists(NAMES, min_size=1, max_size=3).map(tuple), st.integers(0, 350), max_size=8
+    )
+)
+def test_a_folder_is_cut_into_pieces_that_are_its_files(sizes: dict[tuple[str, ...], int]) -> None:
+    paths = sorted(p for p in sizes if not any(p[:n] in sizes for n in range(1, len(p))))
+    data = encode(manifest(*(file("/".join(path), sizes[path]) for path in paths)))
+    found = decode(data)
+    assert [tuple(f.path.split("/")) for f in found.files] == paths
+    covered = dict.fromkeys(range(len(paths)), 0)
+    for piece in pieces(found):
+        assert piece.offset == covered[piece.file], "no gap and no overlap"
+        assert 0 < piece.size_bytes <= BLOCK
+        covered[piece.file] += piece.size_bytes
+    assert covered == {number: sizes[path] for number, path in enumerate(paths)}
+    assert encode(found) == data
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "", "/etc/passwd", "..", "a/../b", "a//b", "./a", "a/", "a\0b", "a\nb", "a\x7f", "a\\b",
+        "x" * 256, "/".join(["x" * 200] * 6), f"{PARTIAL}/a", "a\u202eb",
+    ],
+)  # fmt: skip
+def test_a_path_that_should_not_be_written_is_refused(path: str) -> None:
+    data = msgspec.msgpack.encode(manifest(file(path)))
+    with pytest.raises(ManifestError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        manifest(file("a", 250), format_=2),
+        manifest(FolderFile("a", 250, b"k" * 32)),
+        manifest(FolderFile("a", 0, b"k" * 16)),
+        manifest(FolderFile("a", 50, b"k" * 15)),
+        manifest(file("b"), file("a")),
+        manifest(file("a"), file("a")),
+        manifest(file("a"), file("a/b")),
+        manifest(file("a"), block_bytes=0),
+        manifest(file("a"), block_bytes=1 << 31),
+        manifest(FolderFile("a", -1, b"")),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(wrong: Manifest) -> None:
+    with pytest.raises(ManifestError):
+        decode(msgspec.msgpack.encode(wrong))
+
+
+@given(data=st.binary(max_size=60))
+def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+    try:
+        decode(data)
+    except ManifestError:
+        return
+    pytest.fail("believed")
+
+
+@given(at=st.integers(0), change=st.integers(1, 255))
+def test_a_changed_byte_is_refused_or_changes_the_identity(at: int, change: int) -> None:
+    good = encode(manifest(file("a", 250), file("b/c", 10)))
+    bad = bytearray(good)
+    bad[at % len(good)] ^= change
+    assert identity(bad) != identity(good)
+    try:
+        decode(bytes(bad))
+    except ManifestError:
+        pass
+
+
+def test_keys_are_told_apart() -> None:
+    assert manifest_key("ab", "c") != manifest_key("a", "bc")
+    assert manifest_key("a", "1") != key_of(b"1:a1")
+
+
+def test_a_folders_files_are_those_of_a_model(tmp_path: Path) -> None:
+    for name in ("b.safetensors", "config.json", "sub/c", ".git/x", ".cache/y", f"{PARTIAL}/z"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"12345")
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "b.safetensors")
+    (tmp_path / "config.json").chmod(0o755)
+    found: list[dict[str, Any]] = [dataclasses.asdict(source) for source in sources(tmp_path)]
+    assert [source["path"] for source in found] == [
+        "b.safetensors", "config.json", "link.safetensors", "sub/c",
+    ]  # fmt: skip
+    assert [source["executable"] for source in found] == [False, True, False, False]
+    assert {source["size_bytes"] for source in found} == {5}
+
+
+def test_a_folder_that_cannot_be_read_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="holds no files"):
+        sources(tmp_path)
+    with pytest.raises(LoadError, match="No such file"):
+        sources(tmp_path / "none")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(LoadError, match="dangling"):
+        sources(tmp_path)
