@@ -867,7 +867,7 @@ class P4RuntimeHarness(LoopHarness):
                         await asyncio.sleep(0)
                     await self._become_primary()
         for frame in (bytes(64), b"\xff" * 60):
-            service.process(1, frame, 0)
+            service.switch.process(1, frame, 0)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -180,10 +180,6 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
 
     # --- what the packet loop calls -----------------------------------------------------------
 
-    def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
-        """Run one frame through the pipeline that is committed; without one, drop it."""
-        return self.switch.process(port, frame, now_us)
-
     def after_frame(self) -> None:
         """Collect the digests that the last frame raised."""
         digests = self.switch.take_digests()
