@@ -76,6 +76,20 @@ class BoundAction:
     arguments: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of an action profile, for an entry to refer to."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of an action profile, for an entry to refer to."""
+
+    number: int
+
+
 @dataclass(slots=True)
 class Entry:
     """One entry. Read freely; change it through the table.
@@ -260,7 +274,7 @@ class Table(ABC):
         try:
             for entry in self.spec.entries:
                 action = self._action_of(entry.action)
-                self._insert(entry.key, entry.priority, action, None, None, entry.arguments)
+                self._insert(entry.key, entry.priority, action, entry.arguments)
         except TableError as error:
             raise ProgramError(f"const entries of {self.name}: {error}") from error
 
@@ -275,31 +289,20 @@ class Table(ABC):
         self,
         key: Sequence[MatchValue],
         priority: int,
-        action: str,
+        action: str | Member | Group,
         arguments: Sequence[int] = (),
     ) -> int:
-        """Add an entry and give its handle. The lowest priority wins (ternary and range only)."""
+        """Add an entry and give its handle. The lowest priority wins (ternary and range only).
+        `arguments` are those of an action that is named; indirect tables take the others."""
         self._check_writable()
-        if self.profile is not None:
-            raise BadAction(f"{self.name} takes members or groups, not actions")
-        return self._insert(key, priority, action, None, None, arguments)
-
-    def add_member(self, key: Sequence[MatchValue], priority: int, member: int) -> int:
-        self._check_writable()
-        return self._insert(key, priority, None, member, None)
-
-    def add_group(self, key: Sequence[MatchValue], priority: int, group: int) -> int:
-        self._check_writable()
-        return self._insert(key, priority, None, None, group)
+        return self._insert(key, priority, action, arguments)
 
     def _insert(
         self,
         key: Sequence[MatchValue],
         priority: int,
-        action: str | None,
-        member: int | None,
-        group: int | None,
-        arguments: Sequence[int] = (),
+        action: str | Member | Group,
+        arguments: Sequence[int],
     ) -> int:
         canonical, value, mask = self._canonical(key)
         rank = priority if self.spec.match in ("ternary", "range") else 0
@@ -308,46 +311,35 @@ class Table(ABC):
         if len(self.entries) >= self.size:
             raise TableFull(f"{self.name} is full ({self.size} entries)")
         entry = self._new_entry(self._next_handle, canonical, rank)
-        self._point(entry, action, arguments, member, group)
+        self._point(entry, action, arguments)
         self._next_handle += 1
         self.entries[entry.handle] = entry
         self._handles[canonical, rank] = entry.handle
         self._index.add(entry, value, mask)
         return entry.handle
 
-    def _point(
-        self,
-        entry: Entry,
-        action: str | None,
-        arguments: Sequence[int],
-        member: int | None,
-        group: int | None,
-    ) -> None:
+    def _point(self, entry: Entry, action: str | Member | Group, arguments: Sequence[int]) -> None:
         """Make the entry run an action, or refer to a member or a group."""
-        if action is not None:
+        if isinstance(action, str):
+            if self.profile is not None:
+                raise BadAction(f"{self.name} takes members or groups, not actions")
             entry.action = self._actions.bind(action, arguments)
         elif self.profile is None:
             raise BadAction(f"{self.name} has no action profile")
         else:
+            member = action.number if isinstance(action, Member) else None
+            group = action.number if isinstance(action, Group) else None
             self.profile.use(member, group, +1)
             self.profile.use(entry.member, entry.group, -1)
             entry.member, entry.group = member, group
         self._pointed(entry)
 
-    def modify(self, handle: int, action: str, arguments: Sequence[int] = ()) -> None:
-        """Change the action of an entry; its counter and meter stay."""
+    def modify(
+        self, handle: int, action: str | Member | Group, arguments: Sequence[int] = ()
+    ) -> None:
+        """Change what an entry does; its counter and meter stay."""
         self._check_writable()
-        if self.profile is not None:
-            raise BadAction(f"{self.name} takes members or groups, not actions")
-        self._point(self.get(handle), action, arguments, None, None)
-
-    def modify_member(self, handle: int, member: int) -> None:
-        self._check_writable()
-        self._point(self.get(handle), None, (), member, None)
-
-    def modify_group(self, handle: int, group: int) -> None:
-        self._check_writable()
-        self._point(self.get(handle), None, (), None, group)
+        self._point(self.get(handle), action, arguments)
 
     def delete(self, handle: int) -> None:
         self._check_writable()

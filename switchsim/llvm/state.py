@@ -20,7 +20,7 @@ from kvcast.switchsim.control_plane.externs import (
     Rate,
     RegisterArray,
 )
-from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.engine import SwitchStats
 from kvcast.switchsim.llvm.layout import pack_value, stored_bytes, unpack_value
 from kvcast.switchsim.llvm.memory import Heap, Region
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from kvcast.switchsim import hashing, ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
-from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.engine import SwitchStats
 from kvcast.switchsim.reference.expressions import Arguments, Data, Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.phv import (

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
-from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest
+from kvcast.switchsim.engine import CloneSession, Digest, Engine
 from kvcast.switchsim.ir import Program
 from kvcast.switchsim.reference.actions import Actions, PacketAbandoned
 from kvcast.switchsim.reference.expressions import Expressions
@@ -111,7 +111,7 @@ class _Pipeline:
     drop: int
 
 
-class Switch(ControlPlane):
+class Switch(Engine):
     """A switch without ports or clock: frames in, frames out."""
 
     def __init__(
@@ -129,10 +129,6 @@ class Switch(ControlPlane):
     # --- the control plane ------------------------------------------------------------------
 
     def load(self, program: Program) -> None:
-        """Run this program from now on; all state of the one before is gone.
-
-        If the program cannot be run, an error says so and the present one stays.
-        """
         layout = Layout(program)
         registers = [RegisterArray(r) for r in program.registers]
         counters = [None if c.direct else CounterArray(c) for c in program.counters]
@@ -179,7 +175,6 @@ class Switch(ControlPlane):
         self._digests.clear()
 
     def take_digests(self) -> list[Digest]:
-        """All digests since the last call, oldest first."""
         taken = list(self._digests)
         self._digests.clear()
         return taken
@@ -187,10 +182,6 @@ class Switch(ControlPlane):
     # --- the data plane ---------------------------------------------------------------------
 
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
-        """Run one frame to completion, with all clones, copies and further passes.
-
-        Gives (port, frame) for what leaves, in order. Never raises for what is in a frame.
-        """
         stats = self.stats
         stats.frames_in += 1
         stats.bytes_in += len(frame)

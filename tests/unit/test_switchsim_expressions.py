@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.switchsim import ir, loader
-from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.engine import SwitchStats
 from kvcast.switchsim.reference.actions import Actions
 from kvcast.switchsim.reference.expressions import Expressions
 from kvcast.switchsim.reference.parser import Deparser, Parser
