@@ -256,14 +256,16 @@ def test_random_updates_are_refused_or_undone_without_trace(seed: int) -> None:
 
 def test_an_entry_that_matches_everything_is_put_back_and_no_other() -> None:
     """Its key is empty, which in a read means all entries."""
-    acl = next(t for t in P4INFO.tables if t.preamble.alias == "acl")
-    action = next(a for a in P4INFO.actions if a.preamble.alias == "set_ternary")
-    anything = p4r.TableEntry(table_id=acl.preamble.id, priority=9)
+    route = next(t for t in P4INFO.tables if t.preamble.alias == "route")
+    action = next(a for a in P4INFO.actions if a.preamble.alias == "set_lpm")
+    anything = p4r.TableEntry(table_id=route.preamble.id)
     anything.action.action.action_id = action.preamble.id
     anything.action.action.params.add(param_id=1, value=b"\x03")
     other = p4r.TableEntry()
     other.CopyFrom(anything)
-    other.match.add(field_id=2).exact.value = b"\x01"
+    other.match.add(field_id=1).lpm.CopyFrom(
+        p4r.FieldMatch.LPM(value=b"\x01", prefix_len=WIDTHS[route.preamble.id, 1])
+    )
     entities = [p4r.Entity(table_entry=entry) for entry in (anything, other)]
     store = new_store(strict=False)
     for entity in entities:
