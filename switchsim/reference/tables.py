@@ -4,9 +4,9 @@ This module owns the way from a packet's key to an action and to the next node. 
 the control plane's rules are `control_plane.tables`. It knows actions only as functions, and
 successors only as objects that the switch gives it.
 
-A key is looked up as one integer, its fields side by side. An exact table is one dictionary; lpm
-has one per prefix length, the longest first; ternary has one per mask, the one with the lowest
-priority first; range is a list in order of priority.
+A key is looked up as one integer, its fields side by side. The entries of an exact table are a
+dictionary; those of the others are tried one after the other, the best first: the one with the
+longest prefix, or else with the lowest priority.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Protocol, TypeAlias
 from kvcast.switchsim import hashing
 from kvcast.switchsim.control_plane import tables
 from kvcast.switchsim.control_plane.tables import BoundAction, Entry, field_positions
-from kvcast.switchsim.ir import VALID, KeyField, MatchValue, Range
 from kvcast.switchsim.ir import Action as ActionSpec
+from kvcast.switchsim.ir import KeyField, MatchValue, Range
 from kvcast.switchsim.ir import Table as TableSpec
 from kvcast.switchsim.reference.actions import Actions, Step
 from kvcast.switchsim.reference.externs import Meter
@@ -83,102 +83,20 @@ class _Exact:
         del self._entries[value]
 
 
-class _Lpm:
-    """Masks are prefixes of one field, so the greatest mask is the longest prefix."""
+class _Ordered:
+    """Lpm, ternary and range: the entries are tried, the best first."""
 
-    def __init__(self) -> None:
-        self._by_mask: dict[int, dict[int, _Entry]] = {}
-        self._order: list[tuple[int, dict[int, _Entry]]] = []
-
-    def find(self, key: int) -> _Entry | None:
-        for mask, entries in self._order:
-            entry = entries.get(key & mask)
-            if entry is not None:
-                return entry
-        return None
-
-    def add(self, entry: Entry, value: int, mask: int) -> None:
-        assert isinstance(entry, _Entry)
-        self._by_mask.setdefault(mask, {})[value] = entry
-        self._arrange()
-
-    def remove(self, entry: Entry, value: int, mask: int) -> None:
-        assert isinstance(entry, _Entry)
-        del self._by_mask[mask][value]
-        if not self._by_mask[mask]:
-            del self._by_mask[mask]
-        self._arrange()
-
-    def _arrange(self) -> None:
-        if len(self._order) != len(self._by_mask):
-            self._order = sorted(self._by_mask.items(), key=lambda item: -item[0])
-
-
-class _Ternary:
-    """One dictionary per mask; each holds, per masked value, its entries best first."""
-
-    def __init__(self) -> None:
-        self._by_mask: dict[int, dict[int, list[_Entry]]] = {}
-        self._best: dict[int, tuple[int, int]] = {}
-        self._order: list[tuple[tuple[int, int], int, dict[int, list[_Entry]]]] = []
-
-    def find(self, key: int) -> _Entry | None:
-        found: _Entry | None = None
-        rank = (1 << 62, 0)
-        for best, mask, values in self._order:
-            if best > rank:
-                break
-            entries = values.get(key & mask)
-            if entries is not None:
-                entry = entries[0]
-                if (entry.priority, entry.handle) < rank:
-                    found, rank = entry, (entry.priority, entry.handle)
-        return found
-
-    def add(self, entry: Entry, value: int, mask: int) -> None:
-        assert isinstance(entry, _Entry)
-        entries = self._by_mask.setdefault(mask, {}).setdefault(value, [])
-        insort(entries, entry, key=_rank)
-        if mask not in self._best or _rank(entry) < self._best[mask]:
-            self._best[mask] = _rank(entry)
-            self._arrange()
-
-    def remove(self, entry: Entry, value: int, mask: int) -> None:
-        assert isinstance(entry, _Entry)
-        values = self._by_mask[mask]
-        values[value].remove(entry)
-        if not values[value]:
-            del values[value]
-        if not values:
-            del self._by_mask[mask]
-            del self._best[mask]
-            self._arrange()
-        elif self._best[mask] == _rank(entry):
-            self._best[mask] = min(_rank(entries[0]) for entries in values.values())
-            self._arrange()
-
-    def _arrange(self) -> None:
-        self._order = sorted(
-            ((self._best[mask], mask, values) for mask, values in self._by_mask.items()),
-            key=lambda item: item[0],
-        )
-
-
-class _Range:
-    """Ranges cannot be hashed: the entries are tried in order of priority."""
-
-    def __init__(self, fields: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, fields: Sequence[tuple[int, int]], *, longest_first: bool) -> None:
         self._fields = fields
+        self._longest_first = longest_first
         self._order: list[tuple[_Entry, int, int, tuple[tuple[int, int, int, int], ...]]] = []
 
     def find(self, key: int) -> _Entry | None:
         for entry, value, mask, ranges in self._order:
-            if key & mask == value:
-                for shift, full, low, high in ranges:
-                    if not low <= (key >> shift) & full <= high:
-                        break
-                else:
-                    return entry
+            if key & mask == value and all(
+                low <= (key >> shift) & full <= high for shift, full, low, high in ranges
+            ):
+                return entry
         return None
 
     def add(self, entry: Entry, value: int, mask: int) -> None:
@@ -188,18 +106,18 @@ class _Range:
             for v, (shift, full) in zip(entry.key, self._fields, strict=True)
             if isinstance(v, Range)
         )
-        insort(self._order, (entry, value, mask, ranges), key=lambda item: _rank(item[0]))
+        insort(self._order, (entry, value, mask, ranges), key=self._rank)
 
     def remove(self, entry: Entry, value: int, mask: int) -> None:
-        assert isinstance(entry, _Entry)
         self._order = [item for item in self._order if item[0] is not entry]
 
+    def _rank(self, item: tuple[_Entry, int, int, object]) -> tuple[int, int]:
+        """Masks of an lpm table are prefixes of one field, so the greatest is the longest."""
+        entry, _, mask, _ = item
+        return (-mask if self._longest_first else entry.priority), entry.handle
 
-def _rank(entry: _Entry) -> tuple[int, int]:
-    return entry.priority, entry.handle
 
-
-_Index: TypeAlias = _Exact | _Lpm | _Ternary | _Range
+_Index: TypeAlias = _Exact | _Ordered
 
 
 class Table(tables.Table):
@@ -221,7 +139,6 @@ class Table(tables.Table):
         self._key_of = _key_function(layout, spec.key)
         self._default_run: Step | None = None
         self._default_next: Node | None = None
-        self.apply: Callable[[Phv], Node | None] = self._apply_general
         super().__init__(spec, actions, profile)
 
     def link(
@@ -243,7 +160,7 @@ class Table(tables.Table):
 
     # --- the data plane ---------------------------------------------------------------------
 
-    def _apply_general(self, phv: Phv) -> Node | None:
+    def apply(self, phv: Phv) -> Node | None:
         """Look up, run the action, and give the next node."""
         entry = self._index.find(self._key_of(phv)) if self.entries else None
         if entry is None:
@@ -286,15 +203,9 @@ class Table(tables.Table):
     # --- what the control plane has changed -------------------------------------------------
 
     def _new_index(self) -> _Index:
-        match self.spec.match:
-            case "exact":
-                return _Exact()
-            case "lpm":
-                return _Lpm()
-            case "ternary":
-                return _Ternary()
-            case _:
-                return _Range(self._fields)
+        if self.spec.match == "exact":
+            return _Exact()
+        return _Ordered(self._fields, longest_first=self.spec.match == "lpm")
 
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> _Entry:
         return _Entry(handle, key, priority)
@@ -318,48 +229,16 @@ class Table(tables.Table):
         run = self._program_default_run if programmed else self._runs[default.name]
         assert run is not None
         self._default_run, self._default_next = run, following
-        if not self.spec.key and self.profile is None:
-            # Most of p4c's tables have no key and stand for a block of statements.
-            arguments = default.arguments
-
-            def apply_default(phv: Phv) -> Node | None:
-                run(phv, arguments)
-                return following
-
-            self.apply = apply_default
-
-
-def _static_mask(key: Sequence[KeyField], positions: Sequence[tuple[int, int]], full: int) -> int:
-    mask = full
-    for k, (shift, ones) in zip(key, positions, strict=True):
-        if k.mask is not None:
-            mask &= ~((ones & ~k.mask) << shift)
-    return mask
 
 
 def _key_function(layout: Layout, key: Sequence[KeyField]) -> Callable[[Phv], int]:
     """Key fields side by side as one integer. A field of an invalid header counts as 0."""
-    positions = field_positions(key)
-    full = (1 << sum(k.width for k in key)) - 1
-    mask = _static_mask(key, positions, full)
     parts: list[tuple[int, int, int, int]] = []
-    for k, (shift, ones) in zip(key, positions, strict=True):
-        always = k.field.field == VALID or layout.program.headers[k.field.header].metadata
-        valid = -1 if always else layout.valid[k.field.header]
-        parts.append((layout.slot(k.field), valid, shift, ones))
-    plain = mask == full and not any(k.signed for k in key)
-
-    if len(parts) == 1 and plain:
-        slot, valid, _, _ = parts[0]
-        if valid < 0:
-            return lambda p: p[slot]
-        return lambda p: p[slot] if p[valid] else 0
+    for k, (shift, ones) in zip(key, field_positions(key), strict=True):
+        mask = ones if k.mask is None else ones & k.mask
+        parts.append((layout.slot(k.field), layout.valid[k.field.header], shift, mask))
 
     def key_of(p: Phv) -> int:
-        value = 0
-        for slot, valid, shift, ones in parts:
-            if valid < 0 or p[valid]:
-                value |= (p[slot] & ones) << shift
-        return value & mask
+        return sum((p[slot] & mask) << shift for slot, valid, shift, mask in parts if p[valid])
 
     return key_of
