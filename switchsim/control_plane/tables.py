@@ -245,7 +245,6 @@ class Table(ABC):
             chosen = actions[spec.default.action]
             self._program_default = BoundAction(chosen.name, spec.default.arguments)
         self._names = [actions[n].name for n in spec.actions]
-        self._fields = field_positions(spec.key)
         self._handles: dict[tuple[tuple[MatchValue, ...], int], int] = {}
         self._next_handle = 0
         self._index = self._new_index()
@@ -414,10 +413,6 @@ class Table(ABC):
         entry = self._counted(handle)
         entry.packets, entry.bytes = packets, bytes_
 
-    def reset_counters(self) -> None:
-        for entry in self.entries.values():
-            entry.packets = entry.bytes = 0
-
     def _counted(self, handle: int) -> Entry:
         if not self.has_counters:
             raise TableError(f"{self.name} has no direct counters")
@@ -440,17 +435,24 @@ class Table(ABC):
             raise ConstTable(f"the entries of {self.name} are const")
 
     def _canonical(self, key: Sequence[MatchValue]) -> tuple[tuple[MatchValue, ...], int, int]:
-        """The key with don't-care bits cleared, and its (value, mask) as one integer each."""
-        if len(key) != len(self.spec.key):
-            raise BadKey(f"{self.name} has {len(self.spec.key)} key fields, not {len(key)}")
-        values: list[MatchValue] = []
-        value = mask = 0
-        for v, spec, (shift, full) in zip(key, self.spec.key, self._fields, strict=True):
-            clean, field_value, field_mask = _clean(v, spec, full, self.name)
-            values.append(clean)
-            value |= field_value << shift
-            mask |= field_mask << shift
-        return tuple(values), value, mask
+        return canonical(key, self.spec)
+
+
+def canonical(
+    key: Sequence[MatchValue], table: TableSpec
+) -> tuple[tuple[MatchValue, ...], int, int]:
+    """The key with don't-care bits cleared, and its (value, mask) as one integer each: the fields
+    side by side, the first one highest. BadKey if it does not suit the table."""
+    if len(key) != len(table.key):
+        raise BadKey(f"{table.name} has {len(table.key)} key fields, not {len(key)}")
+    values: list[MatchValue] = []
+    value = mask = 0
+    for v, spec in zip(key, table.key, strict=True):
+        clean, field_value, field_mask = _clean(v, spec, (1 << spec.width) - 1, table.name)
+        values.append(clean)
+        value = value << spec.width | field_value
+        mask = mask << spec.width | field_mask
+    return tuple(values), value, mask
 
 
 def _clean(v: MatchValue, spec: KeyField, full: int, table: str) -> tuple[MatchValue, int, int]:
@@ -483,13 +485,3 @@ def _clean(v: MatchValue, spec: KeyField, full: int, table: str) -> tuple[MatchV
 def _fits(value: int, full: int, where: str) -> None:
     if not 0 <= value <= full:
         raise BadKey(f"{where}: {value} exceeds {full.bit_length()} bits")
-
-
-def field_positions(key: Sequence[KeyField]) -> list[tuple[int, int]]:
-    """(shift, all ones) of each key field in the integer that is looked up."""
-    left = sum(k.width for k in key)
-    positions: list[tuple[int, int]] = []
-    for k in key:
-        left -= k.width
-        positions.append((left, (1 << k.width) - 1))
-    return positions

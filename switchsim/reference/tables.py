@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 from kvcast.switchsim import hashing
 from kvcast.switchsim.control_plane import tables
-from kvcast.switchsim.control_plane.tables import BoundAction, Entry, field_positions
+from kvcast.switchsim.control_plane.tables import BoundAction, Entry
 from kvcast.switchsim.ir import Action as ActionSpec
 from kvcast.switchsim.ir import KeyField, MatchValue, Range
 from kvcast.switchsim.ir import Table as TableSpec
@@ -86,8 +86,8 @@ class _Exact:
 class _Ordered:
     """Lpm, ternary and range: the entries are tried, the best first."""
 
-    def __init__(self, fields: Sequence[tuple[int, int]], *, longest_first: bool) -> None:
-        self._fields = fields
+    def __init__(self, key: Sequence[KeyField], *, longest_first: bool) -> None:
+        self._fields = _field_positions(key)
         self._longest_first = longest_first
         self._order: list[tuple[_Entry, int, int, tuple[tuple[int, int, int, int], ...]]] = []
 
@@ -205,7 +205,7 @@ class Table(tables.Table):
     def _new_index(self) -> _Index:
         if self.spec.match == "exact":
             return _Exact()
-        return _Ordered(self._fields, longest_first=self.spec.match == "lpm")
+        return _Ordered(self.spec.key, longest_first=self.spec.match == "lpm")
 
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> _Entry:
         return _Entry(handle, key, priority)
@@ -231,10 +231,20 @@ class Table(tables.Table):
         self._default_run, self._default_next = run, following
 
 
+def _field_positions(key: Sequence[KeyField]) -> list[tuple[int, int]]:
+    """(shift, all ones) of each key field in the integer that is looked up."""
+    left = sum(k.width for k in key)
+    positions: list[tuple[int, int]] = []
+    for k in key:
+        left -= k.width
+        positions.append((left, (1 << k.width) - 1))
+    return positions
+
+
 def _key_function(layout: Layout, key: Sequence[KeyField]) -> Callable[[Phv], int]:
     """Key fields side by side as one integer. A field of an invalid header counts as 0."""
     parts: list[tuple[int, int, int, int]] = []
-    for k, (shift, ones) in zip(key, field_positions(key), strict=True):
+    for k, (shift, ones) in zip(key, _field_positions(key), strict=True):
         mask = ones if k.mask is None else ones & k.mask
         parts.append((layout.slot(k.field), layout.valid[k.field.header], shift, mask))
 
