@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ from google.protobuf import text_format
 from kvcast.service.addresses import format_host_port, is_loopback
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, stop_event
+from kvcast.service.reports import write_json
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.flags import DaemonOptions, parse, port_options
@@ -282,9 +281,7 @@ class Daemon:
 
     def _store_stats(self, path: Path) -> None:
         """Readers see the old file or the new one, never a part."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.stats()) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, self.stats())
 
 
 async def run(options: DaemonOptions) -> int:

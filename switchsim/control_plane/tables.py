@@ -191,12 +191,6 @@ class Profile:
             raise StillUsed(f"group {group} of {self.name} is in use")
         del self.groups[group]
 
-    def reset(self) -> None:
-        self.members.clear()
-        self.groups.clear()
-        self._uses_of_member.clear()
-        self._uses_of_group.clear()
-
     def use(self, member: int | None, group: int | None, change: int) -> None:
         """A table entry starts (+1) or ceases (-1) to refer to a member or a group."""
         if member is not None:

@@ -105,9 +105,6 @@ class NativeCounters(CounterArray):
         packets, bytes_ = (_Cells(self.region, spec.size, 16, at, 64) for at in (0, 8))
         super().__init__(spec, packets, bytes_)
 
-    def reset(self) -> None:
-        self.region.zero()
-
 
 class NativeMeter(Meter):
     """A meter whose address is kept at (region, offset)."""
