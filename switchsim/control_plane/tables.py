@@ -253,12 +253,10 @@ class Table(ABC):
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
         """An entry that does nothing yet."""
 
-    @abstractmethod
-    def _pointed(self, entry: Entry) -> None:
+    def _pointed(self, entry: Entry) -> None:  # noqa: B027
         """What the entry does has been set, before or after it came into the index."""
 
-    @abstractmethod
-    def _default_changed(self) -> None:
+    def _default_changed(self) -> None:  # noqa: B027
         """There is another default entry, or the first."""
 
     def fill(self) -> None:

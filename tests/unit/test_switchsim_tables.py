@@ -245,7 +245,7 @@ def _bare_table(
     )
     action = ir.Action("NoAction", 0, (), ())
     table = Table(spec, layout, [action], [lambda p, a: None], None)
-    table.link([None], None, None, None, "")
+    table.fill()
 
     def packet(*values: int) -> Phv:
         phv = layout.empty[:]
