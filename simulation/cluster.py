@@ -104,7 +104,6 @@ class Cluster:
         self._cuts: list[tuple[str, frozenset[int]]] = []
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
-        self._idle: list[tuple[int, Client]] = []
         self._last_map: PoolMap | None = None
         self._faults_on = 0
         self._severe_on = 0

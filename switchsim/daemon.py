@@ -125,7 +125,7 @@ class Daemon:
             await self.server.start()
         except (DaemonError, PortError, OSError, RuntimeError) as error:
             if self.loop is not None:
-                self.loop.close()
+                self.loop.native.close()
             for port in self.ports:
                 port.close()
             await self.server.stop(None)
@@ -143,11 +143,11 @@ class Daemon:
         if self.loop is None:
             return
         if switch.program is None:
-            self.loop.use(None)
+            self.loop.native.use(None)
         elif isinstance(switch, CompiledSwitch):
-            self.loop.use(switch.native_entry)
+            self.loop.native.use(switch.native_entry)
         else:
-            self.loop.use(interpreted_entry(switch))
+            self.loop.native.use(interpreted_entry(switch))
 
     def _pause(self) -> AbstractContextManager[None]:
         """While this is entered, no frame is processed."""
@@ -171,7 +171,7 @@ class Daemon:
         assert self.loop is not None
         for port in self.ports:
             self._drops.total(self._name(port), self.loop.read_counters(port))
-        self.loop.close()
+        self.loop.native.close()
         for port in self.ports:
             port.close()
 
@@ -206,7 +206,7 @@ class Daemon:
         """Every counter of the switch, as the statistics file has it."""
         loop = self.loop
         assert loop is not None
-        moved = loop.counters
+        moved = loop.native.counters
         switch = self.service.switch_stats()
         switch["dropped_unknown_port"] = moved["no_such_port"]
         # Without a program, the loop has nothing to call that would count.
@@ -220,13 +220,13 @@ class Daemon:
             "pipeline": self.service.has_pipeline,
             "controllers": self.service.controllers,
             "engine": self.options.engine,
-            "loop": {**moved, "backlog": loop.backlog()},
+            "loop": {**moved, "backlog": loop.native.injected},
             "ports": {
                 str(port.number): {
                     "kind": "cpu" if port is self._cpu else port.kind,
                     **loop.read_counters(port),
-                    "ingress_backlog": loop.ingress_backlog(port),
-                    "egress_backlog": loop.egress_backlog(port),
+                    "ingress_backlog": loop.native.injected if port is self._cpu else 0,
+                    "egress_backlog": loop.native.egress_backlog(port.number),
                 }
                 for port in self.ports
             },

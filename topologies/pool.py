@@ -40,8 +40,6 @@ from kvcast.topologies.star import Star
 
 Runner = Literal["processes", "namespaces", "mininet"]
 Switch = Literal["switchsim", "bmv2"]
-RUNNERS: tuple[Runner, ...] = ("processes", "namespaces", "mininet")
-SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
 DATA_FRAME_BYTES = FRAME_OVERHEAD_BYTES + HEADER_BYTES + CHUNK_BYTES
 """A frame with a chunk of a block, on links of an MTU of 1500, as all runners have them."""

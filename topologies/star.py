@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.ethernet import format_mac, parse_mac
 from kvcast.protocol.messages.wire import UDP_PORT
 from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
 
-MAX_HOSTS = 32
-"""The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
+MAX_HOSTS = MAX_PORTS
+"""A host a port."""
 
 
 class TopologyError(ValueError):

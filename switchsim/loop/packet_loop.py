@@ -17,7 +17,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcast.switchsim.llvm.abi import NativeEntry
 from kvcast.switchsim.loop.runner import NativeLoop
 from kvcast.switchsim.loop.state import RECEIVE_BATCH
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
@@ -45,7 +44,8 @@ class PacketLoop:
     ) -> None:
         """`packet_in` takes a frame that left by the CPU port, and says whether it did;
         `after_frames` is called when the program may have left something to be collected.
-        `threaded` where programs are compiled."""
+        `threaded` where programs are compiled. `native`, which moves the frames, is there for
+        programs, counters, and to be closed."""
         self._threaded = threaded
         self._cpu_port = cpu_port
         self._packet_in = packet_in
@@ -56,7 +56,7 @@ class PacketLoop:
         self._learning = [
             port.number for port in ports if isinstance(port, UdpTunnelPort) and not port.fixed_peer
         ]
-        self._native = NativeLoop(
+        self.native = NativeLoop(
             ports,
             clock_base_ns=clock_base_ns,
             inject_frames=queue_depth,
@@ -64,10 +64,6 @@ class PacketLoop:
             batch_frames=RECEIVE_BATCH if threaded else 1,
         )
         self._event_loop: asyncio.AbstractEventLoop | None = None
-
-    def use(self, entry: NativeEntry | None) -> None:
-        """Run this program from now on; the one before is not in use any more on return."""
-        self._native.use(entry)
 
     def packet_out(self, port: Port, frame: bytes) -> bool:
         """A frame comes in at the CPU port; False where it cannot be taken."""
@@ -78,14 +74,14 @@ class PacketLoop:
         if len(frame) > MAX_FRAME_BYTES:
             self._cpu_counts["rx_oversize"] += 1
             return False
-        taken = self._native.inject(port.number, frame)
-        self._native.wake()
+        taken = self.native.inject(port.number, frame)
+        self.native.wake()
         return taken
 
     async def run(self) -> None:
         """Move frames for ever; cancel the task to stop. Closes no port."""
         loop = self._event_loop = asyncio.get_running_loop()
-        native = self._native
+        native = self.native
         loop.add_reader(native.notify_descriptor, self._collect)
         if self._threaded:
             native.start()
@@ -107,53 +103,32 @@ class PacketLoop:
         if self._event_loop is None or not self._threaded:
             yield
             return
-        self._native.stop()
+        self.native.stop()
         try:
             yield
         finally:
-            self._native.start()
-
-    def close(self) -> None:
-        """Free everything; frames that wait for their port's rate are lost."""
-        self._native.close()
+            self.native.start()
 
     def _collect(self) -> None:
-        self._native.heed()
+        self.native.heed()
         self._after_frames()
         for number in self._learning:
-            peer = self._native.peer(number)
+            peer = self.native.peer(number)
             if peer != self._peers.get(number):
                 self._peers[number] = peer
                 text = "" if peer is None else f"{peer[0]}:{peer[1]}"
                 log.info("port peer learned", extra={"port": number, "peer": text})
-        emitted = self._native.take(_PUNTS_A_TURN)
+        emitted = self.native.take(_PUNTS_A_TURN)
         for one in emitted:
             if one.port != self._cpu_port or not self._packet_in(one.frame):
                 self._cpu_counts.update(tx_frames=-1, tx_bytes=-len(one.frame), tx_queue_drops=1)
         if len(emitted) == _PUNTS_A_TURN and self._event_loop is not None:
             self._event_loop.call_soon(self._collect)
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What the loop did since it was made, by name."""
-        return self._native.counters
-
-    def backlog(self) -> int:
-        """Packet-outs that wait for the loop."""
-        return self._native.injected
-
     def read_counters(self, port: Port) -> dict[str, int]:
         """All counters of a port, by name."""
-        counts = self._native.read_counters(port.number)
+        counts = self.native.read_counters(port.number)
         if port.number == self._cpu_port:
             for name, count in self._cpu_counts.items():
                 counts[name] += count
         return counts
-
-    def ingress_backlog(self, port: Port) -> int:
-        """Frames of a port that wait for the program: only the CPU port has a queue there."""
-        return self._native.injected if port.number == self._cpu_port else 0
-
-    def egress_backlog(self, port: Port) -> int:
-        """Frames that wait for a port's rate."""
-        return self._native.egress_backlog(port.number)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from finsy.proto import p4r
 from google.protobuf.message import Message
@@ -40,7 +40,7 @@ from kvcast.switchsim.p4runtime.errors import (
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.profiles import ProfileStore
-from kvcast.switchsim.p4runtime.schema import CounterSchema, MeterSchema, RegisterSchema, Schema
+from kvcast.switchsim.p4runtime.schema import ArraySchema, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import (
     check_counter_data,
     check_index,
@@ -61,8 +61,6 @@ MAX_PORT = 511  # bit<9>
 MAX_INSTANCE = 0xFFFF
 MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
 
-_Array = TypeVar("_Array", CounterSchema, MeterSchema, RegisterSchema)
-
 
 class EntityStore:
     """The control-plane state of one pipeline."""
@@ -82,6 +80,11 @@ class EntityStore:
         self._meters: dict[tuple[int, int], p4r.MeterConfig] = {}
         self._groups: dict[int, p4r.MulticastGroupEntry] = {}
         self._sessions: dict[int, p4r.CloneSessionEntry] = {}
+        self._arrays: Mapping[str, tuple[Mapping[int, ArraySchema], Container[int]]] = {
+            "counter": (schema.counters, schema.direct_counters),
+            "meter": (schema.meters, schema.direct_meters),
+            "register": (schema.registers, ()),
+        }
         self._writers: Mapping[str, Callable[[int, Any], None]] = {
             "table_entry": self._write_table,
             "action_profile_member": self.profiles.write_member,
@@ -172,11 +175,9 @@ class EntityStore:
             raise unimplemented("filters other than match are not implemented (strict)")
         if wanted.table_id == 0 and wanted.match:
             raise invalid_argument("a match needs a table id")
-        for table in self._selected_tables(wanted.table_id):
+        chosen = [self._table(wanted.table_id)] if wanted.table_id else self.tables.values()
+        for table in chosen:
             yield from table.read(wanted)
-
-    def _selected_tables(self, table_id: int) -> list[TableStore]:
-        return [self._table(table_id)] if table_id else list(self.tables.values())
 
     def _direct_table(self, message: p4r.DirectCounterEntry | p4r.DirectMeterEntry) -> int:
         if not message.HasField("table_entry"):
@@ -190,30 +191,53 @@ class EntityStore:
         self._table(self._direct_table(message)).write_meter(kind, message)
 
     def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[Message]:
-        table_id = self._direct_table(wanted)
-        if table_id == 0 and self._strict:
-            raise unimplemented("direct counters of all tables are not implemented (strict)")
-        for table in self._selected_tables(table_id):
-            if table_id or table.schema.counter is not None:
-                yield from table.read_counters(wanted.table_entry)
+        for table in self._direct_tables(wanted, "counters", lambda t: t.counter is not None):
+            yield from table.read_counters(wanted.table_entry)
 
     def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[Message]:
+        for table in self._direct_tables(wanted, "meters", lambda t: t.has_meter):
+            yield from table.read_meters(wanted.table_entry)
+
+    def _direct_tables(
+        self,
+        wanted: p4r.DirectCounterEntry | p4r.DirectMeterEntry,
+        what: str,
+        has: Callable[[TableSchema], bool],
+    ) -> list[TableStore]:
+        """The tables whose direct resources a read means: 0 is all that have them."""
         table_id = self._direct_table(wanted)
-        if table_id == 0 and self._strict:
-            raise unimplemented("direct meters of all tables are not implemented (strict)")
-        for table in self._selected_tables(table_id):
-            if table_id or table.schema.has_meter:
-                yield from table.read_meters(wanted.table_entry)
+        if table_id:
+            return [self._table(table_id)]
+        if self._strict:
+            raise unimplemented(f"direct {what} of all tables are not implemented (strict)")
+        return [table for table in self.tables.values() if has(table.schema)]
 
-    # --- indirect counters --------------------------------------------------------------------
+    # --- counters, meters and registers -------------------------------------------------------
 
-    def _counters(self, number: int, *, one: bool = False) -> list[CounterSchema]:
-        schema = self._schema
-        return _arrays("counter", number, schema.counters, schema.direct_counters, one=one)
+    def _selected(self, what: str, number: int) -> list[ArraySchema]:
+        """The arrays that an id means to a read: 0 is all of them."""
+        known, direct = self._arrays[what]
+        if what == "register" and self._strict:
+            raise unimplemented("registers are not implemented (strict)")
+        if number == 0:
+            return list(known.values())
+        if number in known:
+            return [known[number]]
+        raise invalid_argument(
+            f"{number} is a direct {what}" if number in direct else f"no {what} {number}"
+        )
+
+    def _array(self, what: str, kind: int, number: int) -> ArraySchema:
+        """The array that a write means."""
+        if number == 0:
+            raise invalid_argument(f"no {what} 0")
+        (array,) = self._selected(what, number)
+        if kind != p4r.Update.MODIFY:
+            raise invalid_argument(f"{what}s can only be modified")
+        return array
 
     def _write_counter(self, kind: int, message: p4r.CounterEntry) -> None:
-        counter = self._counters(message.counter_id, one=True)[0]
-        _only_modify(kind, "counters")
+        counter = self._array("counter", kind, message.counter_id)
         indices = self._indices(counter.name, message, counter.size)
         array = self._switch.counters[counter.name]
         if message.HasField("data"):
@@ -222,7 +246,7 @@ class EntityStore:
                 array.write(index, packets, bytes_)
 
     def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.CounterEntry]:
-        for counter in self._counters(wanted.counter_id):
+        for counter in self._selected("counter", wanted.counter_id):
             array = self._switch.counters[counter.name]
             for index in self._read_indices(counter.name, wanted, counter.size):
                 yield p4r.CounterEntry(
@@ -246,14 +270,8 @@ class EntityStore:
         index = check_index(name, message.index.index, size)
         return range(index, index + 1)
 
-    # --- indirect meters ----------------------------------------------------------------------
-
-    def _meters_of(self, number: int, *, one: bool = False) -> list[MeterSchema]:
-        return _arrays("meter", number, self._schema.meters, self._schema.direct_meters, one=one)
-
     def _write_meter(self, kind: int, message: p4r.MeterEntry) -> None:
-        meter = self._meters_of(message.meter_id, one=True)[0]
-        _only_modify(kind, "meters")
+        meter = self._array("meter", kind, message.meter_id)
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         indices = self._indices(meter.name, message, meter.size)
@@ -271,7 +289,7 @@ class EntityStore:
                     self._meters[meter.id, index] = config
 
     def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.MeterEntry]:
-        for meter in self._meters_of(wanted.meter_id):
+        for meter in self._selected("meter", wanted.meter_id):
             for index in self._read_indices(meter.name, wanted, meter.size):
                 entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
                 config = self._meters.get((meter.id, index))
@@ -279,16 +297,8 @@ class EntityStore:
                     entry.config.CopyFrom(config)
                 yield entry
 
-    # --- registers ----------------------------------------------------------------------------
-
-    def _registers(self, number: int, *, one: bool = False) -> list[RegisterSchema]:
-        if self._strict:
-            raise unimplemented("registers are not implemented (strict)")
-        return _arrays("register", number, self._schema.registers, one=one)
-
     def _write_register(self, kind: int, message: p4r.RegisterEntry) -> None:
-        register = self._registers(message.register_id, one=True)[0]
-        _only_modify(kind, "registers")
+        register = self._array("register", kind, message.register_id)
         which = message.data.WhichOneof("data")
         if which != "bitstring":
             raise invalid_argument(f"{register.name} holds bitstrings, not {which or 'nothing'}")
@@ -299,7 +309,7 @@ class EntityStore:
             array.write(index, value)
 
     def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.RegisterEntry]:
-        for register in self._registers(wanted.register_id):
+        for register in self._selected("register", wanted.register_id):
             array = self._switch.registers[register.name]
             for index in self._read_indices(register.name, wanted, register.size):
                 entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
@@ -453,29 +463,6 @@ class EntityStore:
 def _digest_entry(number: int, buffer: DigestBuffer) -> p4r.DigestEntry:
     config = p4r.DigestEntry.Config(**asdict(buffer.config))
     return p4r.DigestEntry(digest_id=number, config=config)
-
-
-def _only_modify(kind: int, what: str) -> None:
-    if kind != p4r.Update.MODIFY:
-        raise invalid_argument(f"{what} can only be modified")
-
-
-def _arrays(
-    what: str,
-    number: int,
-    known: Mapping[int, _Array],
-    direct: Container[int] = (),
-    *,
-    one: bool,
-) -> list[_Array]:
-    """The arrays that an id means: 0 is all of them, where there need not be `one`."""
-    if number == 0 and not one:
-        return list(known.values())
-    if number in known:
-        return [known[number]]
-    if number in direct:
-        raise invalid_argument(f"{number} is a direct {what}")
-    raise invalid_argument(f"no {what} {number}")
 
 
 def _wanted(known: Mapping[int, Any], number: int, what: str) -> list[Any]:

@@ -149,14 +149,14 @@ async def running(
         threaded=False,
     )
     engine = SimpleNamespace(process=process, stats=SimpleNamespace(digests=0))
-    loop.use(interpreted_entry(cast("Engine", engine)))
+    loop.native.use(interpreted_entry(cast("Engine", engine)))
     task = asyncio.create_task(loop.run())
     try:
         yield loop
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        loop.close()
+        loop.native.close()
         for port in ports:
             port.close()
 
@@ -198,7 +198,7 @@ async def test_frames_to_ports_that_do_not_exist_are_counted(
     async with running(lambda p, f, t: [(77, f), (2, f)], one, two) as loop:
         peer.sendto(FRAME, one.local)
         assert await asyncio.get_running_loop().sock_recv(receiver, 2000) == FRAME
-        assert loop.counters["no_such_port"] == 1
+        assert loop.native.counters["no_such_port"] == 1
 
 
 async def test_the_loop_survives_a_program_that_fails(peer: socket.socket) -> None:
@@ -212,7 +212,7 @@ async def test_the_loop_survives_a_program_that_fails(peer: socket.socket) -> No
         peer.sendto(FRAME, one.local)
         peer.sendto(FRAME + b"ok", one.local)
         await until(lambda: taken == [FRAME + b"ok"])
-        assert loop.counters["process_errors"] == 1
+        assert loop.native.counters["process_errors"] == 1
 
 
 async def test_a_frame_that_becomes_more_than_the_outbox_holds_loses_the_rest(
@@ -222,8 +222,8 @@ async def test_a_frame_that_becomes_more_than_the_outbox_holds_loses_the_rest(
     copies = OUTBOX_BYTES // MAX_FRAME_BYTES + 10
     async with running(lambda p, f, t: [(9, f)] * copies, one, taken=taken) as loop:
         peer.sendto(FRAME + bytes(MAX_FRAME_BYTES - len(FRAME)), one.local)
-        await until(lambda: loop.counters["processed"] == 1)
-        assert loop.counters["emitted"] == OUTBOX_BYTES // MAX_FRAME_BYTES
+        await until(lambda: loop.native.counters["processed"] == 1)
+        assert loop.native.counters["emitted"] == OUTBOX_BYTES // MAX_FRAME_BYTES
         peer.sendto(FRAME, one.local)
         await until(lambda: FRAME in taken)
 
@@ -268,7 +268,7 @@ async def test_the_loop_wakes_for_a_paced_port(
             await asyncio.wait_for(events.sock_recv(receiver, 2000), 5)
         # 4 x 100 bytes at 20 kB/s on the way in, and the last of them on the way out.
         assert time.monotonic() - start_s >= 0.025
-        assert loop.egress_backlog(two) == 0
+        assert loop.native.egress_backlog(2) == 0
 
 
 async def test_packet_outs_reach_the_program_and_are_bounded(peer: socket.socket) -> None:
