@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcast.p4.definitions import LOOP_GROUP, RECIRCULATE_RID
+from kvcast.p4.definitions import LOOP_GROUP
 
 MAX_PORTS = 32
 """Hosts of one pool behind one switch: bits of a port bitmap."""
@@ -22,8 +22,7 @@ class TargetProfile:
 
     `program`: which artefact it loads; `slots`: segments that can be resident;
     `read_padding_bytes`: padding that every READ must carry (BMv2 cannot grow a packet by more
-    than 512 bytes); `tick_us`: length of a time-stamp tick, in µs; `recirculate_rid`: replication
-    id of the copy that goes round again.
+    than 512 bytes); `tick_us`: length of a time-stamp tick, in µs.
 
     `device_ports`: the device's number of host port 1, 2, …; `serve_goes_round`: whether the group
     that a READ is served to also holds the copy that goes round again; `loop_groups`: multicast
@@ -39,7 +38,6 @@ class TargetProfile:
     slots: int
     read_padding_bytes: int
     tick_us: float
-    recirculate_rid: int = RECIRCULATE_RID
     device_ports: tuple[int, ...] = tuple(range(1, MAX_PORTS + 1))
     serve_goes_round: bool = True
     loop_groups: Mapping[int, int] = field(default_factory=dict)

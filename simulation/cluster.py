@@ -19,7 +19,6 @@ from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
-from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.wire import BlockId, chunking_for
 from kvcast.protocol.requester import RequesterConfig
@@ -568,7 +567,6 @@ def _pool_options(plan: Plan) -> PoolOptions:
             enabled=not plan.plain,
             lease_ticks=round(plan.coalesce_lease_s * 1e6 / 64),
             heat_threshold=plan.heat_threshold,
-            recirculate_rid=RECIRCULATE_RID,
         ),
         slots=plan.slots,
         read_padding_bytes=0,

@@ -175,7 +175,6 @@ def _tables_of(star: Star, *, enabled: bool) -> SwitchState:
             enabled=enabled,
             lease_ticks=max(1, round(LEASE_S * 1e6 / profile.tick_us)),
             heat_threshold=0xFFFFFFFF,
-            recirculate_rid=profile.recirculate_rid,
         ),
         hosts,
         [[hosts[0].node_id]] * BUCKETS,
