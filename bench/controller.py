@@ -224,7 +224,6 @@ class Rig:
             enabled=True,
             lease_ticks=1563,
             heat_threshold=4,
-            recirculate_rid=profile.recirculate_rid,
             device_ports=tuple(range(1, agents + 1)),
         )
         with self.clock.running():

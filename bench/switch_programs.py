@@ -24,7 +24,6 @@ from kvcast.controller.core.reconcile import ActionCall, EntryChange, SwitchStat
 from kvcast.controller.core.residency import Resident
 from kvcast.controller.switch.connection import update_of
 from kvcast.p4 import artefact
-from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId
@@ -79,7 +78,7 @@ def kvcast(target: str = "v1model") -> Setup:
         admitted_at=0.0,
     )
     state = desired_state(
-        Settings(True, _LEASE_TICKS, heat_threshold=0, recirculate_rid=RECIRCULATE_RID),
+        Settings(True, _LEASE_TICKS, heat_threshold=0),
         hosts,
         [[hosts[HOME - 1].node_id]] * wire.BUCKETS,
         [NamespaceInfo(NAMESPACE, "bench", "switch", "1", "bytes")],

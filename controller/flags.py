@@ -339,7 +339,6 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
             enabled=not flags.plain,
             lease_ticks=_lease_ticks(flags.coalesce_lease_s, profile),
             heat_threshold=flags.heat_threshold,
-            recirculate_rid=profile.recirculate_rid,
             router_mac=flags.router_mac,
             device_ports=flags.device_ports or profile.device_ports,
             serve_goes_round=profile.serve_goes_round,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcast.p4.definitions import LOOP_GROUP, RECIRCULATE_RID
+from kvcast.p4.definitions import LOOP_GROUP
 
 MAX_PORTS = 32
 """Hosts of one pool behind one switch: bits of a port bitmap."""
@@ -20,11 +20,9 @@ MAX_PORTS = 32
 class TargetProfile:
     """What a target holds and needs.
 
-    `program`: which artefact it loads; `slots`: segments that can be resident; `cells_per_slot`:
-    chunks of 1024 bytes in each; `read_padding_bytes`: padding that every READ must carry (BMv2
-    cannot grow a packet by more than 512 bytes); `tick_us`: length of a time-stamp tick, in µs;
-    `max_ports`: host ports, numbered from 1; `recirculate_rid`: replication id of the copy that
-    goes round again.
+    `program`: which artefact it loads; `slots`: segments that can be resident;
+    `read_padding_bytes`: padding that every READ must carry (BMv2 cannot grow a packet by more
+    than 512 bytes); `tick_us`: length of a time-stamp tick, in µs.
 
     `device_ports`: the device's number of host port 1, 2, …; `serve_goes_round`: whether the group
     that a READ is served to also holds the copy that goes round again; `loop_groups`: multicast
@@ -38,11 +36,8 @@ class TargetProfile:
     name: str
     program: str
     slots: int
-    cells_per_slot: int
     read_padding_bytes: int
     tick_us: float
-    max_ports: int = MAX_PORTS
-    recirculate_rid: int = RECIRCULATE_RID
     device_ports: tuple[int, ...] = tuple(range(1, MAX_PORTS + 1))
     serve_goes_round: bool = True
     loop_groups: Mapping[int, int] = field(default_factory=dict)
@@ -68,7 +63,6 @@ def _tofino(
         name=name,
         program=name,
         slots=slots,
-        cells_per_slot=64,
         read_padding_bytes=0,
         tick_us=65.536,
         device_ports=device_ports,
@@ -84,8 +78,8 @@ def _tofino(
 profiles: dict[str, TargetProfile] = {
     profile.name: profile
     for profile in (
-        TargetProfile("v1model", "v1model", 256, 64, 0, 64),
-        TargetProfile("bmv2", "bmv2", 256, 64, 608, 64),
+        TargetProfile("v1model", "v1model", 256, 0, 64),
+        TargetProfile("bmv2", "bmv2", 256, 608, 64),
         # Pipe 0 has 64 lanes, device ports 0 to 63: here as 32 ports of two lanes.
         _tofino(
             "tofino1",

@@ -34,7 +34,7 @@ from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.network import Link
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
-from kvcast.simulation.world import World
+from kvcast.simulation.world import Alarm, World
 
 SEND_ROUND: Final = 64
 STALLED_FRAMES: Final = 256
@@ -246,7 +246,7 @@ class SimAgent(Process):
         self._wrap: dict[int, Encapsulation] = {}
         self._placement = core.requester.placement
         self._placement.unwrap_for(host.options.endpoint)
-        self._wake_at: float | None = None
+        self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
         )
@@ -330,20 +330,12 @@ class SimAgent(Process):
 
     def _set_timer(self) -> None:
         when = self.core.get_timer(self.now)
-        if when is None:
-            return
-        world = self.host.world
-        at = max(self.host.world_time(when), world.now) + 1e-7
-        if self._wake_at is not None and world.now <= self._wake_at <= at:
-            return
-        self._wake_at = at
-        world.at(at, lambda: self.host.when_running(self, lambda: self._wake(at)))
+        if when is not None:
+            self._alarm.set(max(self.host.world_time(when), self.host.world.now) + 1e-7)
 
-    def _wake(self, at: float) -> None:
-        if self._wake_at == at:
-            self._wake_at = None
-            self.core.handle_timer(self.now)
-            self.pump()
+    def _wake(self) -> None:
+        self.core.handle_timer(self.now)
+        self.pump()
 
     # --- the control link -------------------------------------------------------------------
 

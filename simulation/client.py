@@ -41,7 +41,6 @@ class Client:
 
     def __init__(self, agent: SimAgent, model: Model, owed: Owed) -> None:
         self.agent = agent
-        self.busy_answers = 0
         self._host = agent.host
         self._model = model
         self._owed = owed
@@ -227,7 +226,6 @@ class Client:
         def allocated(reply: local.AgentReply) -> None:
             if isinstance(reply, local.Failed):
                 self._host.world.counts[f"put.{reply.status}"] += 1
-                self.busy_answers += 1
                 return
             assert isinstance(reply, local.Allocated)
             (extent,) = reply.extents

@@ -19,7 +19,6 @@ from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
-from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
 from kvcast.protocol.messages.wire import BlockId, chunking_for
 from kvcast.protocol.requester import RequesterConfig
@@ -104,7 +103,6 @@ class Cluster:
         self._cuts: list[tuple[str, frozenset[int]]] = []
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
-        self._idle: list[tuple[int, Client]] = []
         self._last_map: PoolMap | None = None
         self._faults_on = 0
         self._severe_on = 0
@@ -569,7 +567,6 @@ def _pool_options(plan: Plan) -> PoolOptions:
             enabled=not plan.plain,
             lease_ticks=round(plan.coalesce_lease_s * 1e6 / 64),
             heat_threshold=plan.heat_threshold,
-            recirculate_rid=RECIRCULATE_RID,
         ),
         slots=plan.slots,
         read_padding_bytes=0,

@@ -26,7 +26,7 @@ from kvcast.simulation.cluster import Product
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import Outcome, run_seed
 from kvcast.simulation.shrink import shrink
-from kvcast.simulation.switch import engines, product_program
+from kvcast.simulation.switch import ENGINES, product_program
 
 PROGRESS_S = 10.0
 """How often a line on standard error tells how far the run is."""
@@ -62,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
     parser.add_argument(
         "--engine",
-        choices=sorted(engines()),
-        default=next(iter(engines())),
+        choices=sorted(ENGINES),
+        default=next(iter(ENGINES)),
         help="the engine that runs the switch's program",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at work")
@@ -94,7 +94,7 @@ def product(engine: str) -> Product:
     global _product
     if _product is None:
         logging.disable(logging.CRITICAL)  # the product tells of every fault
-        _product = Product(engines()[engine], product_program())
+        _product = Product(ENGINES[engine], product_program())
     return _product
 
 

@@ -22,7 +22,6 @@ from kvcast.simulation.switch import SimSwitch, SwitchConnection, run_coroutine
 from kvcast.simulation.world import World
 
 GATHER_EVENTS_S: Final = 0.01
-RETRY_ROUND_S: Final = 1.0
 
 
 class RoundFailedError(Exception):
@@ -55,29 +54,25 @@ class SimController:
         self._tick_s = tick_s
         self._decided = decided
         self._lives = 0
-        self._process: _Process | None = None
+        self.process: _Process | None = None
 
     def start(self) -> None:
         """Begin a process with what the disk holds."""
         assert not self.alive
         self.alive = True
         self._lives += 1
-        self._process = _Process(self._world, self, self._lives)
+        self.process = _Process(self._world, self, self._lives)
 
     def crash(self, *, disk_lost: bool) -> None:
         """End the process where it stands."""
-        assert self._process is not None
+        assert self.process is not None
         self.alive = False
-        self._process.die()
-        self._process = None
+        self.process.die()
+        self.process = None
         if disk_lost:
             self.store.close()
             self.store = Store(":memory:")
             self.store.load()
-
-    @property
-    def process(self) -> _Process | None:
-        return self._process
 
 
 class _WatchedPool(Pool):
@@ -113,7 +108,6 @@ class _Process(Process):
         self._links: dict[int, tuple[ControlCallee, StreamDriver]] = {}
         self._encoded = EncodedOnce()
         self._next_link = 1
-        self._round_due = False
         self._running = False
         self._wanted = False
         self._next_check = 0.0

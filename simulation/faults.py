@@ -111,20 +111,19 @@ def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
 
 
 def _stall_agent(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
-    host = cluster.hosts.get(fault.hosts[0])
-    if host is None or host.process is None:
+    process = _process_of(cluster, fault)
+    if process is None:
         return None
-    host.stall(fault.for_s)
-    cluster.model.postponed(host.number, fault.for_s)
+    process.host.stall(fault.for_s)
+    cluster.model.postponed(process.host.number, fault.for_s)
     return _nothing
 
 
 def _fill_arena(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     """Somebody on the host reserves most of its arena, and writes nothing."""
-    host = cluster.hosts.get(fault.hosts[0])
-    if host is None or host.process is None:
+    process = _process_of(cluster, fault)
+    if process is None:
         return None
-    process = host.process
     store = process.core.store
     taken = []
     slab = store.allocator.slab_bytes

@@ -40,7 +40,6 @@ from kvcast.simulation.switch import SimSwitch, product_program
 from kvcast.simulation.world import Alarm, World
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.in_process import InProcessPort
 from kvcast.switchsim.ports.port import Port, PortOptions
 from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import MAX_HOSTS, Star
@@ -135,7 +134,7 @@ class _Switch:
             seed=options.seed,
             rate_bits_per_s=options.link_rate_bits_per_s,
         )
-        ports: list[Port] = [InProcessPort(h.switch_port, port_options) for h in star.hosts]
+        ports: list[Port] = [Port(h.switch_port, port_options) for h in star.hosts]
         self._ports = ports
         self._loop = NativeLoop(ports, ring_bytes=64 << 20)
         engine = self._tables.engine
@@ -176,7 +175,6 @@ def _tables_of(star: Star, *, enabled: bool) -> SwitchState:
             enabled=enabled,
             lease_ticks=max(1, round(LEASE_S * 1e6 / profile.tick_us)),
             heat_threshold=0xFFFFFFFF,
-            recirculate_rid=profile.recirculate_rid,
         ),
         hosts,
         [[hosts[0].node_id]] * BUCKETS,

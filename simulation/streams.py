@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvcast.protocol.links.stream import LinkStream
-from kvcast.simulation.world import World
+from kvcast.simulation.world import Alarm, World
 
 STREAM_DELAY_S: Final = 150e-6
 RATES_BYTES_PER_S: Final = (800e6, 20e6, 2e6)
@@ -243,7 +243,7 @@ class StreamDriver:
         self._over = over
         self._connected = False
         self._hung_up = False
-        self._wake_at: float | None = None
+        self._alarm = Alarm(world, lambda: process.when_running(self._wake))
         end.driver = self
 
     # --- the stream's events ------------------------------------------------------------------
@@ -314,15 +314,9 @@ class StreamDriver:
 
     def _set_timer(self) -> None:
         when = self.link.get_timer()
-        if when is None:
-            return
-        at = max(self._process.world_time(when), self._world.now) + 1e-7
-        if self._wake_at is None or self._wake_at > at:
-            self._wake_at = at
-            self._world.at(at, lambda: self._process.when_running(lambda: self._wake(at)))
+        if when is not None:
+            self._alarm.set(max(self._process.world_time(when), self._world.now) + 1e-7)
 
-    def _wake(self, at: float) -> None:
-        if self._wake_at == at:
-            self._wake_at = None
-            self.link.handle_timer(self._process.now)
-            self.flush()
+    def _wake(self) -> None:
+        self.link.handle_timer(self._process.now)
+        self.flush()

@@ -10,13 +10,11 @@ is remembered by the controller's own names, so that it can be read back.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from kvcast.controller.core.program import HEAT_DIGEST
 from kvcast.controller.core.reconcile import (
@@ -36,8 +34,8 @@ from kvcast.simulation.network import Link
 from kvcast.simulation.world import World
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.tables import Table
-from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.ir import Exact, Lpm, Program
+from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch
 
 CROSSING_S: Final = 2e-6
@@ -55,19 +53,10 @@ def product_program() -> Program:
     return loader.load(artefact("v1model").json.read_bytes(), "kvcast")
 
 
-class EngineMaker(Protocol):
-    """Makes an engine; see `engines`."""
+EngineMaker: TypeAlias = type[CompiledSwitch] | type[Switch]
 
-    def __call__(self, *, seed: int) -> Engine: ...
-
-
-def engines() -> dict[str, EngineMaker]:
-    """The engines by the names that the switch's daemon gives them, its default first."""
-    found: dict[str, EngineMaker] = {}
-    with contextlib.suppress(ImportError):  # without llvmlite there is only the reference
-        found["llvm"] = importlib.import_module("kvcast.switchsim.llvm.switch").CompiledSwitch
-    found["reference"] = Switch
-    return found
+ENGINES: Final[dict[str, EngineMaker]] = {"llvm": CompiledSwitch, "reference": Switch}
+"""By the names that the switch's daemon gives them, its default first."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,18 +25,18 @@ from google.protobuf import text_format
 from kvcast.service.addresses import format_host_port, is_loopback
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, stop_event
+from kvcast.service.reports import write_json
 from kvcast.switchsim import bmv2_flags
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.flags import DaemonOptions, parse, port_options
 from kvcast.switchsim.llvm.switch import CompiledSwitch
-from kvcast.switchsim.loop.compiled import NativePacketLoop
-from kvcast.switchsim.loop.interpreted import PacketLoop
+from kvcast.switchsim.loop.interpreted import interpreted_entry
+from kvcast.switchsim.loop.packet_loop import PacketLoop
 from kvcast.switchsim.p4runtime.errors import P4RuntimeError
 from kvcast.switchsim.p4runtime.service import MAX_REQUEST_BYTES, P4RuntimeService
 from kvcast.switchsim.p4runtime.tls import CertificateFiles
 from kvcast.switchsim.ports.drops import DropLog
-from kvcast.switchsim.ports.in_process import InProcessPort
-from kvcast.switchsim.ports.port import Port, PortError, PortOptions
+from kvcast.switchsim.ports.port import Port, PortError
 from kvcast.switchsim.reference.switch import Switch
 
 log = logging.getLogger("kvcast.switchsim.daemon")
@@ -68,8 +66,8 @@ class Daemon:
         self.ports: list[Port] = []
         self.grpc_port = 0
         self._start_ns = time.monotonic_ns()
-        self.loop: PacketLoop | NativePacketLoop | None = None
-        self._cpu: InProcessPort | None = None
+        self.loop: PacketLoop | None = None
+        self._cpu: Port | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._started_s = time.time()
         self._drops = DropLog()
@@ -109,21 +107,25 @@ class Daemon:
             for spec in options.ports:
                 self.ports.append(spec.open(port_options(options)))
             if options.cpu_port is not None:
-                self._cpu = InProcessPort(
-                    options.cpu_port,
-                    PortOptions(queue_depth=options.queue_depth),
-                    on_transmit=self.service.packet_in,
-                )
+                self._cpu = Port(options.cpu_port)
                 self.ports.append(self._cpu)
             self.grpc_port = self._listen()
-            self.loop = self._make_loop()
+            self.loop = PacketLoop(
+                self.ports,
+                cpu_port=options.cpu_port,
+                packet_in=self.service.packet_in,
+                after_frames=self.service.after_frame,
+                clock_base_ns=self._start_ns,
+                queue_depth=options.queue_depth,
+                threaded=options.engine == "llvm",
+            )
             self._adopt(self.service.switch)
             if options.stats_json is not None:
                 self._store_stats(options.stats_json)
             await self.server.start()
         except (DaemonError, PortError, OSError, RuntimeError) as error:
             if self.loop is not None:
-                self.loop.close()
+                self.loop.native.close()
             for port in self.ports:
                 port.close()
             await self.server.stop(None)
@@ -136,31 +138,20 @@ class Daemon:
         if options.stats_json is not None:
             self._tasks.append(asyncio.create_task(self._write_stats(options.stats_json)))
 
-    def _make_loop(self) -> PacketLoop | NativePacketLoop:
-        if self.options.engine == "reference":
-            return PacketLoop(
-                self.ports, self.service.process, self.service.after_frame, self._now_us
-            )
-        return NativePacketLoop(
-            self.ports,
-            cpu_port=self.options.cpu_port,
-            packet_in=self.service.packet_in,
-            after_frames=self.service.after_frame,
-            clock_base_ns=self._start_ns,
-            queue_depth=self.options.queue_depth,
-        )
-
     def _adopt(self, switch: Engine) -> None:
-        """The service has a new switch: the compiled loop must run it from now on."""
-        if isinstance(self.loop, NativePacketLoop):
-            assert isinstance(switch, CompiledSwitch)
-            self.loop.use(None if switch.program is None else switch.native_entry)
+        """The service has a new switch: the loop must run it from now on."""
+        if self.loop is None:
+            return
+        if switch.program is None:
+            self.loop.native.use(None)
+        elif isinstance(switch, CompiledSwitch):
+            self.loop.native.use(switch.native_entry)
+        else:
+            self.loop.native.use(interpreted_entry(switch))
 
     def _pause(self) -> AbstractContextManager[None]:
         """While this is entered, no frame is processed."""
-        if isinstance(self.loop, NativePacketLoop):
-            return self.loop.paused()
-        return contextlib.nullcontext()  # one thread runs everything
+        return contextlib.nullcontext() if self.loop is None else self.loop.paused()
 
     async def wait(self) -> None:
         """Until a part of the switch ends, which it should not: its exception is raised."""
@@ -180,7 +171,7 @@ class Daemon:
         assert self.loop is not None
         for port in self.ports:
             self._drops.total(self._name(port), self.loop.read_counters(port))
-        self.loop.close()
+        self.loop.native.close()
         for port in self.ports:
             port.close()
 
@@ -215,12 +206,13 @@ class Daemon:
         """Every counter of the switch, as the statistics file has it."""
         loop = self.loop
         assert loop is not None
+        moved = loop.native.counters
         switch = self.service.switch_stats()
-        switch["dropped_unknown_port"] = loop.counters.no_such_port
-        if isinstance(loop, NativePacketLoop):
-            # Without a program, the compiled loop has nothing to call that would count.
-            switch["frames_in"] += loop.no_program
-            switch["dropped_no_program"] += loop.no_program
+        switch["dropped_unknown_port"] = moved["no_such_port"]
+        # Without a program, the loop has nothing to call that would count.
+        no_program = moved.pop("no_program")
+        switch["frames_in"] += no_program
+        switch["dropped_no_program"] += no_program
         return {
             "time_s": time.time(),
             "uptime_s": time.time() - self._started_s,
@@ -228,13 +220,13 @@ class Daemon:
             "pipeline": self.service.has_pipeline,
             "controllers": self.service.controllers,
             "engine": self.options.engine,
-            "loop": {**asdict(loop.counters), "backlog": loop.backlog()},
+            "loop": {**moved, "backlog": loop.native.injected},
             "ports": {
                 str(port.number): {
                     "kind": "cpu" if port is self._cpu else port.kind,
                     **loop.read_counters(port),
-                    "ingress_backlog": loop.ingress_backlog(port),
-                    "egress_backlog": loop.egress_backlog(port),
+                    "ingress_backlog": loop.native.injected if port is self._cpu else 0,
+                    "egress_backlog": loop.native.egress_backlog(port.number),
                 }
                 for port in self.ports
             },
@@ -289,9 +281,7 @@ class Daemon:
 
     def _store_stats(self, path: Path) -> None:
         """Readers see the old file or the new one, never a part."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.stats()) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_json(path, self.stats())
 
 
 async def run(options: DaemonOptions) -> int:

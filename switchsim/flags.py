@@ -81,15 +81,14 @@ class PortFlags:
         flag="port-rate",
     )
     uplink_rate_bits_per_s: float | None = option(
-        "most that each port takes in, as its host's link would; unlimited if left out (llvm "
-        "engine)",
+        "most that each port takes in, as its host's link would; unlimited if left out",
         default=_PORT.uplink_bits_per_s,
         parse=float,
         unit="bits/s",
         flag="uplink-rate",
     )
     port_quantum_s: float = option(
-        "how late frames may go on at these rates, so that several go at once (llvm engine)",
+        "how late frames may go on at these rates, so that several go at once",
         default=_PORT.quantum_s,
         parse=float,
         unit="s",
@@ -197,8 +196,6 @@ def settled(options: DaemonOptions) -> DaemonOptions:
             raise OptionsError(f"the {what} port must be 1 to {MAX_PORT}, not {number}")
         if number in numbers:
             raise OptionsError(f"port {number} is the {what} port")
-    if options.uplink_rate_bits_per_s is not None and options.engine != "llvm":
-        raise OptionsError("--uplink-rate needs --engine llvm")
     if options.cpu_port == options.drop_port:
         raise OptionsError("the CPU port and the drop port are the same")
     if options.device_id < 0 or options.device_id >= 1 << 64:

@@ -1159,4 +1159,7 @@ class _Loader:
                 mask = _number(j["mask"], where) & full
                 return ir.Ternary(_number(j["key"], where) & mask, mask)
             case _:
-                return ir.Range(_number(j["start"], where) & full, _number(j["end"], where) & full)
+                low, high = (_number(j[end], where) & full for end in ("start", "end"))
+                if low > high:
+                    raise ProgramError(f"{where}: the range {low}..{high} is empty")
+                return ir.Range(low, high)

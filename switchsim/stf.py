@@ -32,9 +32,8 @@ from typing import Literal, TypeAlias, get_args
 
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.externs import ExternError, Rate
-from kvcast.switchsim.control_plane.switch import ReplicationError
 from kvcast.switchsim.control_plane.tables import Table, TableError
-from kvcast.switchsim.engine import Engine, EngineName
+from kvcast.switchsim.engine import Engine, EngineName, ReplicationError
 from kvcast.switchsim.ir import (
     Exact,
     KeyField,

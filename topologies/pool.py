@@ -33,6 +33,7 @@ from typing import Any, Literal
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES
 from kvcast.protocol.messages.wire import CHUNK_BYTES, CHUNKS_PER_SEGMENT, HEADER_BYTES
+from kvcast.service.addresses import format_host_port
 from kvcast.topologies.network import Network, NetworkError
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.processes import TunnelNetwork
@@ -40,8 +41,6 @@ from kvcast.topologies.star import Star
 
 Runner = Literal["processes", "namespaces", "mininet"]
 Switch = Literal["switchsim", "bmv2"]
-RUNNERS: tuple[Runner, ...] = ("processes", "namespaces", "mininet")
-SWITCHES: tuple[Switch, ...] = ("switchsim", "bmv2")
 
 DATA_FRAME_BYTES = FRAME_OVERHEAD_BYTES + HEADER_BYTES + CHUNK_BYTES
 """A frame with a chunk of a block, on links of an MTU of 1500, as all runners have them."""
@@ -265,7 +264,7 @@ class Pool:
 
     def _switch_command(self) -> list[str]:
         options, device = self.options, self.star.device_id
-        grpc, rate = _joined(self.network.grpc_address), options.link_rate_bits_per_s
+        grpc, rate = format_host_port(self.network.grpc_address), options.link_rate_bits_per_s
         ports = [(h.switch_port, self.network.switch_port(h)) for h in self.star.hosts]
         if options.switch == "bmv2":
             binary = find_simple_switch()
@@ -296,11 +295,11 @@ class Pool:
         options, network = self.options, self.network
         return [
             *_daemon("controller", options),
-            f"--switch={_joined(network.grpc_address)}",
+            f"--switch={format_host_port(network.grpc_address)}",
             f"--device-id={self.star.device_id}",
             f"--target={'bmv2' if options.switch == 'bmv2' else 'v1model'}",
-            f"--agents-addr={_joined(network.agents_address)}",
-            f"--http-addr={_joined(network.http_address)}",
+            f"--agents-addr={format_host_port(network.agents_address)}",
+            f"--http-addr={format_host_port(network.http_address)}",
             "--insecure",  # the management network of namespaces is no loopback
             f"--state={self._folder / 'controller.sqlite'}",
             f"--lease={options.lease_s:g}",
@@ -319,7 +318,7 @@ class Pool:
         return [
             *_daemon("hostagent", options),
             f"--node-id={node_id}",
-            f"--controller={_joined(self.network.agents_address)}",
+            f"--controller={format_host_port(self.network.agents_address)}",
             "--insecure",  # as for the controller
             f"--ip={host.ip}",
             f"--mac={host.mac}",
@@ -395,11 +394,6 @@ class Pool:
     def pids(self) -> dict[str, int | None]:
         """Process ids by part; None for one that does not run."""
         return {name: part.pid for name, part in self.parts.items()}
-
-    @property
-    def http_url(self) -> str:
-        """The controller's HTTP API; inside of its namespace where the runner has one."""
-        return f"http://{_joined(self.network.http_address)}"
 
     async def kill(self, name: str) -> None:
         """SIGKILL a part."""
@@ -563,10 +557,6 @@ def remove_leftovers(*folders: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _joined(address: tuple[str, int]) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 def _daemon(package: str, options: PoolOptions) -> list[str]:

@@ -14,24 +14,25 @@ import ipaddress
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.ethernet import format_mac, parse_mac
 from kvcast.protocol.messages.wire import UDP_PORT
 from kvcast.protocol.node_ids import NODE_ID_RULE, is_node_id
 
-MAX_HOSTS = 32
-"""The switch program keeps one bit a port in a 32-bit word (p4/sizes.p4)."""
+MAX_HOSTS = MAX_PORTS
+"""A host a port."""
 
 
 class TopologyError(ValueError):
     """A description that is no star of one switch and 1 to 32 nodes."""
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One inference node: its name, its addresses behind the switch, and its switch port."""
 
     node_id: str
@@ -47,8 +48,10 @@ class Host:
             ipaddress.IPv4Address(self.ip)
         except ValueError as error:
             raise TopologyError(f"{self.node_id}: ip {self.ip!r}: {error}") from error
-        if not _is_mac(self.mac):
-            raise TopologyError(f"{self.node_id}: mac {self.mac!r} is not like 02:6b:76:00:00:01")
+        try:
+            msgspec.structs.force_setattr(self, "mac", format_mac(parse_mac(self.mac)))
+        except ValueError as error:
+            raise TopologyError(f"{self.node_id}: {error}") from error
         if not 1 <= self.switch_port <= MAX_HOSTS:
             raise TopologyError(
                 f"{self.node_id}: switch port {self.switch_port} is outside 1..{MAX_HOSTS}"
@@ -90,26 +93,15 @@ class Star:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Star:
         """A star from plain data: {"nodes": 8} or {"name": …, "hosts": [{"node_id": …}, …]}."""
-        if not isinstance(data, Mapping):
-            raise TopologyError("a topology is a table of names and values")
-        unknown = sorted(set(data) - {"name", "device_id", "nodes", "hosts"})
-        if unknown:
-            raise TopologyError(f"unknown keys: {', '.join(unknown)}")
-        if ("nodes" in data) == ("hosts" in data):
+        try:
+            told = msgspec.convert(data, _Told)
+        except msgspec.ValidationError as error:
+            raise TopologyError(str(error)) from error
+        if (told.nodes is None) == (told.hosts is None):
             raise TopologyError('give either "nodes" (a number) or "hosts" (a list)')
-        if "nodes" in data:
-            if not isinstance(data["nodes"], int) or isinstance(data["nodes"], bool):
-                raise TopologyError('"nodes" must be a whole number')
-            hosts = cls.of(data["nodes"]).hosts
-        else:
-            if not isinstance(data["hosts"], list):
-                raise TopologyError('"hosts" must be a list of tables')
-            hosts = tuple(_host(number, item) for number, item in enumerate(data["hosts"], 1))
-        return cls(
-            hosts,
-            name=str(data.get("name", f"star-{len(hosts)}")),
-            device_id=int(data.get("device_id", 1)),
-        )
+        hosts = told.hosts if told.nodes is None else cls.of(told.nodes).hosts
+        assert hosts is not None
+        return cls(hosts, told.name or f"star-{len(hosts)}", told.device_id)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Star:
@@ -127,14 +119,6 @@ class Star:
         except TopologyError as error:
             raise TopologyError(f"{path}: {error}") from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` turns back into an equal star."""
-        return {
-            "name": self.name,
-            "device_id": self.device_id,
-            "hosts": [asdict(host) for host in self.hosts],
-        }
-
     def host(self, node_id: str) -> Host:
         """The host of that name; TopologyError if there is none."""
         for host in self.hosts:
@@ -143,31 +127,10 @@ class Star:
         raise TopologyError(f"no node {node_id!r} in {self.name}")
 
 
-def _is_mac(text: str) -> bool:
-    try:
-        return format_mac(parse_mac(text)) == text
-    except ValueError:
-        return False
+class _Told(msgspec.Struct, forbid_unknown_fields=True):
+    """What a description may say."""
 
-
-def _host(number: int, item: Any) -> Host:
-    if not isinstance(item, Mapping):
-        raise TopologyError(f"host {number} is not a table")
-    fields = {"node_id": str, "ip": str, "mac": str, "switch_port": int, "udp_port": int}
-    unknown = sorted(set(item) - set(fields))
-    if unknown:
-        raise TopologyError(f"host {number}: unknown keys: {', '.join(unknown)}")
-    for name, kind in fields.items():
-        if name not in item:
-            if name == "udp_port":
-                continue
-            raise TopologyError(f"host {number}: {name} is missing")
-        if not isinstance(item[name], kind) or isinstance(item[name], bool):
-            raise TopologyError(f"host {number}: {name} must be a {kind.__name__}")
-    return Host(
-        node_id=item["node_id"],
-        ip=item["ip"],
-        mac=item["mac"].lower(),
-        switch_port=item["switch_port"],
-        udp_port=item.get("udp_port", UDP_PORT),
-    )
+    name: str = ""
+    device_id: int = 1
+    nodes: int | None = None
+    hosts: tuple[Host, ...] | None = None

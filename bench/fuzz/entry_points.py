@@ -513,7 +513,7 @@ class ControlLinkHarness(StreamHarness):
         self._connection = 1
         options = controller_pool.PoolOptions(
             Settings(
-                enabled=True, lease_ticks=1, heat_threshold=3, recirculate_rid=1, router_mac=None
+                enabled=True, lease_ticks=1, heat_threshold=3,  router_mac=None
             ),
             slots=64, read_padding_bytes=0, lease_s=3600.0,
             tenants=names.TenantRules(secrets=names.SecretMode.AUTO),
@@ -867,7 +867,7 @@ class P4RuntimeHarness(LoopHarness):
                         await asyncio.sleep(0)
                     await self._become_primary()
         for frame in (bytes(64), b"\xff" * 60):
-            service.process(1, frame, 0)
+            service.switch.process(1, frame, 0)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -62,7 +62,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class _Lane:
+class Lane:
     """`kinds` with their weights, one about every `period_s`; `lasts_s`: from, to."""
 
     kinds: tuple[tuple[str, float], ...]
@@ -70,28 +70,28 @@ class _Lane:
     lasts_s: tuple[float, float] = (0.0, 0.0)
 
 
-_LANES: Final = {
-    "kills": _Lane(
+LANES: Final = {
+    "kills": Lane(
         ((KILL_AGENT, 2.0), (KILL_SWITCH, 1.0), (KILL_CONTROLLER, 1.0)), 20.0, (0.2, 6.0)
     ),
     # Longer than a lease, now and then: then the part counts as dead, and comes back.
-    "stops": _Lane(
+    "stops": Lane(
         ((STOP_AGENT, 3.0), (STOP_SWITCH, 1.0), (STOP_CONTROLLER, 1.0)), 11.0, (0.1, 6.0)
     ),
-    "clients": _Lane(((KILL_CLIENT, 3.0), (STOP_CLIENT, 1.0)), 7.0, (0.2, 4.0)),
-    "frames": _Lane(((HOSTILE_FRAMES, 1.0),), 2.0),
-    "streams": _Lane(((HOSTILE_LOCAL, 2.0), (HOSTILE_HTTP, 1.0), (HOSTILE_TCP, 1.0)), 4.0),
-    "operator": _Lane(
+    "clients": Lane(((KILL_CLIENT, 3.0), (STOP_CLIENT, 1.0)), 7.0, (0.2, 4.0)),
+    "frames": Lane(((HOSTILE_FRAMES, 1.0),), 2.0),
+    "streams": Lane(((HOSTILE_LOCAL, 2.0), (HOSTILE_HTTP, 1.0), (HOSTILE_TCP, 1.0)), 4.0),
+    "operator": Lane(
         ((SET_PINS, 3.0), (REMOVE_PINS, 3.0), (MAKE_NAMES, 2.0), (DROP_BLOCKS, 1.0)), 3.0
     ),
 }
 
 
-PLANNED: Final = tuple(kind for lane in _LANES.values() for kind, _ in lane.kinds)
+PLANNED: Final = tuple(kind for lane in LANES.values() for kind, _ in lane.kinds)
 KINDS: Final = (*PLANNED, HOSTILE_AS_DEAD, HOSTILE_TO_AGENTS, LOST_FRAMES)
 """Every kind that a report counts."""
 
-DISRUPTIVE: Final = tuple(kind for name in ("kills", "stops") for kind, _ in _LANES[name].kinds)
+DISRUPTIVE: Final = tuple(kind for name in ("kills", "stops") for kind, _ in LANES[name].kinds)
 """Those that take a part away for a while."""
 
 
@@ -111,27 +111,11 @@ def plan(seed: int, duration_s: float, nodes: int) -> dict[str, list[Fault]]:
     assert nodes >= 2
     return {
         name: list(_faults(lane, random.Random(f"{name}/{seed}"), duration_s, nodes))
-        for name, lane in _LANES.items()
+        for name, lane in LANES.items()
     }
 
 
-def one_of_each(nodes: int, apart_s: float = 0.3) -> dict[str, list[Fault]]:
-    """Every kind once, quickly: for a soak of some seconds."""
-    return {
-        name: [
-            Fault(
-                (number + 1) * apart_s,
-                kind,
-                nodes - 1 if kind == KILL_AGENT else number % nodes,
-                min(1.0, lane.lasts_s[1]),
-            )
-            for number, (kind, _) in enumerate(lane.kinds)
-        ]
-        for name, lane in _LANES.items()
-    }
-
-
-def _faults(lane: _Lane, rng: random.Random, duration_s: float, nodes: int) -> Iterator[Fault]:
+def _faults(lane: Lane, rng: random.Random, duration_s: float, nodes: int) -> Iterator[Fault]:
     at_s = rng.uniform(0.3, 1.0) * lane.period_s
     while at_s < duration_s:
         kinds = [(kind, weight) for kind, weight in lane.kinds if allowed(kind, at_s, duration_s)]

@@ -23,8 +23,6 @@ class MulticastGroups:
         self._capacity = capacity
         self._places: OrderedDict[int, int] = OrderedDict()
         self._watched: BoundedMap[int, int] = BoundedMap(watched)
-        self.displaced = 0
-        """Sets that lost their group to another."""
 
     @property
     def places(self) -> dict[int, int]:
@@ -52,7 +50,6 @@ class MulticastGroups:
     def _place(self, bits: int) -> None:
         if len(self._places) >= self._capacity:
             _, place = self._places.popitem(last=False)
-            self.displaced += 1
         else:
             used = set(self._places.values())
             place = next(i for i in range(self._capacity) if i not in used)

@@ -35,7 +35,8 @@ from kvcast.controller.core.reconcile import (
     SwitchState,
 )
 from kvcast.controller.core.residency import Resident
-from kvcast.p4.definitions import ALL_PORTS_GROUP
+from kvcast.p4.definitions import ALL_PORTS_GROUP, RECIRCULATE_RID
+from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.control import NamespaceInfo
 
 SETTINGS = "settings"
@@ -100,17 +101,16 @@ class Settings:
     `lease_ticks`: how long a pending entry may wait for DATA, in ticks of the target (64 µs);
     `heat_threshold`: READs of a segment in a window that make it worth a digest; `router_mac`:
     the address to which hosts send what is to be routed, None for a switch that does not route;
-    `recirculate_rid`: the replication id that marks a copy to be recirculated; `device_ports`: the
-    switch's number of host port 1, 2, …; `serve_goes_round`: serving groups hold that copy;
-    `loop_groups`: (group, device port) of groups that hold nothing else.
+    `device_ports`: the switch's number of host port 1, 2, …; `serve_goes_round`: serving groups
+    hold the copy that is recirculated; `loop_groups`: (group, device port) of groups that hold
+    nothing else.
     """
 
     enabled: bool
     lease_ticks: int
     heat_threshold: int
-    recirculate_rid: int
     router_mac: str | None = None
-    device_ports: tuple[int, ...] = tuple(range(1, 33))
+    device_ports: tuple[int, ...] = tuple(range(1, MAX_PORTS + 1))
     serve_goes_round: bool = True
     loop_groups: tuple[tuple[int, int], ...] = ()
 
@@ -120,13 +120,13 @@ class Settings:
 
 
 def port_bit(port: int) -> int:
-    """The port's bit in a 32-bit port bitmap; ports are 1..32."""
+    """The port's bit in a 32-bit port bitmap; ports are 1 to MAX_PORTS."""
     return 1 << (port - 1)
 
 
 def ports_of(bits: int) -> list[int]:
     """The ports whose bits are set, ascending."""
-    return [port for port in range(1, 33) if bits & port_bit(port)]
+    return [port for port in range(1, MAX_PORTS + 1) if bits & port_bit(port)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,7 +164,7 @@ def desired_state(
         return state
     entries = state.entries
     for loop_group, loop_port in settings.loop_groups:
-        state.groups[loop_group] = frozenset({(loop_port, settings.recirculate_rid)})
+        state.groups[loop_group] = frozenset({(loop_port, RECIRCULATE_RID)})
     for host in hosts:
         a = host.address
         port = settings.device_port(host.port)
@@ -242,7 +242,7 @@ def _serving_copies(settings: Settings, device_ports: Sequence[int]) -> frozense
     """The copies of a chunk that is served to these ports."""
     copies: set[Replica] = {(port, 0) for port in device_ports}
     if settings.serve_goes_round:
-        copies.add((device_ports[0], settings.recirculate_rid))
+        copies.add((device_ports[0], RECIRCULATE_RID))
     return frozenset(copies)
 
 

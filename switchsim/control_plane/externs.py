@@ -69,10 +69,6 @@ class CounterArray:
         self.packets[index] = packets
         self.bytes[index] = bytes_
 
-    def reset(self) -> None:
-        self.packets[:] = [0] * len(self.packets)
-        self.bytes[:] = [0] * len(self.bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -139,10 +135,6 @@ class MeterArray(ABC):
         meter = self._meters.pop(index, None)
         if meter is not None:
             meter.clear()
-
-    def reset(self) -> None:
-        for index in list(self._meters):
-            self.clear(index)
 
 
 def _check_index(name: str, index: int, size: int) -> None:

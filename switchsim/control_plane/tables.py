@@ -76,6 +76,20 @@ class BoundAction:
     arguments: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of an action profile, for an entry to refer to."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of an action profile, for an entry to refer to."""
+
+    number: int
+
+
 @dataclass(slots=True)
 class Entry:
     """One entry. Read freely; change it through the table.
@@ -177,12 +191,6 @@ class Profile:
             raise StillUsed(f"group {group} of {self.name} is in use")
         del self.groups[group]
 
-    def reset(self) -> None:
-        self.members.clear()
-        self.groups.clear()
-        self._uses_of_member.clear()
-        self._uses_of_group.clear()
-
     def use(self, member: int | None, group: int | None, change: int) -> None:
         """A table entry starts (+1) or ceases (-1) to refer to a member or a group."""
         if member is not None:
@@ -231,7 +239,6 @@ class Table(ABC):
             chosen = actions[spec.default.action]
             self._program_default = BoundAction(chosen.name, spec.default.arguments)
         self._names = [actions[n].name for n in spec.actions]
-        self._fields = field_positions(spec.key)
         self._handles: dict[tuple[tuple[MatchValue, ...], int], int] = {}
         self._next_handle = 0
         self._index = self._new_index()
@@ -246,12 +253,10 @@ class Table(ABC):
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
         """An entry that does nothing yet."""
 
-    @abstractmethod
-    def _pointed(self, entry: Entry) -> None:
+    def _pointed(self, entry: Entry) -> None:  # noqa: B027
         """What the entry does has been set, before or after it came into the index."""
 
-    @abstractmethod
-    def _default_changed(self) -> None:
+    def _default_changed(self) -> None:  # noqa: B027
         """There is another default entry, or the first."""
 
     def fill(self) -> None:
@@ -260,7 +265,7 @@ class Table(ABC):
         try:
             for entry in self.spec.entries:
                 action = self._action_of(entry.action)
-                self._insert(entry.key, entry.priority, action, None, None, entry.arguments)
+                self._insert(entry.key, entry.priority, action, entry.arguments)
         except TableError as error:
             raise ProgramError(f"const entries of {self.name}: {error}") from error
 
@@ -275,31 +280,20 @@ class Table(ABC):
         self,
         key: Sequence[MatchValue],
         priority: int,
-        action: str,
+        action: str | Member | Group,
         arguments: Sequence[int] = (),
     ) -> int:
-        """Add an entry and give its handle. The lowest priority wins (ternary and range only)."""
+        """Add an entry and give its handle. The lowest priority wins (ternary and range only).
+        `arguments` are those of an action that is named; indirect tables take the others."""
         self._check_writable()
-        if self.profile is not None:
-            raise BadAction(f"{self.name} takes members or groups, not actions")
-        return self._insert(key, priority, action, None, None, arguments)
-
-    def add_member(self, key: Sequence[MatchValue], priority: int, member: int) -> int:
-        self._check_writable()
-        return self._insert(key, priority, None, member, None)
-
-    def add_group(self, key: Sequence[MatchValue], priority: int, group: int) -> int:
-        self._check_writable()
-        return self._insert(key, priority, None, None, group)
+        return self._insert(key, priority, action, arguments)
 
     def _insert(
         self,
         key: Sequence[MatchValue],
         priority: int,
-        action: str | None,
-        member: int | None,
-        group: int | None,
-        arguments: Sequence[int] = (),
+        action: str | Member | Group,
+        arguments: Sequence[int],
     ) -> int:
         canonical, value, mask = self._canonical(key)
         rank = priority if self.spec.match in ("ternary", "range") else 0
@@ -308,46 +302,35 @@ class Table(ABC):
         if len(self.entries) >= self.size:
             raise TableFull(f"{self.name} is full ({self.size} entries)")
         entry = self._new_entry(self._next_handle, canonical, rank)
-        self._point(entry, action, arguments, member, group)
+        self._point(entry, action, arguments)
         self._next_handle += 1
         self.entries[entry.handle] = entry
         self._handles[canonical, rank] = entry.handle
         self._index.add(entry, value, mask)
         return entry.handle
 
-    def _point(
-        self,
-        entry: Entry,
-        action: str | None,
-        arguments: Sequence[int],
-        member: int | None,
-        group: int | None,
-    ) -> None:
+    def _point(self, entry: Entry, action: str | Member | Group, arguments: Sequence[int]) -> None:
         """Make the entry run an action, or refer to a member or a group."""
-        if action is not None:
+        if isinstance(action, str):
+            if self.profile is not None:
+                raise BadAction(f"{self.name} takes members or groups, not actions")
             entry.action = self._actions.bind(action, arguments)
         elif self.profile is None:
             raise BadAction(f"{self.name} has no action profile")
         else:
+            member = action.number if isinstance(action, Member) else None
+            group = action.number if isinstance(action, Group) else None
             self.profile.use(member, group, +1)
             self.profile.use(entry.member, entry.group, -1)
             entry.member, entry.group = member, group
         self._pointed(entry)
 
-    def modify(self, handle: int, action: str, arguments: Sequence[int] = ()) -> None:
-        """Change the action of an entry; its counter and meter stay."""
+    def modify(
+        self, handle: int, action: str | Member | Group, arguments: Sequence[int] = ()
+    ) -> None:
+        """Change what an entry does; its counter and meter stay."""
         self._check_writable()
-        if self.profile is not None:
-            raise BadAction(f"{self.name} takes members or groups, not actions")
-        self._point(self.get(handle), action, arguments, None, None)
-
-    def modify_member(self, handle: int, member: int) -> None:
-        self._check_writable()
-        self._point(self.get(handle), None, (), member, None)
-
-    def modify_group(self, handle: int, group: int) -> None:
-        self._check_writable()
-        self._point(self.get(handle), None, (), None, group)
+        self._point(self.get(handle), action, arguments)
 
     def delete(self, handle: int) -> None:
         self._check_writable()
@@ -422,10 +405,6 @@ class Table(ABC):
         entry = self._counted(handle)
         entry.packets, entry.bytes = packets, bytes_
 
-    def reset_counters(self) -> None:
-        for entry in self.entries.values():
-            entry.packets = entry.bytes = 0
-
     def _counted(self, handle: int) -> Entry:
         if not self.has_counters:
             raise TableError(f"{self.name} has no direct counters")
@@ -448,17 +427,24 @@ class Table(ABC):
             raise ConstTable(f"the entries of {self.name} are const")
 
     def _canonical(self, key: Sequence[MatchValue]) -> tuple[tuple[MatchValue, ...], int, int]:
-        """The key with don't-care bits cleared, and its (value, mask) as one integer each."""
-        if len(key) != len(self.spec.key):
-            raise BadKey(f"{self.name} has {len(self.spec.key)} key fields, not {len(key)}")
-        values: list[MatchValue] = []
-        value = mask = 0
-        for v, spec, (shift, full) in zip(key, self.spec.key, self._fields, strict=True):
-            clean, field_value, field_mask = _clean(v, spec, full, self.name)
-            values.append(clean)
-            value |= field_value << shift
-            mask |= field_mask << shift
-        return tuple(values), value, mask
+        return canonical(key, self.spec)
+
+
+def canonical(
+    key: Sequence[MatchValue], table: TableSpec
+) -> tuple[tuple[MatchValue, ...], int, int]:
+    """The key with don't-care bits cleared, and its (value, mask) as one integer each: the fields
+    side by side, the first one highest. BadKey if it does not suit the table."""
+    if len(key) != len(table.key):
+        raise BadKey(f"{table.name} has {len(table.key)} key fields, not {len(key)}")
+    values: list[MatchValue] = []
+    value = mask = 0
+    for v, spec in zip(key, table.key, strict=True):
+        clean, field_value, field_mask = _clean(v, spec, (1 << spec.width) - 1, table.name)
+        values.append(clean)
+        value = value << spec.width | field_value
+        mask = mask << spec.width | field_mask
+    return tuple(values), value, mask
 
 
 def _clean(v: MatchValue, spec: KeyField, full: int, table: str) -> tuple[MatchValue, int, int]:
@@ -491,13 +477,3 @@ def _clean(v: MatchValue, spec: KeyField, full: int, table: str) -> tuple[MatchV
 def _fits(value: int, full: int, where: str) -> None:
     if not 0 <= value <= full:
         raise BadKey(f"{where}: {value} exceeds {full.bit_length()} bits")
-
-
-def field_positions(key: Sequence[KeyField]) -> list[tuple[int, int]]:
-    """(shift, all ones) of each key field in the integer that is looked up."""
-    left = sum(k.width for k in key)
-    positions: list[tuple[int, int]] = []
-    for k in key:
-        left -= k.width
-        positions.append((left, (1 << k.width) - 1))
-    return positions

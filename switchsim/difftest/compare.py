@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvcast.switchsim.control_plane.externs import ExternError
-from kvcast.switchsim.control_plane.switch import ReplicationError
 from kvcast.switchsim.control_plane.tables import Table, TableError
-from kvcast.switchsim.engine import Engine
+from kvcast.switchsim.engine import Engine, ReplicationError
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference.switch import Switch

@@ -583,9 +583,6 @@ class _Generator:
             "match_type": "exact",
             "type": "simple",
             "max_size": 1024,
-            "with_counters": False,
-            "support_timeout": False,
-            "direct_meters": None,
             "action_ids": [action],
             "actions": [name],
             "base_default_next": following,
@@ -669,7 +666,7 @@ class _Generator:
                 "action_entry_const": rng.random() < 0.2,
             }
         if rng.random() < 0.3:
-            table["entries"] = self.entries(key, widths, match, actions)
+            table["entries"] = self.entries(key, widths, actions)
         return table
 
     def arguments(self, action: int) -> list[str]:
@@ -678,9 +675,7 @@ class _Generator:
             for d in self.actions[action]["runtime_data"]
         ]
 
-    def entries(
-        self, key: list[Json], widths: list[int], match: str, actions: list[int]
-    ) -> list[Json]:
+    def entries(self, key: list[Json], widths: list[int], actions: list[int]) -> list[Json]:
         rng = self.rng
         result: list[Json] = []
         seen: set[str] = set()
@@ -717,7 +712,6 @@ class _Generator:
                     "priority": rng.choice((number + 1, 1)),
                 }
             )
-        del match
         return result
 
     # --- the whole --------------------------------------------------------------------------

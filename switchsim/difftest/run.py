@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcast.service.reports import write_json
 from kvcast.switchsim import loader, stf
 from kvcast.switchsim.difftest import programs
 from kvcast.switchsim.difftest.compare import Difference, Pair, Unusable
@@ -195,10 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if options.json is not None:
-            text = json.dumps(progress.__dict__, indent=2) + "\n"
-            temporary = options.json.with_suffix(".tmp")
-            temporary.write_text(text)
-            temporary.replace(options.json)
+            write_json(options.json, vars(progress))
 
     run(work, progress, options.packets, save)
     print(

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import Rate
-from kvcast.switchsim.control_plane.tables import Table
+from kvcast.switchsim.control_plane.tables import Group, Member, Table
 from kvcast.switchsim.difftest.compare import Pair
 from kvcast.switchsim.difftest.frames import PORTS, Pools
 from kvcast.switchsim.ir import Exact, Lpm, MatchValue, Range, Ternary
@@ -93,7 +93,16 @@ class Writer:
                 other = self.pools.number(width)
                 return Range(min(value, other), max(value, other))
 
-    def action(self, table: Table) -> tuple[str, list[int]]:
+    def action(self, table: Table) -> tuple[str | Member | Group, list[int]]:
+        """What an entry of the table may do."""
+        if table.profile is None:
+            return self.direct_action(table)
+        number = self.rng.randrange(6)
+        if table.profile.has_selector and self.rng.random() < 0.6:
+            return Group(number), []
+        return Member(number), []
+
+    def direct_action(self, table: Table) -> tuple[str, list[int]]:
         spec = self.program.actions[self.rng.choice(table.spec.actions)]
         return spec.name, [self.argument(p.width) for p in spec.parameters]
 
@@ -111,14 +120,6 @@ class Writer:
             return
         key = [self.match(k) for k in table.spec.key]
         priority = self.rng.randrange(6)
-        if table.profile is not None:
-            profile = table.profile
-            number = self.rng.randrange(6)
-            if profile.has_selector and self.rng.random() < 0.6:
-                self.pair.both(name, lambda s: s.tables[name].add_group(key, priority, number))
-            else:
-                self.pair.both(name, lambda s: s.tables[name].add_member(key, priority, number))
-            return
         action, arguments = self.action(table)
         self.pair.both(
             f"add to {name}", lambda s: s.tables[name].add(key, priority, action, arguments)
@@ -144,13 +145,6 @@ class Writer:
             self.pair.both(
                 f"meter of {name}", lambda s: s.tables[name].configure_meter(handle, rates)
             )
-        if table.profile is not None:
-            number = rng.randrange(6)
-            if table.profile.has_selector and rng.random() < 0.6:
-                self.pair.both(name, lambda s: s.tables[name].modify_group(handle, number))
-            else:
-                self.pair.both(name, lambda s: s.tables[name].modify_member(handle, number))
-            return
         action, arguments = self.action(table)
         self.pair.both(
             f"change in {name}", lambda s: s.tables[name].modify(handle, action, arguments)
@@ -168,7 +162,7 @@ class Writer:
         table = self.pair.reference.tables[name]
         if not table.spec.actions:
             return
-        action, arguments = self.action(table)
+        action, arguments = self.direct_action(table)
         if self.rng.random() < 0.2:
             self.pair.both(f"reset {name}", lambda s: s.tables[name].reset_default())
         else:
@@ -185,7 +179,7 @@ class Writer:
         if not users:
             return
         member = rng.randrange(6)
-        action, arguments = self.action(rng.choice(users))
+        action, arguments = self.direct_action(rng.choice(users))
 
         def on(run: Callable[[Any], None]) -> None:
             pair.both(f"profile {name}", lambda s: run(s.action_profiles[name]))

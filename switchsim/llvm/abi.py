@@ -7,8 +7,9 @@ Owns the C structures of the boundary and their rules. Must not know how a progr
 
 `process` runs one frame to completion and appends what leaves to `out`: the frames lie one after
 another in `data`, each at an offset that is a multiple of 8, and `descs` says where. A frame that
-does not fit is dropped and counted in `overflows`. It returns how many frames were appended. It
-allocates nothing, never calls Python, and reads no byte behind `frame + length`.
+does not fit is dropped and counted in `overflows`. It returns how many frames were appended, or -1
+where it failed. It allocates nothing, never calls Python (but for the interpreter's, which
+`loop.interpreted` makes), and reads no byte behind `frame + length`.
 
 Rules for the caller:
 

@@ -15,8 +15,7 @@ from functools import partial
 from kvcast.native.writer import NULL, Block, Value, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm.conditions import Numbered
-from kvcast.switchsim.llvm.expressions import Expressions
+from kvcast.switchsim.llvm.expressions import Expressions, Numbered
 from kvcast.switchsim.llvm.externs import Runtime
 from kvcast.switchsim.llvm.hashes import SPARE_BYTES, Hashes, Packer
 from kvcast.switchsim.llvm.layout import (

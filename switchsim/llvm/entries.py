@@ -251,12 +251,3 @@ class NativeProfile(Profile):
         known = self._group_of.pop(group)
         self._native.heap.retire(known.address)
         self._group_numbers.retire(known.slot)
-
-    def reset(self) -> None:
-        for group in list(self.groups):
-            self._uses_of_group.pop(group, None)
-            self.delete_group(group)
-        self._uses_of_member.clear()
-        for member in list(self.members):
-            self.delete_member(member)
-        super().reset()

@@ -12,11 +12,11 @@ Nothing here has an effect, so both sides of a choice may be computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvcast.native.writer import FALSE, TRUE, Block, Function, Value, i64, integer
 from kvcast.switchsim import ir
 from kvcast.switchsim.ir import UnsupportedConstruct
-from kvcast.switchsim.llvm.conditions import Conditions, Numbered
 from kvcast.switchsim.llvm.layout import (
     NATIVE_BITS,
     Place,
@@ -27,6 +27,10 @@ from kvcast.switchsim.llvm.layout import (
 from kvcast.switchsim.llvm.scope import Bytes, ConstantArguments, Number, Scope, bits_of, round_bits
 from kvcast.switchsim.semantics import MAX_SHIFT
 
+Numbered = tuple[int | Value, tuple[int, ...]]
+"""The number of a header or union (an i32 if it is known only later; -1: none), and what it may
+be."""
+
 
 class Expressions:
     """Compiles expressions in a scope."""
@@ -36,11 +40,6 @@ class Expressions:
         self.f = scope.f
         self.layout = scope.layout
         self.program = scope.program
-        self._conditions = Conditions(self)
-
-    def boolean(self, e: ir.BoolExpr) -> Value:
-        """An i1."""
-        return self._conditions.boolean(e)
 
     # --- data -------------------------------------------------------------------------------
 
@@ -423,6 +422,132 @@ class Expressions:
         value = f.select(good, loaded.value, integer(loaded.value.bits, 0))
         return Number(value, 0, loaded.high)
 
+    # --- booleans ---------------------------------------------------------------------------
+
+    def boolean(self, e: ir.BoolExpr) -> Value:
+        """An i1. Both sides of `and` and `or` are computed."""
+        f = self.f
+        match e:
+            case ir.BoolConst(value):
+                return TRUE if value else FALSE
+            case ir.Compare(op, left, right):
+                return self.compare(op, self.exact(left), self.exact(right))
+            case ir.Logic(op, left_b, right_b):
+                x, y = self.boolean(left_b), self.boolean(right_b)
+                if op == "and":
+                    return f.and_(x, y)
+                if op == "or":
+                    return f.or_(x, y)
+                return f.compare("eq" if op == "==" else "ne", x, y)
+            case ir.Not(operand):
+                return f.not_(self.boolean(operand))
+            case ir.DataToBool(operand_d):
+                number = self.exact(operand_d)
+                return f.compare("ne", number.value, integer(number.value.bits, 0))
+            case ir.HeaderValid(header):
+                return self._header_valid(header)
+            case ir.UnionValid(union):
+                return self._union_valid(union)
+            case ir.HeadersEqual(left_h, right_h):
+                headers = self.header(left_h), self.header(right_h)
+                return self._numbers_equal(self._equal, *headers)
+            case ir.UnionsEqual(left_u, right_u):
+                unions = self.union(left_u), self.union(right_u)
+                return self._numbers_equal(self._union_equal, *unions)
+            case ir.ChooseBool(condition, if_true, if_false):
+                return f.select(
+                    self.boolean(condition), self.boolean(if_true), self.boolean(if_false)
+                )
+
+    def compare(self, op: str, x: Number, y: Number) -> Value:
+        low, high = min(x.low, y.low), max(x.high, y.high)
+        bits = round_bits(bits_of(low, high))
+        name = _SIGNED[op] if low < 0 else _UNSIGNED[op]
+        return self.f.compare(name, self.extend(x, bits), self.extend(y, bits))
+
+    def _header_valid(self, header: ir.HeaderExpr) -> Value:
+        number, candidates = self.header(header)
+        if isinstance(number, int):
+            return self.scope.is_valid(number) if number >= 0 else FALSE
+        valid = self.one_of(number, [(h, h) for h in candidates], ir.VALID)
+        return self.f.compare("ne", valid.value, integer(valid.value.bits, 0))
+
+    def _any_valid(self, union: int) -> Value:
+        result = FALSE
+        for header in self.program.unions[union].headers:
+            result = self.f.or_(self.scope.is_valid(header), result)
+        return result
+
+    def _union_valid(self, union: ir.UnionExpr) -> Value:
+        number, candidates = self.union(union)
+        if isinstance(number, int):
+            return self._any_valid(number) if number >= 0 else FALSE
+        return self._dispatch(number, [(u, partial(self._any_valid, u)) for u in candidates])
+
+    def _dispatch(self, value: Value, cases: Sequence[tuple[int, Callable[[], Value]]]) -> Value:
+        """The boolean of the case that the value names; false if none."""
+        f = self.f
+        result = f.variable(1)
+        f.store(FALSE, result)
+        for make in f.cases(value, cases):
+            f.store(make(), result)
+        return f.load(1, result)
+
+    def _equal(self, h: int, g: int) -> Value:
+        """Two known headers: both valid, of one type, all fields equal."""
+        f, scope = self.f, self.scope
+        headers = self.program.headers
+        if headers[h].type_name != headers[g].type_name:
+            return FALSE
+        result = f.variable(1)
+        f.store(FALSE, result)
+        with f.when(f.and_(scope.is_valid(h), scope.is_valid(g))):
+            f.store(self._fields_equal(h, g), result)
+        return f.load(1, result)
+
+    def _fields_equal(self, h: int, g: int) -> Value:
+        f, scope = self.f, self.scope
+        equal = TRUE
+        length_h, length_g = self.layout.varbit_length[h], self.layout.varbit_length[g]
+        if length_h is not None and length_g is not None:
+            equal = f.compare(
+                "eq", f.load(32, scope.slot(length_h)), f.load(32, scope.slot(length_g))
+            )
+        for a, b in zip(self.layout.places[h], self.layout.places[g], strict=True):
+            if a.varbit:
+                slots = [scope.slot(a.offset), scope.slot(b.offset)]
+                order = f.intrinsic("memcmp", "i32", [*slots, scope.varbit_bytes(a)])
+                # The lengths may differ, but never exceed the space.
+                equal = f.and_(equal, f.compare("eq", order, integer(32, 0)))
+                continue
+            equal = f.and_(equal, self.compare("==", scope.load_field(a), scope.load_field(b)))
+        return equal
+
+    def _union_equal(self, u: int, v: int) -> Value:
+        result = FALSE
+        unions = self.program.unions
+        for h, g in zip(unions[u].headers, unions[v].headers, strict=False):
+            result = self.f.or_(result, self._equal(h, g))
+        return result
+
+    def _numbers_equal(
+        self, equal: Callable[[int, int], Value], left: Numbered, right: Numbered
+    ) -> Value:
+        """`equal` of two whose numbers may be known only when the code runs; one that is not
+        there (-1) equals none."""
+        if isinstance(left[0], int) and isinstance(right[0], Value):
+            left, right = right, left
+        (number, candidates), (other, others) = left, right
+
+        def against(n: int) -> Value:
+            if isinstance(other, int):
+                return equal(n, other) if other >= 0 else FALSE
+            return self._dispatch(other, [(m, partial(equal, n, m)) for m in others])
+
+        if isinstance(number, int):
+            return against(number) if number >= 0 else FALSE
+        return self._dispatch(number, [(n, partial(against, n)) for n in candidates])
+
     # --- bytes ------------------------------------------------------------------------------
 
     def bytes(self, e: ir.DataExpr) -> Bytes | None:
@@ -505,3 +630,6 @@ _RING: dict[str, Callable[[Function, Value, Value], Value]] = {
     "|": Function.or_,
     "^": Function.xor,
 }
+
+_UNSIGNED = {"==": "eq", "!=": "ne", "<": "ult", ">": "ugt", "<=": "ule", ">=": "uge"}
+_SIGNED = {"==": "eq", "!=": "ne", "<": "slt", ">": "sgt", "<=": "sle", ">=": "sge"}

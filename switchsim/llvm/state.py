@@ -20,7 +20,7 @@ from kvcast.switchsim.control_plane.externs import (
     Rate,
     RegisterArray,
 )
-from kvcast.switchsim.control_plane.switch import SwitchStats
+from kvcast.switchsim.engine import SwitchStats
 from kvcast.switchsim.llvm.layout import pack_value, stored_bytes, unpack_value
 from kvcast.switchsim.llvm.memory import Heap, Region
 
@@ -104,9 +104,6 @@ class NativeCounters(CounterArray):
         self.region = Region(16 * spec.size)
         packets, bytes_ = (_Cells(self.region, spec.size, 16, at, 64) for at in (0, 8))
         super().__init__(spec, packets, bytes_)
-
-    def reset(self) -> None:
-        self.region.zero()
 
 
 class NativeMeter(Meter):

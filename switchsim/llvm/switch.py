@@ -26,7 +26,7 @@ from kvcast import native
 from kvcast.native.jit import Library, default_cache, load
 from kvcast.native.subset import ctypes_of, size_of
 from kvcast.native.writer import Module
-from kvcast.switchsim.control_plane.switch import ControlPlane, Digest
+from kvcast.switchsim.engine import Digest, Engine
 from kvcast.switchsim.ir import Program, ProgramError, UnsupportedConstruct
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE, MAX_FRAME_BYTES, Desc, NativeEntry, Outbox
 from kvcast.switchsim.llvm.actions import Toolbox
@@ -240,7 +240,7 @@ class _Instance:
         self.heap.retire(old)
 
 
-class CompiledSwitch(ControlPlane):
+class CompiledSwitch(Engine):
     """A switch without ports or clock whose program is machine code."""
 
     def __init__(

@@ -33,6 +33,7 @@ from kvcast.native.subset import (
 )
 from kvcast.native.writer import NULL, TRUE, Block, Function, Module, Value, i64, integer
 from kvcast.switchsim import ir
+from kvcast.switchsim.control_plane.tables import canonical
 from kvcast.switchsim.llvm.layout import NATIVE_BITS, RecordLayout, container_bits, stored_bytes
 from kvcast.switchsim.llvm.scope import Scope
 
@@ -269,7 +270,7 @@ class InlineEntries:
             cases: dict[int, Block] = {}
             for n, target in enumerate(targets):
                 # The table itself refuses two entries with one key.
-                cases.setdefault(self._value_and_mask(n)[0], target)
+                cases.setdefault(canonical(table.entries[n].key, table)[1], target)
             self.scope.f.switch(words[0], miss, list(cases.items()))
             return
         for n in self._order():
@@ -289,26 +290,9 @@ class InlineEntries:
             return sorted(range(len(entries)), key=lambda n: (entries[n].priority, n))
         return list(range(len(entries)))
 
-    def _value_and_mask(self, number: int) -> tuple[int, int]:
-        value = mask = 0
-        for v, k in zip(self.table.entries[number].key, self.table.key, strict=True):
-            full = (1 << k.width) - 1
-            match v:
-                case ir.Exact(field):
-                    part, ones = field, full
-                case ir.Lpm(field, length):
-                    ones = full & ~((1 << (k.width - length)) - 1)
-                    part = field & ones
-                case ir.Ternary(field, ones):
-                    part = field & ones
-                case ir.Range():
-                    part = ones = 0
-            value, mask = value << k.width | part, mask << k.width | ones
-        return value, mask
-
     def _matches(self, number: int, words: Sequence[Value]) -> Value:
         f = self.scope.f
-        value, mask = self._value_and_mask(number)
+        _, value, mask = canonical(self.table.entries[number].key, self.table)
         difference: Value = i64(0)
         for word, v, m in zip(
             words,

@@ -1,1 +1,1 @@
-"""The packet loop: frames from ports to the program and back, interpreted and compiled."""
+"""The packet loop: frames from ports to the program and back."""

@@ -94,7 +94,7 @@ def send(loop: Loop, port: Port, frame: U64, length: U64, now_ns: U64) -> None:
     vector.base = frame
     vector.length = length
     port.pending += 1
-    loop.pending_ports = 1
+    loop.pending = 1
     if port.pending == SEND_BATCH:
         flush_port(port)
 
@@ -195,13 +195,10 @@ def send_messages(port: Port, first: U64, count: U64) -> U64:
 @native
 def flush(loop: Loop) -> None:
     """Send everything that is gathered, and empty the outbox."""
-    if loop.pending_ports != 0:
-        left = 0
+    if loop.pending != 0:
+        loop.pending = 0
         for i in range(loop.port_count):
-            if loop.ports[i].pending != 0:
-                flush_port(loop.ports[i])
-                left += loop.ports[i].pending
-        loop.pending_ports = left
+            flush_port(loop.ports[i])
     loop.outbox.used = 0
     loop.outbox.count = 0
     while loop.garbage != 0:

@@ -69,7 +69,6 @@ from kvcast.switchsim.loop.state import (
     KIND_UDP_LEARNING,
     NEVER,
     PORT_NUMBERS,
-    RECEIVE_BATCH,
     Loop,
     Port,
     QueuedFrame,
@@ -203,7 +202,9 @@ def run_program(loop: Loop, number: U64, frame: U64, length: U64, now_ns: U64) -
         return
     outbox = loop.outbox
     at = 0 + outbox.count
-    call_program(loop.process, loop.context, frame, length, number, now_ns // 1000, outbox)
+    now_us = now_ns // 1000
+    if call_program(loop.process, loop.context, frame, length, number, now_us, outbox) < 0:
+        loop.process_errors += 1
     while at < outbox.count:
         out = outbox.descs[at]
         at += 1
@@ -251,7 +252,7 @@ def receive(loop: Loop, port: Port, now_ns: U64) -> U64:
     for i in range(messages):
         frames += accept_datagrams(loop, port, port.receive_messages[i], now_ns)
     # The turn of one port is about a batch of frames, however they come.
-    if frames > RECEIVE_BATCH:
+    if frames > loop.batch:
         port.receive_at_once = (port.receive_at_once + 1) // 2
     elif messages == port.receive_at_once and messages < DATAGRAMS_AT_ONCE:
         port.receive_at_once = 2 * messages
@@ -294,7 +295,7 @@ def accept_datagrams(loop: Loop, port: Port, message: MsgHdr, now_ns: U64) -> U6
 def receive_mapped(loop: Loop, port: Port, now_ns: U64) -> U64:
     """Take one batch from an interface's mapped ring; returns how many frames came."""
     arrived = 0
-    while arrived < RECEIVE_BATCH:
+    while arrived < loop.batch:
         base = port.packet_ring + port.packet_ring_at * port.packet_ring_stride
         header = TpacketHeader.at(base)
         status = atomic_load(header.status)

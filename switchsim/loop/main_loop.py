@@ -4,10 +4,10 @@ Owns: the order of these, time (real or virtual), the change of programs, and th
 waking: Python writes `wake_fd`, the loop writes `notify_fd`. Must not know: P4; how frames are
 received and sent.
 
-A turn: adopt a new program if one is offered; frames whose time at their port has come, on the
-way in or out; frames from Python; one batch of each port that is readable; everything gathered is
-sent; news for Python is announced; sleep until a descriptor is readable. What Python sets, it sets
-before it writes `wake_fd`, and the loop reads `wake_fd` before it looks, so no wake-up is lost.
+A turn: sleep until a descriptor is readable; one batch of each port that is; adopt a new program if
+one is offered; frames whose time at their port has come, on the way in or out; frames from Python;
+everything gathered is sent; news for Python is announced. What Python sets, it sets before it
+writes `wake_fd`, and the loop reads `wake_fd` before it looks, so no wake-up is lost.
 
 Between turns the loop increments the program's epoch; while it sleeps, the epoch is NEVER. Code
 that replaces what a packet may still read waits for the epoch to change (llvm engine).
@@ -46,7 +46,7 @@ from kvcast.switchsim.loop.ingress import (
     take_arrived,
 )
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop
-from kvcast.switchsim.loop.state import NEVER, PORT_NUMBERS, RECEIVE_BATCH, Loop, Record
+from kvcast.switchsim.loop.state import NEVER, PORT_NUMBERS, Loop, Record
 
 WAKE = 0xFFFF_FFFF
 TIMER = 0xFFFF_FFFE
@@ -109,7 +109,7 @@ def sleep_epoch(loop: Loop) -> None:
 def take_injected(loop: Loop, now_ns: U64) -> U64:
     """Process frames from Python, one batch; returns how many."""
     taken = 0
-    while taken < RECEIVE_BATCH:
+    while taken < loop.batch:
         address = ring_peek(loop.inject)
         if address == 0:
             break
@@ -161,50 +161,51 @@ def arm_timer(loop: Loop, at_ns: U64) -> None:
 
 
 @native
-def run_loop(loop: Loop) -> None:
-    """Move frames until `stop`."""
+def turn(loop: Loop, timeout_ms: I64) -> I64:
+    """Wait that long for something to do (-1: for ever), and do it; how long the next turn may
+    wait."""
+    events = epoll_wait(loop.epoll_fd, loop.events, loop.max_events, timeout_ms)
+    next_epoch(loop)
     now_ns = read_clock(loop)
     worked = 0
-    while atomic_load(loop.stop) == 0:
-        adopt_program(loop)
-        next_epoch(loop)
-        arrived_ns = take_arrived(loop, now_ns)
-        due_ns = release_all(loop, now_ns)
-        if arrived_ns < due_ns:
-            due_ns = 0 + arrived_ns
-        injected = take_injected(loop, now_ns)
-        flush(loop)
-        announce(loop)
-        sleep_epoch(loop)
-        if injected + worked != 0:
-            loop.slices += 1
-        idle_ns = read_clock(loop)
-        loop.busy_ns += idle_ns - now_ns
-        timeout_ms: I64 = -1
-        if injected != 0 or due_ns <= idle_ns:
-            timeout_ms = 0
-        else:
-            if due_ns != NEVER:
-                arm_timer(loop, due_ns)
-            if loop.pending_ports != 0:
-                timeout_ms = 1  # the kernel could not take everything: try again
-        events = epoll_wait(loop.epoll_fd, loop.events, loop.max_events, timeout_ms)
-        next_epoch(loop)
-        now_ns = read_clock(loop)
-        worked = 0
-        if events > 0:
-            for i in range(unsigned(events)):
-                which = 0 + loop.events[i].data
-                if which == WAKE:
-                    read(loop.wake_fd, loop.scratch, 8)
-                elif which == TIMER:
-                    read(loop.timer_fd, loop.scratch, 8)
-                    loop.timer_ns = NEVER
-                else:
-                    worked += receive(loop, loop.ports[which], read_clock(loop))
-        flush(loop)
-        announce(loop)
+    if events > 0:
+        for i in range(unsigned(events)):
+            which = 0 + loop.events[i].data
+            if which == WAKE:
+                read(loop.wake_fd, loop.scratch, 8)
+            elif which == TIMER:
+                read(loop.timer_fd, loop.scratch, 8)
+                loop.timer_ns = NEVER
+            else:
+                worked += receive(loop, loop.ports[which], read_clock(loop))
+    adopt_program(loop)
+    next_epoch(loop)
+    due_ns = take_arrived(loop, now_ns)
+    released_ns = release_all(loop, now_ns)
+    if released_ns < due_ns:
+        due_ns = 0 + released_ns
+    injected = take_injected(loop, now_ns)
+    flush(loop)
+    announce(loop)
     sleep_epoch(loop)
+    if injected + worked != 0:
+        loop.slices += 1
+    idle_ns = read_clock(loop)
+    loop.busy_ns += idle_ns - now_ns
+    next_ms: I64 = -1
+    if injected != 0 or due_ns <= idle_ns:
+        next_ms = 0
+    elif due_ns != NEVER:
+        arm_timer(loop, due_ns)
+    return next_ms
+
+
+@native
+def run_loop(loop: Loop) -> None:
+    """Move frames until `stop`."""
+    timeout_ms: I64 = 0
+    while atomic_load(loop.stop) == 0:
+        timeout_ms = turn(loop, timeout_ms)
 
 
 @native

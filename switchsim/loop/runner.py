@@ -4,7 +4,8 @@ Owns: the memory and descriptors of `state.Loop`, the thread that runs `main_loo
 the tables of ports. Must not know: P4Runtime; what is done per frame.
 
 The thread stays in compiled code from start to stop and never takes the interpreter lock. It and
-Python meet in two rings of frames, an eventfd each way, and counters that one side only reads.
+Python meet in two rings of frames, an eventfd each way, and counters that one side only reads. A
+program that is Python itself has no thread: whoever owns it calls `turn`.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from kvcast.switchsim.loop.main_loop import (
     offer_program,
     run_loop,
     run_virtual,
+    turn,
 )
 from kvcast.switchsim.loop.rings import ring_peek, ring_pop, ring_push, take_notice
-from kvcast.switchsim.ports.in_process import InProcessPort
 from kvcast.switchsim.ports.interface import InterfacePort
-from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortCounters, PortOptions
+from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortOptions
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
-_COUNTER_NAMES: Final = tuple(PortCounters.__dataclass_fields__)
+_COUNTER_NAMES: Final = tuple(state.PortCounters.__annotations__)
 _SLOT_BYTES: Final = 65_664
 """What one message may bring, with headroom; no multiple of the page, which would waste the
 cache. Only what is used takes up memory."""
@@ -70,7 +71,7 @@ _HANDSHAKE_S = 30.0
 
 
 _EXPORTS = (
-    *(run_loop, run_virtual, close_loop, adopt_program, offer_program),
+    *(run_loop, turn, run_virtual, close_loop, adopt_program, offer_program),
     *(take_notice, ring_push, ring_peek, ring_pop, prepare_send),
 )
 
@@ -122,9 +123,11 @@ class NativeLoop:
         ring_bytes: int = RING_BYTES,
         punt_frames: int = 1 << 20,
         inject_frames: int = 1 << 20,
+        batch_frames: int = state.RECEIVE_BATCH,
     ) -> None:
         """`ports` are open; the loop uses their sockets and options and keeps their counts.
-        `clock_base_ns` is time.monotonic_ns() at which the clock was 0 (now)."""
+        `clock_base_ns` is time.monotonic_ns() at which the clock was 0 (now). Of each port, a turn
+        takes about `batch_frames`."""
         if len({port.number for port in ports}) != len(ports):
             raise ValueError("two ports have the same number")
         self.ports = list(ports)
@@ -135,6 +138,7 @@ class NativeLoop:
         loop = self._state
         loop.clock_base_ns = time.monotonic_ns() if clock_base_ns is None else clock_base_ns
         loop.timer_ns = loop.handover_ns = state.NEVER
+        loop.batch = batch_frames
         loop.scratch = self._memory.pages(64)
         _, loop.timer = self._one(TimerSpec)
         (outbox,), loop.outbox = self._one(Outbox)
@@ -199,7 +203,6 @@ class NativeLoop:
             elif isinstance(port, InterfacePort):
                 self._set_up_interface(native, port)
             else:
-                assert isinstance(port, InProcessPort)
                 native.kind = state.KIND_RING
             self._set_up_messages(native)
 
@@ -218,7 +221,8 @@ class NativeLoop:
     def _set_up_tunnel(self, native: Any, port: UdpTunnelPort) -> None:
         native.kind = state.KIND_UDP if port.fixed_peer else state.KIND_UDP_LEARNING
         native.receive_fd = native.send_fd = port.fileno()
-        native.segments = int(port.segment_frames())
+        # A message of many frames is more than a turn of one.
+        native.segments = int(self._state.batch > 1 and port.segment_frames())
         native.local_address = _network_address(port.local[0])
         if port.peer is not None:
             peer = native.peer[0]
@@ -245,7 +249,7 @@ class NativeLoop:
         messages, native.receive_messages = memory.struct(MsgHdr, count)
         vectors, vectors_at = memory.struct(IoVec, 2 * count)
         headers = memory.pages(16 * count)
-        native.receive_at_once = count if native.kind == state.KIND_PACKET else 1
+        native.receive_at_once = self._state.batch if native.kind == state.KIND_PACKET else 1
         auxiliary = memory.struct(AuxMessage, count)[1]
         segments = memory.struct(SegmentMessage, count)[1]
         names = memory.struct(SockAddrIn, count)[1]
@@ -272,7 +276,7 @@ class NativeLoop:
         index = self._state.by_number[number] - 1
         native, port = self._port_states[index], self.ports[index]
         counts = {name: int(getattr(native, name)) for name in _COUNTER_NAMES}
-        counts["rx_kernel_drops"] += port.read_counters()["rx_kernel_drops"]
+        counts["rx_kernel_drops"] += port.kernel_drops()
         return counts
 
     def egress_backlog(self, number: int) -> int:
@@ -383,6 +387,17 @@ class NativeLoop:
             os.eventfd_read(self._state.notify_fd)
         self._call["take_notice"](self._address)
 
+    @property
+    def epoll_descriptor(self) -> int:
+        """Becomes readable when `turn` has something to do."""
+        return int(self._state.epoll_fd)
+
+    def turn(self) -> None:
+        """Serve the ports for a moment, without waiting; the thread must not run."""
+        assert self._thread is None
+        if self._call["turn"](self._address, 0) == 0:
+            self.wake()
+
     def start(self) -> None:
         """Serve the ports in a thread of its own."""
         assert self._thread is None
@@ -424,7 +439,7 @@ class NativeLoop:
     @property
     def counters(self) -> dict[str, int]:
         """What the loop did since it was made."""
-        names = ("processed", "emitted", "no_such_port", "no_program", "slices")
+        names = ("processed", "emitted", "no_such_port", "no_program", "process_errors", "slices")
         counts = {name: int(getattr(self._state, name)) for name in names}
         return {**counts, "busy_us": int(self._state.busy_ns) // 1000}
 

@@ -32,7 +32,7 @@ SEGMENTS_BYTES = 64_000
 
 PORT_NUMBERS = 512
 RECEIVE_BATCH = 64
-"""Frames that one system call receives at most, and so the turn of one port."""
+"""Frames that one system call receives at most."""
 
 DATAGRAMS_AT_ONCE = 16
 """Messages from a tunnel that one system call receives at most: each may hold many frames."""
@@ -94,28 +94,46 @@ class Queue(Struct):
     frames: U64
 
 
-class Port(Struct):
-    """One port. The counters are those of `ports.port.PortCounters`, by the same names."""
+class PortCounters(Struct):
+    """What happened at one port since it was opened; the statistics have it by these names."""
 
     rx_frames: U64
     rx_bytes: U64
     rx_loss: U64
+    """Received frames dropped by injected loss."""
     rx_queue_drops: U64
+    """Received frames that found the queue of an uplink full, or of frames from Python."""
     rx_kernel_drops: U64
+    """Frames that the kernel dropped because its buffer was full."""
     rx_runts: U64
+    """Received frames shorter than an Ethernet header."""
     rx_oversize: U64
+    """Received frames above MAX_FRAME_BYTES."""
     rx_unsplit: U64
+    """Received segments that the sender left to hardware to split (offloaded super-packets)."""
     rx_foreign: U64
+    """Datagrams from somebody who is not the tunnel's peer."""
     rx_errors: U64
     tx_frames: U64
     tx_bytes: U64
     tx_loss: U64
+    """Frames to send dropped by injected loss."""
     tx_queue_drops: U64
+    """Frames to send that found a queue of a port with a rate full, or that of frames to Python."""
     tx_no_peer: U64
+    """Frames to send before the tunnel's peer was heard of."""
     tx_too_long: U64
+    """Frames that the interface or socket refused for their length (EMSGSIZE)."""
     tx_busy: U64
+    """Frames dropped because the kernel's send buffer was full."""
     tx_refused: U64
+    """Times that the kernel said that nobody listens at the peer's address (ICMP unreachable);
+    the frames in question are among `tx_frames`."""
     tx_errors: U64
+
+
+class Port(PortCounters):
+    """One port."""
 
     number: U64
     kind: U64
@@ -186,6 +204,8 @@ class Loop(Struct):
     no_such_port: U64
     no_program: U64
     """Frames that came while there was none."""
+    process_errors: U64
+    """Frames lost because the program failed."""
     slices: U64
     """Turns of the loop that had work."""
     busy_ns: U64
@@ -215,6 +235,8 @@ class Loop(Struct):
     timer_ns: U64
     """What the timer is set to."""
 
+    batch: U64
+    """Frames of one port in one turn, about."""
     outbox: Outbox
     ports: Ptr[Port]
     port_count: U64
@@ -226,8 +248,8 @@ class Loop(Struct):
     """Ports with `arriving` frames."""
     handover_ns: U64
     """When `departed` frames of some port must be handed over; NEVER = there are none."""
-    pending_ports: U64
-    """Ports with `pending` frames: an upper bound, 0 only if there are none."""
+    pending: U64
+    """1 while ports may have `pending` frames."""
     garbage: U64
     """Queued frames that can be freed once everything pending is sent."""
 

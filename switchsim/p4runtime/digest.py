@@ -64,10 +64,6 @@ class DigestBuffer:
     def buffered(self) -> int:
         return len(self._buffer)
 
-    @property
-    def cached(self) -> int:
-        return len(self._cached)
-
     def offer(self, sample: Sample, now_ns: int) -> SampleList | None:
         """The data plane emitted `sample`; returns the list that it completes, if any."""
         self._expire(now_ns)

@@ -4,7 +4,9 @@ Owns: the dispatch, and the entities without structure of their own: indirect co
 registers, multicast groups, clone sessions, digest configurations. Must not know: streams,
 batches, gRPC. Table entries and action profiles have modules of their own.
 
-A write returns the step that undoes it, so a batch can be rolled back. In strict mode, what
+What puts an update back is a few more updates, found before it is applied, so a batch can be rolled
+back. What cannot be read begins anew then, where an entity was deleted and comes back: an entry's
+age, the buckets of its meter, the samples of a digest that wait. In strict mode, what
 BMv2's P4Runtime server (p4lang/PI) does not implement is refused with UNIMPLEMENTED:
 
 | refused in strict mode only | refused always |
@@ -24,22 +26,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from finsy.proto import p4r
 from google.protobuf.message import Message
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.digest import DigestBuffer, DigestConfig
 from kvcast.switchsim.p4runtime.errors import (
+    P4RuntimeError,
     invalid_argument,
     not_found,
     out_of_range,
     unimplemented,
 )
 from kvcast.switchsim.p4runtime.profiles import ProfileStore
-from kvcast.switchsim.p4runtime.schema import CounterSchema, MeterSchema, RegisterSchema, Schema
+from kvcast.switchsim.p4runtime.schema import ArraySchema, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import (
-    Undo,
     check_counter_data,
     check_index,
     copied,
@@ -47,20 +49,17 @@ from kvcast.switchsim.p4runtime.state import (
     engine_errors,
     entity_of,
     inserting,
+    modifying,
     present,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.tables import TableStore, make_table_stores
 from kvcast.switchsim.p4runtime.values import decode_bytes, decode_port, encode_bytes
 
-__all__ = ["EntityStore", "Undo"]
-
 MAX_GROUP_ID = 32767  # PI reserves the ids above for its clone sessions
 MAX_PORT = 511  # bit<9>
 MAX_INSTANCE = 0xFFFF
 MAX_CLONE_BYTES = 0xFFFF  # PI keeps the length in 16 bits
-
-_Array = TypeVar("_Array", CounterSchema, MeterSchema, RegisterSchema)
 
 
 class EntityStore:
@@ -81,7 +80,12 @@ class EntityStore:
         self._meters: dict[tuple[int, int], p4r.MeterConfig] = {}
         self._groups: dict[int, p4r.MulticastGroupEntry] = {}
         self._sessions: dict[int, p4r.CloneSessionEntry] = {}
-        self._writers: Mapping[str, Callable[[int, Any], Undo]] = {
+        self._arrays: Mapping[str, tuple[Mapping[int, ArraySchema], Container[int]]] = {
+            "counter": (schema.counters, schema.direct_counters),
+            "meter": (schema.meters, schema.direct_meters),
+            "register": (schema.registers, ()),
+        }
+        self._writers: Mapping[str, Callable[[int, Any], None]] = {
             "table_entry": self._write_table,
             "action_profile_member": self.profiles.write_member,
             "action_profile_group": self.profiles.write_group,
@@ -108,7 +112,7 @@ class EntityStore:
 
     # --- the two entrances --------------------------------------------------------------------
 
-    def write(self, update: p4r.Update) -> Undo:
+    def write(self, update: p4r.Update) -> None:
         """Apply one update, or raise P4RuntimeError and change nothing."""
         which = update.entity.WhichOneof("entity")
         if which is None:
@@ -118,7 +122,25 @@ class EntityStore:
             raise unimplemented(f"writing {which}")
         if update.type not in (p4r.Update.INSERT, p4r.Update.MODIFY, p4r.Update.DELETE):
             raise invalid_argument(f"update type {update.type}")
-        return writer(update.type, getattr(update.entity, which))
+        writer(update.type, getattr(update.entity, which))
+
+    def inverse(self, update: p4r.Update) -> list[p4r.Update]:
+        """What undoes an update that is about to be written; nothing if it will be refused."""
+        entity, which = update.entity, update.entity.WhichOneof("entity")
+        if update.type == p4r.Update.INSERT:
+            return [p4r.Update(type=p4r.Update.DELETE, entity=entity)]
+        again = p4r.Update.INSERT if update.type == p4r.Update.DELETE else p4r.Update.MODIFY
+        try:
+            if which in ("table_entry", "direct_counter_entry", "direct_meter_entry"):
+                message = getattr(entity, which)
+                wanted = message if which == "table_entry" else message.table_entry
+                entry = self._table(wanted.table_id).kept(wanted)
+                old = [] if entry is None else [p4r.Entity(table_entry=entry)]
+            else:
+                old = list(self.read([entity]))
+        except P4RuntimeError:
+            return []  # the write will say why
+        return [p4r.Update(type=again, entity=one) for one in old]
 
     def read(self, entities: Iterable[p4r.Entity]) -> Iterator[p4r.Entity]:
         """What a ReadRequest selects, one entity after the other."""
@@ -140,8 +162,8 @@ class EntityStore:
             raise invalid_argument(f"no table {table_id}")
         return table
 
-    def _write_table(self, kind: int, message: p4r.TableEntry) -> Undo:
-        return self._table(message.table_id).write(kind, message)
+    def _write_table(self, kind: int, message: p4r.TableEntry) -> None:
+        self._table(message.table_id).write(kind, message)
 
     def _read_tables(self, wanted: p4r.TableEntry) -> Iterator[p4r.TableEntry]:
         if self._strict and (
@@ -153,64 +175,78 @@ class EntityStore:
             raise unimplemented("filters other than match are not implemented (strict)")
         if wanted.table_id == 0 and wanted.match:
             raise invalid_argument("a match needs a table id")
-        for table in self._selected_tables(wanted.table_id):
+        chosen = [self._table(wanted.table_id)] if wanted.table_id else self.tables.values()
+        for table in chosen:
             yield from table.read(wanted)
-
-    def _selected_tables(self, table_id: int) -> list[TableStore]:
-        return [self._table(table_id)] if table_id else list(self.tables.values())
 
     def _direct_table(self, message: p4r.DirectCounterEntry | p4r.DirectMeterEntry) -> int:
         if not message.HasField("table_entry"):
             raise invalid_argument("table_entry is missing")
         return message.table_entry.table_id
 
-    def _write_direct_counter(self, kind: int, message: p4r.DirectCounterEntry) -> Undo:
-        return self._table(self._direct_table(message)).write_counter(kind, message)
+    def _write_direct_counter(self, kind: int, message: p4r.DirectCounterEntry) -> None:
+        self._table(self._direct_table(message)).write_counter(kind, message)
 
-    def _write_direct_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
-        return self._table(self._direct_table(message)).write_meter(kind, message)
+    def _write_direct_meter(self, kind: int, message: p4r.DirectMeterEntry) -> None:
+        self._table(self._direct_table(message)).write_meter(kind, message)
 
     def _read_direct_counters(self, wanted: p4r.DirectCounterEntry) -> Iterator[Message]:
-        table_id = self._direct_table(wanted)
-        if table_id == 0 and self._strict:
-            raise unimplemented("direct counters of all tables are not implemented (strict)")
-        for table in self._selected_tables(table_id):
-            if table_id or table.schema.counter is not None:
-                yield from table.read_counters(wanted.table_entry)
+        for table in self._direct_tables(wanted, "counters", lambda t: t.counter is not None):
+            yield from table.read_counters(wanted.table_entry)
 
     def _read_direct_meters(self, wanted: p4r.DirectMeterEntry) -> Iterator[Message]:
+        for table in self._direct_tables(wanted, "meters", lambda t: t.has_meter):
+            yield from table.read_meters(wanted.table_entry)
+
+    def _direct_tables(
+        self,
+        wanted: p4r.DirectCounterEntry | p4r.DirectMeterEntry,
+        what: str,
+        has: Callable[[TableSchema], bool],
+    ) -> list[TableStore]:
+        """The tables whose direct resources a read means: 0 is all that have them."""
         table_id = self._direct_table(wanted)
-        if table_id == 0 and self._strict:
-            raise unimplemented("direct meters of all tables are not implemented (strict)")
-        for table in self._selected_tables(table_id):
-            if table_id or table.schema.has_meter:
-                yield from table.read_meters(wanted.table_entry)
+        if table_id:
+            return [self._table(table_id)]
+        if self._strict:
+            raise unimplemented(f"direct {what} of all tables are not implemented (strict)")
+        return [table for table in self.tables.values() if has(table.schema)]
 
-    # --- indirect counters --------------------------------------------------------------------
+    # --- counters, meters and registers -------------------------------------------------------
 
-    def _counters(self, number: int, *, one: bool = False) -> list[CounterSchema]:
-        schema = self._schema
-        return _arrays("counter", number, schema.counters, schema.direct_counters, one=one)
+    def _selected(self, what: str, number: int) -> list[ArraySchema]:
+        """The arrays that an id means to a read: 0 is all of them."""
+        known, direct = self._arrays[what]
+        if what == "register" and self._strict:
+            raise unimplemented("registers are not implemented (strict)")
+        if number == 0:
+            return list(known.values())
+        if number in known:
+            return [known[number]]
+        raise invalid_argument(
+            f"{number} is a direct {what}" if number in direct else f"no {what} {number}"
+        )
 
-    def _write_counter(self, kind: int, message: p4r.CounterEntry) -> Undo:
-        counter = self._counters(message.counter_id, one=True)[0]
-        _only_modify(kind, "counters")
+    def _array(self, what: str, kind: int, number: int) -> ArraySchema:
+        """The array that a write means."""
+        if number == 0:
+            raise invalid_argument(f"no {what} 0")
+        (array,) = self._selected(what, number)
+        if kind != p4r.Update.MODIFY:
+            raise invalid_argument(f"{what}s can only be modified")
+        return array
+
+    def _write_counter(self, kind: int, message: p4r.CounterEntry) -> None:
+        counter = self._array("counter", kind, message.counter_id)
         indices = self._indices(counter.name, message, counter.size)
         array = self._switch.counters[counter.name]
-        before = [(index, *array.read(index)) for index in indices]
         if message.HasField("data"):
             packets, bytes_ = check_counter_data(message.data)
             for index in indices:
                 array.write(index, packets, bytes_)
 
-        def undo() -> None:
-            for index, packets, bytes_ in before:
-                array.write(index, packets, bytes_)
-
-        return undo
-
     def _read_counters(self, wanted: p4r.CounterEntry) -> Iterator[p4r.CounterEntry]:
-        for counter in self._counters(wanted.counter_id):
+        for counter in self._selected("counter", wanted.counter_id):
             array = self._switch.counters[counter.name]
             for index in self._read_indices(counter.name, wanted, counter.size):
                 yield p4r.CounterEntry(
@@ -234,42 +270,26 @@ class EntityStore:
         index = check_index(name, message.index.index, size)
         return range(index, index + 1)
 
-    # --- indirect meters ----------------------------------------------------------------------
-
-    def _meters_of(self, number: int, *, one: bool = False) -> list[MeterSchema]:
-        return _arrays("meter", number, self._schema.meters, self._schema.direct_meters, one=one)
-
-    def _write_meter(self, kind: int, message: p4r.MeterEntry) -> Undo:
-        meter = self._meters_of(message.meter_id, one=True)[0]
-        _only_modify(kind, "meters")
+    def _write_meter(self, kind: int, message: p4r.MeterEntry) -> None:
+        meter = self._array("meter", kind, message.meter_id)
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         indices = self._indices(meter.name, message, meter.size)
         config = copied(message.config) if message.HasField("config") else None
         if config is not None:
             rates_of(config)
-        before = [(index, self._meters.get((meter.id, index))) for index in indices]
-        for index in indices:
-            self._set_meter(meter, index, config)
-
-        def undo() -> None:
-            for index, config in before:
-                self._set_meter(meter, index, config)
-
-        return undo
-
-    def _set_meter(self, meter: MeterSchema, index: int, config: p4r.MeterConfig | None) -> None:
         array = self._switch.meters[meter.name]
         with engine_errors():
-            if config is None:
-                array.clear(index)
-                self._meters.pop((meter.id, index), None)
-            else:
-                array.configure(index, rates_of(config))
-                self._meters[meter.id, index] = config
+            for index in indices:
+                if config is None:
+                    array.clear(index)
+                    self._meters.pop((meter.id, index), None)
+                else:
+                    array.configure(index, rates_of(config))
+                    self._meters[meter.id, index] = config
 
     def _read_meters(self, wanted: p4r.MeterEntry) -> Iterator[p4r.MeterEntry]:
-        for meter in self._meters_of(wanted.meter_id):
+        for meter in self._selected("meter", wanted.meter_id):
             for index in self._read_indices(meter.name, wanted, meter.size):
                 entry = p4r.MeterEntry(meter_id=meter.id, index=p4r.Index(index=index))
                 config = self._meters.get((meter.id, index))
@@ -277,34 +297,19 @@ class EntityStore:
                     entry.config.CopyFrom(config)
                 yield entry
 
-    # --- registers ----------------------------------------------------------------------------
-
-    def _registers(self, number: int, *, one: bool = False) -> list[RegisterSchema]:
-        if self._strict:
-            raise unimplemented("registers are not implemented (strict)")
-        return _arrays("register", number, self._schema.registers, one=one)
-
-    def _write_register(self, kind: int, message: p4r.RegisterEntry) -> Undo:
-        register = self._registers(message.register_id, one=True)[0]
-        _only_modify(kind, "registers")
+    def _write_register(self, kind: int, message: p4r.RegisterEntry) -> None:
+        register = self._array("register", kind, message.register_id)
         which = message.data.WhichOneof("data")
         if which != "bitstring":
             raise invalid_argument(f"{register.name} holds bitstrings, not {which or 'nothing'}")
         value = decode_bytes(message.data.bitstring, register.width, register.name)
         indices = self._read_indices(register.name, message, register.size)
         array = self._switch.registers[register.name]
-        before = [(index, array.read(index)) for index in indices]
         for index in indices:
             array.write(index, value)
 
-        def undo() -> None:
-            for index, old in before:
-                array.write(index, old)
-
-        return undo
-
     def _read_registers(self, wanted: p4r.RegisterEntry) -> Iterator[p4r.RegisterEntry]:
-        for register in self._registers(wanted.register_id):
+        for register in self._selected("register", wanted.register_id):
             array = self._switch.registers[register.name]
             for index in self._read_indices(register.name, wanted, register.size):
                 entry = p4r.RegisterEntry(register_id=register.id, index=p4r.Index(index=index))
@@ -313,70 +318,55 @@ class EntityStore:
 
     # --- packet replication -------------------------------------------------------------------
 
-    def _write_replication(self, kind: int, message: p4r.PacketReplicationEngineEntry) -> Undo:
+    def _write_replication(self, kind: int, message: p4r.PacketReplicationEngineEntry) -> None:
         which = message.WhichOneof("type")
         if which == "multicast_group_entry":
-            return self._write_group(kind, message.multicast_group_entry)
-        if which == "clone_session_entry":
-            return self._write_session(kind, message.clone_session_entry)
-        raise invalid_argument("packet_replication_engine_entry has no type")
+            self._write_group(kind, message.multicast_group_entry)
+        elif which == "clone_session_entry":
+            self._write_session(kind, message.clone_session_entry)
+        else:
+            raise invalid_argument("packet_replication_engine_entry has no type")
 
-    def _write_group(self, kind: int, message: p4r.MulticastGroupEntry) -> Undo:
+    def _write_group(self, kind: int, message: p4r.MulticastGroupEntry) -> None:
         number = message.multicast_group_id
         if number == 0:
             raise invalid_argument("0 is not a multicast group")
         if number > MAX_GROUP_ID:
             raise out_of_range(f"multicast group {number} is above {MAX_GROUP_ID}")
         what = f"multicast group {number}"
-        known = present(kind, self._groups.get(number), f"{what} exists", f"no {what}")
-        if kind == p4r.Update.DELETE:
-            self._set_group(number, None)
-        else:
-            if message.metadata and self._strict:
-                raise unimplemented("metadata of multicast groups is not implemented (strict)")
-            self._set_group(number, copied(message))
-        return lambda: self._set_group(number, known)
-
-    def _set_group(self, number: int, message: p4r.MulticastGroupEntry | None) -> None:
+        present(kind, self._groups.get(number), f"{what} exists", f"no {what}")
         with engine_errors():
-            if message is None:
+            if kind == p4r.Update.DELETE:
                 self._switch.delete_multicast_group(number)
                 del self._groups[number]
-            else:
-                self._switch.set_multicast_group(number, _replicas(message.replicas))
-                self._groups[number] = message
+                return
+            if message.metadata and self._strict:
+                raise unimplemented("metadata of multicast groups is not implemented (strict)")
+            self._switch.set_multicast_group(number, _replicas(message.replicas))
+            self._groups[number] = copied(message)
 
-    def _write_session(self, kind: int, message: p4r.CloneSessionEntry) -> Undo:
+    def _write_session(self, kind: int, message: p4r.CloneSessionEntry) -> None:
         number = message.session_id
         if not 1 <= number <= MAX_GROUP_ID:
             raise invalid_argument(f"clone sessions are 1 to {MAX_GROUP_ID}, not {number}")
         what = f"clone session {number}"
-        known = present(kind, self._sessions.get(number), f"{what} exists", f"no {what}")
-        if kind == p4r.Update.DELETE:
-            self._set_session(number, None)
-        else:
-            if message.class_of_service:
-                raise unimplemented("class of service on clone sessions")
-            if message.packet_length_bytes and self._strict:
-                raise unimplemented("truncated clones are not implemented (strict)")
-            if not 0 <= message.packet_length_bytes <= MAX_CLONE_BYTES:
-                raise invalid_argument(
-                    f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, "
-                    f"not {message.packet_length_bytes}"
-                )
-            self._set_session(number, copied(message))
-        return lambda: self._set_session(number, known)
-
-    def _set_session(self, number: int, message: p4r.CloneSessionEntry | None) -> None:
+        present(kind, self._sessions.get(number), f"{what} exists", f"no {what}")
         with engine_errors():
-            if message is None:
+            if kind == p4r.Update.DELETE:
                 self._switch.delete_clone_session(number)
                 del self._sessions[number]
-            else:
-                self._switch.set_clone_session(
-                    number, _replicas(message.replicas), message.packet_length_bytes
+                return
+            length = message.packet_length_bytes
+            if message.class_of_service:
+                raise unimplemented("class of service on clone sessions")
+            if length and self._strict:
+                raise unimplemented("truncated clones are not implemented (strict)")
+            if not 0 <= length <= MAX_CLONE_BYTES:
+                raise invalid_argument(
+                    f"packet_length_bytes must be 0 to {MAX_CLONE_BYTES}, not {length}"
                 )
-                self._sessions[number] = message
+            self._switch.set_clone_session(number, _replicas(message.replicas), length)
+            self._sessions[number] = copied(message)
 
     def _read_replication(
         self, wanted: p4r.PacketReplicationEngineEntry
@@ -395,7 +385,7 @@ class EntityStore:
 
     # --- digests ------------------------------------------------------------------------------
 
-    def _write_digest(self, kind: int, message: p4r.DigestEntry) -> Undo:
+    def _write_digest(self, kind: int, message: p4r.DigestEntry) -> None:
         number = message.digest_id
         if number not in self._schema.digests:
             raise not_found(f"no digest {number}")
@@ -409,19 +399,10 @@ class EntityStore:
         )
         if known is None:
             self.digests[number] = DigestBuffer(new)
-            return lambda: self._restore_digest(number, None)
-        before = known.config
-        if kind == p4r.Update.MODIFY:
+        elif kind == p4r.Update.MODIFY:
             known.config = new
-            return lambda: setattr(known, "config", before)
-        del self.digests[number]
-        return lambda: self._restore_digest(number, known)
-
-    def _restore_digest(self, number: int, buffer: DigestBuffer | None) -> None:
-        if buffer is None:
-            del self.digests[number]
         else:
-            self.digests[number] = buffer
+            del self.digests[number]
 
     def _read_digests(self, wanted: p4r.DigestEntry) -> Iterator[p4r.DigestEntry]:
         if wanted.digest_id == 0 and self._strict:
@@ -458,7 +439,7 @@ class EntityStore:
             if meter.HasField("config"):
                 arrays.append(("meter_entry", meter))
         for which, message in arrays:
-            yield p4r.Update(type=p4r.Update.MODIFY, entity=entity_of(which, message))
+            yield modifying(which, message)
         for wanted in ("multicast_group_entry", "clone_session_entry"):
             request = p4r.PacketReplicationEngineEntry()
             getattr(request, wanted).SetInParent()
@@ -482,29 +463,6 @@ class EntityStore:
 def _digest_entry(number: int, buffer: DigestBuffer) -> p4r.DigestEntry:
     config = p4r.DigestEntry.Config(**asdict(buffer.config))
     return p4r.DigestEntry(digest_id=number, config=config)
-
-
-def _only_modify(kind: int, what: str) -> None:
-    if kind != p4r.Update.MODIFY:
-        raise invalid_argument(f"{what} can only be modified")
-
-
-def _arrays(
-    what: str,
-    number: int,
-    known: Mapping[int, _Array],
-    direct: Container[int] = (),
-    *,
-    one: bool,
-) -> list[_Array]:
-    """The arrays that an id means: 0 is all of them, where there need not be `one`."""
-    if number == 0 and not one:
-        return list(known.values())
-    if number in known:
-        return [known[number]]
-    if number in direct:
-        raise invalid_argument(f"{number} is a direct {what}")
-    raise invalid_argument(f"no {what} {number}")
 
 
 def _wanted(known: Mapping[int, Any], number: int, what: str) -> list[Any]:

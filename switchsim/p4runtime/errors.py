@@ -10,6 +10,7 @@ Specification: P4Runtime 1.4, "Error Reporting Messages" and "Write RPC / Error 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from finsy.proto import p4r, rpc_code, rpc_status
 from google.protobuf.any_pb2 import Any as PBAny
@@ -40,40 +41,15 @@ class P4RuntimeError(Exception):
         return f"{self.code_name}: {self.message}"
 
 
-def invalid_argument(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.INVALID_ARGUMENT, message)
-
-
-def not_found(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.NOT_FOUND, message)
-
-
-def already_exists(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.ALREADY_EXISTS, message)
-
-
-def permission_denied(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.PERMISSION_DENIED, message)
-
-
-def failed_precondition(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.FAILED_PRECONDITION, message)
-
-
-def resource_exhausted(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.RESOURCE_EXHAUSTED, message)
-
-
-def out_of_range(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.OUT_OF_RANGE, message)
-
-
-def unimplemented(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.UNIMPLEMENTED, message)
-
-
-def aborted(message: str) -> P4RuntimeError:
-    return P4RuntimeError(rpc_code.ABORTED, message)
+invalid_argument = partial(P4RuntimeError, rpc_code.INVALID_ARGUMENT)
+not_found = partial(P4RuntimeError, rpc_code.NOT_FOUND)
+already_exists = partial(P4RuntimeError, rpc_code.ALREADY_EXISTS)
+permission_denied = partial(P4RuntimeError, rpc_code.PERMISSION_DENIED)
+failed_precondition = partial(P4RuntimeError, rpc_code.FAILED_PRECONDITION)
+resource_exhausted = partial(P4RuntimeError, rpc_code.RESOURCE_EXHAUSTED)
+out_of_range = partial(P4RuntimeError, rpc_code.OUT_OF_RANGE)
+unimplemented = partial(P4RuntimeError, rpc_code.UNIMPLEMENTED)
+aborted = partial(P4RuntimeError, rpc_code.ABORTED)
 
 
 def batch_status(errors: Sequence[P4RuntimeError | None]) -> rpc_status.Status:

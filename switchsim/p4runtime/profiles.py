@@ -12,15 +12,12 @@ Selector Programming". A profile is programmed one way or the other, never both.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from finsy.proto import p4r
-from kvcast.switchsim import ir
-from kvcast.switchsim.control_plane.tables import Profile, Table
+from kvcast.switchsim.control_plane.tables import Group, Member, Profile
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
     invalid_argument,
@@ -31,7 +28,6 @@ from kvcast.switchsim.p4runtime.errors import (
 )
 from kvcast.switchsim.p4runtime.schema import ProfileSchema, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import (
-    Undo,
     copied,
     decode_arguments,
     engine_errors,
@@ -46,109 +42,17 @@ _FIRST_HIDDEN_ID = 1 << 32
 MAX_GROUP_WEIGHT = 4096
 
 _Known = TypeVar("_Known")
-Revive = Callable[[], "Pointer"]
 
 
-class Pointer(ABC):
+@dataclass(frozen=True, slots=True)
+class Pointer:
     """What an indirect entry refers to."""
 
-    @abstractmethod
-    def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        """Add an entry to the engine's table; returns its handle."""
-
-    @abstractmethod
-    def modify(self, table: Table, handle: int) -> None:
-        """Make an entry of the engine's table refer here."""
-
-    @abstractmethod
-    def release(self) -> Revive:
-        """No entry refers here any more. Returns how to have the pointer again."""
-
-    @abstractmethod
-    def spec(self) -> p4r.TableAction:
-        """What the controller wrote."""
-
-    @contextmanager
-    def released_on_error(self) -> Iterator[None]:
-        """What the engine refuses in here is a P4RuntimeError, and nobody refers here then."""
-        try:
-            with engine_errors():
-                yield
-        except BaseException:
-            self.release()
-            raise
-
-
-@dataclass
-class _Member(Pointer):
-    member: int
-
-    def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        return table.add_member(key, rank, self.member)
-
-    def modify(self, table: Table, handle: int) -> None:
-        table.modify_member(handle, self.member)
-
-    def release(self) -> Revive:
-        return lambda: self
-
-    def spec(self) -> p4r.TableAction:
-        return p4r.TableAction(action_profile_member_id=self.member)
-
-
-@dataclass
-class _Group(Pointer):
-    group: int
-
-    def add(self, table: Table, key: Sequence[ir.MatchValue], rank: int) -> int:
-        return table.add_group(key, rank, self.group)
-
-    def modify(self, table: Table, handle: int) -> None:
-        table.modify_group(handle, self.group)
-
-    def release(self) -> Revive:
-        return lambda: self
-
-    def spec(self) -> p4r.TableAction:
-        return p4r.TableAction(action_profile_group_id=self.group)
-
-
-class _OneShot(_Group):
-    """A hidden group with one hidden member for each action."""
-
-    def __init__(self, state: _State, message: p4r.ActionProfileActionSet) -> None:
-        super().__init__(state.hidden_id())
-        self._state = state
-        self._message = copied(message)
-        self._members: list[int] = []
-        try:
-            weighted: list[int] = []
-            for one in message.action_profile_actions:
-                action, arguments = state.decode_action(one.action)
-                member = state.hidden_id()
-                with engine_errors():
-                    state.profile.add_member(member, action, arguments)
-                self._members.append(member)
-                weighted += [member] * one.weight
-            with engine_errors():
-                state.profile.set_group(self.group, weighted)
-        except BaseException:
-            self._delete_members()
-            raise
-        state.oneshots += 1
-
-    def release(self) -> Revive:
-        self._state.profile.delete_group(self.group)
-        self._delete_members()
-        self._state.oneshots -= 1
-        return lambda: _OneShot(self._state, self._message)
-
-    def spec(self) -> p4r.TableAction:
-        return p4r.TableAction(action_profile_action_set=self._message)
-
-    def _delete_members(self) -> None:
-        for member in self._members:
-            self._state.profile.delete_member(member)
+    target: Member | Group
+    spec: p4r.TableAction
+    """What the controller wrote."""
+    release: Callable[[], None] = lambda: None
+    """To be called when no entry refers here any more."""
 
 
 @dataclass(slots=True)
@@ -173,6 +77,33 @@ class _State:
         if not action.in_entries:
             raise permission_denied(f"{action.name} can only be a default action")
         return action.name, decode_arguments(action, message)
+
+    def one_shot(self, spec: p4r.TableAction) -> Pointer:
+        """A hidden group with one hidden member for each action."""
+        group, members, weighted = self.hidden_id(), list[int](), list[int]()
+
+        def release() -> None:
+            if group in self.profile.groups:
+                self.profile.delete_group(group)
+            for member in members:
+                self.profile.delete_member(member)
+            self.oneshots -= 1
+
+        self.oneshots += 1
+        try:
+            for one in spec.action_profile_action_set.action_profile_actions:
+                action, arguments = self.decode_action(one.action)
+                member = self.hidden_id()
+                with engine_errors():
+                    self.profile.add_member(member, action, arguments)
+                members.append(member)
+                weighted += [member] * one.weight
+            with engine_errors():
+                self.profile.set_group(group, weighted)
+        except BaseException:
+            release()
+            raise
+        return Pointer(Group(group), copied(spec), release)
 
     def present(self, kind: int, known: _Known | None, what: str) -> _Known | None:
         name = self.schema.name
@@ -209,17 +140,17 @@ class ProfileStore:
             member = action.action_profile_member_id
             if member not in state.members:
                 raise not_found(f"{state.schema.name}: no member {member}")
-            return _Member(member)
+            return Pointer(Member(member), copied(action))
         if which == "action_profile_group_id":
             state.use_members()
             group = action.action_profile_group_id
             if group not in state.groups:
                 raise not_found(f"{state.schema.name}: no group {group}")
-            return _Group(group)
+            return Pointer(Group(group), copied(action))
         if which == "action_profile_action_set":
             state.use_oneshots()
             self._check_oneshot(state, action.action_profile_action_set)
-            return _OneShot(state, action.action_profile_action_set)
+            return state.one_shot(action)
         raise invalid_argument(f"table {table.name} takes members, groups or one-shots")
 
     def _check_oneshot(self, state: _State, message: p4r.ActionProfileActionSet) -> None:
@@ -240,7 +171,7 @@ class ProfileStore:
 
     # --- members ------------------------------------------------------------------------------
 
-    def write_member(self, kind: int, message: p4r.ActionProfileMember) -> Undo:
+    def write_member(self, kind: int, message: p4r.ActionProfileMember) -> None:
         state = self._state(message.action_profile_id)
         state.use_members()
         number = message.member_id
@@ -249,12 +180,12 @@ class ProfileStore:
             if number == 0:
                 raise invalid_argument("0 is not a member id")
             self._put_member(state, message, state.profile.add_member)
-            return lambda: self._delete_member(state, number)
-        if kind == p4r.Update.MODIFY:
+        elif kind == p4r.Update.MODIFY:
             self._put_member(state, message, state.profile.modify_member)
-            return lambda: self._put_member(state, known, state.profile.modify_member)
-        self._delete_member(state, number)
-        return lambda: self._put_member(state, known, state.profile.add_member)
+        else:
+            with engine_errors():
+                state.profile.delete_member(number)
+            del state.members[number]
 
     def _put_member(
         self,
@@ -274,18 +205,13 @@ class ProfileStore:
             kept.action.params.add(param_id=param.id, value=encode_bytes(value))
         state.members[message.member_id] = kept
 
-    def _delete_member(self, state: _State, number: int) -> None:
-        with engine_errors():
-            state.profile.delete_member(number)
-        del state.members[number]
-
     def read_members(self, wanted: p4r.ActionProfileMember) -> Iterator[p4r.ActionProfileMember]:
         for state in self._selected(wanted.action_profile_id):
             yield from _chosen(state.members, wanted.member_id)
 
     # --- groups -------------------------------------------------------------------------------
 
-    def write_group(self, kind: int, message: p4r.ActionProfileGroup) -> Undo:
+    def write_group(self, kind: int, message: p4r.ActionProfileGroup) -> None:
         state = self._state(message.action_profile_id)
         state.use_members()
         number = message.group_id
@@ -294,14 +220,14 @@ class ProfileStore:
             if number == 0:
                 raise invalid_argument("0 is not a group id")
             self._put_group(state, message, message.max_size)
-            return lambda: self._delete_group(state, number)
-        if kind == p4r.Update.MODIFY:
+        elif kind == p4r.Update.MODIFY:
             if message.max_size and message.max_size != known.max_size:
                 raise invalid_argument("max_size cannot be changed")
             self._put_group(state, message, known.max_size)
         else:
-            self._delete_group(state, number)
-        return lambda: self._put_group(state, known, known.max_size)
+            with engine_errors():
+                state.profile.delete_group(number)
+            del state.groups[number]
 
     def _put_group(self, state: _State, message: p4r.ActionProfileGroup, max_size: int) -> None:
         schema = state.schema
@@ -324,11 +250,6 @@ class ProfileStore:
         kept = copied(message)
         kept.max_size = max_size
         state.groups[message.group_id] = kept
-
-    def _delete_group(self, state: _State, number: int) -> None:
-        with engine_errors():
-            state.profile.delete_group(number)
-        del state.groups[number]
 
     def read_groups(self, wanted: p4r.ActionProfileGroup) -> Iterator[p4r.ActionProfileGroup]:
         for state in self._selected(wanted.action_profile_id):

@@ -94,24 +94,16 @@ class ProfileSchema(ir.Record):
     actions: dict[int, ActionSchema]
 
 
-class CounterSchema(ir.Record):
+class ArraySchema(ir.Record):
+    """An indirect counter, an indirect meter, or a register."""
+
     id: int
     name: str
     size: int
-    units: CounterUnits
-
-
-class MeterSchema(ir.Record):
-    id: int
-    name: str
-    size: int
-
-
-class RegisterSchema(ir.Record):
-    id: int
-    name: str
-    size: int
-    width: int
+    width: int = 0
+    """Bits of a register's cell."""
+    units: CounterUnits = CounterUnits(True, True)
+    """What a counter counts."""
 
 
 class DigestSchema(ir.Record):
@@ -125,11 +117,11 @@ class Schema(ir.Record):
 
     tables: dict[int, TableSchema] = field(default_factory=dict)
     profiles: dict[int, ProfileSchema] = field(default_factory=dict)
-    counters: dict[int, CounterSchema] = field(default_factory=dict)
+    counters: dict[int, ArraySchema] = field(default_factory=dict)
     direct_counters: dict[int, int] = field(default_factory=dict)  # id -> table id
-    meters: dict[int, MeterSchema] = field(default_factory=dict)
+    meters: dict[int, ArraySchema] = field(default_factory=dict)
     direct_meters: dict[int, int] = field(default_factory=dict)  # id -> table id
-    registers: dict[int, RegisterSchema] = field(default_factory=dict)
+    registers: dict[int, ArraySchema] = field(default_factory=dict)
     digests: dict[int, DigestSchema] = field(default_factory=dict)
     value_sets: frozenset[int] = frozenset()
     packet_in: ControllerHeader = field(default_factory=lambda: ControllerHeader([]))
@@ -368,17 +360,17 @@ class _Builder:
             actions=actions,
         )
 
-    def _counter(self, info: p4i.Counter) -> CounterSchema:
+    def _counter(self, info: p4i.Counter) -> ArraySchema:
         array = self._array("counter", info, self._program.counters)
-        return CounterSchema(info.preamble.id, array.name, array.size, _units(info.spec))
+        return ArraySchema(info.preamble.id, array.name, array.size, units=_units(info.spec))
 
-    def _meter(self, info: p4i.Meter) -> MeterSchema:
+    def _meter(self, info: p4i.Meter) -> ArraySchema:
         array = self._array("meter", info, self._program.meters)
-        return MeterSchema(info.preamble.id, array.name, array.size)
+        return ArraySchema(info.preamble.id, array.name, array.size)
 
-    def _register(self, info: p4i.Register) -> RegisterSchema:
+    def _register(self, info: p4i.Register) -> ArraySchema:
         array = self._array("register", info, self._program.registers)
-        return RegisterSchema(info.preamble.id, array.name, array.size, array.width)
+        return ArraySchema(info.preamble.id, array.name, array.size, array.width)
 
     def _array(
         self, kind: str, info: p4i.Counter | p4i.Meter | p4i.Register, arrays: Sequence[_Array]

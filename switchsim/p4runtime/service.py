@@ -33,7 +33,7 @@ from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.loader import load as load_program
 from kvcast.switchsim.p4runtime.arbitration import Arbiter, Notification
 from kvcast.switchsim.p4runtime.digest import SampleList
-from kvcast.switchsim.p4runtime.entities import EntityStore, Undo
+from kvcast.switchsim.p4runtime.entities import EntityStore
 from kvcast.switchsim.p4runtime.errors import (
     STATUS_DETAILS_KEY,
     P4RuntimeError,
@@ -179,10 +179,6 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
         self.switch = self._new_switch()
 
     # --- what the packet loop calls -----------------------------------------------------------
-
-    def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
-        """Run one frame through the pipeline that is committed; without one, drop it."""
-        return self.switch.process(port, frame, now_us)
 
     def after_frame(self) -> None:
         """Collect the digests that the last frame raised."""
@@ -404,7 +400,7 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
             for index, update in enumerate(request.updates):
                 if index % YIELD_EVERY == YIELD_EVERY - 1:
                     await asyncio.sleep(0)
-                errors.append(self._apply_one(pipeline, update)[0])
+                errors.append(self._apply_one(pipeline, update))
             return errors
         if self.strict:
             raise unimplemented("atomic write modes are not implemented (strict)")
@@ -421,32 +417,31 @@ class P4RuntimeService(p4r_grpc.P4RuntimeServicer):
     def _apply_all_or_none(
         self, pipeline: Pipeline, request: p4r.WriteRequest
     ) -> list[P4RuntimeError | None]:
-        done: list[Undo] = []
+        done: list[p4r.Update] = []
         for index, update in enumerate(request.updates):
-            error, undo = self._apply_one(pipeline, update)
+            inverse = pipeline.store.inverse(update)
+            error = self._apply_one(pipeline, update)
             if error is not None:
                 for step in reversed(done):
-                    step()
+                    pipeline.store.write(step)
                 rolled_back = aborted(f"rolled back because update #{index} failed")
                 return [
                     error if position == index else rolled_back
                     for position in range(len(request.updates))
                 ]
-            if undo is not None:
-                done.append(undo)
+            done += inverse
         return [None] * len(request.updates)
 
-    def _apply_one(
-        self, pipeline: Pipeline, update: p4r.Update
-    ) -> tuple[P4RuntimeError | None, Undo | None]:
+    def _apply_one(self, pipeline: Pipeline, update: p4r.Update) -> P4RuntimeError | None:
         try:
-            return None, pipeline.store.write(update)
+            pipeline.store.write(update)
         except P4RuntimeError as error:
-            return error, None
+            return error
         except Exception:
             self.counters.internal_errors += 1
             log.exception("update failed")
-            return _internal_error(), None
+            return _internal_error()
+        return None
 
     # --- pipelines ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What the stores of entities share: undo steps, the engine's errors, meter configurations.
+"""What the stores of entities share: the engine's errors, meter configurations, updates.
 
 Owns: the translation of the engine's errors into P4Runtime's, and of MeterConfig into rates. Must
 not know: which entity is being written.
@@ -7,14 +7,14 @@ not know: which entity is being written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 from finsy.proto import p4r, rpc_code
 from google.protobuf.message import Message
 from kvcast.switchsim.control_plane import tables
 from kvcast.switchsim.control_plane.externs import ExternError, Rate
-from kvcast.switchsim.control_plane.switch import ReplicationError
+from kvcast.switchsim.engine import ReplicationError
 from kvcast.switchsim.p4runtime.errors import (
     P4RuntimeError,
     already_exists,
@@ -28,9 +28,6 @@ from kvcast.switchsim.p4runtime.values import decode_bytes
 
 _Message = TypeVar("_Message", bound=Message)
 _Known = TypeVar("_Known")
-
-Undo = Callable[[], None]
-"""Puts back what one update changed. Undo steps run in the reverse order of their updates."""
 
 # The first that fits counts.
 _ENGINE_ERRORS: tuple[tuple[type[Exception], int], ...] = (
@@ -115,6 +112,10 @@ def entity_of(which: str, message: Message) -> p4r.Entity:
 
 def inserting(which: str, message: Message) -> p4r.Update:
     return p4r.Update(type=p4r.Update.INSERT, entity=entity_of(which, message))
+
+
+def modifying(which: str, message: Message) -> p4r.Update:
+    return p4r.Update(type=p4r.Update.MODIFY, entity=entity_of(which, message))
 
 
 def present(kind: int, known: _Known | None, exists: str, missing: str) -> _Known | None:

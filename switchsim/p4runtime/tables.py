@@ -4,7 +4,7 @@ Owns: every rule about TableEntry, DirectCounterEntry and DirectMeterEntry, and 
 give back that the engine has no use for (metadata, meter configurations, ageing). Must not know:
 streams, batches, other entities; indirect actions are asked of the action profiles' store.
 
-A write is checked completely before the engine is touched, and returns the step that undoes it.
+A write is checked completely before the engine is touched.
 
 Specification: P4Runtime 1.4, "TableEntry" and its subsections, "DirectCounterEntry",
 "DirectMeterEntry".
@@ -13,12 +13,13 @@ Specification: P4Runtime 1.4, "TableEntry" and its subsections, "DirectCounterEn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from finsy.proto import p4r
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import Rate
-from kvcast.switchsim.control_plane.tables import Entry, Table
+from kvcast.switchsim.control_plane.tables import Entry, Group, Member, Table
 from kvcast.switchsim.engine import Engine
 from kvcast.switchsim.p4runtime.errors import (
     already_exists,
@@ -30,13 +31,13 @@ from kvcast.switchsim.p4runtime.errors import (
 from kvcast.switchsim.p4runtime.profiles import Pointer, ProfileStore
 from kvcast.switchsim.p4runtime.schema import ActionSchema, CounterUnits, Schema, TableSchema
 from kvcast.switchsim.p4runtime.state import (
-    Undo,
     check_counter_data,
     copied,
     counter_data,
     decode_arguments,
     engine_errors,
     inserting,
+    modifying,
     rates_of,
 )
 from kvcast.switchsim.p4runtime.values import (
@@ -49,6 +50,9 @@ from kvcast.switchsim.p4runtime.values import (
 
 # In the engine (as in BMv2) the lowest number wins, in P4Runtime the highest.
 _MAX_PRIORITY = (1 << 31) - 1
+
+_EVERYTHING = p4r.TableEntry(counter_data=p4r.CounterData(), meter_config=p4r.MeterConfig())
+"""Asks for all of an entry that can be written."""
 
 Key = tuple[ir.MatchValue, ...]
 
@@ -103,20 +107,21 @@ class TableStore:
 
     # --- writes -------------------------------------------------------------------------------
 
-    def write(self, kind: int, message: p4r.TableEntry) -> Undo:
+    def write(self, kind: int, message: p4r.TableEntry) -> None:
         if message.HasField("time_since_last_hit"):
             raise invalid_argument("time_since_last_hit cannot be written")
         if message.HasField("meter_counter_data"):
             raise unimplemented("meter_counter_data")
         if message.is_default_action:
-            return self._write_default(kind, message)
-        if kind == p4r.Update.INSERT:
-            return self._insert(message)
-        if kind == p4r.Update.MODIFY:
-            return self._modify(message)
-        return self._delete(message)
+            self._write_default(kind, message)
+        elif kind == p4r.Update.INSERT:
+            self._insert(message)
+        elif kind == p4r.Update.MODIFY:
+            self._modify(message)
+        else:
+            self._delete(message)
 
-    def _insert(self, message: p4r.TableEntry) -> Undo:
+    def _insert(self, message: p4r.TableEntry) -> None:
         schema = self.schema
         if schema.is_const:
             raise permission_denied(f"table {schema.name} is const")
@@ -129,15 +134,8 @@ class TableStore:
         if not message.HasField("action"):
             raise invalid_argument(f"{schema.name}: action is missing")
         rank = _MAX_PRIORITY - priority if schema.needs_priority else 0
-        pointer: Pointer | None = None
-        if schema.profile_id is None:
-            action, arguments = self._direct_action(message.action)
-            with engine_errors():
-                handle = self.table.add(key, rank, action.name, arguments)
-        else:
-            pointer = self._profiles.point(schema, message.action)
-            with pointer.released_on_error():
-                handle = pointer.add(self.table, key, rank)
+        with self._bound(message.action) as (action, arguments, pointer):
+            handle = self.table.add(key, rank, action, arguments)
         record = _Record(handle, key, priority, pointer)
         self._describe(record, message)
         self._records[key, priority] = record
@@ -146,9 +144,8 @@ class TableStore:
         if rates:
             self.table.configure_meter(handle, rates)
             record.meter = copied(message.meter_config)
-        return lambda: self._remove(record)
 
-    def _modify(self, message: p4r.TableEntry) -> Undo:
+    def _modify(self, message: p4r.TableEntry) -> None:
         schema = self.schema
         key, priority = self._key(message)
         record = self._record(key, priority)
@@ -159,55 +156,31 @@ class TableStore:
         rates = self._rates_in(message)
         if not message.HasField("action") and not schema.is_const:
             raise invalid_argument(f"{schema.name}: action is missing")
-        undo = self._snapshot(record)
         if message.HasField("action"):
-            if schema.profile_id is None:
-                action, arguments = self._direct_action(message.action)
-                with engine_errors():
-                    self.table.modify(record.handle, action.name, arguments)
-            else:
-                self._repoint(record, self._profiles.point(schema, message.action))
+            with self._bound(message.action) as (action, arguments, pointer):
+                self.table.modify(record.handle, action, arguments)
+            if record.pointer is not None:
+                record.pointer.release()
+            record.pointer = pointer
             self._describe(record, message)
         if counter is not None:
             self.table.write_counter(record.handle, *counter)
         if schema.has_meter:
             self.table.configure_meter(record.handle, rates)
             record.meter = copied(message.meter_config) if rates else None
-        return undo
 
-    def _delete(self, message: p4r.TableEntry) -> Undo:
+    def _delete(self, message: p4r.TableEntry) -> None:
         if self.schema.is_const:
             raise permission_denied(f"table {self.schema.name} is const")
         key, priority = self._key(message)
         record = self._record(key, priority)
-        entry = self.table.get(record.handle)
-        counters = entry.packets, entry.bytes
-        action = entry.action
-        meter = entry.meter
-        pointer = record.pointer
         self.table.delete(record.handle)
         del self._records[key, priority]
         self._ageing.pop((key, priority), None)
-        revive = None if pointer is None else pointer.release()
+        if record.pointer is not None:
+            record.pointer.release()
 
-        def undo() -> None:
-            if revive is not None:
-                record.pointer = revive()
-                record.handle = record.pointer.add(self.table, key, entry.priority)
-            else:
-                assert action is not None
-                record.handle = self.table.add(key, entry.priority, action.name, action.arguments)
-            again = self.table.get(record.handle)
-            again.packets, again.bytes = counters
-            again.meter = meter
-            again.last_hit_us = entry.last_hit_us
-            self._records[key, priority] = record
-            if record.idle_timeout_ns:
-                self._ageing[key, priority] = record
-
-        return undo
-
-    def _write_default(self, kind: int, message: p4r.TableEntry) -> Undo:
+    def _write_default(self, kind: int, message: p4r.TableEntry) -> None:
         schema = self.schema
         if kind != p4r.Update.MODIFY:
             raise invalid_argument(f"{schema.name}: a default entry can only be modified")
@@ -221,8 +194,6 @@ class TableStore:
             raise permission_denied(f"{schema.name}: the default action is const")
         if message.HasField("counter_data") or message.HasField("meter_config"):
             raise unimplemented(f"{schema.name}: direct resources of the default entry")
-        before = self.table.default_entry
-        described = self._default
         if message.HasField("action"):
             action, arguments = self._direct_action(message.action, default=True)
             with engine_errors():
@@ -232,49 +203,24 @@ class TableStore:
             self.table.reset_default()
             self._default = _Default()
 
-        def undo() -> None:
-            self._default = described
-            self.table.reset_default()
-            if before is not None and before != self.table.default_entry:
-                self.table.set_default(before.name, before.arguments)
-
-        return undo
-
-    def _repoint(self, record: _Record, pointer: Pointer) -> None:
-        with pointer.released_on_error():
-            pointer.modify(self.table, record.handle)
-        if record.pointer is not None:
-            record.pointer.release()
-        record.pointer = pointer
-
-    def _remove(self, record: _Record) -> None:
-        self.table.delete(record.handle)
-        del self._records[record.key, record.priority]
-        self._ageing.pop((record.key, record.priority), None)
-        if record.pointer is not None:
-            record.pointer.release()
-
-    def _snapshot(self, record: _Record) -> Undo:
-        """How to put a modified entry back."""
-        entry = self.table.get(record.handle)
-        action, packets, bytes_ = entry.action, entry.packets, entry.bytes
-        rates, before = entry.meter.rates, replace(record)
-        spec = None if record.pointer is None else record.pointer.spec()
-
-        def undo() -> None:
-            if spec is not None:
-                self._repoint(record, self._profiles.point(self.schema, spec))
-            elif action is not None and not self.schema.is_const:
-                self.table.modify(record.handle, action.name, action.arguments)
-            entry = self.table.get(record.handle)
-            entry.packets, entry.bytes = packets, bytes_
-            if self.schema.has_meter:
-                self.table.configure_meter(record.handle, rates)
-            record.meter, record.metadata = before.meter, before.metadata
-            record.controller_metadata = before.controller_metadata
-            self._set_timeout(record, before.idle_timeout_ns)
-
-        return undo
+    @contextmanager
+    def _bound(
+        self, message: p4r.TableAction
+    ) -> Iterator[tuple[str | Member | Group, tuple[int, ...], Pointer | None]]:
+        """What an entry shall do, as the engine takes it. What the engine refuses in here is a
+        P4RuntimeError, and nobody refers to the pointer then."""
+        if self.schema.profile_id is None:
+            action, arguments = self._direct_action(message)
+            with engine_errors():
+                yield action.name, arguments, None
+            return
+        pointer = self._profiles.point(self.schema, message)
+        try:
+            with engine_errors():
+                yield pointer.target, (), pointer
+        except BaseException:
+            pointer.release()
+            raise
 
     def _describe(self, record: _Record, message: p4r.TableEntry) -> None:
         record.metadata = message.metadata
@@ -291,33 +237,24 @@ class TableStore:
 
     # --- direct resources ---------------------------------------------------------------------
 
-    def write_counter(self, kind: int, message: p4r.DirectCounterEntry) -> Undo:
+    def write_counter(self, kind: int, message: p4r.DirectCounterEntry) -> None:
         if kind != p4r.Update.MODIFY:
             raise invalid_argument("direct counters can only be modified")
         self._counter_units()
         record = self._addressed(message.table_entry)
-        before = self.table.read_counter(record.handle)
         if message.HasField("data"):
             self.table.write_counter(record.handle, *check_counter_data(message.data))
-        return lambda: self.table.write_counter(record.handle, *before)
 
-    def write_meter(self, kind: int, message: p4r.DirectMeterEntry) -> Undo:
+    def write_meter(self, kind: int, message: p4r.DirectMeterEntry) -> None:
         if kind != p4r.Update.MODIFY:
             raise invalid_argument("direct meters can only be modified")
         self._need_meter()
         if message.HasField("counter_data"):
             raise unimplemented("meter counter_data")
         record = self._addressed(message.table_entry)
-        config, rates = record.meter, self.table.get(record.handle).meter.rates
         new = rates_of(message.config) if message.HasField("config") else ()
         self.table.configure_meter(record.handle, new)
         record.meter = copied(message.config) if new else None
-
-        def undo() -> None:
-            self.table.configure_meter(record.handle, rates)
-            record.meter = config
-
-        return undo
 
     def read_counters(self, entry: p4r.TableEntry) -> Iterator[p4r.DirectCounterEntry]:
         units = self._counter_units()
@@ -386,7 +323,7 @@ class TableStore:
         entry = self.table.get(record.handle)
         message = self._described(record)
         if record.pointer is not None:
-            message.action.CopyFrom(record.pointer.spec())
+            message.action.CopyFrom(record.pointer.spec)
         elif entry.action is not None:
             self._put_action(message.action.action, entry.action.name, entry.action.arguments)
         message.is_const = record.is_const
@@ -467,19 +404,29 @@ class TableStore:
 
     # --- what carries over to another pipeline ------------------------------------------------
 
+    def kept(self, wanted: p4r.TableEntry) -> p4r.TableEntry | None:
+        """The entry with this key, with all that a write may say of it; None if there is none."""
+        if wanted.is_default_action:
+            message = self._default_message()
+        else:
+            record = self._records.get(self._key(wanted))
+            if record is None:
+                return None
+            message = self._message(record, _EVERYTHING)
+            if record.is_const:
+                message.ClearField("action")
+        message.is_const = False
+        return message
+
     def replay(self) -> Iterator[p4r.Update]:
-        wanted = p4r.TableEntry(table_id=self.schema.id)
-        wanted.counter_data.SetInParent()
-        wanted.meter_config.SetInParent()
         if self.schema.is_const:
             return
-        for entry in self.read(wanted):
-            yield inserting("table_entry", entry)
+        for record in self._records.values():
+            yield inserting("table_entry", self._message(record, _EVERYTHING))
         if self.schema.profile_id is None and not self.schema.const_default:
-            default = self._default_message()
-            default.is_const = False
-            if default.HasField("action"):
-                yield p4r.Update(type=p4r.Update.MODIFY, entity=p4r.Entity(table_entry=default))
+            default = self.kept(p4r.TableEntry(is_default_action=True))
+            if default is not None and default.HasField("action"):
+                yield modifying("table_entry", default)
 
     # --- parts of messages --------------------------------------------------------------------
 

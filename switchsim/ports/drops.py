@@ -1,7 +1,7 @@
 """What ports drop, told in words: once in the log when it begins, and once when the switch stops.
 
-Owns: the sentence for each reason. Must not know: how frames are counted (`port.PortCounters`), or
-which loop counts them. Losses that were asked for (`--loss`) are no reason to speak.
+Owns: the sentence for each reason. Must not know: how frames are counted
+(`loop.state.PortCounters`). Losses that were asked for (`--loss`) are no reason to speak.
 """
 
 from __future__ import annotations

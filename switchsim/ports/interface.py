@@ -1,13 +1,12 @@
 """A port by AF_PACKET: an interface of the machine; needs CAP_NET_RAW.
 
-Owns: the sockets, the mapped receive ring, and what the kernel leaves to hardware that is not
-there: checksums, VLAN tags, segments. Must not know: what is in a frame beyond that.
+Owns: the sockets, their options, and the mapped receive ring. Must not know: what is in a frame,
+and what `loop.ingress` puts right in it where the kernel left that to hardware not there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -21,7 +20,6 @@ from kvcast.switchsim.ports.port import (
     Port,
     PortError,
     PortOptions,
-    count_send_error,
     enlarge_buffers,
     kernel_drops,
 )
@@ -37,13 +35,6 @@ _PACKET_AUXDATA: Final = 8
 _PACKET_VNET_HDR: Final = 15
 _PACKET_QDISC_BYPASS: Final = 20
 _PACKET_IGNORE_OUTGOING: Final = 23  # Linux 4.20
-_TP_STATUS_VLAN_VALID: Final = 1 << 4
-_TP_STATUS_VLAN_TPID_VALID: Final = 1 << 6
-_TPACKET_AUXDATA: Final = struct.Struct("=IIIHHHH")
-# struct virtio_net_hdr: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset
-_VNET_HEADER: Final = struct.Struct("=BBHHHH")
-_VNET_NEEDS_CSUM: Final = 1
-_VNET_NO_OFFLOAD: Final = bytes(_VNET_HEADER.size)
 _PACKET_RX_RING: Final = 5
 _PACKET_STATISTICS: Final = 6
 _PACKET_COPY_THRESH: Final = 7
@@ -84,7 +75,7 @@ class InterfacePort(Port):
 
     Hears what arrives there (promiscuous, not what the machine itself sends) and turns the
     interface's offloads off. veth still hands over frames whose sender left the checksum to the
-    "hardware", and tags that it took off: both are put right here, so the program sees the frame
+    "hardware", and tags that it took off: the loop puts both right, so the program sees the frame
     as it would be on a wire. Segments that were to be split by hardware are counted and dropped.
 
     The MTU may change while the port is open, and nothing here depends on it: frames up to
@@ -94,7 +85,7 @@ class InterfacePort(Port):
     kind = "if"
 
     def __init__(self, number: int, interface: str, options: PortOptions | None = None) -> None:
-        super().__init__(number, options or PortOptions())
+        super().__init__(number, options)
         self.interface = interface
         try:
             # Protocol 0 hears nothing until bind names the interface and ETH_P_ALL.
@@ -124,12 +115,13 @@ class InterfacePort(Port):
         packets.bind((interface, _ETH_P_ALL))
         self._sender: socket.socket | None = None
         self._ring: mmap.mmap | None = None
+        self._ring_drops = 0
 
     def map_ring(self) -> MappedRing | None:
         """Let the kernel put received frames into memory that is mapped here, instead of handing
-        them over one by one; None where it has no such memory. `drain` finds nothing from then
-        on. The places fit the present MTU; of a frame that is longer, because the MTU was raised
-        since, the ring holds the beginning, marked TP_STATUS_COPY, and the socket all of it."""
+        them over one by one; None where it has no such memory. The places fit the present MTU; of
+        a frame that is longer, because the MTU was raised since, the ring holds the beginning,
+        marked TP_STATUS_COPY, and the socket all of it."""
         reply = fcntl.ioctl(
             self._socket, _SIOCGIFMTU, struct.pack("16si12x", self.interface.encode(), 0)
         )
@@ -179,90 +171,21 @@ class InterfacePort(Port):
                     extra={"interface": self.interface, "offload": name, "error": str(error)},
                 )
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         return self._socket.fileno()
 
-    def drain(self) -> int:
-        size = _VNET_HEADER.size + MAX_FRAME_BYTES + 1
-        aux_space = socket.CMSG_SPACE(_TPACKET_AUXDATA.size)
-        arrived = 0
-        for _ in range(self._room()):
-            try:
-                data, ancillary, _flags, _address = self._socket.recvmsg(size, aux_space)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self.counters.rx_errors += 1
-                if error.errno != errno.ENETDOWN:
-                    log.warning(
-                        "port receive failed", extra={"port": self.number, "error": str(error)}
-                    )
-                break
-            arrived += 1
-            frame = self._as_on_the_wire(data, ancillary)
-            if frame is None:
-                self.counters.rx_unsplit += 1
-            else:
-                self.receive(frame)
-        return arrived
-
-    def _as_on_the_wire(self, data: bytes, ancillary: list[tuple[int, int, bytes]]) -> bytes | None:
-        """The frame with checksum and tag put right; None for an unsplit segment."""
-        flags, gso_type, _, _, start, offset = _VNET_HEADER.unpack_from(data)
-        frame = data[_VNET_HEADER.size :]
-        if gso_type:
-            return None
-        if flags & _VNET_NEEDS_CSUM:
-            frame = complete_checksum(frame, start, offset)
-        for level, kind, payload in ancillary:
-            if level == _SOL_PACKET and kind == _PACKET_AUXDATA:
-                status, _, _, _, _, tci, tpid = _TPACKET_AUXDATA.unpack_from(payload)
-                if status & _TP_STATUS_VLAN_VALID:
-                    if not status & _TP_STATUS_VLAN_TPID_VALID:
-                        tpid = 0x8100
-                    frame = frame[:12] + struct.pack("!HH", tpid, tci) + frame[12:]
-        return frame
-
-    def _send(self, frame: bytes) -> bool:
-        try:
-            self._socket.send(_VNET_NO_OFFLOAD + frame)
-        except OSError as error:
-            count_send_error(self.counters, error)
-            return False
-        return True
-
-    def read_counters(self) -> dict[str, int]:
+    def kernel_drops(self) -> int:
         if self._ring is None:
-            self.counters.rx_kernel_drops = kernel_drops(self._socket)
-        else:
-            # struct tpacket_stats; reading it sets it back to 0.
-            stats = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
-            self.counters.rx_kernel_drops += struct.unpack("II", stats)[1]
-        return super().read_counters()
+            return kernel_drops(self._socket)
+        # struct tpacket_stats; reading it sets it back to 0.
+        stats = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
+        self._ring_drops += struct.unpack("II", stats)[1]
+        return self._ring_drops
 
     def describe(self) -> str:
         return f"if:{self.interface}"
 
     def close(self) -> None:
-        super().close()
         if self._sender is not None:
             self._sender.close()
         self._socket.close()
-
-
-def complete_checksum(frame: bytes, start: int, offset: int) -> bytes:
-    """Do what the sender left to the hardware: the Internet checksum (RFC 1071) of everything
-    from `start`, where the field at `start + offset` holds the pseudo-header's sum.
-
-    A frame that is too short for its own instructions is returned as it is.
-    """
-    at = start + offset
-    if at + 2 > len(frame):
-        return frame
-    covered = frame[start:] if (len(frame) - start) % 2 == 0 else frame[start:] + b"\0"
-    # A number modulo 0xffff is the one's complement sum of its 16-bit digits.
-    total = int.from_bytes(covered, "big")
-    checksum = 0xFFFF - (total % 0xFFFF or (0xFFFF if total else 0))
-    if checksum == 0 and offset == 6:
-        checksum = 0xFFFF  # UDP: 0 would mean "no checksum" (RFC 768)
-    return frame[:at] + checksum.to_bytes(2, "big") + frame[at + 2 :]

@@ -26,13 +26,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import CounterArray, RegisterArray
-from kvcast.switchsim.control_plane.switch import CloneSession, ControlPlane, Digest
+from kvcast.switchsim.engine import CloneSession, Digest, Engine
 from kvcast.switchsim.ir import Program
-from kvcast.switchsim.reference.actions import Actions, PacketAbandoned
+from kvcast.switchsim.reference.actions import Actions, PacketAbandoned, Step
 from kvcast.switchsim.reference.expressions import Expressions
 from kvcast.switchsim.reference.externs import MeterArray
 from kvcast.switchsim.reference.parser import Deparser, Parser
@@ -53,7 +53,7 @@ from kvcast.switchsim.reference.phv import (
     Layout,
     Phv,
 )
-from kvcast.switchsim.reference.tables import Node, Profile, Table
+from kvcast.switchsim.reference.tables import Profile, Table
 from kvcast.switchsim.semantics import (
     EGRESS_CLONE,
     INGRESS_CLONE,
@@ -66,6 +66,9 @@ from kvcast.switchsim.semantics import (
     TIMESTAMP_MASK,
     check_ports,
 )
+
+Node: TypeAlias = Callable[[Phv], int | None]
+"""A control node: runs on a packet, and gives the number of the next one."""
 
 
 class _Target(NamedTuple):
@@ -104,14 +107,16 @@ class _Pipeline:
     target: _Target
     parser: Parser
     deparser: Deparser
-    ingress: Node | None
-    egress: Node | None
+    nodes: list[Node]
+    ingress: int | None
+    """The number of its first node."""
+    egress: int | None
     field_lists: dict[int, tuple[int, ...]]
     learn_lists: dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]]
     drop: int
 
 
-class Switch(ControlPlane):
+class Switch(Engine):
     """A switch without ports or clock: frames in, frames out."""
 
     def __init__(
@@ -129,10 +134,6 @@ class Switch(ControlPlane):
     # --- the control plane ------------------------------------------------------------------
 
     def load(self, program: Program) -> None:
-        """Run this program from now on; all state of the one before is gone.
-
-        If the program cannot be run, an error says so and the present one stays.
-        """
         layout = Layout(program)
         registers = [RegisterArray(r) for r in program.registers]
         counters = [None if c.direct else CounterArray(c) for c in program.counters]
@@ -150,7 +151,17 @@ class Switch(ControlPlane):
         profiles = [
             Profile(number, actions, runs) for number in range(len(program.action_profiles))
         ]
-        nodes = _control_nodes(program, actions, runs, profiles)
+        tables: dict[str, Table] = {}
+        nodes: list[Node] = []
+        for node in program.nodes:
+            match node:
+                case ir.Table():
+                    tables[node.name] = _table(node, actions, runs, profiles)
+                    nodes.append(tables[node.name].apply)
+                case ir.Conditional():
+                    nodes.append(_branch(actions.expressions.boolean(node.condition), node))
+                case ir.ActionCall():
+                    nodes.append(_call(runs[node.action], node.next))
         field_lists = {
             f.id: tuple(layout.slot(ref) for ref in f.fields) for f in program.field_lists
         }
@@ -159,8 +170,9 @@ class Switch(ControlPlane):
             target=_target(program, layout),
             parser=Parser(actions),
             deparser=Deparser(actions),
-            ingress=None if program.ingress.start is None else nodes[program.ingress.start],
-            egress=None if program.egress.start is None else nodes[program.egress.start],
+            nodes=nodes,
+            ingress=program.ingress.start,
+            egress=program.egress.start,
             field_lists=field_lists,
             learn_lists={
                 item.id: (
@@ -173,13 +185,11 @@ class Switch(ControlPlane):
             drop=self.drop_port,
         )
         # Nothing above touched the switch; from here on nothing can fail.
-        tables = {n.name: n for n in nodes if isinstance(n, Table)}
         self._adopt(program, tables, registers, counters, meters, profiles)
         self._pipeline = pipeline
         self._digests.clear()
 
     def take_digests(self) -> list[Digest]:
-        """All digests since the last call, oldest first."""
         taken = list(self._digests)
         self._digests.clear()
         return taken
@@ -187,10 +197,6 @@ class Switch(ControlPlane):
     # --- the data plane ---------------------------------------------------------------------
 
     def process(self, port: int, frame: bytes, now_us: int) -> list[tuple[int, bytes]]:
-        """Run one frame to completion, with all clones, copies and further passes.
-
-        Gives (port, frame) for what leaves, in order. Never raises for what is in a frame.
-        """
         stats = self.stats
         stats.frames_in += 1
         stats.bytes_in += len(frame)
@@ -211,15 +217,6 @@ class Switch(ControlPlane):
         else:
             self.stats.digests += 1
             self._digests.append(digest)
-
-
-def _apply(node: Node | None, phv: Phv) -> None:
-    """Run a control from this node on."""
-    while node is not None:
-        node = node.apply(phv)
-        if phv[EXIT]:
-            phv[EXIT] = 0
-            return
 
 
 class _Run:
@@ -264,6 +261,14 @@ class _Run:
         phv[self.pipeline.target.packet_length] = length
         return phv
 
+    def apply(self, number: int | None, phv: Phv) -> None:
+        """Run a control from this node on."""
+        while number is not None:
+            number = self.pipeline.nodes[number](phv)
+            if phv[EXIT]:
+                phv[EXIT] = 0
+                return
+
     # --- ingress ----------------------------------------------------------------------------
 
     def ingress(self, phv: Phv, frame: bytes) -> None:
@@ -273,7 +278,7 @@ class _Run:
         # The program may change the length register; clones and resubmits start from here again.
         length = phv[PACKET_LENGTH]
         at = self.parse(phv, frame)
-        _apply(pipeline.ingress, phv)
+        self.apply(pipeline.ingress, phv)
         if phv[CLONE_SESSION]:
             self.clone_ingress(phv, frame, length)
         if phv[LEARN_LIST]:
@@ -412,7 +417,7 @@ class _Run:
         # Something else than the drop port, which would drop the packet.
         phv[target.egress_spec] = (pipeline.drop + 1) & 0x1FF
         phv[target.packet_length] = phv[PACKET_LENGTH]
-        _apply(pipeline.egress, phv)
+        self.apply(pipeline.egress, phv)
         if phv[CLONE_SESSION]:
             self.clone_egress(copy)
         if phv[target.egress_spec] == pipeline.drop:
@@ -451,58 +456,27 @@ def _target(program: Program, layout: Layout) -> _Target:
     return _Target(*(slots.get(name, -1) for name in _Target._fields))
 
 
-class _ActionCallNode:
-    def __init__(self, run: Callable[[Phv, Sequence[int]], None]) -> None:
-        self._run = run
-        self.next: Node | None = None
-
-    def apply(self, phv: Phv) -> Node | None:
-        self._run(phv, ())
-        return self.next
+def _branch(condition: Callable[[Phv, Sequence[int]], bool], node: ir.Conditional) -> Node:
+    return lambda phv: node.if_true if condition(phv, ()) else node.if_false
 
 
-class _ConditionalNode:
-    def __init__(self, condition: Callable[[Phv, Sequence[int]], bool]) -> None:
-        self._condition = condition
-        self.if_true: Node | None = None
-        self.if_false: Node | None = None
+def _call(run: Step, following: int | None) -> Node:
+    def call(phv: Phv) -> int | None:
+        run(phv, ())
+        return following
 
-    def apply(self, phv: Phv) -> Node | None:
-        return self.if_true if self._condition(phv, ()) else self.if_false
+    return call
 
 
-def _control_nodes(
-    program: Program,
-    actions: Actions,
-    runs: Sequence[Callable[[Phv, Sequence[int]], None]],
-    profiles: Sequence[Profile],
-) -> list[Node]:
-    """Make all nodes, then link them: they refer to each other freely."""
-    nodes: list[Node] = []
-    for spec in program.nodes:
-        if isinstance(spec, ir.Table):
-            profile = None if spec.action_profile is None else profiles[spec.action_profile]
-            nodes.append(Table(spec, actions.layout, program.actions, runs, profile))
-        elif isinstance(spec, ir.Conditional):
-            nodes.append(_ConditionalNode(actions.expressions.boolean(spec.condition)))
-        else:
-            nodes.append(_ActionCallNode(runs[spec.action]))
-
-    def at(number: int | None) -> Node | None:
-        return None if number is None else nodes[number]
-
-    for spec, node in zip(program.nodes, nodes, strict=True):
-        if isinstance(spec, ir.Table) and isinstance(node, Table):
-            meter = None if spec.meter is None else program.meters[spec.meter]
-            node.link(
-                [at(n) for n in spec.next_by_action],
-                at(spec.next_hit),
-                at(spec.next_miss),
-                None if meter is None or meter.target is None else actions.setter(meter.target),
-                "" if meter is None else meter.unit,
-            )
-        elif isinstance(spec, ir.Conditional) and isinstance(node, _ConditionalNode):
-            node.if_true, node.if_false = at(spec.if_true), at(spec.if_false)
-        elif isinstance(spec, ir.ActionCall) and isinstance(node, _ActionCallNode):
-            node.next = at(spec.next)
-    return nodes
+def _table(
+    spec: ir.Table, actions: Actions, runs: Sequence[Step], profiles: Sequence[Profile]
+) -> Table:
+    program, meter = actions.program, None
+    if spec.meter is not None:
+        array = program.meters[spec.meter]
+        if array.target is not None:
+            meter = array.unit, actions.setter(array.target)
+    profile = None if spec.action_profile is None else profiles[spec.action_profile]
+    table = Table(spec, actions.layout, program.actions, runs, profile, meter)
+    table.fill()
+    return table

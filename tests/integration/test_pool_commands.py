@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcast.service.addresses import format_host_port
 from pool_harness import running_pool
 
 KVCAST = [sys.executable, "-m", "kvcast.cli.main"]
@@ -69,11 +70,12 @@ async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
         assert code == 1
         assert "is empty" in error
 
-        code, out, _ = await kvcast("status", "--http", pool.http_url, "--once")
+        http = format_host_port(pool.network.http_address)
+        code, out, _ = await kvcast("status", "--http", http, "--once")
         assert code == 0
         for word in ("node-1", "node-2", "switch decisions", "alive"):
             assert word in out.decode()
-        code, out, _ = await kvcast("status", "--http", pool.http_url, "--once", "--json", "-")
+        code, out, _ = await kvcast("status", "--http", http, "--once", "--json", "-")
         assert len(json.loads(out)["nodes"]) == 2
 
 

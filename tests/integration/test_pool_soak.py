@@ -31,6 +31,22 @@ WARMING_UP = Bounds(
 """All of the lives of so short a soak is warming up."""
 
 
+def one_of_each() -> dict[str, list[plan.Fault]]:
+    """Every kind of fault once, quickly."""
+    return {
+        name: [
+            plan.Fault(
+                0.3 * (number + 1),
+                kind,
+                NODES - 1 if kind == plan.KILL_AGENT else number % NODES,
+                min(1.0, lane.lasts_s[1]),
+            )
+            for number, (kind, _) in enumerate(lane.kinds)
+        ]
+        for name, lane in plan.LANES.items()
+    }
+
+
 @pytest.mark.slow
 async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> None:
     said: list[str] = []
@@ -41,7 +57,7 @@ async def test_a_soak_with_one_fault_of_each_kind_ends_whole(tmp_path: Path) -> 
             arena_bytes=4 << 20,
             loss=0.005,
             bounds=WARMING_UP,
-            plan=plan.one_of_each(NODES),
+            plan=one_of_each(),
             run_dir=tmp_path / "run",
         ),
         said.append,

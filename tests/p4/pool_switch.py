@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcast.p4 import artefact, profiles
-from kvcast.p4.definitions import Decision, Fill
+from kvcast.p4.definitions import RECIRCULATE_RID, Decision, Fill
 from kvcast.protocol.messages import ethernet, wire
 from kvcast.switchsim import loader
 from kvcast.switchsim.control_plane.tables import Table
@@ -23,7 +23,6 @@ NAMESPACE = 7
 KEY = bytes(range(16))
 LEASE_US = 1_000_000
 TICK_US = profiles["v1model"].tick_us
-RECIRCULATE = profiles["v1model"].recirculate_rid
 DECISIONS = {label: code for code, label in Decision.counted().items()}
 FILLS = {label: code for code, label in Fill.counted().items()}
 
@@ -72,7 +71,7 @@ def pool_groups(hosts: int) -> dict[int, list[tuple[int, int]]]:
     """Multicast groups for `hosts` hosts: replicas (port, replication id) by id."""
     groups = {1: [(host, 0) for host in range(1, hosts + 1)]}
     for host in range(1, hosts + 1):
-        groups[256 + host] = [(host, 0), (host, RECIRCULATE)]
+        groups[256 + host] = [(host, 0), (host, RECIRCULATE_RID)]
     return groups
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from bmv2_pool import MARKER, Bmv2Pool, bmv2_pool, find_bmv2
+from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages import wire
 from p4_frames import random_frames, wrap
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
@@ -23,7 +24,6 @@ from pool_switch import (
     FILLS,
     KEY,
     NAMESPACE,
-    RECIRCULATE,
     Entry,
     PoolSwitch,
     content_of,
@@ -134,7 +134,7 @@ async def test_a_segment_is_filled_in_passing_and_served(tmp_path: Path) -> None
 
 async def test_a_reader_group_is_served_together(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
-        await both.set_group(1024, [(2, 0), (3, 0), (4, 0), (4, RECIRCULATE)])
+        await both.set_group(1024, [(2, 0), (3, 0), (4, 0), (4, RECIRCULATE_RID)])
         await both.add(Entry("reader_group", (NAMESPACE, 9), "set_reader_group", (0b1110, 1024)))
         await both.add(resident_entry(KEY, SHORT, slot=255, generation=7))
         both.read(3, flags=PADDED, group=9)
@@ -161,7 +161,7 @@ async def test_random_frames_come_out_alike(tmp_path: Path) -> None:
     rng = random.Random(seed)
     contents = {KEY: SHORT, b"w" * 16: WHOLE, b"n" * 16: content_of(5000, seed=1)}
     async with pair(tmp_path) as both:
-        await both.set_group(1024, [(2, 0), (4, 0), (4, RECIRCULATE)])
+        await both.set_group(1024, [(2, 0), (4, 0), (4, RECIRCULATE_RID)])
         await both.set_group(2048, [(2, 0), (3, 0)])
         await both.add(Entry("reader_group", (NAMESPACE, 5), "set_reader_group", (0b1010, 1024)))
         await both.add(Entry("port_set", (0b110,), "set_group", (2048,)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from kvcast.p4.definitions import RECIRCULATE_RID
 from kvcast.protocol.messages import wire
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
-from pool_switch import KEY, NAMESPACE, RECIRCULATE, PoolSwitch, content_of, endpoint, ports
+from pool_switch import KEY, NAMESPACE, PoolSwitch, content_of, endpoint, ports
 
 CONTENT = content_of(3 * wire.CHUNK_BYTES)
 GROUP = 9
@@ -15,7 +16,7 @@ GROUP = 9
 def pool() -> PoolSwitch:
     """Hosts 2, 3 and 4 are group 9; host 5 is not."""
     pool = PoolSwitch(5)
-    pool.switch.set_multicast_group(1024, [(2, 0), (3, 0), (4, 0), (4, RECIRCULATE)])
+    pool.switch.set_multicast_group(1024, [(2, 0), (3, 0), (4, 0), (4, RECIRCULATE_RID)])
     pool.add("reader_group", (NAMESPACE, GROUP), "set_reader_group", 0b01110, 1024)
     return pool
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcast.p4 import profiles
-from kvcast.p4.definitions import HEAT_DIGEST, ROUND
+from kvcast.p4.definitions import HEAT_DIGEST, RECIRCULATE_RID, ROUND
 from kvcast.protocol.messages import wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
@@ -114,7 +114,7 @@ class TnaModel:
         self.last_row = -(-256 // self.words) - 1
         self.head_words = 256 - self.last_row * self.words
         profile = profiles[self.target]
-        self.rid = profile.recirculate_rid
+        self.rid = RECIRCULATE_RID
         for group, port in profile.loop_groups.items():
             self.groups[group] = [(port, self.rid)]
         self.interests = [name for name in self.mau.tables if ".interest_step" in name]

@@ -231,7 +231,7 @@ def test_lists_and_caches_are_bounded() -> None:
     silent = DigestBuffer(DigestConfig(max_timeout_ns=0, max_list_size=1, ack_timeout_ns=10**18))
     for i in range(MAX_CACHED_SAMPLES + 10):
         silent.offer((i,), 0)
-    assert silent.cached == MAX_CACHED_SAMPLES
+    assert len(silent._cached) == MAX_CACHED_SAMPLES
     assert silent.forgotten_lists == 10
 
 

@@ -238,18 +238,45 @@ def test_random_updates_are_refused_or_undone_without_trace(seed: int) -> None:
     accepted = 0
     for step in range(250):
         update = generator.update()
+        inverse = store.inverse(update)
         try:
-            undo = store.write(update)
+            store.write(update)
         except P4RuntimeError:
             assert readable(store) == before, (seed, step, update)
             continue
         accepted += 1
         if generator.random.random() < 0.6:
-            undo()
+            for step in inverse:
+                store.write(step)
             assert readable(store) == before, (seed, step, update)
         else:
             before = readable(store)
     assert accepted > 50
+
+
+def test_an_entry_that_matches_everything_is_put_back_and_no_other() -> None:
+    """Its key is empty, which in a read means all entries."""
+    route = next(t for t in P4INFO.tables if t.preamble.alias == "route")
+    action = next(a for a in P4INFO.actions if a.preamble.alias == "set_lpm")
+    anything = p4r.TableEntry(table_id=route.preamble.id)
+    anything.action.action.action_id = action.preamble.id
+    anything.action.action.params.add(param_id=1, value=b"\x03")
+    other = p4r.TableEntry()
+    other.CopyFrom(anything)
+    other.match.add(field_id=1).lpm.CopyFrom(
+        p4r.FieldMatch.LPM(value=b"\x01", prefix_len=WIDTHS[route.preamble.id, 1])
+    )
+    entities = [p4r.Entity(table_entry=entry) for entry in (anything, other)]
+    store = new_store(strict=False)
+    for entity in entities:
+        store.write(p4r.Update(type=p4r.Update.INSERT, entity=entity))
+    before = readable(store)
+    delete = p4r.Update(type=p4r.Update.DELETE, entity=entities[0])
+    (inverse,) = store.inverse(delete)
+    store.write(delete)
+    assert len(readable(store)) == len(before) - 1
+    store.write(inverse)
+    assert readable(store) == before
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -81,7 +81,6 @@ def test_the_contracts_flags_are_understood() -> None:
         (["--port-rate", "-1"], "port rate"),
         (["--uplink-rate", "0"], "uplink rate"),
         (["--uplink-rate", "nan"], "uplink rate"),
-        (["--uplink-rate", "1e6", "--engine", "reference"], "--engine llvm"),
         (["--p4info", "x.txtpb"], "--program"),
         (["--port-quantum", "2"], "quantum"),
         (["--tls-cert", "x"], "--tls-key"),

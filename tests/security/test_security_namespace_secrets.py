@@ -147,7 +147,7 @@ class Driver:
     def __init__(self, rules: TenantRules, saved: SavedState | None = None) -> None:
         options = PoolOptions(
             Settings(
-                enabled=True, lease_ticks=1, heat_threshold=3, recirculate_rid=1, router_mac=None
+                enabled=True, lease_ticks=1, heat_threshold=3,  router_mac=None
             ),
             slots=16, read_padding_bytes=0, tenants=rules,
         )  # fmt: skip

@@ -15,13 +15,13 @@ import time
 
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import plan_of, run_seed
-from kvcast.simulation.switch import engines
+from kvcast.simulation.switch import ENGINES
 from planted_bugs import BUGS, Bug
 
 
 def find(bug: Bug, options: argparse.Namespace) -> bool:
     """Print a row for the bug; False if no seed shows it."""
-    product_engine = engines()[options.engine]
+    product_engine = ENGINES[options.engine]
     started = time.process_time()
     last = options.max_seeds
     first: tuple[int, int] | None = None
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--more-seeds", type=int, default=12, help="to look for a quicker one in")
     parser.add_argument("--quick", type=float, default=0.4, help="seconds that are quick enough")
     parser.add_argument("--seconds", type=float, default=600.0, help="at most so long for one bug")
-    parser.add_argument("--engine", default=next(iter(engines())), choices=sorted(engines()))
+    parser.add_argument("--engine", default=next(iter(ENGINES)), choices=sorted(ENGINES))
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     parser.add_argument("--skip", default="", help="bugs whose name contains any of these, by |")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth bug, from the Ith on")

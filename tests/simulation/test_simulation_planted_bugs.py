@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.run import run_seed
-from kvcast.simulation.switch import engines, product_program
+from kvcast.simulation.switch import ENGINES, product_program
 from planted_bug_seeds import SEEDS
 from planted_bugs import BUGS
 
-ENGINE = engines()[next(iter(engines()))]
+ENGINE = ENGINES[next(iter(ENGINES))]
 
 
 @pytest.mark.parametrize("name", BUGS)

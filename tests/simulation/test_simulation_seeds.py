@@ -20,15 +20,15 @@ from kvcast.simulation.faults import FAULTS
 from kvcast.simulation.plan import Mask
 from kvcast.simulation.run import Outcome, plan_of, run_seed
 from kvcast.simulation.shrink import shrink
-from kvcast.simulation.switch import engines, product_program
+from kvcast.simulation.switch import ENGINES, product_program
 from planted_bugs import BUGS
 
-ENGINE = next(iter(engines()))
+ENGINE = next(iter(ENGINES))
 
 
 @pytest.fixture(scope="module")
 def product() -> Product:
-    return Product(engines()[ENGINE], product_program())
+    return Product(ENGINES[ENGINE], product_program())
 
 
 @pytest.mark.parametrize("first_seed", range(1, 25, 4))
@@ -85,7 +85,7 @@ def test_what_is_no_mask_is_refused(text: str) -> None:
 
 def test_a_failure_is_made_smaller_and_still_fails() -> None:
     bug = BUGS["eviction does not look at pins"]
-    with bug.plant(engines()[ENGINE]) as broken:
+    with bug.plant(ENGINES[ENGINE]) as broken:
         seed = next(s for s in range(1, 30) if run_seed(s, broken).violation)
 
         def fails(mask: Mask) -> bool:

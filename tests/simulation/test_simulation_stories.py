@@ -10,18 +10,18 @@ import re
 import pytest
 from kvcast.simulation import command
 from kvcast.simulation.run import MAX_STORIES, run_seed
-from kvcast.simulation.switch import engines
+from kvcast.simulation.switch import ENGINES
 from planted_bug_seeds import SEEDS
 from planted_bugs import BUGS
 
 NAME = "the reader does not compare the digest of the whole block"
-ENGINE = next(iter(engines()))
+ENGINE = next(iter(ENGINES))
 
 
 def test_a_violation_comes_with_the_stories_of_its_block(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with BUGS[NAME].plant(engines()[ENGINE]) as product:
+    with BUGS[NAME].plant(ENGINES[ENGINE]) as product:
         outcome = run_seed(SEEDS[NAME].quick, product)
     assert outcome.violation is not None
     heads = re.findall(r"^host \d+, fetch \d+ of \d+/([0-9a-f]{32}): ", outcome.stories, re.M)

@@ -1,5 +1,5 @@
-"""What the tests of ports share, of the reference loop and of the compiled one: waiting for what a
-loop does in its own time, and what a datagram has on a wire."""
+"""What the tests of ports share: waiting for what a loop does in its own time, and what a datagram
+has on a wire."""
 
 from __future__ import annotations
 
@@ -23,3 +23,21 @@ def assert_udp_checksum(frame: bytes) -> None:
     covered = pseudo + udp + b"\0" * (len(udp) % 2)
     assert udp[6:8] != b"\0\0"
     assert int.from_bytes(covered, "big") % 0xFFFF == 0
+
+
+def complete_checksum(frame: bytes, start: int, offset: int) -> bytes:
+    """Do what the sender left to the hardware: the Internet checksum (RFC 1071) of everything
+    from `start`, where the field at `start + offset` holds the pseudo-header's sum.
+
+    A frame that is too short for its own instructions is returned as it is.
+    """
+    at = start + offset
+    if at + 2 > len(frame):
+        return frame
+    covered = frame[start:] if (len(frame) - start) % 2 == 0 else frame[start:] + b"\0"
+    # A number modulo 0xffff is the one's complement sum of its 16-bit digits.
+    total = int.from_bytes(covered, "big")
+    checksum = 0xFFFF - (total % 0xFFFF or (0xFFFF if total else 0))
+    if checksum == 0 and offset == 6:
+        checksum = 0xFFFF  # UDP: 0 would mean "no checksum" (RFC 768)
+    return frame[:at] + checksum.to_bytes(2, "big") + frame[at + 2 :]

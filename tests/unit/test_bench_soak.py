@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import pytest
 from kvcast.bench.soak import plan as soak_plan
-from kvcast.bench.soak.plan import allowed, one_of_each, plan, spared
+from kvcast.bench.soak.plan import allowed, plan, spared
 from kvcast.bench.soak.verdict import (
     Bounds,
     Criterion,
@@ -210,11 +210,6 @@ def test_switch_and_controller_have_long_lives_in_any_soak() -> None:
         times = [at for at in range(100) if allowed(kind, at, 100.0)]
         assert times == list(range(first, first + 20))
     assert all(allowed(soak_plan.KILL_AGENT, at, 100.0) for at in range(100))
-
-
-def test_one_of_each_is_one_of_each() -> None:
-    kinds = [fault.kind for lane in one_of_each(3).values() for fault in lane]
-    assert sorted(kinds) == sorted(soak_plan.PLANNED)
 
 
 # --- watch --------------------------------------------------------------------------------------

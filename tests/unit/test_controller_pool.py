@@ -48,7 +48,7 @@ from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, buc
 M = TypeVar("M", bound=msgspec.Struct)
 
 OPTIONS = PoolOptions(
-    settings=program.Settings(enabled=True, lease_ticks=100, heat_threshold=3, recirculate_rid=255),
+    settings=program.Settings(enabled=True, lease_ticks=100, heat_threshold=3),
     slots=4,
     read_padding_bytes=0,
     lease_s=3.0,
@@ -632,7 +632,7 @@ def test_pins_are_refused_while_admission_is_off() -> None:
 
 
 def test_a_plain_pool_programs_forwarding_only() -> None:
-    settings = program.Settings(False, 100, 3, 255)
+    settings = program.Settings(False, 100, 3)
     driver = Driver(dataclasses.replace(OPTIONS, settings=settings))
     driver.join(1, 2)
     driver.namespace()

@@ -25,7 +25,7 @@ from kvcast.controller.core.residency import Resident
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
-SETTINGS = program.Settings(enabled=True, lease_ticks=100, heat_threshold=3, recirculate_rid=255)
+SETTINGS = program.Settings(enabled=True, lease_ticks=100, heat_threshold=3)
 
 
 def host(number: int, udp_port: int = 19286) -> program.Host:
@@ -107,7 +107,7 @@ def test_groups_come_before_the_entries_that_name_them_and_the_program_is_enable
 
 
 def test_going_plain_disables_the_program_before_anything_is_taken_away() -> None:
-    plain = program.Settings(enabled=False, lease_ticks=100, heat_threshold=3, recirculate_rid=255)
+    plain = program.Settings(enabled=False, lease_ticks=100, heat_threshold=3)
     changes = diff(state_of(), state_of(settings=plain))
     first = changes.upserts[0]
     assert isinstance(first, EntryChange)
@@ -166,7 +166,7 @@ def test_a_changed_host_is_rewritten_in_place() -> None:
 
 
 def test_the_state_of_a_small_pool_is_as_the_program_expects() -> None:
-    state = state_of(2, settings=program.Settings(True, 100, 3, 255, "02:00:00:00:00:fe"))
+    state = state_of(2, settings=program.Settings(True, 100, 3, "02:00:00:00:00:fe"))
     entries = state.entries
     assert entries["l2_forward", (0x026B76000002,)] == ActionCall("to_port", (2, 0b10))
     assert entries["l2_forward", (0xFFFFFFFFFFFF,)] == ActionCall("flood")

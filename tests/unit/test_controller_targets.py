@@ -17,6 +17,7 @@ from kvcast.controller.core.residency import Resident
 from kvcast.controller.flags import ControllerFlags, pool_options
 from kvcast.controller.switch import connection
 from kvcast.p4 import artefact, profiles
+from kvcast.p4.targets import MAX_PORTS
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.service.options import parse_options
@@ -112,7 +113,7 @@ def test_host_ports_of_tofinos_are_of_one_pipe_and_not_its_loop() -> None:
     for target in ("tofino1", "tofino2"):
         profile = profiles[target]
         assert {port // 128 for port in profile.device_ports} == {0}
-        assert len(set(profile.device_ports)) == profile.max_ports
+        assert len(set(profile.device_ports)) == MAX_PORTS
         assert not set(profile.device_ports) & set(profile.loop_groups.values())
 
 

@@ -8,18 +8,23 @@ was sent. The program is `native_double`, so nothing here depends on P4. Cannot 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import heapq
 import random
 import resource
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
+from kvcast.native.linux import SockAddrIn
+from kvcast.native.subset import Library, ctypes_of
 from kvcast.switchsim.llvm.abi import EPOCH_IDLE
+from kvcast.switchsim.loop import state
+from kvcast.switchsim.loop.ingress import is_peer
 from kvcast.switchsim.loop.runner import Emitted, NativeLoop
-from kvcast.switchsim.ports.in_process import InProcessPort
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, Port, PortOptions
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 from native_double import Double, frame_to
@@ -43,8 +48,8 @@ def loop_of(
             port.close()
 
 
-def inside(number: int, **options: object) -> InProcessPort:
-    return InProcessPort(number, PortOptions(**options))  # type: ignore[arg-type]
+def inside(number: int, **options: object) -> Port:
+    return Port(number, PortOptions(**options))  # type: ignore[arg-type]
 
 
 # --- virtual time: links ------------------------------------------------------------------------
@@ -536,6 +541,19 @@ def test_a_tunnel_believes_only_its_peer(peers: list[socket.socket]) -> None:
         peers[0].sendto(frame_to(2, label=2), one.local)
         wait_until(lambda: loop.counters["processed"] == 1)
         assert [e.frame for e in loop.take()] == [frame_to(2, label=2)]
+
+
+@pytest.mark.parametrize(
+    ("address", "believed"),
+    [("127.8.8.8", True), ("10.0.0.1", True), ("10.0.0.2", False), ("192.0.2.1", False)],
+)
+def test_a_tunnel_learns_no_distant_peer(address: str, believed: bool) -> None:
+    """Bound to 10.0.0.1, it believes that address and loopback ones."""
+    loop, port, sender = (ctypes_of(kind)() for kind in (state.Loop, state.Port, SockAddrIn))
+    port.local_address = int.from_bytes(socket.inet_aton("10.0.0.1"), sys.byteorder)
+    sender.address = int.from_bytes(socket.inet_aton(address), sys.byteorder)
+    call = Library(is_peer).call(is_peer)
+    assert call(*map(ctypes.addressof, (loop, port, sender))) == believed
 
 
 def test_a_peer_that_is_gone_is_counted_and_comes_back(peers: list[socket.socket]) -> None:

@@ -1,7 +1,8 @@
 """The compiled loop on network interfaces: veth pairs that the test makes (root).
 
-Oracle: raw sockets at the far ends, the kernel's own stack in a namespace, and the reference
-ports' `complete_checksum`. The program is `native_double`. Cannot see: what real NICs hand over.
+Oracle: raw sockets at the far ends, the kernel's own stack in a namespace, and
+`port_checks.complete_checksum`. The program is `native_double`. Cannot see: what real NICs hand
+over.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import veth_pairs
 from kvcast.native.subset import Library
 from kvcast.switchsim.loop.ingress import complete_checksum as compiled_checksum
 from kvcast.switchsim.loop.runner import NativeLoop
-from kvcast.switchsim.ports.interface import InterfacePort, complete_checksum
+from kvcast.switchsim.ports.interface import InterfacePort
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES
 from native_double import Double, frame_to
-from port_checks import assert_udp_checksum, wait_until
+from port_checks import assert_udp_checksum, complete_checksum, wait_until
 from veth_pairs import Wires, ip, needs_root, set_mtu, up
 
 
-def test_the_compiled_checksum_is_the_reference_ports() -> None:
+def test_the_checksum_is_that_of_plain_python() -> None:
     call = Library(compiled_checksum).call(compiled_checksum)
     rng = random.Random(3)
     for _ in range(3000):
@@ -37,6 +38,20 @@ def test_the_compiled_checksum_is_the_reference_ports() -> None:
         buffer = ctypes.create_string_buffer(frame, len(frame))
         call(ctypes.addressof(buffer), len(frame), start, offset)
         assert buffer.raw == complete_checksum(frame, start, offset), (start, offset, frame.hex())
+
+
+def test_plain_python_completes_checksums_as_the_hardware_would() -> None:
+    # RFC 1071's example: 00 01 f2 03 f4 f5 f6 f7 sums to ddf2; the field is at offset 8.
+    frame = b"\xaa" * 14 + bytes.fromhex("0001f203f4f5f6f7") + b"\0\0"
+    assert complete_checksum(frame, 14, 8)[-2:] == bytes.fromhex("220d")
+    odd = b"\xaa" * 14 + bytes.fromhex("0001f203f4f5f6f7") + b"\0\0" + b"\x12"
+    assert complete_checksum(odd, 14, 8)[22:24] == ((~(0xDDF2 + 0x1200)) & 0xFFFF).to_bytes(
+        2, "big"
+    )
+    udp_zero = b"\xaa" * 14 + bytes.fromhex("ffff0000 0000 0000")
+    assert complete_checksum(udp_zero, 14, 6)[20:22] == b"\xff\xff"
+    assert complete_checksum(udp_zero, 14, 4)[18:20] == b"\0\0"
+    assert complete_checksum(b"too short", 14, 6) == b"too short"
 
 
 # --- a star of two veth pairs -------------------------------------------------------------------

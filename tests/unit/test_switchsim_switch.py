@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kvcast.switchsim import loader, stf
 from kvcast.switchsim.control_plane.externs import Rate
-from kvcast.switchsim.control_plane.switch import Digest, ReplicationError
+from kvcast.switchsim.engine import Digest, ReplicationError
 from kvcast.switchsim.ir import Exact
 from kvcast.switchsim.llvm.switch import CompiledSwitch
 from kvcast.switchsim.reference import switch as switch_module

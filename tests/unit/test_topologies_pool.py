@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcast.topologies import pool as pools
 from kvcast.topologies.pool import (
     DATA_FRAME_BYTES,
     Pool,
@@ -169,4 +168,3 @@ def test_commands_name_every_port_and_tell_the_agents_the_switchs_end() -> None:
     ]
     assert "--loss=0.01" in switch
     assert "--plain" in pool._controller_command()
-    assert pools.SWITCHES == ("switchsim", "bmv2")

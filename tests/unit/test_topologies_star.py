@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def test_the_udp_port_is_the_protocols() -> None:
 @given(st.integers(1, 32))
 def test_a_star_survives_being_written_and_read(nodes: int) -> None:
     star = Star.of(nodes)
-    assert Star.from_dict(json.loads(json.dumps(star.to_dict()))) == star
+    assert Star.from_dict(json.loads(msgspec.json.encode(star))) == star
 
 
 @pytest.mark.parametrize("nodes", [0, 33, -1])
@@ -66,17 +67,17 @@ _GOOD = {"node_id": "a", "ip": "10.0.0.1", "mac": "02:00:00:00:00:01", "switch_p
     [
         ({}, 'either "nodes"'),
         ({"nodes": 3, "hosts": []}, 'either "nodes"'),
-        ({"nodes": True}, "whole number"),
-        ({"nodes": 3, "colour": 1}, "unknown keys: colour"),
-        ({"hosts": {}}, "must be a list"),
-        ({"hosts": ["x"]}, "host 1 is not a table"),
-        ({"hosts": [{}]}, "host 1: node_id is missing"),
-        ({"hosts": [_GOOD | {"ip": 3}]}, "host 1: ip must be a str"),
+        ({"nodes": True}, "Expected `int"),
+        ({"nodes": 3, "colour": 1}, "unknown field `colour`"),
+        ({"hosts": {}}, "Expected `array"),
+        ({"hosts": ["x"]}, r"Expected `object`.*hosts\[0\]"),
+        ({"hosts": [{}]}, r"missing required field `node_id`.*hosts\[0\]"),
+        ({"hosts": [_GOOD | {"ip": 3}]}, r"Expected `str`.*hosts\[0\].ip"),
         ({"hosts": [_GOOD | {"ip": "10.0.0.300"}]}, "ip '10.0.0.300'"),
-        ({"hosts": [_GOOD | {"mac": "02-00"}]}, "mac '02-00'"),
+        ({"hosts": [_GOOD | {"mac": "02-00"}]}, "02-00"),
         ({"hosts": [_GOOD | {"switch_port": 33}]}, "switch port 33"),
         ({"hosts": [_GOOD | {"node_id": "a b"}]}, "node id 'a b'"),
-        ({"hosts": [_GOOD | {"rack": 1}]}, "unknown keys: rack"),
+        ({"hosts": [_GOOD | {"rack": 1}]}, "unknown field `rack`"),
         ({"hosts": [_GOOD, _GOOD | {"node_id": "b"}]}, "ip used twice: 10.0.0.1"),
     ],
 )

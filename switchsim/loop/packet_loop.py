@@ -1,11 +1,12 @@
-"""The compiled packet loop beside asyncio: what the daemon runs in place of `interpreted`.
+"""The packet loop beside asyncio, as the daemon runs it.
 
-Owns: the life of the loop's thread as a task, and what becomes of punted frames and digests on the
-event loop. Must not know: how frames are moved; P4Runtime.
+Owns: the life of the loop as a task, and what becomes of punted frames and digests on the event
+loop. Must not know: how frames are moved; P4Runtime.
 
-Interface: that of `interpreted.PacketLoop`, as far as the daemon uses it, and `use` for programs.
-Frames for the CPU port are handed to `packet_in` here, on the event loop; what it refuses counts
-among that port's tx_queue_drops, as does what the ring between the threads had no room for.
+A compiled program runs in a thread of its own. An interpreted one runs in the event loop's: a frame
+of each port, and then it is the control plane's turn, so neither needs locks. Frames for the CPU
+port are handed to `packet_in` here, on the event loop; what it refuses counts among that port's
+tx_queue_drops, as does what the ring between the threads had no room for.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcast.switchsim.llvm.abi import NativeEntry
-from kvcast.switchsim.loop.counters import LoopCounters
 from kvcast.switchsim.loop.runner import NativeLoop
+from kvcast.switchsim.loop.state import RECEIVE_BATCH
 from kvcast.switchsim.ports.port import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Port
 from kvcast.switchsim.ports.udp_tunnel import UdpTunnelPort
 
-log = logging.getLogger("kvcast.switchsim.loop.compiled")
+log = logging.getLogger("kvcast.switchsim.loop.packet_loop")
 
 # Frames handed to the controller between two looks at everything else.
 _PUNTS_A_TURN = 64
 
 
-class NativePacketLoop:
-    """Serves `ports` in compiled code until cancelled."""
+class PacketLoop:
+    """Serves `ports` until cancelled."""
 
     def __init__(
         self,
@@ -40,9 +40,13 @@ class NativePacketLoop:
         after_frames: Callable[[], None],
         clock_base_ns: int,
         queue_depth: int,
+        threaded: bool,
     ) -> None:
         """`packet_in` takes a frame that left by the CPU port, and says whether it did;
-        `after_frames` is called when the program may have left something to be collected."""
+        `after_frames` is called when the program may have left something to be collected.
+        `threaded` where programs are compiled. `native`, which moves the frames, is there for
+        programs, counters, and to be closed."""
+        self._threaded = threaded
         self._cpu_port = cpu_port
         self._packet_in = packet_in
         self._after_frames = after_frames
@@ -52,17 +56,14 @@ class NativePacketLoop:
         self._learning = [
             port.number for port in ports if isinstance(port, UdpTunnelPort) and not port.fixed_peer
         ]
-        self._native = NativeLoop(
+        self.native = NativeLoop(
             ports,
             clock_base_ns=clock_base_ns,
             inject_frames=queue_depth,
             punt_frames=queue_depth,
+            batch_frames=RECEIVE_BATCH if threaded else 1,
         )
         self._event_loop: asyncio.AbstractEventLoop | None = None
-
-    def use(self, entry: NativeEntry | None) -> None:
-        """Run this program from now on; the one before is not in use any more on return."""
-        self._native.use(entry)
 
     def packet_out(self, port: Port, frame: bytes) -> bool:
         """A frame comes in at the CPU port; False where it cannot be taken."""
@@ -73,83 +74,61 @@ class NativePacketLoop:
         if len(frame) > MAX_FRAME_BYTES:
             self._cpu_counts["rx_oversize"] += 1
             return False
-        taken = self._native.inject(port.number, frame)
-        self._native.wake()
+        taken = self.native.inject(port.number, frame)
+        self.native.wake()
         return taken
 
     async def run(self) -> None:
         """Move frames for ever; cancel the task to stop. Closes no port."""
         loop = self._event_loop = asyncio.get_running_loop()
-        loop.add_reader(self._native.notify_descriptor, self._collect)
-        self._native.start()
+        native = self.native
+        loop.add_reader(native.notify_descriptor, self._collect)
+        if self._threaded:
+            native.start()
+        else:
+            loop.add_reader(native.epoll_descriptor, native.turn)
         try:
             await asyncio.Event().wait()
         finally:
             # The loop answers between two batches: this does not block for long.
-            self._native.stop()
-            loop.remove_reader(self._native.notify_descriptor)
+            native.stop()
+            loop.remove_reader(native.epoll_descriptor)
+            loop.remove_reader(native.notify_descriptor)
             self._collect()
             self._event_loop = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While this is entered, frames wait in the kernel's buffers."""
-        if self._event_loop is None:
+        if self._event_loop is None or not self._threaded:
             yield
             return
-        self._native.stop()
+        self.native.stop()
         try:
             yield
         finally:
-            self._native.start()
-
-    def close(self) -> None:
-        """Free everything; frames that wait for their port's rate are lost."""
-        self._native.close()
+            self.native.start()
 
     def _collect(self) -> None:
-        self._native.heed()
+        self.native.heed()
         self._after_frames()
         for number in self._learning:
-            peer = self._native.peer(number)
+            peer = self.native.peer(number)
             if peer != self._peers.get(number):
                 self._peers[number] = peer
                 text = "" if peer is None else f"{peer[0]}:{peer[1]}"
                 log.info("port peer learned", extra={"port": number, "peer": text})
-        emitted = self._native.take(_PUNTS_A_TURN)
+        emitted = self.native.take(_PUNTS_A_TURN)
         for one in emitted:
             if one.port != self._cpu_port or not self._packet_in(one.frame):
                 self._cpu_counts.update(tx_frames=-1, tx_bytes=-len(one.frame), tx_queue_drops=1)
         if len(emitted) == _PUNTS_A_TURN and self._event_loop is not None:
             self._event_loop.call_soon(self._collect)
 
-    @property
-    def counters(self) -> LoopCounters:
-        counts = self._native.counters
-        del counts["no_program"]
-        return LoopCounters(**counts)
-
-    @property
-    def no_program(self) -> int:
-        """Frames that came while there was no program."""
-        return self._native.counters["no_program"]
-
-    def backlog(self) -> int:
-        """Packet-outs that wait for the loop."""
-        return self._native.injected
-
     def read_counters(self, port: Port) -> dict[str, int]:
         """All counters of a port, by name."""
-        counts = self._native.read_counters(port.number)
+        counts = self.native.read_counters(port.number)
         if port.number == self._cpu_port:
             for name, count in self._cpu_counts.items():
                 counts[name] += count
         return counts
-
-    def ingress_backlog(self, port: Port) -> int:
-        """Frames of a port that wait for the program: only the CPU port has a queue there."""
-        return self._native.injected if port.number == self._cpu_port else 0
-
-    def egress_backlog(self, port: Port) -> int:
-        """Frames that wait for a port's rate."""
-        return self._native.egress_backlog(port.number)
