@@ -65,6 +65,7 @@ from kvcast.protocol.messages.wire import (
     OP_READ,
     READ_FLAGS,
     READ_PADDING_BYTES,
+    SEGMENT_BYTES,
     SEGMENT_INDEX_BITS,
     UDP,
     VERSION,
@@ -243,6 +244,23 @@ def _u32(at: U64) -> U64:
     return (b[0] << 24) | (b[1] << 16) | (b[2] << 8) | b[3]
 
 
+# --- how a block is cut -----------------------------------------------------------------------
+
+
+@native
+def segment_bytes(index: U64, chunk_bytes: U64) -> U64:
+    """How long a segment can be."""
+    return SEGMENT_BYTES if index == 0 else CHUNKS_PER_SEGMENT * chunk_bytes
+
+
+@native
+def segment_start(index: U64, chunk_bytes: U64) -> U64:
+    """Where a segment begins in its block, in bytes."""
+    if index == 0:
+        return 0
+    return SEGMENT_BYTES + (index - 1) * CHUNKS_PER_SEGMENT * chunk_bytes
+
+
 # --- what is well-formed ----------------------------------------------------------------------
 
 
@@ -265,8 +283,9 @@ def well_formed(t: Table, at: U64, length: U64) -> bool:
         chunk_bytes = CHUNK_BYTES << (segment >> SEGMENT_INDEX_BITS)
         if length != HEADER_BYTES + chunk_bytes or (flags & ~DATA_FLAGS) != 0:
             return False
-        place = (segment & _INDEX) * CHUNKS_PER_SEGMENT + chunk
-        if chunk >= CHUNKS_PER_SEGMENT or place * chunk_bytes >= size:
+        longest = segment_bytes(segment & _INDEX, chunk_bytes)
+        start = segment_start(segment & _INDEX, chunk_bytes) + chunk * chunk_bytes
+        if chunk * chunk_bytes >= longest or start >= size:
             return False
         return u64_at(at + _DIGEST_AT)[0] != 0 and gather == 0 and wanted == 0
     if op == OP_READ:
@@ -450,7 +469,7 @@ def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
     missing = 0 + to.missing[segment]
     added = missing & bit
     if added != 0:
-        start = (segment * CHUNKS_PER_SEGMENT + chunk) * chunk_bytes
+        start = segment_start(segment, chunk_bytes) + chunk * chunk_bytes
         length = to.size - start
         if length > chunk_bytes:
             length = 0 + chunk_bytes
@@ -677,7 +696,8 @@ class Placement:
             self._grow(2 * len(self._copies))
         number = self._free.pop()
         count = chunking.segments_of(size)
-        chunks = [_FULL] * (count - 1) + [chunking.bitmap(size, count - 1)]
+        chunks = [_FULL] * count
+        chunks[0], chunks[-1] = chunking.bitmap(size, 0), chunking.bitmap(size, count - 1)
         missing = (ctypes.c_uint64 * count)(*chunks)
         serial = self._next_serial
         self._next_serial += 1

@@ -173,7 +173,7 @@ class PoolSwitch:
         segment: int = 0, flags: int = 0, digest: int | None = None,
         chunking: wire.Chunking = wire.CELLS,
     ) -> list[Received]:  # fmt: skip
-        at = segment * chunking.segment_bytes + chunk * chunking.chunk_bytes
+        at = chunking.start_of(segment) + chunk * chunking.chunk_bytes
         return self.send(
             home,
             reader,
