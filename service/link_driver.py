@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -27,6 +29,13 @@ PIECE_BYTES: Final = 256 * 1024
 """How much is handed to a transport at once, and the size of the scratch buffer."""
 TURN_BYTES: Final = 4 << 20
 """How much one connection may read, or write, before others have their turn."""
+MOMENT_S: Final = 0.0002
+"""How long a turn in the middle of blocks waits for the other end, all in all, before the loop goes
+on: to come back to the socket would take as long as what is waited for mostly takes."""
+LOW_WATER_BYTES: Final = 128 * 1024
+"""Of a block that is coming, so much is waited for before it is read, or what is left of it."""
+_SELECTABLE: Final = 1024
+"""Descriptors below this can be waited for by select(2), which counts microseconds."""
 
 Opened = Callable[[asyncio.Transport], LinkStream[Any]]
 """The transport stands, TLS handshake included: the core of this connection; PeerError if the
@@ -59,6 +68,8 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._writing = False
         """The socket took no more, and tells when it will."""
         self._timer: asyncio.TimerHandle | None = None
+        self._low_water_bytes = 1
+        """The socket says that it can be read when so much is there."""
         self._direct = False
         """The last buffer given was the core's own."""
         self._full = False
@@ -152,12 +163,16 @@ class LinkDriver(asyncio.BufferedProtocol):
         assert link is not None
         left = TURN_BYTES
         now = self._loop.time()
+        patience = _Patience(sock)
         while sock is not None and left > 0 and link.wants_bytes:
             rooms = link.destinations()
             views = rooms or [self._scratch[: link.scratch_bytes]]
+            self._set_low_water(sock, link)
             try:
                 size = sock.recvmsg_into(views)[0]
             except BlockingIOError:
+                if rooms and patience.readable():
+                    continue
                 break
             except OSError as error:
                 self.lost(str(error) or type(error).__name__)
@@ -170,9 +185,15 @@ class LinkDriver(asyncio.BufferedProtocol):
             else:
                 link.received(now, bytes(views[0][:size]))
             left -= size
-            if size < sum(map(len, views)):
+            if not rooms and size < len(views[0]):
                 break  # there is no more just now
         self.flush()
+
+    def _set_low_water(self, sock: socket.socket, link: LinkStream[Any]) -> None:
+        size_bytes = min(LOW_WATER_BYTES, link.least_bytes)
+        if size_bytes != self._low_water_bytes:
+            self._low_water_bytes = size_bytes
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _writable(self) -> None:
         assert self._socket is not None
@@ -183,10 +204,13 @@ class LinkDriver(asyncio.BufferedProtocol):
     def _write_socket(self, link: LinkStream[Any], sock: socket.socket, now: float) -> str | None:
         """Send what the socket takes now; what broke the connection, if anything."""
         left = TURN_BYTES
+        patience = _Patience(sock)
         while not self._writing and (pieces := link.pieces_to_send()):
             try:
                 size = sock.sendmsg(pieces) if left > 0 else 0
             except BlockingIOError:
+                if patience.writable():
+                    continue
                 size = 0
             except OSError as error:
                 return str(error) or type(error).__name__
@@ -224,6 +248,8 @@ class LinkDriver(asyncio.BufferedProtocol):
                 else:
                     while not self._full and (data := link.bytes_to_send(now, PIECE_BYTES)):
                         transport.write(data)
+                if self._socket is not None:
+                    self._set_low_water(self._socket, link)
                 if link.wants_bytes != self._reading and not transport.is_closing():
                     self._read_or_not(transport, reading=link.wants_bytes)
             if link.closed:
@@ -275,6 +301,36 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self.link is not None:
             self.link.handle_timer(self._loop.time())
         self.flush()
+
+
+class _Patience:
+    """What is left of a turn's `MOMENT_S`, and waiting for a socket as long as there is some."""
+
+    __slots__ = ("_end", "_sock")
+
+    def __init__(self, sock: socket.socket | None) -> None:
+        self._sock = sock
+        self._end = 0.0
+
+    def readable(self) -> bool:
+        """Wait until the socket has something; False if that takes too long."""
+        return self._wait(reads=True)
+
+    def writable(self) -> bool:
+        """Wait until the socket takes something; False if that takes too long."""
+        return self._wait(reads=False)
+
+    def _wait(self, *, reads: bool) -> bool:
+        sock = self._sock
+        if sock is None or sock.fileno() >= _SELECTABLE:
+            return False
+        now = time.monotonic()
+        if not self._end:
+            self._end = now + MOMENT_S
+        if now >= self._end:
+            return False
+        waits, none = (sock,), ()
+        return any(select.select(*((waits, none) if reads else (none, waits)), none, self._end - now))
 
 
 class ConnectingDriver(LinkDriver):

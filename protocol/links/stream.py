@@ -36,6 +36,9 @@ MAX_PROBLEM_CHARS = 200
 
 MAX_PIECES: Final = 64
 """Destinations, and pieces to send, that are named at once."""
+DESTINED_BYTES: Final = 256 * 1024
+"""So much of destinations is named at once: what a processor's cache still has when its digest is
+made."""
 _SCRATCH_BYTES: Final = 4096
 _SINK: Final = memoryview(bytearray(64 * 1024))
 """Where bytes go that nobody wants."""
@@ -183,17 +186,26 @@ class LinkStream(Generic[M]):
         return not self.closed and (bool(self._rooms) or not (self.one_at_a_time and self._out))
 
     @property
+    def least_bytes(self) -> int:
+        """So many bytes are sure to come, or 1: fewer are not worth waking up for."""
+        return self._rooms[0].left_bytes if self._rooms else 1
+
+    @property
     def scratch_bytes(self) -> int:
         """How much to read at once while there are no destinations: not much, since blocks may
         follow, but what is left of a long message."""
         return max(_SCRATCH_BYTES, self._codec.missing_bytes(self._buffer))
 
     def destinations(self) -> list[memoryview]:
-        """Where the bytes that come next belong, if they are blocks'; at most `MAX_PIECES`."""
+        """Where the bytes that come next belong, if they are blocks'; at most `MAX_PIECES`, of
+        `DESTINED_BYTES` together."""
         views = []
+        left_bytes = DESTINED_BYTES
         for room in islice(self._rooms, MAX_PIECES):
-            views.append(_SINK[: room.left_bytes] if room.view is None else room.view)
-            if room.left_bytes > len(views[-1]):
+            view = (_SINK if room.view is None else room.view)[: min(left_bytes, room.left_bytes)]
+            views.append(view)
+            left_bytes -= len(view)
+            if room.left_bytes > len(view) or not left_bytes:
                 break
         return views
 
