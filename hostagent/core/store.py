@@ -223,6 +223,8 @@ class Store:
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, without touching the LRU order."""
+        if namespace not in self._namespaces:
+            return [False for _ in keys]
         # A pair is as good as a BlockId here, and quicker made.
         pairs = zip(itertools.repeat(namespace), keys, strict=False)
         return list(map(self._index.__contains__, pairs))
