@@ -329,8 +329,9 @@ class _Patience:
             self._end = now + MOMENT_S
         if now >= self._end:
             return False
-        waits, none = (sock,), ()
-        return any(select.select(*((waits, none) if reads else (none, waits)), none, self._end - now))
+        mine, none = (sock,), ()
+        readers, writers = (mine, none) if reads else (none, mine)
+        return any(select.select(readers, writers, none, self._end - now))
 
 
 class ConnectingDriver(LinkDriver):
