@@ -19,10 +19,10 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, Final, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
 
-from kvcast.protocol.links.stream import LINGER_S, LinkStream
+from kvcast.protocol.links.stream import LINGER_S, Landed, LinkStream, Room
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError
 
 PIECE_BYTES: Final = 256 * 1024
@@ -42,9 +42,20 @@ Opened = Callable[[asyncio.Transport], LinkStream[Any]]
 certificate at the other end is not one that it is for."""
 
 
+class Lander(Protocol):
+    """Reads blocks from one socket, in a quicker way than this driver knows."""
+
+    low_water_bytes: int
+    """What the socket's SO_RCVLOWAT is."""
+
+    def land(self, rooms: Sequence[Room], at_most: int) -> Landed:
+        """Read into these rooms, of which there is at least one, about so many bytes."""
+
+
 class LinkDriver(asyncio.BufferedProtocol):
     """One connection. `opened`: see `Opened`; `changed` is called after every event of the core;
-    `refused` with what `opened` raised; `over` once, when the transport is gone."""
+    `refused` with what `opened` raised; `over` once, when the transport is gone. `lander` makes one
+    for a socket's descriptor."""
 
     def __init__(
         self,
@@ -54,7 +65,10 @@ class LinkDriver(asyncio.BufferedProtocol):
         changed: Callable[[], None],
         refused: Callable[[PeerError], None],
         over: Callable[[], None] = lambda: None,
+        lander: Callable[[int], Lander] | None = None,
     ) -> None:
+        self._make_lander = lander
+        self._lander: Lander | None = None
         self.link: LinkStream[Any] | None = None
         self._scratch = scratch
         self._opened = opened
@@ -104,6 +118,8 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._make_lander is not None:
+            self._lander = self._make_lander(self._socket.fileno())
         if self._reading:
             self._loop.add_reader(self._socket, self._readable)
         self.flush()
@@ -164,7 +180,21 @@ class LinkDriver(asyncio.BufferedProtocol):
         left = TURN_BYTES
         now = self._loop.time()
         patience = _Patience(sock)
+        lander = self._lander
         while sock is not None and left > 0 and link.wants_bytes:
+            if lander is not None and link.rooms:
+                lander.low_water_bytes = self._low_water_bytes
+                landed = lander.land(link.rooms, left)
+                self._low_water_bytes = lander.low_water_bytes
+                left -= landed.size_bytes
+                if landed.size_bytes:
+                    link.filled(now, landed.size_bytes, landed.digests)
+                if landed.lost is not None:
+                    self.lost(landed.lost)
+                    return
+                if landed.waits:
+                    break
+                continue
             rooms = link.destinations()
             views = rooms or [self._scratch[: link.scratch_bytes]]
             self._set_low_water(sock, link)

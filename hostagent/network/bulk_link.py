@@ -18,6 +18,7 @@ from collections.abc import Callable
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.network.lander import Lander, available
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller as CallerCore
@@ -102,6 +103,7 @@ class BulkCaller:
             changed=self._act,
             refused=lambda error: connection.wrong_peer(loop.time(), str(error)),
             over=over,
+            lander=Lander if available() else None,
         )
         driver.connect(node.bulk_host, node.bulk_port, self._credentials)
 
@@ -165,6 +167,13 @@ class BulkServer:
             if driver.link is not None and driver.link.problem:
                 log.warning("bulk: a caller was cut off: %s", driver.link.problem)
 
-        driver = LinkDriver(self._scratch, opened, changed=lambda: None, refused=refused, over=over)
+        driver = LinkDriver(
+            self._scratch,
+            opened,
+            changed=lambda: None,
+            refused=refused,
+            over=over,
+            lander=Lander if available() else None,
+        )
         self._drivers.add(driver)
         return driver

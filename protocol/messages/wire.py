@@ -522,23 +522,6 @@ def digest_of(data: Buffer) -> int:
     return int(xxhash.xxh3_64_intdigest(data)) or 1
 
 
-class RunningDigest:
-    """`digest_of` of bytes that come in pieces."""
-
-    __slots__ = ("_hash",)
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-
-    def update(self, data: Buffer) -> None:
-        """Some more bytes."""
-        self._hash.update(data)
-
-    def value(self) -> int:
-        """The digest of all bytes so far."""
-        return int(self._hash.intdigest()) or 1
-
-
 def segments_of(size: int) -> int:
     """How many segments of the smallest chunks a block of `size` bytes has; at least 1."""
     return CELLS.segments_of(size)
