@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -618,6 +619,9 @@ class Counts(NamedTuple):
     unknown_source: int
 
 
+_COPY: Final = struct.Struct("=Q16s8s2s2xI5Q")
+"""A `Copy`; key, digest and namespace as they lie in a header."""
+assert _COPY.size == ctypes.sizeof(ctypes_of(Copy))
 _ARRIVAL: Final = struct.Struct("=QQQIIIIII")
 assert _ARRIVAL.size == ctypes.sizeof(ctypes_of(Arrival))
 
@@ -658,7 +662,7 @@ class Placement:
         self._table.seed = seed
         self._next_serial = 1
         self._used = 0
-        self._kept: dict[int, tuple[Any, Any]] = {}  # by number: bitmaps and sources
+        self._kept: dict[int, tuple[array[int], array[int]]] = {}  # bitmaps and sources
         self._free: list[int] = []
         self._copies: Any = None
         self._grow(16)
@@ -698,30 +702,34 @@ class Placement:
         count = chunking.segments_of(size)
         chunks = [_FULL] * count
         chunks[0], chunks[-1] = chunking.bitmap(size, 0), chunking.bitmap(size, count - 1)
-        missing = (ctypes.c_uint64 * count)(*chunks)
+        missing = array("Q", chunks)
+        listened = array("I", sources)
         serial = self._next_serial
         self._next_serial += 1
-        entered = self._copies[number]
-        entered.serial = serial
-        entered.key = int.from_bytes(block.key[:8], "little")
-        entered.rest_of_key = int.from_bytes(block.key[8:], "little")
-        entered.digest = int.from_bytes(digest.to_bytes(8, "big"), "little")
-        entered.namespace = int.from_bytes(block.namespace.to_bytes(2, "big"), "little")
-        entered.size = size
-        entered.chunk_code = chunking.code
-        entered.address = address_of_buffer(buffer)
-        entered.missing = ctypes.addressof(missing)
-        self._kept[number] = (missing, None)
-        self.listen(number, sources)
+        _COPY.pack_into(
+            self._copies,
+            number * _COPY.size,
+            serial,
+            block.key,
+            digest.to_bytes(8, "big"),
+            block.namespace.to_bytes(2, "big"),
+            size,
+            address_of_buffer(buffer),
+            missing.buffer_info()[0],
+            listened.buffer_info()[0],
+            len(listened),
+            chunking.code,
+        )
+        self._kept[number] = (missing, listened)
         self._code.enter_copy(self._address, number)
         return number, serial, chunks
 
     def listen(self, number: int, sources: Collection[int]) -> None:
         """Take DATA of this copy from these nodes."""
-        nodes = (ctypes.c_uint32 * len(sources))(*sources)
+        nodes = array("I", sources)
         entered = self._copies[number]
         entered.source_count = 0
-        entered.sources = ctypes.addressof(nodes)
+        entered.sources = nodes.buffer_info()[0]
         entered.source_count = len(sources)
         self._kept[number] = (self._kept[number][0], nodes)
 

@@ -49,6 +49,9 @@ class BulkCaller:
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._soon = False
+        self._dispatching = False
+        self._ended: list[Complete] = []
+        """Calls that have ended while the cores could not be told."""
 
     def dispatch(self) -> None:
         """Start the calls that wait in the outbox."""
@@ -59,27 +62,43 @@ class BulkCaller:
             self._link.use_nodes(loop.time(), pool.nodes)
         calls = list(self._core.outbox.calls)
         self._core.outbox.calls.clear()
-        self._link.ask(loop.time(), *calls)
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
+        self._dispatching = True
+        try:
+            self._link.ask(loop.time(), *calls)
+            self._carry_out()
+        finally:
+            self._dispatching = False
+        if self._ended:
+            self._act_soon()
+
+    def _act_soon(self) -> None:
         if not self._soon:
             self._soon = True
-            loop.call_soon(self._act)
+            asyncio.get_running_loop().call_soon(self._act)
 
     def _act(self) -> None:
-        """Do what the link wants done."""
+        """Do what the link wants done, and tell of calls that have ended."""
+        if self._dispatching:
+            self._act_soon()
+            return
         self._soon = False
-        ended = False
+        self._carry_out()
+        ended, self._ended = self._ended, []
+        for call, outcome in ended:
+            call.ended(asyncio.get_running_loop().time(), outcome)
+        if ended:
+            self._core_told()
+
+    def _carry_out(self) -> None:
         for instruction in self._link.instructions():
             match instruction:
-                case Complete(call=call, outcome=outcome):
-                    call.ended(asyncio.get_running_loop().time(), outcome)
-                    ended = True
+                case Complete():
+                    self._ended.append(instruction)
                 case Connect(connection=connection):
                     self._connect(connection)
                 case _ if (driver := self._drivers.get(instruction.connection)) is not None:
                     driver.flush()
-        if ended:
-            self._core_told()
 
     def _connect(self, connection: BulkConnection) -> None:
         node = connection.node

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvcast.protocol.links.bulk import (
     EVICTED,
@@ -78,8 +78,7 @@ class Flush:
     connection: BulkConnection
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Complete:
+class Complete(NamedTuple):
     """This call has ended: tell its `ended`."""
 
     call: BulkCall
