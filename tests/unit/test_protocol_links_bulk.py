@@ -623,7 +623,7 @@ def test_a_put_that_is_refused_is_read_to_its_end_and_the_connection_kept() -> N
     assert not callee.closed
 
 
-def test_a_long_put_is_asked_for_first_and_one_that_follows_all_the_same_breaks_the_rules() -> None:
+def test_a_long_put_is_asked_for_first() -> None:
     long = bytes(MAX_FOLLOWING_BYTES + 1)
     caller, service = Caller(), Service()
     caller.ask(0.0, caller.put("long", data=long, at_once=True))
@@ -633,8 +633,11 @@ def test_a_long_put_is_asked_for_first_and_one_that_follows_all_the_same_breaks_
     callee = serve(service)
     callee.received(0.0, hello_and_put)
     assert heard(callee) == [GO]
+
+
+def test_a_long_put_that_follows_unasked_breaks_the_rules() -> None:
     liar = serve(Service())
-    header = PutHeader(key(1), len(long), 1)
+    header = PutHeader(key(1), MAX_FOLLOWING_BYTES + 1, 1)
     liar.received(0.0, said(HELLO, BulkPut(1, 3, 9, [header], follows=True)))
     assert liar.closed
     assert "too long" in liar.problem
