@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId, segments_of
+from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
 
 MAX_CANDIDATES = 4096
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
@@ -138,7 +138,7 @@ class HeatMap:
         heat.fan_out = max(heat.fan_out, float(readers))
         heat.depth = depth or heat.depth
         heat.size_bytes = size_bytes
-        heat.segments = segments_of(size_bytes)
+        heat.segments = CELLS.segments_of(size_bytes)
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
@@ -147,7 +147,7 @@ class HeatMap:
     def described(self, block: BlockId, size_bytes: int, now: float) -> None:
         """The block's true size."""
         heat = self._touch(block, now)
-        heat.size_bytes, heat.segments = size_bytes, segments_of(size_bytes)
+        heat.size_bytes, heat.segments = size_bytes, CELLS.segments_of(size_bytes)
 
     def _touch(self, block: BlockId, now: float) -> Heat:
         heat = self._heat.get(block)
@@ -231,7 +231,7 @@ def choose(
         key=lambda c: (not c.pinned, -heat.value(c.block, now), heat.depth(c.block), c.block),
     )
     for contender in order:
-        wanted = segments_of(contender.size_bytes)
+        wanted = CELLS.segments_of(contender.size_bytes)
         value = heat.value(contender.block, now)
         reads = heat.expected_reads(contender.block, now)
         if not contender.pinned and reads < options.min_reads:

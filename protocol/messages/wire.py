@@ -520,13 +520,3 @@ def bucket_of(key: bytes) -> int:
 def digest_of(data: Buffer) -> int:
     """The content digest of a block's bytes: xxh3_64, and 1 where that is 0 (0 means "any")."""
     return int(xxhash.xxh3_64_intdigest(data)) or 1
-
-
-def segments_of(size: int) -> int:
-    """How many segments of the smallest chunks a block of `size` bytes has; at least 1."""
-    return CELLS.segments_of(size)
-
-
-def segment_bitmap(size: int, segment: int) -> int:
-    """The chunks that segment `segment` of the smallest ones has, as a bitmap."""
-    return CELLS.bitmap(size, segment)

@@ -87,7 +87,7 @@ def resident_entry(
         (
             slot,
             generation,
-            wire.segment_bitmap(len(content), segment),
+            wire.CELLS.bitmap(len(content), segment),
             wire.digest_of(content),
             len(content),
         ),

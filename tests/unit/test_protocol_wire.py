@@ -193,9 +193,9 @@ def test_digest_of_nothing_known_is_never_zero() -> None:
     [(1, 1, 1), (1024, 1, 1), (1025, 1, 2), (65_536, 1, 64), (65_537, 2, 1), (200_000, 4, 4)],
 )
 def test_segments_and_chunks_of_a_block(size: int, segments: int, chunks_of_last: int) -> None:
-    assert wire.segments_of(size) == segments
+    assert wire.CELLS.segments_of(size) == segments
     assert wire.CELLS.chunks_of(size, segments - 1) == chunks_of_last
-    assert wire.segment_bitmap(size, segments - 1) == (1 << chunks_of_last) - 1
+    assert wire.CELLS.bitmap(size, segments - 1) == (1 << chunks_of_last) - 1
     assert wire.CELLS.chunks_of(size, segments) == 0
 
 
