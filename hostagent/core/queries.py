@@ -107,7 +107,7 @@ class _Exists:
                 missing = [position for position in missing if not self._held[position]]
             homes = pool.homes_of_all(self._keys_at(missing))
             any_home_left = False
-            if len(set(homes)) == 1:  # as in a pool of two nodes, where there is no need to look
+            if homes.count(homes[0]) == len(homes):  # as in small pools: no need to look at each
                 here = homes[0][self._round : self._round + 1]
                 any_home_left = bool(here)
                 by_node = {node: missing for node in here if node != pool.index}
