@@ -11,6 +11,7 @@ import logging
 import random
 import secrets
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address
 
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
@@ -61,6 +62,12 @@ class NetworkOptions:
     and Ethernet's 1500 behind a tunnel."""
     bulk_host: str = "127.0.0.1"
     bulk_port: int = 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether runs of frames leave in one piece: if so told, and over loopback, where none but
+        the nodes' own sockets read."""
+        return self.udp_segments or IPv4Address(self.ip).is_loopback
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ class Agent:
         self.core = AgentCore(agent_options, store, self.arena.memory, rng, shared)
         stack.callback(self.core.close)
         self.transport: Transport = (
-            UdpTransport(self.core, sock, joins=network.udp_segments)
+            UdpTransport(self.core, sock, joins=network.joins)
             if network.tunnel is None
             else TunnelTransport(
                 self.core,

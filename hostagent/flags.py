@@ -98,8 +98,9 @@ class NetworkFlags:
         metavar="BYTES",
     )
     udp_segments: bool = either(
-        "let the kernel or the card split runs of frames (--transport udp): less work, but"
-        " a switch in software that takes frames off a veth pair would get them unsplit",
+        "let the kernel or the card split runs of frames (--transport udp), as it does over"
+        " loopback: less work, but a switch in software that takes frames off a veth pair would"
+        " get them unsplit",
         default=NetworkOptions.udp_segments,
     )
     bulk_addr: tuple[str, int] = address(

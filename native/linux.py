@@ -25,6 +25,8 @@ SO_ERROR = 4
 SOL_PACKET = 263
 PACKET_AUXDATA = 8
 CLOCK_MONOTONIC = 1
+POLLIN = 1
+SO_RCVLOWAT = 18
 
 # linux/udp.h
 SOL_UDP = 17
@@ -122,6 +124,14 @@ class TimeSpec(Struct):
     nanoseconds: U64
 
 
+class PollFd(Struct):
+    """struct pollfd"""
+
+    fd: I32
+    events: U16
+    happened: U16
+
+
 class TimerSpec(Struct):
     """struct itimerspec"""
 
@@ -183,6 +193,21 @@ def read(fd: I32, buffer: U64, size: U64) -> I64:
 
 @external
 def write(fd: I32, buffer: U64, size: U64) -> I64:
+    raise NotImplementedError
+
+
+@external
+def recv(fd: I32, buffer: U64, size: U64, flags: I32) -> I64:
+    raise NotImplementedError
+
+
+@external
+def ppoll(fds: PollFd, count: U64, timeout: TimeSpec, signals: U64) -> I32:
+    raise NotImplementedError
+
+
+@external
+def setsockopt(fd: I32, level: I32, name: I32, value: U64, size: U32) -> I32:
     raise NotImplementedError
 
 

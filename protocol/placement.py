@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -65,6 +66,7 @@ from kvcast.protocol.messages.wire import (
     OP_READ,
     READ_FLAGS,
     READ_PADDING_BYTES,
+    SEGMENT_BYTES,
     SEGMENT_INDEX_BITS,
     UDP,
     VERSION,
@@ -243,6 +245,23 @@ def _u32(at: U64) -> U64:
     return (b[0] << 24) | (b[1] << 16) | (b[2] << 8) | b[3]
 
 
+# --- how a block is cut -----------------------------------------------------------------------
+
+
+@native
+def segment_bytes(index: U64, chunk_bytes: U64) -> U64:
+    """How long a segment can be."""
+    return SEGMENT_BYTES if index == 0 else CHUNKS_PER_SEGMENT * chunk_bytes
+
+
+@native
+def segment_start(index: U64, chunk_bytes: U64) -> U64:
+    """Where a segment begins in its block, in bytes."""
+    if index == 0:
+        return 0
+    return SEGMENT_BYTES + (index - 1) * CHUNKS_PER_SEGMENT * chunk_bytes
+
+
 # --- what is well-formed ----------------------------------------------------------------------
 
 
@@ -265,8 +284,9 @@ def well_formed(t: Table, at: U64, length: U64) -> bool:
         chunk_bytes = CHUNK_BYTES << (segment >> SEGMENT_INDEX_BITS)
         if length != HEADER_BYTES + chunk_bytes or (flags & ~DATA_FLAGS) != 0:
             return False
-        place = (segment & _INDEX) * CHUNKS_PER_SEGMENT + chunk
-        if chunk >= CHUNKS_PER_SEGMENT or place * chunk_bytes >= size:
+        longest = segment_bytes(segment & _INDEX, chunk_bytes)
+        start = segment_start(segment & _INDEX, chunk_bytes) + chunk * chunk_bytes
+        if chunk * chunk_bytes >= longest or start >= size:
             return False
         return u64_at(at + _DIGEST_AT)[0] != 0 and gather == 0 and wanted == 0
     if op == OP_READ:
@@ -450,7 +470,7 @@ def _put(t: Table, to: Copy, at: U64, source: U64) -> None:
     missing = 0 + to.missing[segment]
     added = missing & bit
     if added != 0:
-        start = (segment * CHUNKS_PER_SEGMENT + chunk) * chunk_bytes
+        start = segment_start(segment, chunk_bytes) + chunk * chunk_bytes
         length = to.size - start
         if length > chunk_bytes:
             length = 0 + chunk_bytes
@@ -599,6 +619,9 @@ class Counts(NamedTuple):
     unknown_source: int
 
 
+_COPY: Final = struct.Struct("=Q16s8s2s2xI5Q")
+"""A `Copy`; key, digest and namespace as they lie in a header."""
+assert _COPY.size == ctypes.sizeof(ctypes_of(Copy))
 _ARRIVAL: Final = struct.Struct("=QQQIIIIII")
 assert _ARRIVAL.size == ctypes.sizeof(ctypes_of(Arrival))
 
@@ -639,7 +662,7 @@ class Placement:
         self._table.seed = seed
         self._next_serial = 1
         self._used = 0
-        self._kept: dict[int, tuple[Any, Any]] = {}  # by number: bitmaps and sources
+        self._kept: dict[int, tuple[array[int], array[int]]] = {}  # bitmaps and sources
         self._free: list[int] = []
         self._copies: Any = None
         self._grow(16)
@@ -677,31 +700,36 @@ class Placement:
             self._grow(2 * len(self._copies))
         number = self._free.pop()
         count = chunking.segments_of(size)
-        chunks = [_FULL] * (count - 1) + [chunking.bitmap(size, count - 1)]
-        missing = (ctypes.c_uint64 * count)(*chunks)
+        chunks = [_FULL] * count
+        chunks[0], chunks[-1] = chunking.bitmap(size, 0), chunking.bitmap(size, count - 1)
+        missing = array("Q", chunks)
+        listened = array("I", sources)
         serial = self._next_serial
         self._next_serial += 1
-        entered = self._copies[number]
-        entered.serial = serial
-        entered.key = int.from_bytes(block.key[:8], "little")
-        entered.rest_of_key = int.from_bytes(block.key[8:], "little")
-        entered.digest = int.from_bytes(digest.to_bytes(8, "big"), "little")
-        entered.namespace = int.from_bytes(block.namespace.to_bytes(2, "big"), "little")
-        entered.size = size
-        entered.chunk_code = chunking.code
-        entered.address = address_of_buffer(buffer)
-        entered.missing = ctypes.addressof(missing)
-        self._kept[number] = (missing, None)
-        self.listen(number, sources)
+        _COPY.pack_into(
+            self._copies,
+            number * _COPY.size,
+            serial,
+            block.key,
+            digest.to_bytes(8, "big"),
+            block.namespace.to_bytes(2, "big"),
+            size,
+            address_of_buffer(buffer),
+            missing.buffer_info()[0],
+            listened.buffer_info()[0],
+            len(listened),
+            chunking.code,
+        )
+        self._kept[number] = (missing, listened)
         self._code.enter_copy(self._address, number)
         return number, serial, chunks
 
     def listen(self, number: int, sources: Collection[int]) -> None:
         """Take DATA of this copy from these nodes."""
-        nodes = (ctypes.c_uint32 * len(sources))(*sources)
+        nodes = array("I", sources)
         entered = self._copies[number]
         entered.source_count = 0
-        entered.sources = ctypes.addressof(nodes)
+        entered.sources = nodes.buffer_info()[0]
         entered.source_count = len(sources)
         self._kept[number] = (self._kept[number][0], nodes)
 

@@ -16,26 +16,46 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
-from collections.abc import Callable
-from typing import Any, Final, cast
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, cast
 
-from kvcast.protocol.links.stream import LINGER_S, LinkStream
+from kvcast.protocol.links.stream import LINGER_S, Landed, LinkStream, Room
 from kvcast.service.tls import HANDSHAKE_TIMEOUT_S, Credentials, PeerError
 
 PIECE_BYTES: Final = 256 * 1024
 """How much is handed to a transport at once, and the size of the scratch buffer."""
 TURN_BYTES: Final = 4 << 20
 """How much one connection may read, or write, before others have their turn."""
+MOMENT_S: Final = 0.0002
+"""How long a turn in the middle of blocks waits for the other end, all in all, before the loop goes
+on: to come back to the socket would take as long as what is waited for mostly takes."""
+LOW_WATER_BYTES: Final = 128 * 1024
+"""Of a block that is coming, so much is waited for before it is read, or what is left of it."""
+_SELECTABLE: Final = 1024
+"""Descriptors below this can be waited for by select(2), which counts microseconds."""
 
 Opened = Callable[[asyncio.Transport], LinkStream[Any]]
 """The transport stands, TLS handshake included: the core of this connection; PeerError if the
 certificate at the other end is not one that it is for."""
 
 
+class Lander(Protocol):
+    """Reads blocks from one socket, in a quicker way than this driver knows."""
+
+    low_water_bytes: int
+    """What the socket's SO_RCVLOWAT is."""
+
+    def land(self, rooms: Sequence[Room], at_most: int) -> Landed:
+        """Read into these rooms, of which there is at least one, about so many bytes."""
+
+
 class LinkDriver(asyncio.BufferedProtocol):
     """One connection. `opened`: see `Opened`; `changed` is called after every event of the core;
-    `refused` with what `opened` raised; `over` once, when the transport is gone."""
+    `refused` with what `opened` raised; `over` once, when the transport is gone. `lander` makes one
+    for a socket's descriptor."""
 
     def __init__(
         self,
@@ -45,7 +65,10 @@ class LinkDriver(asyncio.BufferedProtocol):
         changed: Callable[[], None],
         refused: Callable[[PeerError], None],
         over: Callable[[], None] = lambda: None,
+        lander: Callable[[int], Lander] | None = None,
     ) -> None:
+        self._make_lander = lander
+        self._lander: Lander | None = None
         self.link: LinkStream[Any] | None = None
         self._scratch = scratch
         self._opened = opened
@@ -59,6 +82,8 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._writing = False
         """The socket took no more, and tells when it will."""
         self._timer: asyncio.TimerHandle | None = None
+        self._low_water_bytes = 1
+        """The socket says that it can be read when so much is there."""
         self._direct = False
         """The last buffer given was the core's own."""
         self._full = False
@@ -93,6 +118,8 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._make_lander is not None:
+            self._lander = self._make_lander(self._socket.fileno())
         if self._reading:
             self._loop.add_reader(self._socket, self._readable)
         self.flush()
@@ -152,12 +179,30 @@ class LinkDriver(asyncio.BufferedProtocol):
         assert link is not None
         left = TURN_BYTES
         now = self._loop.time()
+        patience = _Patience(sock)
+        lander = self._lander
         while sock is not None and left > 0 and link.wants_bytes:
+            if lander is not None and link.rooms:
+                lander.low_water_bytes = self._low_water_bytes
+                landed = lander.land(link.rooms, left)
+                self._low_water_bytes = lander.low_water_bytes
+                left -= landed.size_bytes
+                if landed.size_bytes:
+                    link.filled(now, landed.size_bytes, landed.digests)
+                if landed.lost is not None:
+                    self.lost(landed.lost)
+                    return
+                if landed.waits:
+                    break
+                continue
             rooms = link.destinations()
             views = rooms or [self._scratch[: link.scratch_bytes]]
+            self._set_low_water(sock, link)
             try:
                 size = sock.recvmsg_into(views)[0]
             except BlockingIOError:
+                if rooms and patience.readable():
+                    continue
                 break
             except OSError as error:
                 self.lost(str(error) or type(error).__name__)
@@ -170,9 +215,15 @@ class LinkDriver(asyncio.BufferedProtocol):
             else:
                 link.received(now, bytes(views[0][:size]))
             left -= size
-            if size < sum(map(len, views)):
+            if not rooms and size < len(views[0]):
                 break  # there is no more just now
         self.flush()
+
+    def _set_low_water(self, sock: socket.socket, link: LinkStream[Any]) -> None:
+        size_bytes = min(LOW_WATER_BYTES, link.least_bytes)
+        if size_bytes != self._low_water_bytes:
+            self._low_water_bytes = size_bytes
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _writable(self) -> None:
         assert self._socket is not None
@@ -183,10 +234,13 @@ class LinkDriver(asyncio.BufferedProtocol):
     def _write_socket(self, link: LinkStream[Any], sock: socket.socket, now: float) -> str | None:
         """Send what the socket takes now; what broke the connection, if anything."""
         left = TURN_BYTES
+        patience = _Patience(sock)
         while not self._writing and (pieces := link.pieces_to_send()):
             try:
                 size = sock.sendmsg(pieces) if left > 0 else 0
             except BlockingIOError:
+                if patience.writable():
+                    continue
                 size = 0
             except OSError as error:
                 return str(error) or type(error).__name__
@@ -224,6 +278,8 @@ class LinkDriver(asyncio.BufferedProtocol):
                 else:
                     while not self._full and (data := link.bytes_to_send(now, PIECE_BYTES)):
                         transport.write(data)
+                if self._socket is not None:
+                    self._set_low_water(self._socket, link)
                 if link.wants_bytes != self._reading and not transport.is_closing():
                     self._read_or_not(transport, reading=link.wants_bytes)
             if link.closed:
@@ -275,6 +331,37 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self.link is not None:
             self.link.handle_timer(self._loop.time())
         self.flush()
+
+
+class _Patience:
+    """What is left of a turn's `MOMENT_S`, and waiting for a socket as long as there is some."""
+
+    __slots__ = ("_end", "_sock")
+
+    def __init__(self, sock: socket.socket | None) -> None:
+        self._sock = sock
+        self._end = 0.0
+
+    def readable(self) -> bool:
+        """Wait until the socket has something; False if that takes too long."""
+        return self._wait(reads=True)
+
+    def writable(self) -> bool:
+        """Wait until the socket takes something; False if that takes too long."""
+        return self._wait(reads=False)
+
+    def _wait(self, *, reads: bool) -> bool:
+        sock = self._sock
+        if sock is None or sock.fileno() >= _SELECTABLE:
+            return False
+        now = time.monotonic()
+        if not self._end:
+            self._end = now + MOMENT_S
+        if now >= self._end:
+            return False
+        mine, none = (sock,), ()
+        readers, writers = (mine, none) if reads else (none, mine)
+        return any(select.select(readers, writers, none, self._end - now))
 
 
 class ConnectingDriver(LinkDriver):

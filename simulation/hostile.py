@@ -233,7 +233,7 @@ class Hostile:
             pool = process.core.pool if process is not None else None
             meaning = pool.meaning_of(name[0]) if pool is not None else None
             header = PutHeader(name[1], size, digest)
-            request = BulkPut(name[0], 1 << 40, meaning or 0, [header])
+            request = BulkPut(name[0], 1 << 40, meaning or 0, [header], way < 0.4)
 
         def answered(message: CalleeMessage) -> None:
             if isinstance(message, BulkBlocks):

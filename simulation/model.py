@@ -100,8 +100,14 @@ class Seen(NamedTuple):
 
     @property
     def before(self) -> int:
-        """How many of the block's bytes lie before the segment."""
-        return (self.segment & (1 << _INDEX_BITS) - 1) * 64 * self.chunk_bytes
+        """How many of the block's bytes lie before the segment: the first is of 64 KiB."""
+        index = self.segment & (1 << _INDEX_BITS) - 1
+        return 64 * (_CELL + (index - 1) * self.chunk_bytes) if index else 0
+
+    @property
+    def longest(self) -> int:
+        """How many bytes the segment has at most."""
+        return 64 * (self.chunk_bytes if self.before else _CELL)
 
     @property
     def full(self) -> bool:
@@ -367,6 +373,8 @@ class Model:
             forged = (seen.namespace, seen.key, seen.digest) in self._forged
             number, what = (5, "that was forged") if forged else (1, "that nobody has put")
             raise ViolationError(number, f"host {host} sends a copy of {_show(seen)} {what}")
+        if seen.chunk * seen.chunk_bytes >= seen.longest:
+            raise ViolationError(2, f"host {host} sends chunk {seen.chunk} of {_show(seen)}")
         at = seen.before + seen.chunk * seen.chunk_bytes
         chunk = content[at : at + seen.chunk_bytes]
         if frame[_PAYLOAD_AT : _PAYLOAD_AT + len(chunk)] != chunk or seen.size != len(content):
@@ -374,7 +382,7 @@ class Model:
                 1, f"host {host} sends wrong bytes as chunk {seen.chunk} of {_show(seen)}"
             )
         if seen.full:
-            end = min(64 * seen.chunk_bytes, len(content) - seen.before)
+            end = min(seen.longest, len(content) - seen.before)
             last = seen.chunk == (end - 1) // seen.chunk_bytes
             if last != bool(seen.flags & _LAST):
                 raise ViolationError(

@@ -189,6 +189,16 @@ def caller_messages() -> list[bulk.CallerMessage]:
                 bulk.PutHeader(KEY[::-1], 5, wire.digest_of(b"hello")),
             ],
         ),
+        bulk.BulkPut(
+            1,
+            3,
+            bulk.meaning_of(NAMESPACE),
+            [
+                bulk.PutHeader(KEY[::-1], 5, wire.digest_of(b"hello")),
+                bulk.PutHeader(KEY, 7, wire.digest_of(b"another")),
+            ],
+            follows=True,
+        ),
         bulk.BulkGet(
             1, [bulk.WantedBlock(KEY), bulk.WantedBlock(KEY[::-1], wire.digest_of(b"y" * 3000), 9)]
         ),

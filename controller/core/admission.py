@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId, segments_of
+from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -164,7 +164,7 @@ class HeatMap:
         if depth:
             self._depth[row] = depth
         self._size_bytes[row] = size_bytes
-        self._segments[row] = segments_of(size_bytes)
+        self._segments[row] = CELLS.segments_of(size_bytes)
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
@@ -174,7 +174,7 @@ class HeatMap:
         """The block's true size."""
         row = self._touch(block, now)
         self._size_bytes[row] = size_bytes
-        self._segments[row] = segments_of(size_bytes)
+        self._segments[row] = CELLS.segments_of(size_bytes)
 
     def _touch(self, block: BlockId, now: float) -> int:
         """The block's row, brought up to date."""
@@ -303,7 +303,7 @@ def choose(
         key=lambda c: (not c.pinned, -looks[c.block].value, looks[c.block].depth, c.block),
     )
     for contender in order:
-        wanted = segments_of(contender.size_bytes)
+        wanted = CELLS.segments_of(contender.size_bytes)
         value, reads, _ = looks[contender.block]
         if not contender.pinned and reads < options.min_reads:
             choice.refused.append(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcast.protocol.messages.wire import BlockId, segment_bitmap, segments_of
+from kvcast.protocol.messages.wire import CELLS, BlockId
 
 MAX_GENERATION = 0xFFFFFFFF
 
@@ -48,7 +48,7 @@ class Resident(SavedResident):
 
     def chunk_mask(self, segment: int) -> int:
         """Which chunks of the segment exist; bit i = chunk i."""
-        return segment_bitmap(self.size_bytes, segment)
+        return CELLS.bitmap(self.size_bytes, segment)
 
 
 class Residency:
@@ -72,7 +72,7 @@ class Residency:
         lost = 0
         for s in saved:
             if (
-                len(s.slots) != segments_of(s.size_bytes)
+                len(s.slots) != CELLS.segments_of(s.size_bytes)
                 or not set(s.slots) <= set(self._free)
                 or s.block in self.residents
             ):
@@ -108,7 +108,7 @@ class Residency:
         """Give the block free slots under a new generation; NoSlotsError if they do not suffice."""
         if block in self.residents:
             raise ValueError(f"{block} is already resident")
-        wanted = segments_of(size_bytes)
+        wanted = CELLS.segments_of(size_bytes)
         if wanted > len(self._free):
             raise NoSlotsError(f"{wanted} slots wanted, {len(self._free)} free")
         slots = tuple(self._free.pop() for _ in range(wanted))

@@ -37,7 +37,13 @@ from kvcast.protocol.messages.control import (
     Keep,
     Kept,
 )
-from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, chunking_of, segment_index
+from kvcast.protocol.messages.wire import (
+    MAX_BLOCK_BYTES,
+    SEGMENT_BYTES,
+    BlockId,
+    chunking_of,
+    segment_index,
+)
 
 DESCRIBE_BATCH = 64
 """Blocks a Describe asks about; also the most candidates that are looked at a tick."""
@@ -131,10 +137,11 @@ class Tiers:
     def heard_heat(self, sample: HeatSample, now: float) -> None:
         """A heat digest; of a resident it means READs that the switch could not serve yet. A READ
         for larger chunks than the switch keeps is one of several segments as it keeps them."""
-        segments = 1 << chunking_of(sample.segment).code
+        chunking, index = chunking_of(sample.segment), segment_index(sample.segment)
+        segments = chunking.segment_bytes // SEGMENT_BYTES if index else 1
         self.heat.seen_by_switch(
             sample.block,
-            segment=segment_index(sample.segment) * segments,
+            segment=chunking.start_of(index) // SEGMENT_BYTES,
             reads=sample.count * segments,
             fan_out=max(1, sample.port_bits.bit_count()),
             now=now,

@@ -60,8 +60,9 @@ class Client:
         """Answers that `get_each` waits for, or that have come for it."""
         self._posted: deque[local.Request] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._patience_s = -1.0
         try:
-            self._socket.settimeout(timeout_s)
+            self._be_patient(timeout_s)
             self._socket.connect(socket_path)
             self._socket.sendall(self._conversation.hello(name))
             while not self._conversation.welcomed(
@@ -94,7 +95,7 @@ class Client:
         """Ask, and wait for the answer."""
         with self._lock:
             try:
-                self._socket.settimeout(ask.patience_s)
+                self._be_patient(ask.patience_s)
                 self._send_posted()
                 self._socket.sendall(self._conversation.encode(ask.request))
                 while (reply := self._reply_to(ask.request.request)) is None:
@@ -106,6 +107,12 @@ class Client:
             except AgentGoneError:
                 self._socket.close()
                 raise
+
+    def _be_patient(self, patience_s: float) -> None:
+        """How long the socket is waited for from now on; a system call, if that is another time."""
+        if patience_s != self._patience_s:
+            self._socket.settimeout(patience_s)
+            self._patience_s = patience_s
 
     def _reply_to(self, number: int) -> local.AgentReply | None:
         """The answer to request `number`, if it is there. Answers to requests that an interrupt
@@ -178,7 +185,7 @@ class Client:
                         if reply is not None:
                             del self._awaited[number]
                             return reply
-                    self._socket.settimeout(max(end - time.monotonic(), 0.001))
+                    self._be_patient(max(end - time.monotonic(), 0.001))
                     self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
             except OSError as error:
                 self._socket.close()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvcast.hostagent.client.errors import AgentGoneError, ReleasedError
 from kvcast.protocol.messages.wire import digest_of
@@ -77,8 +76,7 @@ class Block:
         return f"<Block {self.key.hex()} {self.size_bytes} B from {self.tier}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One key of `get_outcomes`: the block, or why there is none. `status` and `reason` are as
     in `kvcast.protocol.messages.local.GotBlock`."""
 

@@ -215,8 +215,11 @@ class Conversation:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
         data = self._memory.read(got.offset, got.size_bytes)
-        release = functools.partial(self._post, local.Release([got.handle]))
+        release = functools.partial(self._release, got.handle)
         return Outcome(Block(key, data, got.digest, got.tier, release), got.status, got.reason)
+
+    def _release(self, handle: int) -> None:
+        self._post(local.Release([handle]))
 
     def _local_outcomes(self, namespace: int, keys: list[bytes]) -> list[Outcome | None]:
         """What is here, pinned without a message; None for the rest."""

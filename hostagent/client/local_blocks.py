@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import mmap
 import os
 import threading
@@ -103,8 +104,14 @@ class LocalBlocks:
             try:
                 if self._readable(namespace):
                     self._settle()
-                    for key in keys:
-                        found.append(self._take(namespace, key))
+                    table = self.table
+                    if table is not None and len(keys) >= _LEAST_FOR_NUMPY:
+                        # Of most blocks of a long question both buckets say that they are not here.
+                        there = table.may_be_there(namespace, keys)
+                    else:
+                        there = itertools.repeat(True)
+                    for key, may_be in zip(keys, there, strict=False):
+                        found.append(self._take(namespace, key) if may_be else None)
                     # What it means, and whether we are heard, may have changed meanwhile.
                     if self._readable(namespace):
                         self._tell(found)
@@ -283,6 +290,20 @@ class _Table:
         self._tags = words[tags:entries].reshape(buckets, shared.SLOTS_A_BUCKET)
         self._entries = words[entries:].reshape(-1, ENTRY_BYTES // WORD_BYTES)
         self._shift = numpy.uint64(64 - bits)
+
+    def may_be_there(self, namespace: int, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these have their tag in one of their buckets."""
+        numpy = self._numpy
+        spread, again, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
+        halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
+        high, low = halves[:, 0], halves[:, 1]
+        of_namespace = numpy.array([namespace], numpy.uint64) * by_namespace
+        mixed = (high + low * by_low + of_namespace) * spread
+        wanted = numpy.where(low == 0, numpy.uint64(shared.tag_of(0)), low)[:, None]
+        first = self._tags[(mixed >> self._shift).astype(numpy.intp)]
+        second = self._tags[(mixed * again >> self._shift).astype(numpy.intp)]
+        there = (first == wanted).any(axis=1) | (second == wanted).any(axis=1)
+        return list(there.tolist())
 
     def not_found(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
         """The positions of those that are not, or not for certain, in their first buckets."""

@@ -52,7 +52,9 @@ class Pool:
                 raise PoolMapError(f"two nodes have the address {node.ip}")
             self.nodes[node.index] = node
             self.index_by_ip[ip] = node.index
-        self._buckets = [tuple(bucket) for bucket in pool_map.buckets]
+        # Lists that are alike are one object, so that they are quickly compared.
+        alike: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._buckets = [alike.setdefault(homes, homes) for homes in map(tuple, pool_map.buckets)]
         for number, bucket in enumerate(self._buckets):
             if not self.nodes.keys() >= set(bucket):
                 raise PoolMapError(f"bucket {number} names a node that is not in the map")

@@ -102,19 +102,26 @@ class _Exists:
         pool = self._outbox.pool
         while pool is not None and False in self._held:
             by_node: dict[int, list[int]] = {}
-            missing = [position for position, held in enumerate(self._held) if not held]
-            homes = pool.homes_of_all([self._keys[position] for position in missing])
+            missing = list(range(len(self._held)))
+            if True in self._held:
+                missing = [position for position in missing if not self._held[position]]
+            homes = pool.homes_of_all(self._keys_at(missing))
             any_home_left = False
-            # What lies behind a gap that can no longer be filled is not asked for.
-            for position, nodes in zip(missing, homes, strict=True):
-                if self._round >= len(nodes):
-                    break
-                any_home_left = True
-                node = nodes[self._round]
-                if node in by_node:
-                    by_node[node].append(position)
-                elif node != pool.index:
-                    by_node[node] = [position]
+            if homes.count(homes[0]) == len(homes):  # as in small pools: no need to look at each
+                here = homes[0][self._round : self._round + 1]
+                any_home_left = bool(here)
+                by_node = {node: missing for node in here if node != pool.index}
+            else:
+                # What lies behind a gap that can no longer be filled is not asked for.
+                for position, nodes in zip(missing, homes, strict=True):
+                    if self._round >= len(nodes):
+                        break
+                    any_home_left = True
+                    node = nodes[self._round]
+                    if node in by_node:
+                        by_node[node].append(position)
+                    elif node != pool.index:
+                        by_node[node] = [position]
             self._round += 1
             if by_node:
                 self._left = len(by_node)
@@ -124,6 +131,11 @@ class _Exists:
             if not any_home_left:
                 break
         self._found(self._held.index(False) if False in self._held else len(self._held))
+
+    def _keys_at(self, positions: list[int]) -> list[bytes]:
+        if len(positions) == len(self._keys):
+            return self._keys
+        return [self._keys[position] for position in positions]
 
     def _ask(self, node: int, positions: list[int]) -> None:
         def answer(held: list[bool]) -> None:
@@ -139,7 +151,7 @@ class _Exists:
             if self._left == 0:
                 self.start()
 
-        keys = [self._keys[position] for position in positions]
+        keys = self._keys_at(positions)
         self._outbox.calls.append(
             ExistsCall(node, self._namespace, keys, self._deadline, answer, ended)
         )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
@@ -66,8 +66,7 @@ class ReadOptions:
     """How long the controller's `Keep` may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetItem:
+class GetItem(NamedTuple):
     """How one key of a batch ended; `copy` is pinned once for whoever takes the batch."""
 
     status: str
@@ -107,6 +106,16 @@ class _Fetch:
     """Those that wait for what this one's probe of their home shows."""
     home: int | None = None
     """The home that is probed."""
+
+
+class _Probes:
+    """The probes of one batch, by the home that each asks, and by the homes of its followers."""
+
+    __slots__ = ("by_home", "by_homes")
+
+    def __init__(self) -> None:
+        self.by_home: dict[int, _Fetch] = {}
+        self.by_homes: dict[tuple[int, ...], _Fetch] = {}
 
 
 class Reads:
@@ -171,8 +180,7 @@ class Reads:
         if not keys:
             answered(batch)
             return
-        may_follow = not (gather_ms or group or expect)
-        probes: dict[int, _Fetch] = {}
+        probes = self._probes(now, looks_for_company=bool(gather_ms or group or expect))
         for position, key in enumerate(keys):
             block = BlockId(namespace, key)
             copy = self._store.get(block)
@@ -180,7 +188,7 @@ class Reads:
                 self._metrics.hits_local_total += 1
                 self._finish(batch, position, self._hit(copy, LOCAL_TIER))
                 continue
-            fetch = self._follow(now, block, deadline, probes) if may_follow else None
+            fetch = self._follow(now, block, deadline, probes) if probes is not None else None
             if fetch is None:
                 fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
             fetch.waiters.append((batch, position))
@@ -201,13 +209,12 @@ class Reads:
     ) -> int:
         """Have blocks fetched into the arena; how many of them were not there yet."""
         started = 0
-        probes: dict[int, _Fetch] = {}
+        probes = self._probes(now, looks_for_company=bool(gather_ms or group or expect))
         for key in keys:
             block = BlockId(namespace, key)
             if self._store.get(block) is None:
                 self._metrics.prefetches_total += 1
-                may_follow = not (gather_ms or group or expect)
-                if not may_follow or self._follow(now, block, deadline, probes) is None:
+                if probes is None or self._follow(now, block, deadline, probes) is None:
                     self._join(now, block, deadline, gather_ms or None, group, expect)
                 started += 1
         self.drain(now)
@@ -231,25 +238,39 @@ class Reads:
         fetch.keeps.append(kept)
         self.drain(now)
 
+    def _probes(self, now: float, *, looks_for_company: bool) -> _Probes | None:
+        """The probes of a batch, none of them made yet; None = each block is read for itself."""
+        if looks_for_company or not self.requester.may_probe(now):
+            return None
+        return _Probes()
+
     def _follow(
-        self, now: float, block: BlockId, deadline: float, probes: dict[int, _Fetch]
+        self, now: float, block: BlockId, deadline: float, probes: _Probes
     ) -> _Fetch | None:
         """Let a block wait for what the probe of its home shows, or, if it has none yet, be that
-        probe; `probes`: those of this batch, by home. None = it cannot be either."""
+        probe; `probes`: those of this batch. None = it cannot be either."""
         full = len(self._fetches) >= self.requester.config.max_fetches
-        if full or block in self._fetches or not self.requester.may_probe(now):
+        if full or block in self._fetches:
             return None
         if block in self.residents:  # the switch has it, or will have what READs bring past it
             return None
         pool = self._outbox.pool
-        homes = pool.other_homes_of(block) if pool is not None else []
-        if not homes:
+        if pool is None:
             return None
-        home = self.requester.first_home(now, homes)
-        probe = probes.get(home)
+        homes = pool.homes_of(block)
+        probe = probes.by_homes.get(homes)
         if probe is None:
-            probes[home] = probe = self._join(now, block, deadline, None, 0, False)
+            others = [node for node in homes if node != pool.index]
+            if not others:
+                return None
+            home = self.requester.first_home(now, others)
+            probe = probes.by_home.get(home)
+            if probe is not None:
+                probes.by_homes[homes] = probe
+        if probe is None:
+            probe = self._join(now, block, deadline, None, 0, False)
             probe.home = home
+            probes.by_home[home] = probes.by_homes[homes] = probe
             return probe
         self._metrics.fetches_total += 1
         fetch = self._fetches[block] = _Fetch(block, deadline, now)
@@ -384,8 +405,7 @@ class Reads:
             self._end_without(fetch, MissReason.CANCELLED)
             return
         self._metrics.fetch_time.add(elapsed_s)
-        # Hold the copy while its waiters are told: one of them may put or drop.
-        self._store.pin(copy)
+        # It is held while its waiters are told: one of them may put or drop.
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
                 self._metrics.count_hit(tier)

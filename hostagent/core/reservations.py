@@ -22,9 +22,10 @@ class ArenaReservation:
         self.view = view
 
     def commit(self, digest: int, *, home: bool) -> Copy:
-        """The block is there. As `Store.commit`, which may raise StaleReservationError."""
+        """The block is there; its copy is pinned. As `Store.commit`, which may raise
+        StaleReservationError."""
         self.view.release()
-        return self._store.commit(self._copy, digest, home=home)
+        return self._store.commit(self._copy, digest, home=home, pinned=True)
 
     def abort(self) -> None:
         """The block does not come."""

@@ -27,7 +27,7 @@ from kvcast.protocol.messages.bulk import (
     PutHeader,
     WantedBlock,
 )
-from kvcast.protocol.messages.wire import BlockId, segments_of
+from kvcast.protocol.messages.wire import CELLS, BlockId
 
 
 class Serving:
@@ -122,7 +122,7 @@ class Serving:
         pool = self._outbox.pool
         node = pool.nodes_by_id.get(caller) if pool is not None else None
         if node is not None:
-            segments = segments_of(max(1, copy.size_bytes - wanted.start_bytes))
+            segments = CELLS.segments_of(max(1, copy.size_bytes - wanted.start_bytes))
             self._note_heat(node.index, copy.block, copy.size_bytes, copy.digest, segments)
         self._store.pin(copy)
         return copy

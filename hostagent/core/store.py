@@ -223,6 +223,8 @@ class Store:
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, without touching the LRU order."""
+        if namespace not in self._namespaces:
+            return [False for _ in keys]
         # A pair is as good as a BlockId here, and quicker made.
         pairs = zip(itertools.repeat(namespace), keys, strict=False)
         return list(map(self._index.__contains__, pairs))
@@ -272,10 +274,11 @@ class Store:
         state.copies += 1
         return copy
 
-    def commit(self, copy: Copy, digest: int, *, home: bool) -> Copy:
+    def commit(self, copy: Copy, digest: int, *, home: bool, pinned: bool = False) -> Copy:
         """Make a reserved copy visible; returns the copy in force, which is an older one where
-        the block was held already (the new one's bytes are then free again). Raises
-        StaleReservationError where the namespace was dropped meanwhile."""
+        the block was held already (the new one's bytes are then free again), and which is pinned
+        once more if so asked. Raises StaleReservationError where the namespace was dropped
+        meanwhile."""
         assert copy.state == RESERVED, copy
         if copy.generation < self._dropped_in.get(copy.block.namespace, 0):
             self._release_bytes(copy)
@@ -288,13 +291,18 @@ class Store:
                 self.counters.conflicts += 1
             held.home = held.home or home
             self._release_bytes(copy)
+            if pinned:
+                self.pin(held)
             return held
         copy.state = COMMITTED
         copy.digest = digest
         copy.home = home
         self._index[copy.block] = copy
         self._evicted.pop(copy.block, None)
-        self._make_evictable(copy)
+        if pinned:
+            copy.pins = 1
+        else:
+            self._make_evictable(copy)
         self.counters.commits += 1
         self.elsewhere.publish(copy)
         return copy

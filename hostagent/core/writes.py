@@ -177,7 +177,13 @@ class Writes:
             self._settle(batch, put)
 
         deadline = now + self._options.replicate_timeout_s
-        self._outbox.calls.append(PutCall(node, copy, epoch, meaning, deadline, begin, ended))
+        pool = self._outbox.pool
+        assert pool is not None
+        # Who may not read the namespace is not sent its bytes before it has refused them.
+        at_once = bool(pool.may_use(copy.block.namespace, pool.nodes[node].node_id))
+        self._outbox.calls.append(
+            PutCall(node, copy, epoch, meaning, deadline, begin, ended, at_once)
+        )
 
     def _settle(self, batch: PutBatch, put: _Put) -> None:
         """All homes were tried: whoever has it acknowledges, if that is enough."""

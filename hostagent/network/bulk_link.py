@@ -18,6 +18,7 @@ from collections.abc import Callable
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.network.lander import Lander, available
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller as CallerCore
@@ -48,6 +49,9 @@ class BulkCaller:
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._soon = False
+        self._dispatching = False
+        self._ended: list[Complete] = []
+        """Calls that have ended while the cores could not be told."""
 
     def dispatch(self) -> None:
         """Start the calls that wait in the outbox."""
@@ -58,27 +62,43 @@ class BulkCaller:
             self._link.use_nodes(loop.time(), pool.nodes)
         calls = list(self._core.outbox.calls)
         self._core.outbox.calls.clear()
-        self._link.ask(loop.time(), *calls)
         # Whoever called is in the middle of an event of the cores, and may not be told of ends now.
+        self._dispatching = True
+        try:
+            self._link.ask(loop.time(), *calls)
+            self._carry_out()
+        finally:
+            self._dispatching = False
+        if self._ended:
+            self._act_soon()
+
+    def _act_soon(self) -> None:
         if not self._soon:
             self._soon = True
-            loop.call_soon(self._act)
+            asyncio.get_running_loop().call_soon(self._act)
 
     def _act(self) -> None:
-        """Do what the link wants done."""
+        """Do what the link wants done, and tell of calls that have ended."""
+        if self._dispatching:
+            self._act_soon()
+            return
         self._soon = False
-        ended = False
+        self._carry_out()
+        ended, self._ended = self._ended, []
+        for call, outcome in ended:
+            call.ended(asyncio.get_running_loop().time(), outcome)
+        if ended:
+            self._core_told()
+
+    def _carry_out(self) -> None:
         for instruction in self._link.instructions():
             match instruction:
-                case Complete(call=call, outcome=outcome):
-                    call.ended(asyncio.get_running_loop().time(), outcome)
-                    ended = True
+                case Complete():
+                    self._ended.append(instruction)
                 case Connect(connection=connection):
                     self._connect(connection)
                 case _ if (driver := self._drivers.get(instruction.connection)) is not None:
                     driver.flush()
-        if ended:
-            self._core_told()
 
     def _connect(self, connection: BulkConnection) -> None:
         node = connection.node
@@ -102,6 +122,7 @@ class BulkCaller:
             changed=self._act,
             refused=lambda error: connection.wrong_peer(loop.time(), str(error)),
             over=over,
+            lander=Lander if available() else None,
         )
         driver.connect(node.bulk_host, node.bulk_port, self._credentials)
 
@@ -165,6 +186,13 @@ class BulkServer:
             if driver.link is not None and driver.link.problem:
                 log.warning("bulk: a caller was cut off: %s", driver.link.problem)
 
-        driver = LinkDriver(self._scratch, opened, changed=lambda: None, refused=refused, over=over)
+        driver = LinkDriver(
+            self._scratch,
+            opened,
+            changed=lambda: None,
+            refused=refused,
+            over=over,
+            lander=Lander if available() else None,
+        )
         self._drivers.add(driver)
         return driver

@@ -154,6 +154,8 @@ class Transport(ABC):
             metrics.frames_unknown_source_total += counts.unknown_source
         metrics.frames_received_total += taken
         metrics.frames_dropped_receiving_total = _kernel_drops(self._socket)
+        if not taken:
+            self._count_sent()  # it was an error that woke us
         self._core.after_receiving(now)
         self.pump()
 
@@ -177,8 +179,8 @@ class Transport(ABC):
         answers = self._core.answers_to_send(now, 0 if self._mover.waiting else SEND_ROUND)
         if answers:
             self._mover.send(answers)
-        self._count_sent()
-        if self._mover.waiting and not self._writing:
+            self._count_sent()
+        if not self._writing and self._mover.waiting:
             self._writing = True
             self._loop.add_writer(self._socket.fileno(), self._writable)
         self._set_timer(now)

@@ -301,14 +301,17 @@ class _Client(asyncio.Protocol):
 
     def _handle(self, messages: Iterable[local.ClientMessage]) -> None:
         now = asyncio.get_running_loop().time()
+        told = False
         try:
             for message in messages:
                 if isinstance(message, local.Hello):
                     raise FramingError("a second Hello")
                 self.session.handle(now, message)
+                told = told or not isinstance(message, local.Release)  # which asks for nothing
         except FramingError as error:
             self._offends(str(error))
-        self._core_told()
+        if told:
+            self._core_told()
 
     def pause_writing(self) -> None:
         if self._transport is not None:

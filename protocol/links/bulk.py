@@ -62,7 +62,8 @@ class HeldCopy(Protocol):
 @dataclass(slots=True, eq=False)
 class PutCall:
     """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
-    it waited, and there is nothing to send. After it and whatever happens, `ended`."""
+    it waited, and there is nothing to send. After it and whatever happens, `ended`. `at_once`:
+    whether the bytes may be sent before the node has said that it wants them."""
 
     node: int
     copy: HeldCopy
@@ -71,6 +72,7 @@ class PutCall:
     deadline: float
     begin: Callable[[], bool]
     ended: Ended
+    at_once: bool = False
 
 
 @dataclass(slots=True, eq=False)

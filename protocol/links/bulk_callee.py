@@ -22,6 +22,7 @@ from kvcast.protocol.messages.bulk import (
     LATER,
     MAX_BULK_BYTES,
     MAX_BULK_MESSAGE_BYTES,
+    MAX_FOLLOWING_BYTES,
     NO_ROOM,
     NOT_FOUND,
     WANTED,
@@ -107,8 +108,10 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         self._certified = certified
         self._caller: str | None = None
         """Who calls; None before its BulkHello."""
-        self._putting: deque[tuple[PutHeader, S]] = deque()
-        """The blocks whose bytes are coming, and the room for them."""
+        self._putting: deque[tuple[PutHeader, S | str]] = deque()
+        """The blocks whose bytes are coming, and the room for them, or why there is none."""
+        self._refusal: str | None = None
+        """Why the put whose bytes are coming is refused as a whole."""
         self._taken: list[str] = []
         """What became of those of the same put that have come."""
         self._sending: list[S] = []
@@ -126,7 +129,10 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         match message:
             case BulkPut():
                 refusal = service.refuse_put(caller, message)
-                self._send(BulkDone(refusal) if refusal else BulkGo(self._begin_put(message)))
+                if message.follows:
+                    self._begin_following(message, refusal)
+                else:
+                    self._send(BulkDone(refusal) if refusal else BulkGo(self._begin_put(message)))
             case BulkGet():
                 refusal = service.refuse_get(caller, message)
                 if refusal:
@@ -160,6 +166,20 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._receive_block(service.view(room))
         return statuses
 
+    def _begin_following(self, put: BulkPut, refusal: str | None) -> None:
+        """Make room for blocks whose bytes come at once, wanted or not."""
+        if sum(block.size_bytes for block in put.blocks) > MAX_FOLLOWING_BYTES:
+            raise LinkError("a put whose bytes follow is too long")
+        self._taken = []
+        self._refusal = refusal
+        for block in put.blocks:
+            room = refusal or self._service.begin_put(put, block)
+            self._putting.append((block, room))
+            if isinstance(room, str):
+                self._skip_block(block.size_bytes)
+            else:
+                self._receive_block(self._service.view(room))
+
     def _send_blocks(self, caller: str, get: BulkGet) -> None:
         """Send what is held of the blocks, as far as it fits into one answer."""
         service = self._service
@@ -192,11 +212,15 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         return message.node_id
 
     def _block_came(self, now: float, digest: int | None) -> None:
-        assert digest is not None
         block, room = self._putting.popleft()
-        self._taken.append(self._service.end_put(block, room, digest))
+        if isinstance(room, str):
+            self._taken.append(room)
+        else:
+            assert digest is not None
+            self._taken.append(self._service.end_put(block, room, digest))
         if not self._putting:
-            self._send(BulkTaken(self._taken))
+            refusal, self._refusal = self._refusal, None
+            self._send(BulkDone(refusal) if refusal else BulkTaken(self._taken))
 
     def _block_sending(self, size_bytes: int) -> None:
         self._counters.payload_bytes_sent_bulk_get_total += size_bytes
@@ -220,5 +244,6 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
     def _over(self, now: float) -> None:
         while self._putting:
             _, room = self._putting.popleft()
-            self._service.abort_put(room)
+            if not isinstance(room, str):
+                self._service.abort_put(room)
         self._end_gets()

@@ -5,7 +5,8 @@ Owns: connections, their reuse, deadlines and number, and the order of a convers
 
 At most `connections_per_peer` connections to a node, each with one request at a time; calls beyond
 wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. Gets,
-and puts, that wait together and are alike go together, in one request. A
+and puts, that wait together and are alike go together, in one request. The bytes of a put that is
+not long follow it at once; after a node did not want some, it is asked first, until it wants all. A
 connection is kept for the next call for half of `idle_s`, before the callee closes it. A reused
 connection that turns out to be dead before any answer is replaced once it is known: by another that
 was kept, in the end by a fresh one.
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvcast.protocol.links.bulk import (
     EVICTED,
@@ -39,6 +40,7 @@ from kvcast.protocol.messages.bulk import (
     MAX_BULK_BLOCKS,
     MAX_BULK_BYTES,
     MAX_BULK_MESSAGE_BYTES,
+    MAX_FOLLOWING_BYTES,
     BlockHeader,
     BulkBlocks,
     BulkDone,
@@ -78,8 +80,7 @@ class Flush:
     connection: BulkConnection
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Complete:
+class Complete(NamedTuple):
     """This call has ended: tell its `ended`."""
 
     call: BulkCall
@@ -98,6 +99,8 @@ class _Peer:
         self.busy: dict[BulkConnection, None] = {}
         """Connections with calls, those being made included."""
         self.queue: deque[BulkCall] = deque()
+        self.wants_puts = True
+        """Whether it wanted all blocks of the last put."""
 
 
 class BulkCaller:
@@ -265,7 +268,8 @@ def _alike(first: BulkCall, other: BulkCall) -> bool:
         isinstance(first, PutCall)
         and isinstance(other, PutCall)
         and first.copy.block.namespace == other.copy.block.namespace
-        and (first.epoch, first.meaning) == (other.epoch, other.meaning)
+        and (first.epoch, first.meaning, first.at_once)
+        == (other.epoch, other.meaning, other.at_once)
     )
 
 
@@ -293,7 +297,9 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._refused: set[BulkCall] = set()
         """Gets whose blocks are coming and have no room."""
         self._gone = False
-        """The BulkGo has come."""
+        """The blocks of a put have been sent,"""
+        self._unasked = False
+        """before a BulkGo."""
 
     # --- events -------------------------------------------------------------------------------
 
@@ -304,6 +310,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         self._reused = self.is_connected
         self._answered = False
         self._gone = False
+        self._unasked = False
         if self.is_connected:
             self._request(now)
         else:
@@ -346,8 +353,22 @@ class BulkConnection(LinkStream[CalleeMessage]):
                     assert isinstance(call, PutCall)
                     copy = call.copy
                     headers.append(PutHeader(copy.block.key, copy.size_bytes, copy.digest))
-                namespace = first.copy.block.namespace
-                self._send(BulkPut(namespace, first.epoch, first.meaning, headers))
+                size_bytes = sum(header.size_bytes for header in headers)
+                short = size_bytes <= MAX_FOLLOWING_BYTES
+                self._unasked = self._gone = first.at_once and short and self.peer.wants_puts
+                self._send(
+                    BulkPut(
+                        first.copy.block.namespace,
+                        first.epoch,
+                        first.meaning,
+                        headers,
+                        self._unasked,
+                    )
+                )
+                if self._unasked:
+                    for call in self.calls:
+                        assert isinstance(call, PutCall)
+                        self._send_block(self._link.view(call.copy))
             case GetCall(block=block):
                 wanted = []
                 for call in self.calls:
@@ -366,11 +387,13 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 raise LinkError(f"{type(message).__name__} without a request")
             case GetCall(), BulkDone(status=bulk.DONE):
                 raise LinkError("a get is done, and there are no blocks")
-            case _, BulkDone(status=status) if not self._gone:
+            case _, BulkDone(status=status) if not self._gone or self._unasked:
                 self._all_done(now, [status] * len(self.calls))
             case PutCall(), BulkGo(statuses=statuses) if not self._gone:
                 self._go(now, statuses)
             case PutCall(), BulkTaken(statuses=statuses) if self._gone:
+                if self._unasked:
+                    self.peer.wants_puts = set(statuses) == {bulk.DONE}
                 self._all_done(now, statuses)
             case ExistsCall() as call, BulkHeld(bitmap=bitmap):
                 call.answer(bulk.unpack_bitmap(bitmap, len(call.keys)))
@@ -385,6 +408,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         if len(statuses) != len(self.calls):
             raise LinkError(f"{len(statuses)} statuses for {len(self.calls)} blocks")
         self._gone = True
+        self.peer.wants_puts = set(statuses) == {bulk.WANTED}
         calls, self.calls = self.calls, deque()
         for call, status in zip(calls, statuses, strict=True):
             assert isinstance(call, PutCall)

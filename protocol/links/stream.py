@@ -13,18 +13,20 @@ A block's bytes need not pass through here. While there are `destinations`, what
 written there, one after the other, and `filled` says how much was; `pieces_to_send` gives blocks in
 place, and `sent` says how much has been taken. Whoever reads more than there are destinations
 for hands everything to `received`, which copies; so it had better read no more than `scratch_bytes`
-at once. The digest of a block is made while its bytes come, when they are in the cache anyway.
+at once. Who makes the digest of a block while its bytes come, when they are in the cache anyway,
+fills `rooms` and says what it is; else it is made when all are there.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice, takewhile
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
-from kvcast.protocol.messages.wire import RunningDigest
+from kvcast.protocol.messages.wire import digest_of
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -36,6 +38,9 @@ MAX_PROBLEM_CHARS = 200
 
 MAX_PIECES: Final = 64
 """Destinations, and pieces to send, that are named at once."""
+DESTINED_BYTES: Final = 256 * 1024
+"""So much of destinations is named at once: what a processor's cache still has when its digest is
+made."""
 _SCRATCH_BYTES: Final = 4096
 _SINK: Final = memoryview(bytearray(64 * 1024))
 """Where bytes go that nobody wants."""
@@ -46,26 +51,34 @@ class LinkError(ValueError):
     cannot use it: the connection ends."""
 
 
-class _Room:
-    """What is left of the room for a block that is coming, and the digest of what has come."""
+class Room:
+    """A block that is coming, of `size` bytes, the first `there` of which are in `block`."""
 
-    __slots__ = ("digest", "left_bytes", "view")
+    __slots__ = ("block", "size", "there")
 
-    def __init__(
-        self, view: memoryview | None, left_bytes: int, digest: RunningDigest | None
-    ) -> None:
-        self.view = view
+    def __init__(self, block: memoryview | None, size: int, there: int) -> None:
+        self.block = block
         """None: nobody wants these bytes."""
-        self.left_bytes = left_bytes
-        self.digest = digest
+        self.size = size
+        self.there = there
 
-    def take(self, size_bytes: int) -> None:
-        """So many more bytes are there."""
-        self.left_bytes -= size_bytes
-        if self.view is not None:
-            assert self.digest is not None
-            self.digest.update(self.view[:size_bytes])
-            self.view = self.view[size_bytes:]
+    def next(self, at_most: int) -> memoryview:
+        """Where the next bytes go, up to so many."""
+        if self.block is None:
+            return _SINK[: min(at_most, self.size - self.there)]
+        return self.block[self.there : self.there + at_most]
+
+
+class Landed(NamedTuple):
+    """What came of filling `LinkStream.rooms`."""
+
+    size_bytes: int
+    digests: list[int]
+    """Of the blocks that are complete now; of those that nobody wants anything."""
+    waits: bool
+    """There is no more just now."""
+    lost: str | None
+    """The connection is gone, and why ("" = it was closed)."""
 
 
 class LinkStream(Generic[M]):
@@ -85,7 +98,7 @@ class LinkStream(Generic[M]):
         self._codec: MessageCodec[M] = MessageCodec(types, max_message_bytes=max_message_bytes)
         self._max_unsent_bytes = max_unsent_bytes
         self._buffer = bytearray()
-        self._rooms: deque[_Room] = deque()
+        self.rooms: deque[Room] = deque()
         """What comes next belongs there, in this order."""
         self._out: deque[bytes | memoryview] = deque()
         """Encoded messages, and what is left of blocks."""
@@ -143,22 +156,18 @@ class LinkStream(Generic[M]):
     def _receive_block(self, block: memoryview, start_bytes: int = 0) -> None:
         """What comes next, after what is expected already, are the bytes of `block` from
         `start_bytes` on, at least one; those before are there."""
-        digest = RunningDigest()
-        if start_bytes:
-            digest.update(block[:start_bytes])
-        room = block[start_bytes:]
-        assert len(room) > 0
-        self._rooms.append(_Room(room, len(room), digest))
+        assert 0 <= start_bytes < len(block)
+        self.rooms.append(Room(block, len(block), start_bytes))
 
     def _skip_block(self, size_bytes: int) -> None:
         """What comes next, after what is expected already, nobody wants."""
-        self._rooms.append(_Room(None, size_bytes, None))
+        self.rooms.append(Room(None, size_bytes, 0))
 
     def _end(self, now: float) -> None:
         """Close when what is to be sent has been taken, or after `LINGER_S`."""
         if not self.closed:
             self._ending = True
-            self._rooms.clear()
+            self.rooms.clear()
             self._deadline = now + LINGER_S
             self._buffer.clear()
             if not self._out:
@@ -170,7 +179,7 @@ class LinkStream(Generic[M]):
             return
         self.closed = True
         self._deadline = None
-        self._rooms.clear()
+        self.rooms.clear()
         self._out.clear()
         self._unsent_bytes = 0
         self._buffer.clear()
@@ -181,7 +190,12 @@ class LinkStream(Generic[M]):
     @property
     def wants_bytes(self) -> bool:
         """Whether to go on reading."""
-        return not self.closed and (bool(self._rooms) or not (self.one_at_a_time and self._out))
+        return not self.closed and (bool(self.rooms) or not (self.one_at_a_time and self._out))
+
+    @property
+    def least_bytes(self) -> int:
+        """So many bytes are sure to come, or 1: fewer are not worth waking up for."""
+        return self.rooms[0].size - self.rooms[0].there if self.rooms else 1
 
     @property
     def scratch_bytes(self) -> int:
@@ -190,29 +204,36 @@ class LinkStream(Generic[M]):
         return max(_SCRATCH_BYTES, self._codec.missing_bytes(self._buffer))
 
     def destinations(self) -> list[memoryview]:
-        """Where the bytes that come next belong, if they are blocks'; at most `MAX_PIECES`."""
+        """Where the bytes that come next belong, if they are blocks'; at most `MAX_PIECES`, of
+        `DESTINED_BYTES` together."""
         views = []
-        for room in islice(self._rooms, MAX_PIECES):
-            views.append(_SINK[: room.left_bytes] if room.view is None else room.view)
-            if room.left_bytes > len(views[-1]):
+        left_bytes = DESTINED_BYTES
+        for room in islice(self.rooms, MAX_PIECES):
+            view = room.next(left_bytes)
+            views.append(view)
+            left_bytes -= len(view)
+            if room.there + len(view) < room.size or not left_bytes:
                 break
         return views
 
     def destination(self) -> memoryview | None:
         """The first of the `destinations`; None if there are none."""
-        if not self._rooms:
+        if not self.rooms:
             return None
-        room = self._rooms[0]
-        return _SINK[: room.left_bytes] if room.view is None else room.view
+        return self.rooms[0].next(self.rooms[0].size)
 
-    def filled(self, now: float, size_bytes: int) -> None:
-        """So many bytes have been written to the `destinations`."""
-        rooms = self._rooms
+    def filled(self, now: float, size_bytes: int, digests: Sequence[int] | None = None) -> None:
+        """So many bytes have been written to the `destinations`, or `rooms`. `digests`: those of
+        the blocks that are complete by that, where they are known."""
+        rooms = self.rooms
+        known = iter(digests) if digests is not None else None
         try:
             while size_bytes and rooms:
-                part = min(size_bytes, rooms[0].left_bytes)
+                room = rooms[0]
+                part = min(size_bytes, room.size - room.there)
                 size_bytes -= part
-                self._take(now, part)
+                complete = room.there + part == room.size
+                self._take(now, part, next(known) if complete and known is not None else None)
         except LinkError as error:
             self._break(now, error)
         self._proceed(now)
@@ -223,15 +244,19 @@ class LinkStream(Generic[M]):
             self._buffer += data
             self._proceed(now)
 
-    def _take(self, now: float, size_bytes: int) -> None:
-        """So many bytes are in the first room."""
-        room = self._rooms[0]
-        room.take(size_bytes)
-        if room.left_bytes:
+    def _take(self, now: float, size_bytes: int, digest: int | None) -> None:
+        """So many more bytes are in the first room; the digest of them all, where it is known."""
+        room = self.rooms[0]
+        room.there += size_bytes
+        if room.there < room.size:
             self._block_coming(now)
             return
-        self._rooms.popleft()
-        self._block_came(now, None if room.digest is None else room.digest.value())
+        self.rooms.popleft()
+        if room.block is None:
+            digest = None
+        elif digest is None:
+            digest = digest_of(room.block)
+        self._block_came(now, digest)
 
     def _break(self, now: float, error: FramingError | LinkError) -> None:
         self.problem = str(error)[:MAX_PROBLEM_CHARS]
@@ -252,15 +277,15 @@ class LinkStream(Generic[M]):
 
     def _step(self, now: float) -> bool:
         """Use up some of what has come; False if that needs more, or has to wait."""
-        if self._rooms:
-            room = self._rooms[0]
-            size = min(len(self._buffer), room.left_bytes)
+        if self.rooms:
+            room = self.rooms[0]
+            size = min(len(self._buffer), room.size - room.there)
             if not size:
                 return False
-            if room.view is not None:
-                room.view[:size] = self._buffer[:size]
+            if room.block is not None:
+                room.block[room.there : room.there + size] = self._buffer[:size]
             del self._buffer[:size]
-            self._take(now, size)
+            self._take(now, size, None)
             return True
         if self.one_at_a_time and self._out:
             return False
@@ -342,11 +367,11 @@ class LinkStream(Generic[M]):
         """AssertionError if this end contradicts itself."""
         assert self._unsent_bytes == sum(len(item) for item in self._out if isinstance(item, bytes))
         if self.closed:
-            assert not self._rooms
+            assert not self.rooms
             assert not self._out
             assert self._deadline is None
-        elif self._rooms:
-            assert all(room.left_bytes > 0 for room in self._rooms)
+        elif self.rooms:
+            assert all(room.there < room.size for room in self.rooms)
             assert not self._buffer, "bytes wait though there is room for them"
 
 

@@ -10,6 +10,7 @@ answer to each comes before the next is sent. Messages are framed by
 
     BulkPut  -> BulkGo -> bytes -> BulkTaken     of those blocks that the BulkGo wants
     BulkPut  -> BulkGo                           it wants none
+    BulkPut + bytes -> BulkTaken                 where `follows` says so
     BulkGet  -> BulkBlocks + bytes               of those blocks that are held
     BulkDrop -> BulkDone;  BulkExists -> BulkHeld
 
@@ -28,7 +29,7 @@ from typing import Annotated, Final
 from kvcast.protocol.messages.control import U16, U64, Key, NamespaceInfo, NodeId, hash_of_names
 from msgspec import Meta, Struct
 
-BULK_PROTOCOL_VERSION: Final = 3
+BULK_PROTOCOL_VERSION: Final = 4
 MAX_BULK_KEYS: Final = 4096
 MAX_BULK_MESSAGE_BYTES: Final = 1 << 18
 """Longest framed message; 4096 keys take 80 KiB. A block's bytes are not framed."""
@@ -38,6 +39,10 @@ MAX_BULK_BLOCKS: Final = 256
 MAX_BULK_BYTES: Final = 32 << 20
 """Bytes of blocks in one put, or in the answer to one get, unless one block alone has more. So much
 may be held, or set aside, for one connection."""
+
+MAX_FOLLOWING_BYTES: Final = 4 << 20
+"""Bytes of blocks of a put that follow without being asked for: what a round trip is worth, and
+what may be sent in vain."""
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_BULK_KEYS)]
@@ -79,12 +84,15 @@ class PutHeader(Struct, frozen=True, array_like=True):
 
 class BulkPut(Struct, frozen=True, tag="put"):
     """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes;
-    `meaning`: what the namespace means to the caller (`meaning_of`)."""
+    `meaning`: what the namespace means to the caller (`meaning_of`). `follows`: the bytes of all
+    blocks, of `MAX_FOLLOWING_BYTES` at most, come at once; those that are not wanted are read and
+    thrown away, and the answer says what became of each."""
 
     namespace: U16
     epoch: U64
     meaning: U64
     blocks: Annotated[list[PutHeader], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
+    follows: bool = False
 
 
 class WantedBlock(Struct, frozen=True, array_like=True):
@@ -127,7 +135,7 @@ class BulkGo(Struct, frozen=True, tag="go"):
 
 
 class BulkTaken(Struct, frozen=True, tag="taken"):
-    """The bytes have come: one status for each block that was WANTED."""
+    """The bytes have come: one status for each block that was WANTED, or whose bytes followed."""
 
     statuses: Statuses
 

@@ -9,9 +9,11 @@ A datagram is the 52-byte kvcast header (big-endian) and a payload: one chunk in
 OFFER, nothing in MISS, and in READ nothing or 608 bytes of padding.
 
 A block is cut into chunks of 1 KiB, or of 2, 4 or 8 where the network takes such frames (a
-`Chunking`). Which, stands in the two highest bits of the segment's number, so that READs of
-different chunks are READs of different segments to everybody who does not look into them: a switch
-coalesces each kind for itself.
+`Chunking`), and these are grouped into segments: the first of 64 KiB, so that a read finds out at
+little cost what there is and who else wants it, all others of 64 chunks. How large the chunks are
+stands in the two highest bits of the segment's number, so that READs of different chunks are READs
+of different segments to everybody who does not look into them: a switch coalesces each kind for
+itself.
 What a peer may send is checked here, and anything else is a `WireError`, so that the cores behind
 this module may rely on every frame being consistent in itself.
 """
@@ -217,14 +219,15 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Chunking(NamedTuple):
-    """A way to cut blocks: chunks of `chunk_bytes` = 1024 << `code` bytes, 64 to a segment."""
+    """A way to cut blocks: chunks of `chunk_bytes` = 1024 << `code` bytes, 64 to a segment; but the
+    first segment is of `SEGMENT_BYTES` whatever the chunks, since it is what a read probes by."""
 
     code: int
     chunk_bytes: int
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of a whole segment."""
+        """Bytes of a whole segment that is not the first."""
         return CHUNKS_PER_SEGMENT * self.chunk_bytes
 
     @property
@@ -232,14 +235,22 @@ class Chunking(NamedTuple):
         """The longest IPv4 packet: one with a chunk."""
         return IP_UDP_BYTES + HEADER_BYTES + self.chunk_bytes
 
+    def start_of(self, index: int) -> int:
+        """Where segment `index` begins, in bytes of the block."""
+        return SEGMENT_BYTES + (index - 1) * self.segment_bytes if index else 0
+
     def segments_of(self, size: int) -> int:
         """How many segments a block of `size` bytes has; at least 1."""
-        return max(1, -(-size // self.segment_bytes))
+        return 1 + max(0, -(-(size - SEGMENT_BYTES) // self.segment_bytes))
+
+    def bytes_of(self, size: int, index: int) -> int:
+        """How many bytes segment `index` of a block of `size` bytes has; 0 if it lies beyond."""
+        longest = self.segment_bytes if index else SEGMENT_BYTES
+        return max(0, min(longest, size - self.start_of(index)))
 
     def chunks_of(self, size: int, index: int) -> int:
         """How many chunks segment `index` of a block of `size` bytes has; 0 if it lies beyond."""
-        remaining = min(self.segment_bytes, size - index * self.segment_bytes)
-        return max(0, -(-remaining // self.chunk_bytes))
+        return -(-self.bytes_of(size, index) // self.chunk_bytes)
 
     def bitmap(self, size: int, index: int) -> int:
         """The chunks that segment `index` of a block of `size` bytes has, as a bitmap."""
@@ -366,8 +377,14 @@ def decode(data: Buffer) -> Frame:
             raise WireError(f"DATA carries {length - HEADER_BYTES} bytes, not {chunk_bytes}")
         if flags & _NOT_DATA_FLAGS:
             raise WireError(f"DATA with flags {flags:#06x}")
-        before = (segment_index(segment) * CHUNKS_PER_SEGMENT + chunk) * chunk_bytes
-        if chunk >= CHUNKS_PER_SEGMENT or before >= size:
+        before = chunk * chunk_bytes
+        most = CHUNKS_PER_SEGMENT * chunk_bytes
+        index = segment_index(segment)
+        if index:
+            before += SEGMENT_BYTES + (index - 1) * most
+        else:
+            most = SEGMENT_BYTES
+        if chunk * chunk_bytes >= most or before >= size:
             raise WireError(f"chunk {chunk} of segment {segment} is beyond {size} bytes")
         if digest == 0:
             raise WireError("DATA with digest 0")
@@ -503,30 +520,3 @@ def bucket_of(key: bytes) -> int:
 def digest_of(data: Buffer) -> int:
     """The content digest of a block's bytes: xxh3_64, and 1 where that is 0 (0 means "any")."""
     return int(xxhash.xxh3_64_intdigest(data)) or 1
-
-
-class RunningDigest:
-    """`digest_of` of bytes that come in pieces."""
-
-    __slots__ = ("_hash",)
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-
-    def update(self, data: Buffer) -> None:
-        """Some more bytes."""
-        self._hash.update(data)
-
-    def value(self) -> int:
-        """The digest of all bytes so far."""
-        return int(self._hash.intdigest()) or 1
-
-
-def segments_of(size: int) -> int:
-    """How many segments of the smallest chunks a block of `size` bytes has; at least 1."""
-    return CELLS.segments_of(size)
-
-
-def segment_bitmap(size: int, segment: int) -> int:
-    """The chunks that segment `segment` of the smallest ones has, as a bitmap."""
-    return CELLS.bitmap(size, segment)

@@ -19,6 +19,7 @@ class Assembly:
     stays where it is until `leave`."""
 
     __slots__ = (
+        "_all_of_first",
         "_all_of_last",
         "_number",
         "_placement",
@@ -57,6 +58,7 @@ class Assembly:
         """By segment, the chunks of which `took` has not heard. Some may be in their places: what
         came in one piece is told one thing after the other."""
         self.segments_left = len(missing)
+        self._all_of_first = missing[0]
         self._all_of_last = missing[-1]
 
     def leave(self) -> None:
@@ -69,7 +71,9 @@ class Assembly:
 
     def all_chunks(self, segment: int) -> int:
         """Every chunk of `segment`, as a bitmap."""
-        return self._all_of_last if segment == len(self.missing) - 1 else (1 << 64) - 1
+        if segment == len(self.missing) - 1:
+            return self._all_of_last
+        return (1 << 64) - 1 if segment else self._all_of_first
 
     @property
     def sources(self) -> frozenset[int]:

@@ -51,6 +51,7 @@ from kvcast.protocol.messages.wire import (
     OP_DATA,
     OP_MISS,
     OP_OFFER,
+    SEGMENT_BYTES,
     BlockId,
     Chunking,
     Frame,
@@ -632,8 +633,8 @@ class Requester:
         if offer is not None and not fetch.saw_shared:
             fetch.may_probe = False
             self.counters.offers += 1
-            self.counters.data_bytes += fetch.chunking.segment_bytes
-            fetch.report.payload_bytes += fetch.chunking.segment_bytes
+            self.counters.data_bytes += SEGMENT_BYTES
+            fetch.report.payload_bytes += SEGMENT_BYTES
             reservation, fetch.reservation = fetch.reservation, None
             assert reservation is not None
             event = OfferReceived(
@@ -644,7 +645,7 @@ class Requester:
                 assembly.size,
                 assembly.digest,
                 reservation,
-                fetch.chunking.segment_bytes,
+                SEGMENT_BYTES,
             )
             self._life.leave_reads(now, fetch, FetchEvent.TAKE_OFFER)
             self._life.events.append(event)

@@ -196,8 +196,9 @@ class Answer:
         """All frames, but for chunk, payload, and the last one's FLAG_LAST."""
         self.chunking = job.chunking
         """How long the chunks are."""
-        start = segment_index(job.segment) * job.chunking.segment_bytes
-        self.segment = job.held.data[start : start + job.chunking.segment_bytes]
+        index = segment_index(job.segment)
+        start = job.chunking.start_of(index)
+        self.segment = job.held.data[start : start + job.chunking.bytes_of(size, index)]
         """The segment's bytes, of which the caller must have made use when its thread does
         something else."""
         self.chunks = 0
@@ -448,8 +449,8 @@ class Responder:
             return False
         partial = frame.flags & FLAG_PARTIAL
         if not partial:
-            part_bytes = min(chunking.segment_bytes, size - index * chunking.segment_bytes)
-            self.note_heat(reader, block, size, held.digest, CELLS.segments_of(part_bytes))
+            cells = CELLS.segments_of(chunking.bytes_of(size, index))
+            self.note_heat(reader, block, size, held.digest, cells)
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
         shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None

@@ -15,6 +15,7 @@ import sys
 import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,10 +189,13 @@ def test_missing_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "goes with" in refused([*GOOD, "--transport=udp"], capsys)
 
 
-def test_runs_of_datagrams_are_joined_only_if_asked_for() -> None:
+def test_runs_of_datagrams_are_joined_only_if_asked_for_or_over_loopback() -> None:
     words = [*GOOD[:-1], "--transport=udp"]
-    assert not options_of(parse(words)).network.udp_segments
-    assert options_of(parse([*words, "--udp-segments"])).network.udp_segments
+    network = options_of(parse(words)).network
+    assert not replace(network, ip="10.0.0.1").joins
+    assert replace(network, ip="127.0.0.2").joins
+    network = options_of(parse([*words, "--udp-segments"])).network
+    assert replace(network, ip="10.0.0.1").joins
 
 
 def test_the_agent_imports_nothing_heavy() -> None:

@@ -86,7 +86,7 @@ def resident_entry(
         (
             slot,
             generation,
-            wire.segment_bitmap(len(content), segment),
+            wire.CELLS.bitmap(len(content), segment),
             wire.digest_of(content),
             len(content),
         ),
@@ -172,7 +172,7 @@ class PoolSwitch:
         segment: int = 0, flags: int = 0, digest: int | None = None,
         chunking: wire.Chunking = wire.CELLS,
     ) -> list[Received]:  # fmt: skip
-        at = segment * chunking.segment_bytes + chunk * chunking.chunk_bytes
+        at = chunking.start_of(segment) + chunk * chunking.chunk_bytes
         return self.send(
             home,
             reader,

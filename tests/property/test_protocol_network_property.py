@@ -160,7 +160,7 @@ def test_without_faults_every_fetch_succeeds_and_nothing_is_asked_twice(
         assert end.report.retries == 0
     counters = network.responders[HOME_A].counters
     assert counters.payload_bytes == blocks * size
-    assert counters.segments_full == counters.reads == blocks * wire.segments_of(size)
+    assert counters.segments_full == counters.reads == blocks * wire.CELLS.segments_of(size)
 
 
 @settings(max_examples=40, deadline=None)

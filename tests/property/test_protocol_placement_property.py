@@ -92,7 +92,7 @@ class Model:
         new = place not in self.there
         if new:
             self.there.add(place)
-            start = (index * 64 + frame.chunk) * chunk_bytes
+            start = target.chunking.start_of(index) + frame.chunk * chunk_bytes
             room = memoryview(self.memory[number])[MARGIN : MARGIN + target.size]
             room[start : start + chunk_bytes] = bytes(frame.payload)[: target.size - start]
         flags, last = frame.flags & ~wire.FLAG_LAST, bool(frame.flags & wire.FLAG_LAST)
@@ -417,15 +417,17 @@ def test_compiled_code_takes_chunks_of_the_chosen_copy() -> None:
 def test_chunks_may_be_larger(chunking: wire.Chunking) -> None:
     placement = Placement()
     chunk_bytes = chunking.chunk_bytes
-    size = 64 * chunk_bytes + chunk_bytes + 5
+    size = wire.SEGMENT_BYTES + 64 * chunk_bytes + chunk_bytes + 5
     data = random.Random(1).randbytes(size)
     memory = bytearray(MARGIN + size + MARGIN)
     number, _, missing = placement.enter(
         KEYED, size, 1, memoryview(memory)[MARGIN : MARGIN + size], chunking, {2}
     )
-    assert missing == [(1 << 64) - 1, 0b11]
-    for segment, chunk in [(0, c) for c in range(64)] + [(1, 0), (1, 1)]:
-        start = (segment * 64 + chunk) * chunk_bytes
+    of_first = wire.SEGMENT_BYTES // chunk_bytes
+    assert missing == [(1 << of_first) - 1, (1 << 64) - 1, 0b11]
+    places = [(0, c) for c in range(of_first)] + [(1, c) for c in range(64)] + [(2, 0), (2, 1)]
+    for number_of_place, (segment, chunk) in enumerate(places):
+        start = number_of_place * chunk_bytes
         header = wire.header_of(
             wire.Frame(
                 wire.OP_DATA, *KEYED, chunking.number(segment), digest=1, size=size, chunk=chunk

@@ -40,7 +40,7 @@ def reads(draw: st.DrawFn) -> Frame:
 @st.composite
 def datas(draw: st.DrawFn) -> Frame:
     size = draw(st.integers(1, wire.MAX_BLOCK_BYTES))
-    segment = draw(st.integers(0, wire.segments_of(size) - 1))
+    segment = draw(st.integers(0, wire.CELLS.segments_of(size) - 1))
     return Frame(
         wire.OP_DATA,
         draw(U16),

@@ -178,6 +178,7 @@ async def says_nothing(*_: Any, **__: Any) -> None:
 GUESSES = "reads another's block by guessing"
 HAS_SECRET = "has the secret although"
 BEFORE_SECRET = "reads what was cached before"
+SENT_UNASKED = "is sent blocks of a namespace that it is not for, as their home"
 FOREIGN_NODE = "reads a namespace from a node"
 SOCKET_TENANT = "uses another's namespace through"
 POISONS = "poisons another's block"
@@ -551,6 +552,24 @@ def _offers_believed() -> AbstractContextManager[object]:
 )
 def _bulk_without_bounds() -> AbstractContextManager[object]:
     return replaced("kvcast.protocol.links.bulk_callee.MAX_BULK_BYTES", 1 << 62)
+
+
+@mutation(
+    "a put whose bytes follow may be of any length",
+    {MUCH: ["test_a_long_put_that_follows_unasked_breaks_the_rules"]},
+    line="closed",
+)
+def _following_without_bounds() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.bulk_callee.MAX_FOLLOWING_BYTES", 1 << 62)
+
+
+@mutation(
+    "a put's bytes follow to whatever node",
+    {SENT_UNASKED: ["test_a_puts_bytes_follow_unasked_only_to_whom_the_namespace_is_for"]},
+    line="at_once",
+)
+def _sent_to_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.pool.Pool.may_use", yes)
 
 
 @mutation(

@@ -792,12 +792,14 @@ def test_nothing_is_said_of_a_switch_that_holds_nothing() -> None:
 def test_heat_of_large_chunks_counts_as_that_of_what_the_switch_would_keep() -> None:
     driver, namespace = resident_driver()
     small, large = BlockId(namespace, key(5)), BlockId(namespace, key(6))
-    for segment in range(8):
+    for segment in range(9):
         driver.pool.heat([HeatSample(small, segment, 0b110, 50)], driver.now)
-    driver.pool.heat([HeatSample(large, CHUNKINGS[3].number(0), 0b110, 50)], driver.now)
+    for segment in range(2):  # the first is as long as one of the switch's, the next as eight
+        number = CHUNKINGS[3].number(segment)
+        driver.pool.heat([HeatSample(large, number, 0b110, 50)], driver.now)
     heat = driver.pool.tiers.heat
     for block in (small, large):
-        heat.described(block, 8 * SEGMENT_BYTES, driver.now)
+        heat.described(block, 9 * SEGMENT_BYTES, driver.now)
     assert heat.value(large, driver.now) == heat.value(small, driver.now) > 0
     driver.pool.heat([HeatSample(large, CHUNKINGS[3].number(0), 0b110, 1)], driver.now)
     assert heat.value(large, driver.now) > heat.value(small, driver.now), "it is no larger for that"

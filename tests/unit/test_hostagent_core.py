@@ -566,6 +566,18 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
 
 
+def test_a_puts_bytes_follow_unasked_only_to_whom_the_namespace_is_for() -> None:
+    for nodes, at_once in ([], True), (["node-1", "node-2"], True), (["node-1"], False):
+        writer = pool_of([2])[0]
+        changed = pool_map([2], epoch=2)
+        info = NamespaceInfo(1, "t", "m", "1", "l", nodes)
+        writer.take_map(PoolMap(2, changed.nodes, changed.buckets, [info], []))
+        writer.put(1, b"a tenant's")
+        (call,) = writer.calls()
+        assert isinstance(call, PutCall)
+        assert call.at_once is at_once
+
+
 def test_reads_are_for_chunks_of_the_maps_size_but_for_what_the_switch_holds() -> None:
     node = pool_of([2])[0]
     node.take_map(msgspec.structs.replace(pool_map([2], epoch=2), chunk_bytes=8192))

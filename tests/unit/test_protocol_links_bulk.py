@@ -31,6 +31,7 @@ from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
     MAX_BULK_BLOCKS,
     MAX_BULK_BYTES,
+    MAX_FOLLOWING_BYTES,
     BlockHeader,
     BulkBlocks,
     BulkDone,
@@ -164,9 +165,12 @@ class Caller:
     def _done(self, name: str) -> Callable[[float, str], None]:
         return lambda _now, outcome: self.outcomes.append((name, outcome))
 
-    def put(self, name: str, *, number: int = 1, held: bool = True) -> PutCall:
-        copy = Copy(BlockId(1, key(number)), bytearray(DATA))
-        return PutCall(2, copy, 3, 9, 100.0, lambda: held, self._done(name))
+    def put(
+        self, name: str, *, number: int = 1, held: bool = True, at_once: bool = False,
+        namespace: int = 1, data: bytes = DATA,
+    ) -> PutCall:  # fmt: skip
+        copy = Copy(BlockId(namespace, key(number)), bytearray(data), digest_of(data))
+        return PutCall(2, copy, 3, 9, 100.0, lambda: held, self._done(name), at_once)
 
     def get(self, name: str, *, number: int = 1, deadline: float = 100.0) -> GetCall:
         def begin(size_bytes: int, _digest: int) -> memoryview | None:
@@ -577,6 +581,76 @@ def test_puts_that_wait_together_are_one_request(piece: int, direct: bool) -> No
     assert service.held[key(1)].data == service.held[key(3)].data == DATA
     assert callee._counters.bulk_requests_served_total == 1
     assert caller.metrics.payload_bytes_sent_bulk_put_total == 2 * len(DATA)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_bytes_of_a_put_follow_at_once_until_some_are_not_wanted(piece: int, direct: bool) -> None:
+    caller, service = Caller(BulkOptions(connections_per_peer=1)), Service(blocks_of([2]))
+    before = bytes(service.held[key(2)].data)
+    callee = serve(service)
+    connection = None
+    sent = []
+    for numbers in ([1, 3], [4, 2, 5], [2], [6], [7, 8]):
+        already = caller.metrics.payload_bytes_sent_bulk_put_total
+        caller.ask(0.0, *(caller.put(str(n), number=n, at_once=True) for n in numbers))
+        connection = connection or caller.connected()
+        converse(caller, connection, callee, piece=piece, direct=direct)
+        sent.append(caller.metrics.payload_bytes_sent_bulk_put_total - already)
+    assert caller.outcomes == [
+        ("1", "done"), ("3", "done"),
+        ("4", "done"), ("2", "held"), ("5", "done"),
+        ("2", "held"), ("6", "done"), ("7", "done"), ("8", "done"),
+    ]  # fmt: skip
+    # All three of the second put; after it the callee was asked first, and wanted nothing, then 6.
+    assert sent == [2 * len(DATA), 3 * len(DATA), 0, len(DATA), 2 * len(DATA)]
+    assert all(service.held[key(n)].data == DATA for n in (1, 3, 4, 5, 6, 7, 8))
+    assert service.held[key(2)].data == before
+    assert service.out == service.aborted == []
+
+
+def test_a_put_that_is_refused_is_read_to_its_end_and_the_connection_kept() -> None:
+    caller, service = Caller(), Service()
+    refused = [caller.put(str(n), number=n, at_once=True, namespace=FOREIGN) for n in (1, 2)]
+    caller.ask(0.0, *refused)
+    connection, callee = caller.connected(), serve(service)
+    converse(caller, connection, callee)
+    assert caller.outcomes == [("1", bulk.FORBIDDEN), ("2", bulk.FORBIDDEN)]
+    caller.ask(0.0, caller.put("3", number=3, at_once=True))
+    converse(caller, connection, callee)
+    assert caller.outcomes[2:] == [("3", "done")]
+    assert list(service.held) == [key(3)]
+    assert not callee.closed
+
+
+def test_a_long_put_is_asked_for_first() -> None:
+    long = bytes(MAX_FOLLOWING_BYTES + 1)
+    caller, service = Caller(), Service()
+    caller.ask(0.0, caller.put("long", data=long, at_once=True))
+    connection = caller.connected()
+    hello_and_put = connection.bytes_to_send(0.0, 1 << 20)
+    assert not connection.sending_block
+    callee = serve(service)
+    callee.received(0.0, hello_and_put)
+    assert heard(callee) == [GO]
+
+
+def test_a_long_put_that_follows_unasked_breaks_the_rules() -> None:
+    liar = serve(Service())
+    header = PutHeader(key(1), MAX_FOLLOWING_BYTES + 1, 1)
+    liar.received(0.0, said(HELLO, BulkPut(1, 3, 9, [header], follows=True)))
+    assert liar.closed
+    assert "too long" in liar.problem
+
+
+def test_what_followed_and_was_not_whole_is_given_back() -> None:
+    service = Service(blocks_of([2]))
+    callee = serve(service)
+    headers = [PutHeader(key(n), len(DATA), DIGEST) for n in (2, 1)]
+    callee.received(0.0, said(HELLO, BulkPut(1, 3, 9, headers, follows=True)) + DATA + DATA[:99])
+    assert service.out == [key(1)]
+    callee.lost(1.0)
+    assert (service.out, service.aborted) == ([], [key(1)])
 
 
 def test_calls_that_are_not_alike_are_requests_of_their_own() -> None:

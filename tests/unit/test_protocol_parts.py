@@ -198,7 +198,7 @@ def test_assembly_of_all_chunks_in_any_order_is_the_block(
     for segment, chunk in chunks:
         assert assembly.segments_left > 0
         length = chunking.chunk_bytes
-        start = (segment * 64 + chunk) * length
+        start = chunking.start_of(segment) + chunk * length
         payload = data[start : start + length].ljust(length, b"\0")
         assert assembly.missing[segment] <= assembly.all_chunks(segment)
         frame = wire.Frame(

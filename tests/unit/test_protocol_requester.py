@@ -250,7 +250,7 @@ def test_a_wrong_guess_of_the_size_costs_nothing_but_frames(size: int) -> None:
     bench.data(0.003, 0, [0], of=other)
     bench.miss(0.003, wire.MISS_NOT_FOUND, segment=9)
     assert bench.core.counters.beyond == 2
-    for segment in range(wire.segments_of(size)):
+    for segment in range(wire.CELLS.segments_of(size)):
         bench.whole(0.004, segment, of=other)
     (end,) = bench.events()
     assert end.buffer == other

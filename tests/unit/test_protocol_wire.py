@@ -193,15 +193,15 @@ def test_digest_of_nothing_known_is_never_zero() -> None:
     [(1, 1, 1), (1024, 1, 1), (1025, 1, 2), (65_536, 1, 64), (65_537, 2, 1), (200_000, 4, 4)],
 )
 def test_segments_and_chunks_of_a_block(size: int, segments: int, chunks_of_last: int) -> None:
-    assert wire.segments_of(size) == segments
+    assert wire.CELLS.segments_of(size) == segments
     assert wire.CELLS.chunks_of(size, segments - 1) == chunks_of_last
-    assert wire.segment_bitmap(size, segments - 1) == (1 << chunks_of_last) - 1
+    assert wire.CELLS.bitmap(size, segments - 1) == (1 << chunks_of_last) - 1
     assert wire.CELLS.chunks_of(size, segments) == 0
 
 
 @pytest.mark.parametrize("chunking", wire.CHUNKINGS)
 def test_data_carries_a_chunk_of_the_size_that_its_segment_says(chunking: wire.Chunking) -> None:
-    size = 3 * chunking.segment_bytes
+    size = chunking.start_of(3)
     data = changed(
         DATA,
         segment=chunking.number(2),
@@ -221,6 +221,24 @@ def test_data_carries_a_chunk_of_the_size_that_its_segment_says(chunking: wire.C
                 decode(wrong)
     with pytest.raises(WireError, match="beyond"):
         decode(datagram[:32] + (size - chunking.chunk_bytes).to_bytes(4, "big") + datagram[36:])
+
+
+@pytest.mark.parametrize("chunking", wire.CHUNKINGS)
+def test_the_first_segment_is_of_64_kib_whatever_the_chunks(chunking: wire.Chunking) -> None:
+    first, size = wire.SEGMENT_BYTES, wire.SEGMENT_BYTES + chunking.segment_bytes + 1
+    assert [chunking.start_of(i) for i in range(3)] == [0, first, first + chunking.segment_bytes]
+    assert [chunking.bytes_of(size, i) for i in range(4)] == [first, chunking.segment_bytes, 1, 0]
+    assert [chunking.segments_of(n) for n in (1, first, first + 1, size)] == [1, 1, 2, 3]
+    assert chunking.bitmap(size, 0).bit_count() * chunking.chunk_bytes == first
+    beyond = changed(
+        DATA,
+        segment=chunking.number(0),
+        chunk=first // chunking.chunk_bytes,
+        size=size,
+        payload=bytes(chunking.chunk_bytes),
+    )
+    with pytest.raises(WireError, match="beyond"):
+        decode(encode(beyond))
 
 
 @pytest.mark.parametrize(
