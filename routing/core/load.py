@@ -6,22 +6,39 @@ engine is better.
 An engine prefills prompts in turn and decodes many at once. A router sees neither; it sees when a
 request was sent, when its first token came, and when its answer ended. The prompts without a first
 token are the engine's queue. How long they take is estimated when they are sent, and corrected by
-`pace`: what first tokens took ÷ what they were estimated at, a slow moving average, within bounds.
-So an engine that is slower than the cost model says, or that others send requests to as well, is
-soon taken for what it is.
+the engine's *pace*: what first tokens took ÷ what the cost model said, a moving average, within
+bounds. So an engine that is slower than the cost model says, or that others send requests to as
+well, is soon taken for what it is. An engine of which little was seen is taken for what all of them
+are together: else the first one that is seen to be quicker than the model says would get
+everything.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
 _PACE_BOUNDS: Final = (0.25, 8.0)
 _PACE_STEP: Final = 0.05
-"""Weight of one observation, in the logarithm."""
+"""Weight of one observation, in the logarithm; of the first ones, their mean counts."""
+_TRUSTED_OBSERVATIONS: Final = 5
+"""An engine's own observations count as much as the fleet's when there are so many."""
 _SHORTEST_TELLING_S: Final = 0.02
 """Estimates below this say nothing about an engine's pace."""
 _DECODE_STEP: Final = 0.05
+
+
+@dataclass(slots=True)
+class Average:
+    """A moving average, whose first values are plain means."""
+
+    value: float = 0.0
+    seen: int = 0
+
+    def add(self, sample: float, step: float) -> None:
+        self.seen = min(self.seen + 1, math.ceil(1 / step))
+        self.value += (sample - self.value) / self.seen
 
 
 @dataclass(slots=True)
@@ -32,6 +49,8 @@ class Sent:
     sent_at: float
     work_s: float
     ttft_s: float
+    pace: float
+    """The engine's, at that time."""
     first_token_at: float | None = None
 
 
@@ -40,7 +59,9 @@ class EngineLoad:
     """One engine. `slots`: requests that it runs at once; more wait."""
 
     slots: int
-    pace: float = 1.0
+    fleet: Average = field(default_factory=Average)
+    """The logarithm of all engines' pace, which they share."""
+    own: Average = field(default_factory=Average)
     decode_s: float = 5.0
     """How long an answer takes behind its first token: a moving average."""
     link_free_at: float = 0.0
@@ -51,6 +72,13 @@ class EngineLoad:
     _queued: int = 0
     _busy_since: float = 0.0
     """Since when the head of the queue is computed."""
+
+    @property
+    def pace(self) -> float:
+        """How many times longer than the cost model says this engine takes."""
+        known = self.own.seen
+        both = known * self.own.value + _TRUSTED_OBSERVATIONS * self.fleet.value
+        return math.exp(both / (known + _TRUSTED_OBSERVATIONS))
 
     @property
     def queued(self) -> int:
@@ -83,21 +111,22 @@ class EngineLoad:
             self.link_free_at = max(now, self.link_free_at) + load_s
         if not self._queued:
             self._busy_since = now
-        self.in_flight[request] = Sent(now, work_s, ttft_s)
+        self.in_flight[request] = Sent(now, work_s, ttft_s, self.pace)
         self._queued += 1
         self._queued_s += work_s
 
-    def first_token(self, request: str, now: float) -> None:
-        """Its answer has begun; unknown requests are ignored."""
+    def first_token(self, request: str, now: float, *, seen: bool = True) -> None:
+        """Its answer has begun (not `seen`: is taken to have); unknown requests are ignored."""
         sent = self.in_flight.get(request)
         if sent is None or sent.first_token_at is not None:
             return
         sent.first_token_at = now
         self._left_queue(sent, now)
-        if sent.ttft_s >= _SHORTEST_TELLING_S:
-            took = max(1e-3, now - sent.sent_at)
-            pace = self.pace * (took / sent.ttft_s) ** _PACE_STEP
-            self.pace = min(max(pace, _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
+        if seen and sent.ttft_s >= _SHORTEST_TELLING_S:
+            pace = sent.pace * max(1e-3, now - sent.sent_at) / sent.ttft_s
+            sample = math.log(min(max(pace, _PACE_BOUNDS[0]), _PACE_BOUNDS[1]))
+            self.own.add(sample, _PACE_STEP)
+            self.fleet.add(sample, _PACE_STEP)
 
     def ended(self, request: str, now: float) -> None:
         """Its answer has ended, or never came; unknown requests are ignored."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from kvcast.routing.core.costs import CostModel
 from kvcast.routing.core.hashing import Chain
 from kvcast.routing.core.index import PrefixIndex, Run
-from kvcast.routing.core.load import EngineLoad
+from kvcast.routing.core.load import Average, EngineLoad
 
 
 class Place(enum.Enum):
@@ -155,6 +155,7 @@ class Router:
         self._engines: dict[str, _Engine] = {}
         self._sent_to: dict[str, _Engine] = {}
         self._chains: dict[str, Chain] = {}
+        self._fleet = Average()
         self._turn = 0
 
     # --- what the router hears ------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Router:
             name,
             self.index.add_holder(),
             self.index.add_holder(),
-            EngineLoad(slots or self.options.slots),
+            EngineLoad(slots or self.options.slots, self._fleet),
         )
 
     @property
@@ -205,12 +206,13 @@ class Router:
         """The pool has these blocks no longer."""
         self.index.removed(self._pool, blocks)
 
-    def first_token(self, request: str, now: float) -> None:
-        """A request's answer has begun."""
+    def first_token(self, request: str, now: float, *, seen: bool = True) -> None:
+        """A request's answer has begun. Not `seen`: it is taken to have begun by now, which says
+        nothing of its engine's pace."""
         engine = self._sent_to.get(request)
         if engine is None:
             return
-        engine.load.first_token(request, now)
+        engine.load.first_token(request, now, seen=seen)
         if self.options.pool_saves_all:
             self.index.expect(self._pool, self._chains[request], now + self.options.expect_s)
 
