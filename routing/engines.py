@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvcast.routing.core.router import Router
 from kvcast.routing.event_streams import EventStream
 from kvcast.routing.options import EngineAddress, HealthOptions
 from kvcast.routing.prompts import Names
+from kvcast.service.tls import Credentials
 
 log = logging.getLogger("kvcast.routing.engines")
 
@@ -65,8 +67,13 @@ class Engines:
     """Looks after engines between `start` and `close`, and tells the router of them."""
 
     def __init__(
-        self, addresses: Sequence[EngineAddress], router: Router, options: HealthOptions
+        self,
+        addresses: Sequence[EngineAddress],
+        router: Router,
+        options: HealthOptions,
+        credentials: Credentials | None = None,
     ) -> None:
+        self._credentials = credentials
         self._router = router
         self._options = options
         self._engines = {each.name: _Engine(each, {}) for each in addresses}
@@ -178,6 +185,10 @@ class Engines:
             return None
         finally:
             self._tokenizing -= 1
+
+    def agents_tls(self) -> ssl.SSLContext | bool:
+        """How agents are spoken to: as parts of the cluster, where this is one."""
+        return True if self._credentials is None else self._credentials.client()
 
     def failed(self, name: str, problem: str, *, refused: bool) -> None:
         """An engine did not answer a request; `refused`: nobody was there at all."""

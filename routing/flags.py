@@ -95,9 +95,9 @@ class ServeFlags:
         "where clients connect; port 0 = pick one", default=("127.0.0.1", 8000)
     )
     engine: tuple[EngineAddress, ...] = many(
-        "an engine; events and replay: its KV events over ZeroMQ; agent and namespace: the metrics "
-        "address of its node's agent, which is told to prefetch into that namespace; slots: "
-        "requests that it runs at once",
+        "an engine; events and replay: its KV events over ZeroMQ; agent and namespace: its node's "
+        "agent (--hints-addr), which is told to prefetch into that namespace; slots: requests that "
+        "it runs at once",
         parse=parse_engine,
         metavar="NAME=URL[,events=tcp://…][,replay=tcp://…][,agent=http://…,namespace=N][,slots=N]",
     )

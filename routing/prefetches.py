@@ -20,7 +20,10 @@ from kvcast.routing.engines import Engines
 
 MAX_AT_ONCE: Final = 256
 """Prefetches on their way to agents; beyond, one is dropped: it is a hint."""
-MAX_KEYS: Final = 4096
+KEYS_A_HINT: Final = 256
+"""As many as an agent takes at once; a longer prefix is told in several hints."""
+MAX_HINTS: Final = 16
+"""For one request; what lies beyond is fetched when its engine asks."""
 TIMEOUT_S: Final = 2.0
 
 
@@ -44,7 +47,7 @@ class Prefetches:
             return
         blocks: list[int] = []
         keys: list[str] = []
-        for place in choice.prefetch[:MAX_KEYS]:
+        for place in choice.prefetch[: KEYS_A_HINT * MAX_HINTS]:
             key = self._engines.pool_key(prompt.chain[place])
             if key is None:
                 break
@@ -66,16 +69,27 @@ class Prefetches:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _post(self, agent: str, namespace: int, keys: list[str], blocks: list[int]) -> None:
-        body = {"namespace": namespace, "keys": keys}
+        held = 0
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                async with self._engines.session.post(f"{agent}/v1/prefetch", json=body) as answer:
-                    if answer.status != 200:
-                        raise ValueError(f"the agent answered {answer.status}")
-                    held = msgspec.json.decode(await answer.content.read(65536), type=_Held).held
+            for first in range(0, len(keys), KEYS_A_HINT):
+                part = keys[first : first + KEYS_A_HINT]
+                found = await self._hint(agent, namespace, part)
+                held += found
+                if found < len(part):
+                    break
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             self.counts["prefetches_failed_total"] += 1
             return
         self.counts["prefetches_total"] += 1
         if held < len(blocks):
             self._router.unpooled(blocks[max(0, held) :])
+
+    async def _hint(self, agent: str, namespace: int, keys: list[str]) -> int:
+        body = {"namespace": namespace, "keys": keys}
+        async with asyncio.timeout(TIMEOUT_S):
+            async with self._engines.session.post(
+                f"{agent}/v1/prefetch", json=body, ssl=self._engines.agents_tls()
+            ) as answer:
+                if answer.status != 200:
+                    raise ValueError(f"the agent answered {answer.status}")
+                return msgspec.json.decode(await answer.content.read(65536), type=_Held).held

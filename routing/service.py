@@ -28,7 +28,7 @@ async def run(setup: Setup) -> int:
     if setup.credentials is not None:
         reload_on_hangup(loop, setup.credentials.refresh)
     router = Router(router_options(flags))
-    engines = Engines(flags.engine, router, health_options(flags))
+    engines = Engines(flags.engine, router, health_options(flags), setup.credentials)
     proxy = Proxy(
         router,
         engines,
