@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import secrets
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, chunking_for
 from kvcast.service.tls import Credentials
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +191,11 @@ class Agent:
             log.info("clients ask for every block: this machine has no barrier for an index")
             return None
         arena_bytes = self.arena.size_bytes
+        # A file on huge pages is a whole number of them, which the index is not.
+        huge = os.statvfs(self.arena.path).f_bsize >= _HUGE_PAGE_BYTES
         self.index_file = ArenaFile(
             index_bytes(buckets_for(arena_bytes)),
-            f"{self.arena.path}.index",
+            None if huge else f"{self.arena.path}.index",
             reserve=self._options.arena.reserve,
         )
         stack.callback(self.index_file.close)
