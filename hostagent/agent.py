@@ -191,11 +191,13 @@ class Agent:
             log.info("clients ask for every block: this machine has no barrier for an index")
             return None
         arena_bytes = self.arena.size_bytes
-        # A file on huge pages is a whole number of them, which the index is not.
-        huge = os.statvfs(self.arena.path).f_bsize >= _HUGE_PAGE_BYTES
+        path = f"{self.arena.path}.index"
+        if os.statvfs(self.arena.path).f_bsize >= _HUGE_PAGE_BYTES:
+            # A file there is a whole number of huge pages, which the index is not.
+            path = f"/dev/shm/kvcast{os.path.abspath(path).replace('/', '-')}"
         self.index_file = ArenaFile(
             index_bytes(buckets_for(arena_bytes)),
-            None if huge else f"{self.arena.path}.index",
+            path,
             reserve=self._options.arena.reserve,
         )
         stack.callback(self.index_file.close)

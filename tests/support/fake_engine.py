@@ -128,7 +128,8 @@ class FakeEngine:
             if number == how.stops_after_words:
                 await asyncio.sleep(3600)
             await asyncio.sleep(how.word_delay_s)
-            await answer.write(b"data: " + json.dumps({"word": word}).encode() + b"\n\n")
+            event = {"word": word, "choices": [{"delta": {"content": word}}]}
+            await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer
