@@ -137,6 +137,17 @@ class Prompts:
         self._tokens -= len(self._remembered.pop(digest, ()))
 
 
+def body_of(raw: bytes) -> dict[str, Any]:
+    """A request's body; PromptError if it is no JSON object."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PromptError(f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise PromptError("a request is a JSON object")
+    return body
+
+
 def _prompt_of(body: Mapping[str, Any]) -> tuple[Sequence[int] | None, bytes]:
     """A request's token ids, or else its text."""
     if "messages" in body:

@@ -40,7 +40,7 @@ from kvcast.routing.engines import Engines
 from kvcast.routing.metrics import metrics_text
 from kvcast.routing.options import ProxyOptions
 from kvcast.routing.prefetches import Prefetches
-from kvcast.routing.prompts import PromptError, Prompts
+from kvcast.routing.prompts import PromptError, Prompts, body_of
 from kvcast.service.listener import Bounds, Listener
 from kvcast.service.tls import Credentials
 from multidict import CIMultiDict
@@ -242,7 +242,7 @@ class Proxy:
     # --- a request -------------------------------------------------------------------------------
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self._requests >= self._options.max_requests:
+        if self._is_full():
             raise RefusedError(
                 429, "too_many_requests", "too many requests at once", _retry_after(1)
             )
@@ -267,6 +267,9 @@ class Proxy:
         finally:
             self._requests -= 1
 
+    def _is_full(self) -> bool:
+        return self._requests >= self._options.max_requests
+
     async def _read(self, request: web.BaseRequest) -> tuple[bytes, dict[str, Any]]:
         try:
             async with asyncio.timeout(self._options.body_timeout_s):
@@ -276,12 +279,9 @@ class Proxy:
         except TimeoutError as error:
             raise RefusedError(408, "too_slow", "the request took too long to come") from error
         try:
-            body = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RefusedError(400, "bad_json", f"not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise RefusedError(400, "bad_json", "a request is a JSON object")
-        return raw, body
+            return raw, body_of(raw)
+        except PromptError as error:
+            raise RefusedError(400, "bad_json", str(error)) from error
 
     async def _send(
         self,

@@ -247,7 +247,7 @@ class Router:
         able = [each for each in self._engines.values() if each.up and each.name not in without]
         if not able:
             return Refusal(Reason.NO_ENGINE, 1.0)
-        free = [each for each in able if len(each.load.in_flight) < self.options.max_in_flight]
+        free = [each for each in able if not self._is_full(each)]
         if not free:
             return Refusal(Reason.FULL, min(each.load.decode_s for each in able))
         runs = self.index.runs(prompt.chain, now)
@@ -276,6 +276,9 @@ class Router:
         return [self._estimate(each, prompt, runs, now) for each in engines if each.up]
 
     # --- how -------------------------------------------------------------------------------------
+
+    def _is_full(self, engine: _Engine) -> bool:
+        return len(engine.load.in_flight) >= self.options.max_in_flight
 
     def _holder(self, engine: str, place: Place) -> int:
         known = self._engines[engine]

@@ -71,6 +71,15 @@ def test_flags_become_options() -> None:
     assert health_options(setup.flags).seed != health_options(setup.flags).seed
 
 
+def test_a_router_does_not_leave_loopback_without_tls(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine=a=http://h:1", "--listen=10.0.0.1:80"]
+    with pytest.raises(SystemExit) as end:
+        parse(words)
+    assert end.value.code == 2
+    assert "--insecure" in capsys.readouterr().err
+    parse([*words, "--insecure"])
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
