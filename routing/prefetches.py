@@ -4,7 +4,8 @@ Owns: who is told, how many at once, and what the answers teach. Must not know: 
 fetched (the agent does), or how engines are chosen.
 
 An agent answers how long a prefix of the keys the pool holds, and the router learns from it: what
-it took for held in the pool, and is not, is taken out of its index.
+it took for held in the pool, and is not, is taken out of its index; the rest is taken to lie on
+that node from now on, for as long as what is expected counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import aiohttp
 import msgspec
 from kvcast.routing.core.router import Choice, Prompt, Router
 from kvcast.routing.engines import Engines
+from kvcast.routing.options import EngineAddress
 
 MAX_AT_ONCE: Final = 256
 """Prefetches on their way to agents; beyond, one is dropped: it is a hint."""
@@ -59,7 +61,7 @@ class Prefetches:
         if len(self._tasks) >= MAX_AT_ONCE:
             self.counts["prefetches_dropped_total"] += 1
             return
-        task = asyncio.create_task(self._post(address.agent, address.namespace, keys, blocks))
+        task = asyncio.create_task(self._post(address, keys, blocks))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -68,12 +70,13 @@ class Prefetches:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _post(self, agent: str, namespace: int, keys: list[str], blocks: list[int]) -> None:
+    async def _post(self, address: EngineAddress, keys: list[str], blocks: list[int]) -> None:
+        assert address.agent is not None
         held = 0
         try:
             for first in range(0, len(keys), KEYS_A_HINT):
                 part = keys[first : first + KEYS_A_HINT]
-                found = await self._hint(agent, namespace, part)
+                found = await self._hint(address.agent, address.namespace, part)
                 held += found
                 if found < len(part):
                     break
@@ -81,6 +84,8 @@ class Prefetches:
             self.counts["prefetches_failed_total"] += 1
             return
         self.counts["prefetches_total"] += 1
+        now = asyncio.get_running_loop().time()
+        self._router.fetched(address.name, blocks[:held], now)
         if held < len(blocks):
             self._router.unpooled(blocks[max(0, held) :])
 

@@ -206,6 +206,11 @@ class Router:
         """The pool has these blocks no longer."""
         self.index.removed(self._pool, blocks)
 
+    def fetched(self, engine: str, blocks: Iterable[int], now: float) -> None:
+        """An engine's agent has these blocks of the pool in its own memory, or will in a moment."""
+        holder = self._holder(engine, Place.HOST)
+        self.index.expect(holder, blocks, now + self.options.expect_s)
+
     def first_token(self, request: str, now: float, *, seen: bool = True) -> None:
         """A request's answer has begun. Not `seen`: it is taken to have begun by now, which says
         nothing of its engine's pace."""

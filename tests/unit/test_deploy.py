@@ -151,7 +151,7 @@ def test_there_is_a_rendering_of_each_file_of_values_and_it_is_of_this_chart() -
 
 
 @pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("version", ["1.27", "1.31", "1.35"])
+@pytest.mark.parametrize("version", ["1.27", "1.35"])
 def test_kubernetes_schemas_allow_what_is_rendered(path: Path, version: str) -> None:
     kinds = []
     for each in objects(path):

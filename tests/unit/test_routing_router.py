@@ -194,6 +194,18 @@ def test_what_the_host_holds_is_nearer_than_the_pool_and_for_that_engine_alone()
     assert chosen(router.route("r", prompt(1, 2, 3, 4), 0.0)).engine == "b"
 
 
+def test_what_an_agent_has_fetched_lies_on_its_engines_host() -> None:
+    router = router_of("a", "b")
+    router.pooled([1, 2, 3])
+    router.fetched("b", [1, 2], now=0.0)
+    on_a, on_b = router.estimates(prompt(1, 2, 3), 1.0)
+    assert (on_a.host_tokens, on_a.pool_tokens) == (0, 300)
+    assert (on_b.host_tokens, on_b.pool_tokens) == (200, 100)
+    assert chosen(router.route("r", prompt(1, 2, 3), 1.0)).engine == "b"
+    later = router.estimates(prompt(1, 2, 3), OPTIONS.expect_s)[1]
+    assert later.host_tokens == 0
+
+
 def test_a_pool_that_is_said_to_save_all_has_a_prompt_once_it_was_computed() -> None:
     router = router_of("a", "b", options=replace(OPTIONS, pool_saves_all=True))
     router.route("r", prompt(1, 2, 3), 0.0, without={"b"})
