@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
+import ssl
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
@@ -21,12 +23,18 @@ import aiohttp
 import pytest
 from aiohttp import web
 from fake_engine import Behaviour, FakeEngine, FakePublisher, fake_engines, removed, stored
+from kvcast.cli import certs
 from kvcast.routing.core.costs import CostModel
 from kvcast.routing.core.hashing import token_chain
-from kvcast.routing.core.router import Router, RouterOptions
+from kvcast.routing.core.router import Choice, Prompt, Router, RouterOptions
 from kvcast.routing.engines import Engines
 from kvcast.routing.options import EngineAddress, HealthOptions, ProxyOptions
 from kvcast.routing.proxy import DEADLINE_HEADER, ENGINE_HEADER, Proxy
+from kvcast.service.http import HttpServer, json_answer
+from kvcast.service.identity import identity_of
+from kvcast.service.tls import Credentials
+
+log = logging.getLogger(__name__)
 
 BLOCK = 16
 LONG = "the same beginning of many prompts, " * 4
@@ -592,6 +600,55 @@ async def test_an_engine_that_makes_no_sense_is_down(models: bytes) -> None:
             assert (await served.ask())[0] == 503
     finally:
         await runner.cleanup()
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+async def test_clients_need_no_certificate_and_agents_see_the_routers(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    assert certs.main(["init", str(folder), "--controller=127.0.0.1", "--node=node-1"]) == 0
+    credentials = Credentials.of_folder(folder / "controller")
+    seen: list[Any] = []
+
+    async def prefetch(request: web.BaseRequest) -> web.Response:
+        assert request.transport is not None
+        seen.append(request.transport.get_extra_info("peercert"))
+        return json_answer({"held": 1})
+
+    agent = HttpServer(
+        {"/v1/prefetch": {"POST": prefetch}}, Credentials.of_folder(folder / "node-1"), log=log
+    )
+    host, port = await agent.start("127.0.0.1", 0)
+    router = Router(RouterOptions(costs=COSTS))
+    chain = token_chain(list(range(BLOCK * 2)), BLOCK)
+    async with fake_engines("a") as fakes:
+        address = EngineAddress("a", fakes[0].url, agent=f"https://{host}:{port}", namespace=1)
+        engines = Engines([address], router, HEALTH, credentials)
+        proxy = Proxy(router, engines, ProxyOptions(), credentials)
+        await engines.start()
+        try:
+            await engines.checked.wait()
+            host, port = await proxy.start("127.0.0.1", 0)
+            trusting = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+            async with aiohttp.ClientSession() as session:
+                body = {"model": "m", "prompt": LONG}
+                url = f"https://{host}:{port}/v1/completions"
+                async with session.post(url, json=body, ssl=trusting) as answer:
+                    assert answer.status == 200
+                with pytest.raises(aiohttp.ClientError):
+                    await session.post(url.replace("https", "http"), json=body)
+            router.pooled(chain)
+            engines._keep_key(chain[0], b"k" * 32)
+            choice = router.route("r", Prompt(chain, 33, BLOCK), 0.0)
+            assert isinstance(choice, Choice)
+            proxy.prefetches.send(choice, Prompt(chain, 33, BLOCK))
+            await until(lambda: proxy.prefetches.counts["prefetches_total"] == 1)
+            assert identity_of(seen[0]).role == "controller"
+        finally:
+            await proxy.stop()
+            await engines.close()
+            await agent.stop()
 
 
 # --- the daemon ---------------------------------------------------------------------------------

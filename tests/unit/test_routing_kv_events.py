@@ -49,6 +49,17 @@ def test_what_is_stored_is_held_and_what_is_removed_is_not(as_maps: bool) -> Non
     assert len(events) == 0
 
 
+def test_older_arrays_are_shorter_and_a_batch_may_be_an_array_of_maps() -> None:
+    router, events = engine()
+    older = ["BlockStored", [1, 2], None, TOKENS[:32], 16, None]
+    events.heard(0, msgspec.msgpack.encode([1.0, [older]]))
+    newer = {**stored([3], TOKENS[32:48], parent=2), "locality": "LOCAL", "group_idx": 0}
+    events.heard(1, msgspec.msgpack.encode([1.0, [newer], 0]))
+    assert held(router) == (48, 0, 0)
+    events.heard(2, msgspec.msgpack.encode([1.0, [["BlockRemoved", [2]]]]))
+    assert held(router) == (16, 0, 0)
+
+
 def test_hashes_may_be_numbers() -> None:
     router, events = engine()
     events.heard(0, batch(stored([2**64 - 1, 5], TOKENS[:32])))
