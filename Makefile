@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvcast-installed
 SHELL_VENV := .venv-p4rt-shell
 # Tests wait for processes and sockets, too: one worker more than there are processors.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-PACKAGES := bench cli controller hostagent native p4 protocol service simulation switchsim topologies workloads
+PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
 .PHONY: help setup setup-shell demo check test lint format p4 clean

@@ -30,6 +30,7 @@ EXTRAS = {
     "agent": ("aiohttp", "llvmlite", "prometheus_client"),
     "controller": ("aiohttp", "cryptography", "finsy", "numpy", "prometheus_client", "rich"),
     "models": ("rich",),
+    "route": ("aiohttp", "prometheus_client", "zmq"),
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
@@ -48,6 +49,9 @@ COMMANDS = {
         "kvcast.controller.daemon", "run the controller of one switch", "controller"
     ),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node", "agent"),
+    "route": Command(
+        "kvcast.routing.daemon", "run a router: requests go where their prefix is held", "route"
+    ),
     "status": Command(
         "kvcast.cli.status", "show a running pool: nodes, tiers, hits, links", "controller"
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import secrets
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, chunking_for
 from kvcast.service.tls import Credentials
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 log = logging.getLogger(__name__)
 
@@ -195,9 +198,13 @@ class Agent:
             log.info("clients ask for every block: this machine has no barrier for an index")
             return None
         arena_bytes = self.arena.size_bytes
+        path = f"{self.arena.path}.index"
+        if os.statvfs(self.arena.path).f_bsize >= _HUGE_PAGE_BYTES:
+            # A file there is a whole number of huge pages, which the index is not.
+            path = f"/dev/shm/kvcast{os.path.abspath(path).replace('/', '-')}"
         self.index_file = ArenaFile(
             index_bytes(buckets_for(arena_bytes)),
-            f"{self.arena.path}.index",
+            path,
             reserve=self._options.arena.reserve,
         )
         stack.callback(self.index_file.close)

@@ -1,7 +1,7 @@
 """`kvcast agent`: the agent as a process.
 
-Owns: the ready line, signals, and the optional metrics endpoint. Must not know: anything that
-another program embedding an agent would need too (`agent`), or flags (`flags`).
+Owns: the ready line, signals, and the optional endpoints for metrics and hints. Must not know:
+anything that another program embedding an agent would need too (`agent`), or flags (`flags`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.flags import Setup, options_of, parse
@@ -21,6 +21,9 @@ from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
+
+if TYPE_CHECKING:
+    from kvcast.service.http import HttpServer
 
 log = logging.getLogger("kvcast.hostagent")
 
@@ -37,7 +40,7 @@ async def run(setup: Setup) -> int:
     except (ArenaError, SocketInUseError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
-    metrics = None
+    servers: list[HttpServer] = []
     try:
         facts: dict[str, Any] = {
             "service": "agent",
@@ -54,8 +57,14 @@ async def run(setup: Setup) -> int:
             # Imported here: they take most of an agent's start-up time.
             from kvcast.hostagent.network.metrics_server import metrics_server
 
-            metrics = metrics_server(agent.core, setup.credentials)
-            facts["metrics"] = format_host_port(await metrics.start(*flags.metrics_addr))
+            servers.append(metrics_server(agent.core, setup.credentials))
+            facts["metrics"] = format_host_port(await servers[-1].start(*flags.metrics_addr))
+        if flags.hints_addr is not None:
+            from kvcast.hostagent.network.hints_server import hints_server
+
+            pump = agent.transport.pump
+            servers.append(hints_server(agent.core, pump, setup.credentials))
+            facts["hints"] = format_host_port(await servers[-1].start(*flags.hints_addr))
         # What is there now stays: a collector that looked at all of it would cost some get 10 ms.
         gc.collect()
         gc.freeze()
@@ -64,11 +73,11 @@ async def run(setup: Setup) -> int:
         log.info("stopping")
         return 0
     except OSError as error:
-        log.error("cannot serve metrics: %s", error)
+        log.error("cannot serve metrics or hints: %s", error)
         return 1
     finally:
-        if metrics is not None:
-            await metrics.stop()
+        for server in servers:
+            await server.stop()
         await agent.close()
 
 

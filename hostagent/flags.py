@@ -165,6 +165,11 @@ class LocalFlags:
     metrics_addr: tuple[str, int] | None = option(
         "serve the counters for Prometheus here", default=None, parse=parse_host_port
     )
+    hints_addr: tuple[str, int] | None = option(
+        "take hints of a router here (`kvcast route`): what to fetch before an engine asks",
+        default=None,
+        parse=parse_host_port,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +316,8 @@ def _settle(flags: AgentFlags) -> Setup:
     addresses = [("--controller", flags.controller[0]), ("--bulk-addr", flags.bulk_addr[0])]
     if flags.metrics_addr is not None:
         addresses.append(("--metrics-addr", flags.metrics_addr[0]))
+    if flags.hints_addr is not None:
+        addresses.append(("--hints-addr", flags.hints_addr[0]))
     refuse_open_addresses(flags, addresses)
     if flags.slab_bytes < 1:
         raise OptionsError("--slab-bytes must be at least 1")

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 from hostagent_harness import MiniController, PlainSwitch, ip_of, key_of, mac_of, until
 from kvcast.hostagent.client import AsyncClient, Client
@@ -45,6 +46,7 @@ def command(
         f"--arena-path={folder / f'{number}.arena'}",
         f"--socket={folder / f'{number}.sock'}",
         "--metrics-addr=127.0.0.1:0",
+        "--hints-addr=127.0.0.1:0",
     ]
 
 
@@ -225,3 +227,38 @@ def test_a_file_gives_what_the_flags_do_not(tmp_path: Path) -> None:
     assert options.agent.writes.put_ack == "local"
     assert options.network.tunnel == (("127.0.0.1", 1), ("127.0.0.1", 2))
     assert options.network.switch_port == 4
+
+
+async def test_a_hint_brings_what_the_pool_holds_to_this_node(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(5)]
+    async with two_daemons(tmp_path) as (_, _, facts), aiohttp.ClientSession() as session:
+        url = f"http://{facts[1]['hints']}/v1/prefetch"
+
+        async def hint(body: object) -> tuple[int, dict[str, object]]:
+            async with session.post(url, json=body) as answer:
+                return answer.status, await answer.json()
+
+        async with await AsyncClient.connect(str(tmp_path / "1.sock")) as writer:
+            await writer.put(1, {key: bytes(key) * 100 for key in keys[:3]}, ack="replicas")
+        asked = {"namespace": 1, "keys": [key.hex() for key in keys]}
+        assert await hint(asked) == (200, {"held": 3})
+        async with await AsyncClient.connect(str(tmp_path / "2.sock")) as reader:
+            async with asyncio.timeout(10):
+                while await reader.prefetch(1, keys[:3]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            for block in await reader.get(1, keys[:3]):
+                assert block is not None
+                assert block.tier == "local"
+                block.release()
+        for wrong, status in (
+            ({"namespace": 9, "keys": [keys[0].hex()]}, 404),
+            ({"namespace": 1, "keys": []}, 400),
+            ({"namespace": 1, "keys": ["x" * 32]}, 400),
+            ({"namespace": 1, "keys": [keys[0].hex()] * 257}, 400),
+            ({"namespace": 0, "keys": [keys[0].hex()]}, 400),
+            ({"namespace": 1}, 400),
+            ([], 400),
+        ):
+            found, answer = await hint(wrong)
+            assert found == status, answer
+            assert answer["error"]

@@ -372,3 +372,21 @@ async def test_a_block_is_written_straight_into_the_arena(tmp_path: Path) -> Non
             assert pool.agents[1].core.store.held_bytes > 0
         await client.stats()
         assert pool.agents[1].core.store.held_bytes == 0
+
+
+async def test_an_arena_on_huge_pages_has_its_index_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # hugetlbfs's blocks are huge pages; here every file system's are taken for such.
+    monkeypatch.setattr("kvcast.hostagent.agent._HUGE_PAGE_BYTES", 1)
+    async with pool_of_two(tmp_path) as (pool, client):
+        index = pool.agents[1].index_file
+        assert index is not None
+        assert not Path(index.path).is_relative_to(tmp_path)
+        before = requests(pool)
+        (block,) = await client.get(1, [key_of(3)])
+        assert block is not None
+        assert bytes(block.data) == noise(3, 11000)
+        block.release()
+        assert requests(pool) == before
+    assert not Path(index.path).exists()

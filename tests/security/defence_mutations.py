@@ -1309,6 +1309,89 @@ def _copies_mixed_compiled() -> AbstractContextManager[object]:
     return recompiled("_is_of", "any_copy")
 
 
+ROUTER_FLOOD = "floods the router"
+ROUTER_EVENTS = "as an engine, tells the router nonsense"
+HINTS = "has an agent fetch another tenant's blocks"
+
+
+@mutation(
+    "a connection to the router may stay without asking for anything",
+    {ROUTER_FLOOD: ["test_a_connection_that_says_nothing_is_closed"]},
+)
+def _silent_at_the_router() -> AbstractContextManager[object]:
+    return replaced("kvcast.routing.proxy.Proxy._must_speak", nothing)
+
+
+@mutation(
+    "a request to the router may be of any length",
+    {ROUTER_FLOOD: ["test_a_request_that_is_too_long_is_refused"]},
+)
+def _endless_requests() -> AbstractContextManager[object]:
+    def endless(make: Any) -> Any:
+        def makes(self: Any, *words: Any) -> Any:
+            request = make(self, *words)
+            request._client_max_size = 1 << 30
+            return request
+
+        return makes
+
+    return around("kvcast.routing.proxy.Proxy._request", endless)
+
+
+@mutation(
+    "the router takes as many requests as come",
+    {ROUTER_FLOOD: ["test_requests_at_once_are_bounded"]},
+)
+def _router_never_full() -> AbstractContextManager[object]:
+    return replaced("kvcast.routing.proxy.Proxy._is_full", nothing)
+
+
+@mutation(
+    "an engine is sent as many requests as come",
+    {ROUTER_FLOOD: ["test_engines_that_are_full_refuse_more"]},
+)
+def _engines_never_full() -> AbstractContextManager[object]:
+    return replaced("kvcast.routing.core.router.Router._is_full", nothing)
+
+
+@mutation(
+    "what is no batch of events is taken for an empty one",
+    {ROUTER_EVENTS: ["test_what_is_no_batch_is_refused_counted_and_does_not_stop_the_stream"]},
+)
+def _events_unchecked() -> AbstractContextManager[object]:
+    return replaced("kvcast.routing.core.kv_events.decode_batch", lambda _: [])
+
+
+@mutation(
+    "the router's tables grow with what they are told",
+    {
+        ROUTER_EVENTS: [
+            "test_the_table_is_bounded",
+            "test_the_table_is_bounded_keeps_what_is_used_and_counts_what_it_forgets",
+        ]
+    },
+)
+def _router_tables_grow() -> AbstractContextManager[object]:
+    def endless(make: Any) -> Any:
+        def makes(self: Any, *words: Any, **options: Any) -> None:
+            make(self, *words, **(options | {"max_blocks": 1 << 60}))
+
+        return makes
+
+    return all_of(
+        around("kvcast.routing.core.kv_events.EngineEvents.__init__", endless),
+        replaced("kvcast.routing.core.index.PrefixIndex._turn", nothing),
+    )
+
+
+@mutation(
+    "a hint may name any namespace",
+    {HINTS: ["test_a_hint_for_a_namespace_of_others_is_refused"]},
+)
+def _hints_for_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.reads.Reads.refusal", nothing)
+
+
 # === operators' mistakes ==========================================================================
 
 OPEN = "listens or connects beyond loopback"
@@ -1327,6 +1410,8 @@ OTHER_USERS = "lets another user of the node"
         OPEN: [
             "test_an_agent_does_not_leave_loopback_without_tls",
             "test_a_controller_does_not_leave_loopback_without_tls",
+            "test_a_router_does_not_leave_loopback_without_tls",
+            "test_hints_are_not_taken_beyond_loopback_without_tls",
         ]
     },
     line="raises",
@@ -1335,6 +1420,7 @@ def _open_addresses() -> AbstractContextManager[object]:
     return all_of(
         replaced("kvcast.hostagent.flags.refuse_open_addresses", nothing),
         replaced("kvcast.controller.flags.refuse_open_addresses", nothing),
+        replaced("kvcast.routing.flags.refuse_open_addresses", nothing),
     )
 
 

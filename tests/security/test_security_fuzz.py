@@ -42,9 +42,11 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "http",
         "index",
         "json-loader",
+        "kv-events",
         "local-socket",
         "p4runtime",
         "pin-region",
+        "route-request",
         "tokens",
         "trace",
     ]

@@ -1,0 +1,1 @@
+"""The router's decisions: events and the present time in, choices out. No sockets, no clock."""
