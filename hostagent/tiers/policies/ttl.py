@@ -1,0 +1,47 @@
+"""Time to live: a block is gone `ttl_s` after its last use, as in the prompt caches of inference
+providers. What would be the next to be gone goes first where room is wanted.
+
+Every block lives equally long, so the order in which they expire is that of their last uses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvcast.hostagent.tiers.policies.base import K
+from kvcast.hostagent.tiers.policies.lru import Lru
+
+DEFAULT_TTL_S = 3600.0
+
+
+class Ttl(Lru[K]):
+    """See the module's description. `ttl_s` may be changed at any time."""
+
+    NAME: ClassVar[str] = "ttl"
+
+    def __init__(self, capacity_bytes: int, ttl_s: float = DEFAULT_TTL_S) -> None:
+        super().__init__(capacity_bytes)
+        self.ttl_s = ttl_s
+        self._used_at: dict[K, float] = {}
+
+    def inserted(self, block: K, size_bytes: int, parent: K | None = None, depth: int = 0) -> None:
+        super().inserted(block, size_bytes, parent, depth)
+        self._used_at[block] = self.now
+
+    def hit(self, block: K, times: int = 1) -> None:
+        super().hit(block, times)
+        self._used_at[block] = self.now
+
+    def freed(self, block: K) -> None:
+        super().freed(block)
+        self._used_at[block] = self.now
+
+    def removed(self, block: K) -> None:
+        super().removed(block)
+        del self._used_at[block]
+
+    def expired(self) -> K | None:
+        block = self.queue.head
+        if block is not None and self._used_at[block] + self.ttl_s <= self.now:
+            return block
+        return None
