@@ -26,6 +26,7 @@ front, but those found pinned stand aside until they are freed, and of others a 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
@@ -68,74 +69,96 @@ class Search(Generic[K]):
 
 
 class Queue(Generic[K]):
-    """Blocks with sizes, the first to go first. Those that stand aside count, but are passed
-    over."""
+    """Blocks with sizes, the first to go first. Those that stand aside count, but are passed over;
+    each keeps its place."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
         """Of all, those aside included."""
+        self._entries: dict[K, tuple[int, int]] = {}
+        """Each block's place, which only grows along the queue, and its size."""
         self._order: OrderedDict[K, int] = OrderedDict()
-        self._aside: dict[K, int] = {}
+        self._aside: set[K] = set()
+        self._restored: list[int] = []
+        """Places of those that stood aside and do not any more, ascending: they are not in
+        `_order`, which takes new ones at its end alone. Few, since they are in front."""
+        self._at_place: dict[int, K] = {}
+        self._next_place = 0
 
     def __contains__(self, block: object) -> bool:
-        return block in self._order or block in self._aside
+        return block in self._entries
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._aside)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[K]:
         """Those that do not stand aside, the first to go first."""
-        return iter(self._order)
+        restored = iter(self._restored)
+        place = next(restored, None)
+        for block, its_place in self._order.items():
+            while place is not None and place < its_place:
+                yield self._at_place[place]
+                place = next(restored, None)
+            yield block
+        while place is not None:
+            yield self._at_place[place]
+            place = next(restored, None)
 
     @property
     def head(self) -> K | None:
         """The first to go of those that do not stand aside."""
-        return next(iter(self._order), None)
+        return next(iter(self), None)
 
     def push(self, block: K, size_bytes: int) -> None:
         """Add a block that is not in the queue: the last to go."""
-        assert block not in self
-        self._order[block] = size_bytes
+        assert block not in self._entries
+        self._entries[block] = self._next_place, size_bytes
+        self._order[block] = self._next_place
+        self._next_place += 1
         self.size_bytes += size_bytes
 
     def remove(self, block: K) -> int:
         """Take a block out; its size."""
-        size_bytes = self._order.pop(block, None)
-        if size_bytes is None:
-            size_bytes = self._aside.pop(block)
+        place, size_bytes = self._entries.pop(block)
         self.size_bytes -= size_bytes
+        if self._order.pop(block, None) is None:
+            if block in self._aside:
+                self._aside.remove(block)
+            else:
+                del self._restored[bisect_left(self._restored, place)]
+                del self._at_place[place]
         return size_bytes
 
     def pop(self) -> K:
         """Take out the first to go."""
-        block, size_bytes = self._order.popitem(last=False)
-        self.size_bytes -= size_bytes
+        block = next(iter(self))
+        self.remove(block)
         return block
 
     def to_end(self, block: K) -> None:
         """A block is the last to go now, wherever it was."""
-        size_bytes = self._aside.pop(block, None)
-        if size_bytes is None:
-            self._order.move_to_end(block)
-        else:
-            self._order[block] = size_bytes
+        self.push(block, self.remove(block))
 
     def set_aside(self, block: K) -> None:
         """Pass this block over until `restore`."""
-        self._aside[block] = self._order.pop(block)
+        entry = self._entries[block]
+        self.size_bytes += self.remove(block)
+        self._entries[block] = entry
+        self._aside.add(block)
 
     def restore(self, block: K) -> None:
-        """A block that stood aside is the first to go again; others stay where they are."""
-        size_bytes = self._aside.pop(block, None)
-        if size_bytes is not None:
-            self._order[block] = size_bytes
-            self._order.move_to_end(block, last=False)
+        """A block that stood aside, or did not, is passed over no more."""
+        if block in self._aside:
+            self._aside.remove(block)
+            place = self._entries[block][0]
+            insort(self._restored, place)
+            self._at_place[place] = block
 
     def choose(self, search: Search[K]) -> K | None:
         """The first block that may go; those found pinned on the way stand aside from now on."""
         pinned: list[K] = []
         chosen = None
-        for block in self._order:
+        for block in self:
             verdict = search.verdict(block)
             if verdict is Verdict.PINNED:
                 pinned.append(block)
