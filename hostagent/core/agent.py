@@ -177,6 +177,7 @@ class AgentCore:
 
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """A frame that came from node `source` of the present map."""
+        self.store.advance(now)
         if frame.op == OP_READ:
             pool = self.outbox.pool
             assert pool is not None  # there are no node indices without it
@@ -195,6 +196,7 @@ class AgentCore:
 
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""
+        self.store.advance(now)
         self.reads.drain(now)
 
     def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
@@ -214,14 +216,16 @@ class AgentCore:
 
     def get_timer(self, now: float) -> float | None:
         """When `handle_timer` and `frames_to_send` must be called next; None = no need."""
-        mine = self.reads.get_timer()
-        responders = self.responder.get_timer(now)
-        if mine is None or responders is None:
-            return responders if mine is None else mine
-        return min(mine, responders)
+        timers = (
+            self.reads.get_timer(),
+            self.responder.get_timer(now),
+            self.store.next_expiry(),
+        )
+        return min((at for at in timers if at is not None), default=None)
 
     def handle_timer(self, now: float) -> None:
         """Do what has become due by `now`."""
+        self.store.advance(now)
         self.reads.handle_timer(now)
 
     def _lookup(self, block: BlockId) -> _Held | None:
@@ -262,12 +266,13 @@ class AgentCore:
 
     def control_message(self, now: float, message: ControllerMessage) -> None:
         """Anything that the controller says after it took the registration."""
+        self.store.advance(now)
         if isinstance(message, PoolMap):
             self._new_map(now, message)
         elif isinstance(message, Credit):
             for namespace, key, hits in message.hits:
                 self.metrics.credits_total += hits
-                self.store.get(BlockId(namespace, key))
+                self.store.credit(BlockId(namespace, key), hits)
         elif isinstance(message, NamespaceSecrets):
             self._new_secrets(message)
         elif isinstance(message, Residents):

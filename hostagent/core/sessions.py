@@ -118,6 +118,7 @@ class Session:
     def handle(self, now: float, request: local.Request) -> None:
         """Do what the client asks; its reply may be sent before this returns."""
         self._core.metrics.local_requests_total += 1
+        self._core.store.advance(now)
         if isinstance(request, local.Release):
             self._core.metrics.local_releases_total += 1
             self._release(request)

@@ -72,6 +72,11 @@ class Recency(Model):
 
 
 class Lifetime(Recency):
+    """In the order of the last uses; to be freed is none."""
+
+    def freed(self, block: int) -> None:
+        pass
+
     def __init__(self) -> None:
         super().__init__()
         self.used: dict[int, float] = {}
@@ -158,9 +163,7 @@ class Adaptive(Model):
         t1 = self.bytes_of(self.t1)
         replace = t1 > self.p or (t1 == self.p and self.case == "III")
         alone = self.case == "IV" and self._l1_full() and not self.b1
-        first, second = (
-            (self.t1, self.t2) if self.t1 and (replace or alone) else (self.t2, self.t1)
-        )
+        first, second = (self.t1, self.t2) if self.t1 and (replace or alone) else (self.t2, self.t1)
         return next((block for block in (*first, *second) if may(block)), None)
 
     def removed(self, block: int) -> None:

@@ -11,6 +11,7 @@ times the size of the block that came back. With blocks of one size that is the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 from kvcast.hostagent.tiers.policies.base import K, Policy, Queue, Search
@@ -111,3 +112,6 @@ class Arc(Policy[K]):
         self._once_ghosts.trim(self.capacity_bytes)
         held_bytes = self._once.size_bytes + self._again.size_bytes + self._once_ghosts.size_bytes
         self._again_ghosts.trim(2 * self.capacity_bytes - held_bytes)
+
+    def blocks(self) -> Collection[K]:
+        return {*self._once.blocks(), *self._again.blocks()}

@@ -9,7 +9,7 @@ What a policy hears, for one namespace:
 
 | call | when |
 |---|---|
-| `advance` | time goes on; before anything else that happens then |
+| `advance` | time goes on (`AGES`); before anything else that happens then |
 | `expected` | room is needed for this block, which is not held |
 | `choose` | a block must go: which? asked again until there is room; nothing is gone yet |
 | `evicted` | this block went for want of room, whether the policy chose it or not |
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from enum import Enum
 from typing import ClassVar, Generic, TypeVar
 
@@ -104,6 +104,10 @@ class Queue(Generic[K]):
             yield self._at_place[place]
             place = next(restored, None)
 
+    def blocks(self) -> Collection[K]:
+        """All, those aside included."""
+        return self._entries.keys()
+
     @property
     def head(self) -> K | None:
         """The first to go of those that do not stand aside."""
@@ -177,6 +181,11 @@ class Policy(Generic[K]):
     together when there is no room for more, which the asker states anew when that changes."""
 
     NAME: ClassVar[str]
+    AGES: ClassVar[bool] = False
+    """Whether blocks outlive their time. Only such a policy needs to be told of time that
+    passes."""
+    PREFIXES: ClassVar[bool] = False
+    """Whether it must hear of a block's ancestors before it hears of the block."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -222,6 +231,14 @@ class Policy(Generic[K]):
         """A held block that is not to be served any more; None = there is none."""
         return None
 
+    def next_expiry(self) -> float | None:
+        """When, in seconds, the next block will have expired; None = none will."""
+        return None
+
+    def blocks(self) -> Collection[K]:
+        """All held blocks, for checks."""
+        raise NotImplementedError
+
     def descendants(self, block: K) -> list[K]:
         """Held blocks that are of no use without this one, those nearest to it first."""
         return []
@@ -248,3 +265,6 @@ class QueuePolicy(Policy[K]):
 
     def choose(self, search: Search[K]) -> K | None:
         return self.queue.choose(search)
+
+    def blocks(self) -> Collection[K]:
+        return self.queue.blocks()

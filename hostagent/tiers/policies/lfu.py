@@ -5,6 +5,7 @@ stays."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 from typing import ClassVar
 
 from kvcast.hostagent.tiers.policies.base import K, Policy, Queue, Search
@@ -60,3 +61,6 @@ class Lfu(Policy[K]):
             if chosen is not None or search.given_up:
                 return chosen
         return None
+
+    def blocks(self) -> Collection[K]:
+        return self._uses.keys()

@@ -13,6 +13,7 @@ time, what the small queue's tenth has no room for goes into the main queue.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Final
 
 from kvcast.hostagent.tiers.policies.base import K, Policy, Queue, Search, Verdict
@@ -103,3 +104,6 @@ class S3Fifo(Policy[K]):
         for queue, block in reversed(unsuitable):
             queue.restore(block)
         return chosen
+
+    def blocks(self) -> Collection[K]:
+        return self._uses.keys()

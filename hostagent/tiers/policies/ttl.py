@@ -6,6 +6,7 @@ Every block lives equally long, so the order in which they expire is that of the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import ClassVar
 
 from kvcast.hostagent.tiers.policies.base import K
@@ -18,11 +19,13 @@ class Ttl(Lru[K]):
     """See the module's description. `ttl_s` may be changed at any time."""
 
     NAME: ClassVar[str] = "ttl"
+    AGES: ClassVar[bool] = True
 
     def __init__(self, capacity_bytes: int, ttl_s: float = DEFAULT_TTL_S) -> None:
         super().__init__(capacity_bytes)
         self.ttl_s = ttl_s
-        self._used_at: dict[K, float] = {}
+        self._used_at: OrderedDict[K, float] = OrderedDict()
+        """The longest ago first; pinned ones, too: to be held is not to be used."""
 
     def inserted(self, block: K, size_bytes: int, parent: K | None = None, depth: int = 0) -> None:
         super().inserted(block, size_bytes, parent, depth)
@@ -31,17 +34,21 @@ class Ttl(Lru[K]):
     def hit(self, block: K, times: int = 1) -> None:
         super().hit(block, times)
         self._used_at[block] = self.now
+        self._used_at.move_to_end(block)
 
     def freed(self, block: K) -> None:
-        super().freed(block)
-        self._used_at[block] = self.now
+        self.queue.restore(block)
 
     def removed(self, block: K) -> None:
         super().removed(block)
         del self._used_at[block]
 
+    def next_expiry(self) -> float | None:
+        oldest = next(iter(self._used_at.values()), None)
+        return None if oldest is None else oldest + self.ttl_s
+
     def expired(self) -> K | None:
-        block = self.queue.head
-        if block is not None and self._used_at[block] + self.ttl_s <= self.now:
-            return block
+        oldest = next(iter(self._used_at), None)
+        if oldest is not None and self._used_at[oldest] + self.ttl_s <= self.now:
+            return oldest
         return None

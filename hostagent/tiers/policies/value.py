@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Collection
 from typing import ClassVar, Final, Generic
 
 from kvcast.hostagent.tiers.policies.base import K, Policy, Search, Verdict
@@ -47,6 +48,7 @@ class Value(Policy[K]):
     """See the module's description."""
 
     NAME: ClassVar[str] = "value"
+    PREFIXES: ClassVar[bool] = True
 
     def __init__(self, capacity_bytes: int, twice_at_blocks: int = TWICE_AT_BLOCKS) -> None:
         super().__init__(capacity_bytes)
@@ -133,3 +135,6 @@ class Value(Policy[K]):
         for one in found:
             found += self._blocks[one].children
         return found[1:]
+
+    def blocks(self) -> Collection[K]:
+        return self._blocks.keys()
