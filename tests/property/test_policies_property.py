@@ -218,26 +218,25 @@ class ThreeQueues(Model):
         self.uses[block] = min(3, self.uses[block] + times)
 
     def choose(self, may: May) -> int | None:
+        from_small = False
         while True:
             small = [b for b in self.small if may(b) or self.uses[b] >= 2]
             main = [b for b in self.main if may(b) or self.uses[b]]
             if not small and not main:
                 return None
             over = self.bytes_of(self.main) > CAPACITY - CAPACITY // 10
-            if main and (over or not small):
-                block = main[0]
-                if not self.uses[block]:
-                    return block
+            from_small = bool(small) and (from_small or not (main and over))
+            block = small[0] if from_small else main[0]
+            if from_small and self.uses[block] >= 2:
+                self.uses[block] = 0
+                self.small.remove(block)
+                self.main.append(block)
+            elif not from_small and self.uses[block]:
                 self.uses[block] -= 1
                 self.main.remove(block)
                 self.main.append(block)
-                continue
-            block = small[0]
-            if self.uses[block] < 2:
+            else:
                 return block
-            self.uses[block] = 0
-            self.small.remove(block)
-            self.main.append(block)
 
     def removed(self, block: int) -> None:
         self.held.remove(block)
@@ -249,7 +248,7 @@ class ThreeQueues(Model):
         self.removed(block)
         if ghost:
             self.ghosts.append(block)
-        while self.bytes_of(self.ghosts) > CAPACITY - CAPACITY // 10:
+        while self.bytes_of(self.ghosts) > int(CAPACITY * 0.9):
             del self.ghosts[0]
 
 

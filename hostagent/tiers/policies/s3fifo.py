@@ -20,6 +20,7 @@ from kvcast.hostagent.tiers.policies.base import K, Policy, Queue, Search, Verdi
 from kvcast.hostagent.tiers.policies.ghosts import Ghosts
 
 _SMALL_SHARE: Final = 0.1
+_GHOST_SHARE: Final = 0.9
 _MOST_USES: Final = 3
 _USES_TO_STAY: Final = 2
 
@@ -68,7 +69,7 @@ class S3Fifo(Policy[K]):
         if block in self._small:
             size_bytes = self._small.remove(block)
             self._ghosts.push(block, size_bytes)
-            self._ghosts.trim(self.capacity_bytes - self._small_share_bytes)
+            self._ghosts.trim(int(self.capacity_bytes * _GHOST_SHARE))
         else:
             self._main.remove(block)
         del self._uses[block]
@@ -77,11 +78,13 @@ class S3Fifo(Policy[K]):
         small, main = self._small, self._main
         unsuitable: list[tuple[Queue[K], K]] = []
         chosen = None
-        while not search.given_up:
-            share = self.capacity_bytes - self._small_share_bytes
-            queue = main if main.size_bytes > share or small.head is None else small
-            if queue.head is None:
-                queue = small
+        queue = main
+        while chosen is None and not search.given_up:
+            # Once it is the small queue's turn, it is until something there may go.
+            if queue is main or small.head is None:
+                share = self.capacity_bytes - self._small_share_bytes
+                over = main.size_bytes > share and main.head is not None
+                queue = main if over or small.head is None else small
             block = queue.head
             if block is None:
                 break
@@ -89,19 +92,18 @@ class S3Fifo(Policy[K]):
             if queue is small and uses >= _USES_TO_STAY:
                 main.push(block, small.remove(block))
                 self._uses[block] = 0
-                continue
-            if queue is main and uses:
+            elif queue is main and uses:
                 main.to_end(block)
                 self._uses[block] = uses - 1
-                continue
-            verdict = search.verdict(block)
-            if verdict is Verdict.GO:
-                chosen = block
-                break
-            queue.set_aside(block)
-            if verdict is Verdict.UNSUITABLE:
-                unsuitable.append((queue, block))
-        for queue, block in reversed(unsuitable):
+            else:
+                verdict = search.verdict(block)
+                if verdict is Verdict.GO:
+                    chosen = block
+                    continue
+                queue.set_aside(block)
+                if verdict is Verdict.UNSUITABLE:
+                    unsuitable.append((queue, block))
+        for queue, block in unsuitable:
             queue.restore(block)
         return chosen
 

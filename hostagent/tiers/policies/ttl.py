@@ -7,12 +7,12 @@ Every block lives equally long, so the order in which they expire is that of the
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvcast.hostagent.tiers.policies.base import K
 from kvcast.hostagent.tiers.policies.lru import Lru
 
-DEFAULT_TTL_S = 3600.0
+DEFAULT_TTL_S: Final = 3600.0
 
 
 class Ttl(Lru[K]):
