@@ -50,6 +50,9 @@ COMMANDS = {
     "status": Command(
         "kvcast.cli.status", "show a running pool: nodes, tiers, hits, links", "controller"
     ),
+    "namespace": Command(
+        "kvcast.cli.namespaces", "say what tenants may take: policy, quota, rates, weight"
+    ),
     "put": Command("kvcast.cli.put", "store a file as a block"),
     "get": Command("kvcast.cli.get", "fetch a block"),
     "certs": Command("kvcast.cli.certs", "make the certificates of a cluster", "controller"),

@@ -490,6 +490,8 @@ class _Copy(NamedTuple):
     size_bytes: int
     digest: int
     data: memoryview
+    parent: bytes = b""
+    depth: int = 0
 
 
 # --- the control link -----------------------------------------------------------------------------

@@ -234,13 +234,13 @@ class Tiers:
         if resident := self.residency.residents.get(block):
             resident.pinned = True
 
-    def forget(self, namespaces: Iterable[int], now: float) -> None:
-        """Have nothing of these namespaces in the switch: their keys name other blocks now."""
+    def forget(self, namespaces: Iterable[int], now: float, reason: str) -> None:
+        """Have nothing of these namespaces in the switch."""
         gone = frozenset(namespaces)
         self.pins = {block for block in self.pins if block.namespace not in gone}
         for resident in list(self.residency.residents.values()):
             if resident.block.namespace in gone:
-                self._evict(resident, "the namespace was given a secret", now)
+                self._evict(resident, reason, now)
 
     def unpin(self, block: BlockId) -> bool:
         """Let the block stand by its value again; whether it was pinned."""

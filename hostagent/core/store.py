@@ -287,7 +287,7 @@ class Store:
             ages = sorted((c.committed_at, c.block) for c in mine) if state.ages_blocks else []
             state.ages = {block: at for at, block in ages}
             self._note_kind(namespace, state)
-        quota = self._quota_of(namespace)
+        quota = self.quota_of(namespace)
         if quota and state.used_bytes > quota:
             self.elsewhere.refresh()
             while state.used_bytes > quota and (victim := self._victim_of(state)) is not None:
@@ -296,7 +296,8 @@ class Store:
     def _rules_of(self, namespace: int) -> StoreRules:
         return self._rules.get(namespace, _DEFAULT_RULES)
 
-    def _quota_of(self, namespace: int) -> int:
+    def quota_of(self, namespace: int) -> int:
+        """Bytes of arena that a namespace may take; 0 = no limit."""
         quota = self._rules_of(namespace).quota_bytes
         if quota is not None:
             return quota
@@ -304,7 +305,7 @@ class Store:
 
     def _make_policy(self, namespace: int, rules: StoreRules) -> Policy[BlockId]:
         policy: Policy[BlockId] = policies.make(
-            rules.policy, self._quota_of(namespace) or self.allocator.capacity_bytes, rules.ttl_s
+            rules.policy, self.quota_of(namespace) or self.allocator.capacity_bytes, rules.ttl_s
         )
         policy.advance(self._now)
         return policy
@@ -681,7 +682,7 @@ class Store:
         return all(self._is_whole(self._by_offset[offset]) for offset in offsets)
 
     def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:
-        quota = self._quota_of(namespace)
+        quota = self.quota_of(namespace)
         if quota == 0:
             return
         if more_bytes > quota:

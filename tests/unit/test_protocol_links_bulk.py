@@ -74,6 +74,8 @@ class Copy(NamedTuple):
     block: BlockId
     data: bytearray
     digest: int = DIGEST
+    parent: bytes = b""
+    depth: int = 0
 
     @property
     def size_bytes(self) -> int:
