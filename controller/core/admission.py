@@ -23,7 +23,7 @@ the first was reason enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId, segments_of
@@ -148,6 +148,10 @@ class HeatMap:
         """The block's true size."""
         heat = self._touch(block, now)
         heat.size_bytes, heat.segments = size_bytes, segments_of(size_bytes)
+
+    def forget(self, namespaces: Collection[int]) -> None:
+        """Know nothing of these namespaces' blocks."""
+        self._heat = {b: heat for b, heat in self._heat.items() if b.namespace not in namespaces}
 
     def _touch(self, block: BlockId, now: float) -> Heat:
         heat = self._heat.get(block)

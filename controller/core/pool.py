@@ -184,7 +184,12 @@ class Pool:
         if options.settings.enabled:
             self.counts["residents_not_restored"] = residency.restore(saved.residents, now)
         self.tiers = Tiers(
-            options.admit, residency, options.value, self._homes, refresh_s=options.refresh_s
+            options.admit,
+            residency,
+            options.value,
+            self._homes,
+            refresh_s=options.refresh_s,
+            may_hold=self.may_be_resident,
         )
         self.tiers.pins.update(saved.pins)
         self._map_changed = self.namespaces.apply_rules()
@@ -291,7 +296,7 @@ class Pool:
         for report in message.hot[:MAX_HOT]:
             block = BlockId(report.namespace, report.key)
             home = node.node_id in self.placement[bucket_of(block.key)]
-            if home and self._may_be_resident(block.namespace) and report.size_bytes:
+            if home and self.may_be_resident(block.namespace) and report.size_bytes:
                 self.tiers.heard_report(report, now)
             else:
                 self.counts["reports_ignored"] += 1
@@ -345,7 +350,8 @@ class Pool:
         self._map_changed = True
         self.tiers.forget((namespace,), now, "the namespace was deleted")
 
-    def _may_be_resident(self, namespace: int) -> bool:
+    def may_be_resident(self, namespace: int) -> bool:
+        """Whether a namespace's blocks may be in the switch."""
         info = self.namespaces.by_number.get(namespace)
         return info is not None and info.settings.allows("switch")
 
@@ -389,7 +395,7 @@ class Pool:
     def heat(self, samples: Iterable[HeatSample], now: float) -> None:
         """Heat digests of the switch."""
         for sample in samples:
-            if not self._may_be_resident(sample.block.namespace):
+            if not self.may_be_resident(sample.block.namespace):
                 self.counts["heat_ignored"] += 1
                 continue
             self.counts["heat_digests"] += 1

@@ -108,7 +108,10 @@ class Tiers:
         homes: Homes,
         *,
         refresh_s: float,
+        may_hold: Callable[[int], bool] = lambda _namespace: True,
     ) -> None:
+        """`may_hold`: whether a namespace's blocks may be in the switch."""
+        self._may_hold = may_hold
         self.mode = mode
         self.residency = residency
         self.options = options
@@ -237,6 +240,7 @@ class Tiers:
     def forget(self, namespaces: Iterable[int], now: float, reason: str) -> None:
         """Have nothing of these namespaces in the switch."""
         gone = frozenset(namespaces)
+        self.heat.forget(gone)
         self.pins = {block for block in self.pins if block.namespace not in gone}
         for resident in list(self.residency.residents.values()):
             if resident.block.namespace in gone:
@@ -290,7 +294,8 @@ class Tiers:
         wanted = sorted(block for block in self.pins if block not in residents)
         if self.mode is AdmitMode.AUTO:
             wanted += self.heat.best(DESCRIBE_BATCH, now, without={*residents, *self.pins})
-        return wanted[: 4 * DESCRIBE_BATCH]
+        allowed = [block for block in wanted if self._may_hold(block.namespace)]
+        return allowed[: 4 * DESCRIBE_BATCH]
 
     def _ask(self, now: float) -> Outgoing:
         """Describe what is wanted and not known, one question a home."""
