@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
         more = cost / self._weight_of(flow)
         waiting = self._waiting.get(flow)
         if waiting is not None:
-            waiting.start = max(self._now, waiting.start + more)
+            waiting.start = max(min(self._now, waiting.start), waiting.start + more)
         elif flow in self._idle:
             self._idle[flow] += more
 

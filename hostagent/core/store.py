@@ -831,3 +831,6 @@ class Store:
         """A policy knows exactly the namespace's blocks, and what ages is here."""
         assert set(state.policy.blocks()) == blocks
         assert set(state.ages) == (blocks if state.ages_blocks else set())
+        for at in state.ages.values():
+            assert at + state.rules.ttl_s > self._now, "a block has outlived its time"
+        assert state.policy.expired() is None

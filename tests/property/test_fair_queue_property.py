@@ -117,6 +117,24 @@ def test_what_turns_out_to_cost_more_is_paid_for() -> None:
     assert turns == [1] * 6
 
 
+def test_what_cost_as_much_as_was_thought_changes_nothing() -> None:
+    """Though another's turn was long: who waits keeps his place."""
+    queue = make([1.0] * FLOWS)
+    for number in range(30):
+        queue.push((0, 1, number))
+        queue.push((1, 1, number))
+    for _ in range(10):
+        queue.take(0)
+    queue.charge(1, 0)
+    turns = []
+    for _ in range(10):
+        flow = queue.next_flow()
+        assert flow is not None
+        turns.append(flow)
+        queue.take(flow)
+    assert turns == [1] * 10
+
+
 def test_flows_that_are_gone_are_forgotten_at_the_bound() -> None:
     queue: FairQueue[int] = FairQueue(lambda item: item, lambda item: 1.0)
     for flow in range(3 * MAX_IDLE_FLOWS):
