@@ -47,9 +47,6 @@ RESERVED: Final = 0
 COMMITTED: Final = 1
 DOOMED: Final = 2
 
-MAX_EVICTED_KNOWN: Final = 4096
-"""Blocks of which this node was a home and evicted its copy, whose digests are remembered."""
-
 _VICTIMS_TRIED: Final = 256
 """Candidates looked at, in a policy's order or the least recently used first, for one that frees
 something; then it is one of the right size, or a whole slab, however lately used."""
@@ -57,8 +54,9 @@ _NAMESPACES_ASKED: Final = 4
 """Namespaces whose policies are asked for one victim, at most."""
 ONE_USE_S: Final = 0.1
 """Lookups of a block that are so close are one use of it: it is read segment by segment."""
-MAX_GONE_KNOWN: Final = 65536
-"""Blocks of which it is remembered why they went."""
+MAX_GONE_KNOWN: Final = 16384
+"""Blocks of which it is remembered why they went, and the digest if this node was their home."""
+_EXPIRED: Final = -1
 EVICTED: Final = "evicted"
 EXPIRED: Final = "expired"
 
@@ -258,8 +256,8 @@ class Store:
         self._now = 0.0
         self._aging: dict[int, _Namespace] = {}
         self._prefixed: dict[int, _Namespace] = {}
-        self._evicted: BoundedMap[BlockId, int] = BoundedMap(MAX_EVICTED_KNOWN)
-        self._gone: BoundedMap[BlockId, str] = BoundedMap(MAX_GONE_KNOWN)
+        self._gone: BoundedMap[BlockId, int] = BoundedMap(MAX_GONE_KNOWN)
+        """`_EXPIRED`, or evicted: then the digest, if this node was a home, else 0."""
         self._generation = 0
         self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
 
@@ -337,8 +335,8 @@ class Store:
             state.policy.advance(now)
             while (block := self._outlived(state)) is not None:
                 self.counters.expired += 1
-                self._gone[block] = EXPIRED
                 self._remove(self._index[block])
+                self._gone[block] = _EXPIRED
 
     def _outlived(self, state: _Namespace) -> BlockId | None:
         oldest = next(iter(state.ages), None)
@@ -361,7 +359,10 @@ class Store:
 
     def why_gone(self, block: BlockId) -> str:
         """EVICTED or EXPIRED, if this node had the block and remembers; else ""."""
-        return self._gone.get(block, "")
+        gone = self._gone.get(block)
+        if gone is None:
+            return ""
+        return EXPIRED if gone == _EXPIRED else EVICTED
 
     # --- lookups --------------------------------------------------------------------------
 
@@ -419,7 +420,7 @@ class Store:
     def evicted_digest(self, block: BlockId) -> int:
         """The digest of the copy that was evicted here while this node was its home; 0 if that is
         not known."""
-        return self._evicted.get(block, 0)
+        return max(0, self._gone.get(block, 0))
 
     def blocks(self) -> list[BlockId]:
         """All committed blocks, in no order."""
@@ -463,7 +464,8 @@ class Store:
         self._by_offset[offset] = copy
         self._note(copy, stuck=1)
         # Evicting the namespace's last copy may have made it forget the namespace.
-        if self._namespaces.setdefault(block.namespace, state) is state:
+        if block.namespace not in self._namespaces:
+            self._namespaces[block.namespace] = state
             self._note_kind(block.namespace, state)
         state.used_bytes += reserved_bytes
         state.copies += 1
@@ -491,14 +493,14 @@ class Store:
         copy.home = home
         copy.used_at = copy.committed_at = self._now
         self._index[copy.block] = copy
-        self._evicted.pop(copy.block, None)
         self._gone.pop(copy.block, None)
         self._make_evictable(copy)
         state = self._namespaces[copy.block.namespace]
         self._tell_policy(state, copy)
         if state.ages_blocks:
             state.ages[copy.block] = self._now
-        self._let_parent_go(copy)
+        if copy.waits_on is not None:
+            self._let_parent_go(copy)
         self.counters.commits += 1
         self.elsewhere.publish(copy)
         return copy
@@ -528,7 +530,6 @@ class Store:
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was held."""
-        self._evicted.pop(block, None)
         self._gone.pop(block, None)
         copy = self._index.get(block)
         if copy is None:
@@ -542,8 +543,6 @@ class Store:
         there were."""
         self._generation += 1
         self._dropped_in[namespace] = self._generation
-        for block in [block for block in self._evicted if block.namespace == namespace]:
-            del self._evicted[block]
         for block in [block for block in self._gone if block.namespace == namespace]:
             del self._gone[block]
         gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
@@ -588,28 +587,28 @@ class Store:
 
     def _let_parent_go(self, copy: Copy) -> None:
         above, copy.waits_on = copy.waits_on, None
-        if above is not None:
-            self.unpin(above)
+        assert above is not None
+        self.unpin(above)
 
     def _remove(self, copy: Copy, *, evicted: bool = False) -> None:
         """Out of the index, with what is of no use without it; the bytes go now, or with the last
         pin."""
         state = self._namespaces[copy.block.namespace]
-        for block in reversed(state.policy.descendants(copy.block)):
-            self.counters.orphaned += 1
-            self._remove_one(self._index[block], state, evicted=evicted)
+        if state.policy.PREFIXES:
+            for block in reversed(state.policy.descendants(copy.block)):
+                self.counters.orphaned += 1
+                self._remove_one(self._index[block], state, evicted=evicted)
         self._remove_one(copy, state, evicted=evicted)
 
     def _remove_one(self, copy: Copy, state: _Namespace, *, evicted: bool) -> None:
         self.elsewhere.withdraw((copy,))
         del self._index[copy.block]
-        state.ages.pop(copy.block, None)
+        if state.ages:
+            state.ages.pop(copy.block, None)
         if evicted:
             self.counters.evictions += 1
             self.counters.evicted_bytes += copy.reserved_bytes
-            self._gone[copy.block] = EVICTED
-            if copy.home:
-                self._evicted[copy.block] = copy.digest
+            self._gone[copy.block] = copy.digest if copy.home else 0
             state.policy.evicted(copy.block)
         else:
             state.policy.removed(copy.block)
@@ -621,7 +620,8 @@ class Store:
 
     def _release_bytes(self, copy: Copy) -> None:
         copy.state = DOOMED
-        self._let_parent_go(copy)
+        if copy.waits_on is not None:
+            self._let_parent_go(copy)
         del self._by_offset[copy.offset]
         self._note(copy, stuck=-1)
         self.allocator.free(copy.offset)
@@ -645,25 +645,30 @@ class Store:
         # Where others share the arena, what is here now is all that fits.
         state.policy.capacity_bytes = max(1, state.used_bytes)
 
+        evictable = state.evictable
+
         def look(block: BlockId) -> Verdict:
-            copy = state.evictable.get(block)
+            copy = evictable.get(block)
             if copy is None:
                 return Verdict.PINNED
             return Verdict.GO if self._frees(copy, wanted_bytes) else Verdict.UNSUITABLE
 
         block = state.policy.choose(Search(look, _VICTIMS_TRIED))
-        copy = state.evictable.get(block) if block is not None else None
-        if block is not None and (copy is None or not self._frees(copy, wanted_bytes)):
+        if block is None:
+            return None
+        copy = evictable.get(block)
+        if copy is None or not self._frees(copy, wanted_bytes):
             self.counters.policy_faults += 1
             return None
         return copy
 
     def _frees(self, copy: Copy, wanted_bytes: int) -> bool:
         """Whether evicting it, or its slab, makes room for an extent of that size."""
-        if not self._is_whole(copy):
+        if self._prefixed and not self._is_whole(copy):
             return False
-        index = copy.offset // self.allocator.slab_bytes
-        return wanted_bytes in (0, copy.reserved_bytes) or self._can_clear(index)
+        if wanted_bytes in (0, copy.reserved_bytes):
+            return True
+        return self._can_clear(copy.offset // self.allocator.slab_bytes)
 
     def _is_whole(self, copy: Copy) -> bool:
         """Whether everything that goes with a copy can go now."""
@@ -763,7 +768,12 @@ class Store:
         """The policy's choice of the namespace with the least recently used copy, or, where that
         has none, of the next; without any of theirs the least recently used that makes room, or
         else any of the size."""
-        asked: set[int] = set()
+        for copy in self._evictable.values():
+            chosen = self._ask_policy(self._namespaces[copy.block.namespace], wanted_bytes)
+            if chosen is not None:
+                return chosen
+            break
+        asked = {copy.block.namespace} if self._evictable else set()
         fallback: Copy | None = None
         for copy in itertools.islice(self._evictable.values(), _VICTIMS_TRIED):
             namespace = copy.block.namespace

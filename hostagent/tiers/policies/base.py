@@ -141,7 +141,14 @@ class Queue(Generic[K]):
 
     def to_end(self, block: K) -> None:
         """A block is the last to go now, wherever it was."""
-        self.push(block, self.remove(block))
+        if block not in self._order:
+            self.push(block, self.remove(block))
+            return
+        place = self._next_place
+        self._next_place = place + 1
+        self._entries[block] = place, self._entries[block][1]
+        self._order[block] = place
+        self._order.move_to_end(block)
 
     def set_aside(self, block: K) -> None:
         """Pass this block over until `restore`."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import ClassVar, Final
 
-from kvcast.hostagent.tiers.policies.base import K
-from kvcast.hostagent.tiers.policies.lru import Lru
+from kvcast.hostagent.tiers.policies.base import K, QueuePolicy
 
 DEFAULT_TTL_S: Final = 3600.0
 
 
-class Ttl(Lru[K]):
+class Ttl(QueuePolicy[K]):
     """See the module's description. `ttl_s` may be changed at any time."""
 
     NAME: ClassVar[str] = "ttl"
@@ -32,12 +31,9 @@ class Ttl(Lru[K]):
         self._used_at[block] = self.now
 
     def hit(self, block: K, times: int = 1) -> None:
-        super().hit(block, times)
+        self.queue.to_end(block)
         self._used_at[block] = self.now
         self._used_at.move_to_end(block)
-
-    def freed(self, block: K) -> None:
-        self.queue.restore(block)
 
     def removed(self, block: K) -> None:
         super().removed(block)
