@@ -309,7 +309,10 @@ def _pins_ignored() -> Any:
 
 @bug("what has outlived its time is kept", 0)
 def _nothing_expires() -> Any:
-    return mock.patch.object(Store, "_outlived", return_value=None)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Store, "_outlived", return_value=None))
+    stack.enter_context(mock.patch.object(Store, "next_expiry", return_value=None))
+    return stack
 
 
 @bug("an agent evicts without a look at what clients pin by themselves", 0, 1)
