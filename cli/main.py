@@ -55,6 +55,9 @@ COMMANDS = {
     "status": Command(
         "kvcast.cli.status", "show a running pool: nodes, tiers, hits, links", "controller"
     ),
+    "namespace": Command(
+        "kvcast.cli.namespaces", "say what tenants may take: policy, quota, rates, weight"
+    ),
     "put": Command("kvcast.cli.put", "store a file as a block"),
     "get": Command("kvcast.cli.get", "fetch a block"),
     "load": Command("kvcast.cli.load", "put a folder (a model's files) into the pool", "models"),

@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from kvcast.controller.agent_links import AgentLink
+from kvcast.controller.core.namespaces import NamespaceError
 from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.program import resident_entries
 from kvcast.controller.core.tiers import PinError
-from kvcast.controller.http.api import HttpApi, HttpOptions
+from kvcast.controller.http.api import HttpApi, HttpOptions, NamespaceBody, SettingsBody
 from kvcast.controller.http.metrics import metrics_of
 from kvcast.controller.store import Store
 from kvcast.controller.switch.connection import SwitchLink, SwitchTls
 from kvcast.controller.switch.control_loop import RETRY_SWITCH_S, ControlLoop
+from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.service.http import HttpError
 from kvcast.service.tls import Credentials
@@ -230,10 +233,11 @@ class ControllerService:
         pool = self._pool
         if block.namespace not in pool.namespaces.by_number:
             raise HttpError(404, f"namespace {block.namespace} does not exist")
+        if not pool.may_be_resident(block.namespace):
+            raise HttpError(409, f"namespace {block.namespace} may not be in the switch (media)")
         if not pool.options.settings.enabled:
             raise HttpError(409, "the switch is used as a plain switch (--plain)")
-        if self._loop.is_backup:
-            raise HttpError(503, "backup controller")
+        self._refuse_backup()
         try:
             pool.tiers.pin(block)
         except PinError as error:
@@ -271,6 +275,54 @@ class ControllerService:
             return False
         entries = resident_entries(resident)
         return all(mirror.entries.get(key) == action for key, action in entries.items())
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        """GET /v1/namespaces."""
+        known = self._pool.namespaces.by_number
+        return [known[number] for number in sorted(known)]
+
+    def make_namespace(self, body: NamespaceBody) -> tuple[NamespaceInfo, bool]:
+        """POST /v1/namespaces; HttpError."""
+        self._refuse_backup()
+        now = time.monotonic()
+        try:
+            info, made = self._pool.make_namespace(
+                body.tenant, body.model, body.version, body.layout, now
+            )
+            if body.settings is not None:
+                info = self._pool.configure_namespace(info.namespace, body.settings, now)
+        except NamespaceError as error:
+            raise HttpError(409, str(error)) from error
+        self._wake.set()
+        return info, made
+
+    def change_namespace(self, body: SettingsBody) -> NamespaceInfo:
+        """PATCH /v1/namespaces; HttpError."""
+        self._refuse_backup()
+        info = self._pool.namespaces.by_number.get(body.namespace)
+        if info is None:
+            raise HttpError(404, f"namespace {body.namespace} does not exist")
+        before = msgspec.to_builtins(info.settings)
+        try:
+            settings = msgspec.convert({**before, **body.settings}, NamespaceSettings)
+        except msgspec.ValidationError as error:
+            raise HttpError(400, f"settings: {error}") from error
+        info = self._pool.configure_namespace(body.namespace, settings, time.monotonic())
+        self._wake.set()
+        return info
+
+    def delete_namespace(self, namespace: int) -> None:
+        """DELETE /v1/namespaces; HttpError."""
+        self._refuse_backup()
+        try:
+            self._pool.delete_namespace(namespace, time.monotonic())
+        except NamespaceError as error:
+            raise HttpError(404, str(error)) from error
+        self._wake.set()
+
+    def _refuse_backup(self) -> None:
+        if self._loop.is_backup:
+            raise HttpError(503, "backup controller")
 
     def unpin(self, block: BlockId) -> bool:
         """Let the block stand by its value again; whether it was pinned."""

@@ -17,16 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from kvcast.controller.core.membership import Address, SavedNode
 from kvcast.controller.core.namespaces import Group
 from kvcast.controller.core.pool import SavedState
 from kvcast.controller.core.residency import SavedResident
 from kvcast.controller.switch.control_loop import StoreError
-from kvcast.protocol.messages.control import NamespaceInfo
+from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.protocol.namespace_secrets import SECRET_BYTES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _SCHEMA = """
 CREATE TABLE epoch (epoch INTEGER NOT NULL) STRICT;
 CREATE TABLE nodes (
@@ -54,6 +55,10 @@ CREATE TABLE pins (
 """
 _SINCE_VERSION_2 = """
 CREATE TABLE secrets (namespace INTEGER PRIMARY KEY, secret BLOB NOT NULL) STRICT;
+"""
+_SINCE_VERSION_3 = """
+CREATE TABLE settings (namespace INTEGER PRIMARY KEY, settings TEXT NOT NULL) STRICT;
+CREATE TABLE deleted (ordinal INTEGER PRIMARY KEY, namespace INTEGER NOT NULL) STRICT;
 """
 # Numbers of 64 bits without a sign do not fit SQLite's INTEGER: incarnation, digest and
 # arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none).
@@ -83,6 +88,12 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
     ],
     "pins": lambda s: [(b.namespace, b.key) for b in s.pins],
     "secrets": lambda s: list(s.secrets),
+    "settings": lambda s: [
+        (i.namespace, msgspec.json.encode(i.settings).decode())
+        for i in s.namespaces
+        if i.settings != NamespaceSettings()
+    ],
+    "deleted": lambda s: list(enumerate(s.deleted)),
 }  # fmt: skip
 
 
@@ -104,7 +115,11 @@ class Store:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("BEGIN EXCLUSIVE")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            scripts = {0: _SCHEMA + _SINCE_VERSION_2, 1: _SINCE_VERSION_2}
+            scripts = {
+                0: _SCHEMA + _SINCE_VERSION_2 + _SINCE_VERSION_3,
+                1: _SINCE_VERSION_2 + _SINCE_VERSION_3,
+                2: _SINCE_VERSION_3,
+            }
             if version in scripts:
                 for statement in scripts[version].split(";"):
                     self._db.execute(statement)
@@ -131,6 +146,8 @@ class Store:
             residents = self._rows("SELECT * FROM residents ORDER BY generation")
             pins = self._rows("SELECT * FROM pins ORDER BY namespace, key")
             secrets = self._rows("SELECT namespace, secret FROM secrets ORDER BY namespace")
+            settings: dict[int, str] = dict(self._rows("SELECT namespace, settings FROM settings"))
+            deleted = self._rows("SELECT namespace FROM deleted ORDER BY ordinal")
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}") from error
         try:
@@ -141,7 +158,11 @@ class Store:
                     for r in nodes
                 ),
                 namespaces=tuple(
-                    NamespaceInfo(r[0], r[1], r[2], r[3], r[4], r[5].split()) for r in namespaces
+                    NamespaceInfo(
+                        r[0], r[1], r[2], r[3], r[4], r[5].split(),
+                        settings=_settings(settings.get(r[0])),
+                    )
+                    for r in namespaces
                 ),
                 groups=tuple(Group(r[0], r[1], tuple(r[3].split()), r[2]) for r in groups),
                 residents=tuple(
@@ -153,6 +174,7 @@ class Store:
                 ),
                 pins=tuple(BlockId(*r) for r in pins),
                 secrets=tuple((r[0], _secret(r[1])) for r in secrets),
+                deleted=tuple(r[0] for r in deleted),
             )  # fmt: skip
         except (TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{self._path}: unreadable row: {error}") from error
@@ -193,6 +215,13 @@ class Store:
 
     def _rows(self, query: str) -> list[Row]:
         return self._db.execute(query).fetchall()
+
+
+def _settings(text: str | None) -> NamespaceSettings:
+    """ValueError if it is none (msgspec's error is one)."""
+    if text is None:
+        return NamespaceSettings()
+    return msgspec.json.decode(text, type=NamespaceSettings)
 
 
 def _secret(value: bytes) -> bytes:

@@ -39,11 +39,19 @@ nothing is owed."""
 class Client:
     """One client of one life of an agent."""
 
-    def __init__(self, agent: SimAgent, model: Model, owed: Owed) -> None:
+    def __init__(
+        self,
+        agent: SimAgent,
+        model: Model,
+        owed: Owed,
+        before: Callable[[Name], tuple[bytes, int]],
+    ) -> None:
+        """`before`: which block is before another in its prefix, and how many are."""
         self.agent = agent
         self._host = agent.host
         self._model = model
         self._owed = owed
+        self._before = before
         self._session = Session(agent.core, self._replied)
         self._pins = memoryview(bytearray(shared.REGION_BYTES))
         self._session.share(self._pins, self._cut_off)
@@ -237,7 +245,9 @@ class Client:
             if not give_up:
                 self._commit(name, content, extent.ticket, then)
 
-        self._ask(local.Alloc(number, namespace, [key], [len(content)]), number, allocated)
+        parent, depth = self._before(name)
+        alloc = local.Alloc(number, namespace, [key], [len(content)], [parent], [depth])
+        self._ask(alloc, number, allocated)
 
     def _commit(
         self, name: Name, content: bytes, ticket: int, then: Callable[[str], None] | None

@@ -269,7 +269,7 @@ class Cluster:
         """Start the agent, and a client beside it."""
         host = self.hosts[number]
         if host.process is None:
-            self._clients[number] = Client(host.start(), self.model, self._owed)
+            self._clients[number] = Client(host.start(), self.model, self._owed, self.plan.before)
 
     def foreign_block(self, number: int) -> BlockId:
         """A block of nobody's, for whoever only wants its room."""
@@ -441,7 +441,9 @@ class Cluster:
                     assert op.kind == "leave_open", op.kind
                     client.close()
                     self.model.voided(number)
-                    self._clients[number] = Client(client.agent, self.model, self._owed)
+                    self._clients[number] = Client(
+                        client.agent, self.model, self._owed, self.plan.before
+                    )
 
         host.when_running(client.agent, act)
 
@@ -522,6 +524,8 @@ class Cluster:
             assert host.process is not None
             core = host.process.core
             core.store.check()
+            if core.store.counters.policy_faults:
+                raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")
             where = f"agent {host.number} at rest:"
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (
@@ -606,6 +610,7 @@ def _first_state(plan: Plan) -> SavedState:
                 "1",
                 "layout",
                 [] if namespace == OPEN else [f"node-{n}" for n in sorted(hosts)],
+                settings=plan.settings[namespace],
             )
             for namespace, hosts in sorted(plan.rights.items())
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvcast.controller.core.namespaces import number_of
+from kvcast.protocol.messages.control import POLICIES, NamespaceSettings
 from kvcast.simulation.model import Name, entry_of
 
 CALM_S: Final = 1.2
@@ -118,6 +119,15 @@ class Plan:
     latecomers: int
     """Hosts, the last ones, that start only in the chaos phase."""
     pins: tuple[int, ...] = ()
+    settings: dict[int, NamespaceSettings] = field(default_factory=dict)
+    """What the operator says of each namespace."""
+
+    def before(self, name: Name) -> tuple[bytes, int]:
+        """The key of the block before this one in its prefix (b"" = it is the first), and how many
+        are before it: a namespace's blocks are one prefix, as engines tell it."""
+        mine = list(dict.fromkeys(block.name for block in self.blocks if block.name[0] == name[0]))
+        depth = mine.index(name) if name in mine else 0
+        return (mine[depth - 1][1] if depth else b""), depth
 
 
 @dataclass(frozen=True)
@@ -239,7 +249,25 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
+        settings=_settings(seed, rights),
     )
+
+
+def _settings(seed: int, rights: dict[int, frozenset[int]]) -> dict[int, NamespaceSettings]:
+    """A policy for each namespace; some have blocks that age, quotas, and rates."""
+    rng = random.Random(f"{seed}/settings")
+    settings = {}
+    for namespace in rights:
+        policy = rng.choice(POLICIES)
+        ages = policy == "ttl" or rng.random() < 0.1
+        settings[namespace] = NamespaceSettings(
+            policy=policy,
+            ttl_s=rng.choice((2.0, 4.0, 8.0)) if ages else 0.0,
+            quota_bytes={"dram": rng.choice((2, 6)) << 16} if rng.random() < 0.1 else {},
+            operations_per_s=rng.choice((20.0, 200.0)) if rng.random() < 0.1 else 0.0,
+            weight=rng.choice((0.5, 1.0, 1.0, 4.0)),
+        )
+    return settings
 
 
 def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:

@@ -87,6 +87,9 @@ def run_seed(seed: int, product: Product, mask: Mask | None = None) -> Outcome:
         if host.process is not None:
             store = host.process.core.store.counters
             counts["evictions"] += store.evictions
+            counts["expired"] += store.expired
+            counts["orphaned"] += store.orphaned
+            counts["policy_faults"] += store.policy_faults
             counts["fault.arena_without_room"] += store.no_room
             counts["fault.different_bytes_of_one_block"] += store.conflicts
     model = cluster.model

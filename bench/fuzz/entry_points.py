@@ -490,6 +490,8 @@ class _Copy(NamedTuple):
     size_bytes: int
     digest: int
     data: memoryview
+    parent: bytes = b""
+    depth: int = 0
 
 
 # --- the control link -----------------------------------------------------------------------------
@@ -627,6 +629,13 @@ _SERVICE: Final = cast(
         derived=lambda block: block,
         pin=_pinned,
         unpin=lambda _block: True,
+        namespaces=lambda: [NamespaceInfo(1, "t", "m", "1", "l")],
+        make_namespace=lambda body: (
+            NamespaceInfo(1, body.tenant, body.model, body.version, body.layout),
+            True,
+        ),
+        change_namespace=lambda body: NamespaceInfo(body.namespace, "t", "m", "1", "l"),
+        delete_namespace=lambda _namespace: None,
     ),
 )
 """A controller that has nothing to say."""
@@ -655,6 +664,15 @@ class HttpHarness(LoopHarness):
         requests = [f"GET {path} {head}\r\n" for path in paths]
         for method, said in (("POST", body), ("DELETE", body), ("POST", body[:-1])):
             requests.append(f"{method} /v1/pin {head}Content-Length: {len(said)}\r\n\r\n{said}")
+        parts = '"tenant": "t", "model": "m", "version": "1", "layout": "l"'
+        for method, said in (
+            ("GET", ""),
+            ("POST", f'{{{parts}, "settings": {{"policy": "arc", "weight": 2}}}}'),
+            ("PATCH", '{"namespace": 1, "settings": {"ttl_s": 1, "quota_bytes": {"dram": 9}}}'),
+            ("DELETE", '{"namespace": 1}'),
+        ):
+            size = f"Content-Length: {len(said)}"
+            requests.append(f"{method} /v1/namespaces {head}{size}\r\n\r\n{said}")
         chunk = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
         requests.append(f"POST /v1/pin {head}Transfer-Encoding: chunked\r\n\r\n{chunk}")
         return [request.encode() for request in requests]

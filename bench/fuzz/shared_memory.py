@@ -22,10 +22,11 @@ from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.hostagent.client.local_blocks import LocalBlocks
 from kvcast.hostagent.core import shared_index
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
-from kvcast.hostagent.core.store import Store, StoreError
+from kvcast.hostagent.core.store import Store, StoreError, StoreRules
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.messages import shared
+from kvcast.protocol.messages.control import POLICIES
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.messages.wire import BlockId
 
@@ -52,10 +53,11 @@ def _index_memory() -> memoryview:
 class _Node:
     """An agent's store that is full, with its index."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, policy: str = POLICIES[0]) -> None:
         memory[:] = bytes(len(memory))
         self.memory = memory
         self.store = Store(Allocator(_ARENA_BYTES, 64 * 1024))
+        self.store.configure({1: StoreRules(policy, ttl_s=20.0 if policy == "ttl" else 0.0)})
         index = Index(self.memory, _ARENA_BYTES, 1)
         index.state_namespace(1, 1, readable=True)
         self.shared = SharedIndex(index, self.store, lambda: None)
@@ -92,7 +94,7 @@ class RegionHarness(Harness):
         ]
 
     def run(self, data: bytes) -> None:
-        node = _Node(self._memory)
+        node = _Node(self._memory, POLICIES[len(data) % len(POLICIES)])
         offences: list[str] = []
         words = memoryview(bytearray(shared.REGION_BYTES)).cast("Q")
         hostile = Region(words.cast("B"), _ARENA_BYTES // 2, offences.append)
@@ -111,6 +113,7 @@ class RegionHarness(Harness):
             except StoreError:
                 pass  # they may pin most of it between them
             if turn % 8 == 0:
+                node.store.advance(float(turn))
                 node.shared.refresh()
         for number, found in enumerate(held):
             assert found is not None

@@ -138,6 +138,12 @@ def pool_map(namespaces: Sequence[control.NamespaceInfo] = ()) -> control.PoolMa
     )
 
 
+def _settings(policy: str) -> control.NamespaceSettings:
+    return control.NamespaceSettings(
+        policy, {"dram": 5000}, 100.0, 1e6, weight=0.5, ttl_s=2.0, media=["ssd"]
+    )
+
+
 def controller_messages() -> list[control.ControllerMessage]:
     """One of each that a controller says."""
     return [
@@ -150,6 +156,13 @@ def controller_messages() -> list[control.ControllerMessage]:
         control.Keep(2, 1, KEY, 5000, 77),
         control.NamespaceReply(1, control.NamespaceInfo(2, "t", "m", "2", "l")),
         control.GroupReply(1, control.GroupInfo(1, 2, ["node-1"])),
+        *(
+            pool_map([msgspec.structs.replace(NAMESPACE, settings=_settings(policy))])
+            for policy in control.POLICIES
+        ),
+        msgspec.structs.replace(
+            pool_map([control.NamespaceInfo(2, "t", "m", "2", "l")]), deleted=[1, 9]
+        ),
     ]
 
 
@@ -161,6 +174,7 @@ def client_messages() -> list[local.ClientMessage]:
         local.Get(1, 1, keys, 0.01),
         local.Prefetch(2, 1, keys, 0.01),
         local.Alloc(3, 1, keys, [100, 5000]),
+        local.Alloc(3, 1, keys, [100, 5000], [b"", KEY], [0, 1]),
         local.Commit(4, [1]),
         local.Abort(5, [2]),
         local.Get(6, 1, keys[:1], 0.0, 1, 1, True),

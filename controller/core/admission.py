@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -176,6 +176,11 @@ class HeatMap:
         self._size_bytes[row] = size_bytes
         self._segments[row] = CELLS.segments_of(size_bytes)
 
+    def forget(self, namespaces: Collection[int]) -> None:
+        """Know nothing of these namespaces' blocks."""
+        for block in [block for block in self._rows if block.namespace in namespaces]:
+            self._drop(block)
+
     def _touch(self, block: BlockId, now: float) -> int:
         """The block's row, brought up to date."""
         row = self._rows.get(block)
@@ -215,12 +220,15 @@ class HeatMap:
         for row in np.argpartition(values, count - 1)[:count].tolist():
             block = self._blocks[row]
             assert block is not None
-            del self._rows[block]
-            self._blocks[row] = None
-            self._free.append(row)
-            self._switch_reads[row] = self._home_reads[row] = 0.0
-            self._depth[row] = self._size_bytes[row] = 0
+            self._drop(block)
         self.forgotten += count
+
+    def _drop(self, block: BlockId) -> None:
+        row = self._rows.pop(block)
+        self._blocks[row] = None
+        self._free.append(row)
+        self._switch_reads[row] = self._home_reads[row] = 0.0
+        self._depth[row] = self._size_bytes[row] = 0
 
     def _decays(self, now: float, rows: Rows) -> Floats:
         since_s = np.maximum(0.0, now - np.frombuffer(self._at)[rows])

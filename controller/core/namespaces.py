@@ -26,11 +26,15 @@ from kvcast.protocol.messages.control import (
     GroupInfo,
     NamespaceInfo,
     NamespaceSecret,
+    NamespaceSettings,
     hash_of_names,
 )
 
 MAX_NAMESPACES = 128
 """Each costs the switch a namespace_guard entry a port."""
+MAX_DELETED = 1024
+"""Deleted namespaces that agents are still told of; beyond it, the one deleted first is
+forgotten."""
 MAX_GROUPS = 512
 """Over all namespaces: each holds a multicast group of the switch, from 1024 up."""
 MAX_GROUPS_PER_NAMESPACE = 64
@@ -85,6 +89,8 @@ class Namespaces:
     groups: dict[tuple[int, int], Group] = field(default_factory=dict)
     secrets: dict[int, bytes] = field(default_factory=dict, repr=False)
     rules: TenantRules = field(default_factory=TenantRules)
+    deleted: dict[int, None] = field(default_factory=dict)
+    """Namespaces that were deleted and not made again, in that order."""
     new_secret: Callable[[], bytes] | None = None
     """Makes a secret that nobody can guess; needed where the rules want secrets."""
 
@@ -125,27 +131,47 @@ class Namespaces:
             if number in self.secrets and (not info.nodes or node_id in info.nodes)
         ]
 
+    def configure(self, namespace: int, settings: NamespaceSettings) -> NamespaceInfo:
+        """Change what an operator says of a namespace."""
+        info = self.by_number.get(namespace)
+        if info is None:
+            raise NamespaceError(f"namespace {namespace} does not exist")
+        self.by_number[namespace] = info = msgspec.structs.replace(info, settings=settings)
+        return info
+
+    def delete(self, namespace: int) -> None:
+        """Forget a namespace, its groups and its secret. Who asks for it again makes it anew."""
+        if self.by_number.pop(namespace, None) is None:
+            raise NamespaceError(f"namespace {namespace} does not exist")
+        self.secrets.pop(namespace, None)
+        self.newly_secret.discard(namespace)
+        self.groups = {key: g for key, g in self.groups.items() if g.namespace != namespace}
+        self.deleted[namespace] = None
+        if len(self.deleted) > MAX_DELETED:
+            del self.deleted[next(iter(self.deleted))]
+
     def namespace(
-        self, tenant: str, model: str, version: str, layout: str, node_id: str
+        self, tenant: str, model: str, version: str, layout: str, node_id: str | None
     ) -> tuple[NamespaceInfo, bool]:
         """The namespace that stands for these, and whether it had to be made. NamespaceError if
-        it is not for the node that asks."""
+        it is not for the node that asks; None = an operator does, who may make any."""
         nodes = self.rules.tenants.get(tenant)
         if self.rules.tenants and nodes is None:
             raise NamespaceError(f"there is no tenant {tenant[:80]!r}")
         wanted = (tenant, model, version, layout)
         for info in self.by_number.values():
             if (info.tenant, info.model, info.version, info.layout) == wanted:
-                if info.nodes and node_id not in info.nodes:
+                if node_id is not None and info.nodes and node_id not in info.nodes:
                     raise NamespaceError(f"tenant {tenant[:80]!r} is not for {node_id}")
                 return info, False
-        if nodes and node_id not in nodes:
+        if node_id is not None and nodes and node_id not in nodes:
             raise NamespaceError(f"tenant {tenant[:80]!r} is not for {node_id}")
         if len(self.by_number) >= MAX_NAMESPACES:
             raise NamespaceError(f"all {MAX_NAMESPACES} namespaces are taken")
         number = number_of(*wanted)
         while number in self.by_number:
             number = number % 0xFFFF + 1
+        self.deleted.pop(number, None)
         self.by_number[number] = NamespaceInfo(
             number, tenant, model, version, layout, sorted(nodes or ())
         )

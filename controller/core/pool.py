@@ -53,6 +53,7 @@ from kvcast.protocol.messages.control import (
     NamespaceReply,
     NamespaceRequest,
     NamespaceSecrets,
+    NamespaceSettings,
     PoolMap,
     Refused,
     Register,
@@ -114,6 +115,8 @@ class SavedState:
     pins: tuple[BlockId, ...] = ()
     secrets: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     """Namespace and secret."""
+    deleted: tuple[int, ...] = ()
+    """Namespaces that were deleted."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,7 @@ class Pool:
             {(group.namespace, group.group): group for group in saved.groups},
             dict(saved.secrets),
             options.tenants,
+            dict.fromkeys(saved.deleted),
             new_secret,
         )
         residency = Residency(
@@ -189,7 +193,12 @@ class Pool:
         if options.settings.enabled:
             self.counts["residents_not_restored"] = residency.restore(saved.residents, now)
         self.tiers = Tiers(
-            options.admit, residency, options.value, self._homes, refresh_s=options.refresh_s
+            options.admit,
+            residency,
+            options.value,
+            self._homes,
+            refresh_s=options.refresh_s,
+            may_hold=self.may_be_resident,
         )
         self.tiers.pins.update(saved.pins)
         self._map_changed = self.namespaces.apply_rules()
@@ -298,7 +307,7 @@ class Pool:
         for report in message.hot[:MAX_HOT]:
             block = BlockId(report.namespace, report.key)
             home = node.node_id in placement[bucket_of(block.key)]
-            if home and block.namespace in self.namespaces.by_number and report.size_bytes:
+            if home and self.may_be_resident(block.namespace) and report.size_bytes:
                 self.tiers.heard_report(report, now)
             else:
                 self.counts["reports_ignored"] += 1
@@ -322,8 +331,40 @@ class Pool:
 
     def _forget_has_secret(self, now: float) -> None:
         """What was known of a namespace before it had a secret names nothing any more."""
-        self.tiers.forget(self.namespaces.newly_secret, now)
+        self.tiers.forget(self.namespaces.newly_secret, now, "the namespace was given a secret")
         self.namespaces.newly_secret.clear()
+
+    # --- operators --------------------------------------------------------------------------
+
+    def make_namespace(
+        self, tenant: str, model: str, version: str, layout: str, now: float
+    ) -> tuple[NamespaceInfo, bool]:
+        """The namespace that stands for these, and whether it had to be made; NamespaceError."""
+        info, made = self.namespaces.namespace(tenant, model, version, layout, None)
+        self._map_changed |= made
+        self._forget_has_secret(now)
+        return self.namespaces.by_number[info.namespace], made
+
+    def configure_namespace(
+        self, namespace: int, settings: NamespaceSettings, now: float
+    ) -> NamespaceInfo:
+        """Change a namespace's settings; agents are told with the next map. NamespaceError."""
+        info = self.namespaces.configure(namespace, settings)
+        self._map_changed = True
+        if not settings.allows("switch"):
+            self.tiers.forget((namespace,), now, "the namespace may not be in the switch")
+        return info
+
+    def delete_namespace(self, namespace: int, now: float) -> None:
+        """Have nothing of a namespace anywhere; NamespaceError."""
+        self.namespaces.delete(namespace)
+        self._map_changed = True
+        self.tiers.forget((namespace,), now, "the namespace was deleted")
+
+    def may_be_resident(self, namespace: int) -> bool:
+        """Whether a namespace's blocks may be in the switch."""
+        info = self.namespaces.by_number.get(namespace)
+        return info is not None and info.settings.allows("switch")
 
     def _group(self, connection: int, message: GroupRequest) -> list[Action]:
         known = frozenset(self.membership.nodes)
@@ -365,7 +406,7 @@ class Pool:
     def heat(self, samples: Iterable[HeatSample], now: float) -> None:
         """Heat digests of the switch."""
         for sample in samples:
-            if sample.block.namespace not in self.namespaces.by_number:
+            if not self.may_be_resident(sample.block.namespace):
                 self.counts["heat_ignored"] += 1
                 continue
             self.counts["heat_digests"] += 1
@@ -502,6 +543,7 @@ class Pool:
             residents=tuple(self.tiers.residency.saved()),
             pins=tuple(sorted(self.tiers.pins)),
             secrets=tuple(sorted(self.namespaces.secrets.items())),
+            deleted=tuple(self.namespaces.deleted),
         )
 
     def _build_map(self) -> PoolMap:
@@ -517,6 +559,7 @@ class Pool:
                 chunking_for(min((n.mtu_bytes for n in live), default=0)).chunk_bytes,
                 self.options.max_chunk_bytes,
             ),
+            deleted=list(self.namespaces.deleted),
         )
 
     def _homes(self, block: BlockId) -> list[str]:

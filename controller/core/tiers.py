@@ -114,7 +114,10 @@ class Tiers:
         homes: Homes,
         *,
         refresh_s: float,
+        may_hold: Callable[[int], bool] = lambda _namespace: True,
     ) -> None:
+        """`may_hold`: whether a namespace's blocks may be in the switch."""
+        self._may_hold = may_hold
         self.mode = mode
         self.residency = residency
         self.options = options
@@ -240,13 +243,14 @@ class Tiers:
         if resident := self.residency.residents.get(block):
             resident.pinned = True
 
-    def forget(self, namespaces: Iterable[int], now: float) -> None:
-        """Have nothing of these namespaces in the switch: their keys name other blocks now."""
+    def forget(self, namespaces: Iterable[int], now: float, reason: str) -> None:
+        """Have nothing of these namespaces in the switch."""
         gone = frozenset(namespaces)
+        self.heat.forget(gone)
         self.pins = {block for block in self.pins if block.namespace not in gone}
         for resident in list(self.residency.residents.values()):
             if resident.block.namespace in gone:
-                self._evict(resident, "the namespace was given a secret", now)
+                self._evict(resident, reason, now)
 
     def unpin(self, block: BlockId) -> bool:
         """Let the block stand by its value again; whether it was pinned."""
@@ -297,7 +301,8 @@ class Tiers:
         wanted = sorted(block for block in self.pins if block not in residents)
         if self.mode is AdmitMode.AUTO:
             wanted += self.heat.best(DESCRIBE_BATCH, now, without={*residents, *self.pins})
-        return wanted[: 4 * DESCRIBE_BATCH]
+        allowed = [block for block in wanted if self._may_hold(block.namespace)]
+        return allowed[: 4 * DESCRIBE_BATCH]
 
     def _ask(self, wanted: Sequence[BlockId], now: float) -> Outgoing:
         """Describe what is wanted and not known, one question a home."""

@@ -11,6 +11,10 @@ asks a `Service`), or what bounds a client (`kvcast.service.http`).
 | GET /metrics | viewer | Prometheus text |
 | POST /v1/pin `{"namespace": n, "key": hex}` | operator | 200 resident; 409, 404 or 503 with why |
 | DELETE /v1/pin, the same body | operator | 200; 404 if it was not pinned |
+| GET /v1/namespaces | viewer | all namespaces, with their settings |
+| POST /v1/namespaces (`NamespaceBody`) | operator | 200: found or made; 409 with why not |
+| PATCH /v1/namespaces `{"namespace": n, "settings": {…}}` | operator | 200; 404 |
+| DELETE /v1/namespaces `{"namespace": n}` | operator | 200; 404 |
 
 Where it authenticates (`HttpOptions.authenticated`), a client has a role by its token
 (`Authorization: Bearer …`) or by an operator's certificate. 401: no role; 403: not this one; 429:
@@ -30,11 +34,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 from kvcast.controller.http.tokens import OPERATOR, VIEWER, TokensFile
+from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings, Text
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.service.http import (
     HttpError,
@@ -63,8 +68,11 @@ _ROLES = {
     "/v1/decisions": VIEWER,
     "/metrics": VIEWER,
     "/v1/pin": OPERATOR,
+    "/v1/namespaces": OPERATOR,
 }
 """What it takes to use a route; the others are everybody's."""
+_VIEWED = frozenset({"/v1/namespaces"})
+"""Routes of operators that viewers may GET."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,33 @@ class PinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return BlockId(self.namespace, bytes.fromhex(self.key))
 
 
+Number = Annotated[int, Meta(ge=1, le=0xFFFF)]
+
+
+class NamespaceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/namespaces: what it is to stand for, and its settings; without them it
+    keeps those that it has."""
+
+    tenant: Text
+    model: Text
+    version: Text
+    layout: Text
+    settings: NamespaceSettings | None = None
+
+
+class SettingsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of PATCH /v1/namespaces. What `settings` names is changed, the rest stays."""
+
+    namespace: Number
+    settings: dict[str, Any]
+
+
+class NumberBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of DELETE /v1/namespaces."""
+
+    namespace: Number
+
+
 class Service(Protocol):
     """What the API needs of the controller."""
 
@@ -113,6 +148,17 @@ class Service(Protocol):
         """Pin and wait until the switch holds the entries; HttpError."""
 
     def unpin(self, block: BlockId) -> bool: ...
+
+    def namespaces(self) -> list[NamespaceInfo]: ...
+
+    def make_namespace(self, body: NamespaceBody) -> tuple[NamespaceInfo, bool]:
+        """The namespace, and whether it had to be made; HttpError."""
+
+    def change_namespace(self, body: SettingsBody) -> NamespaceInfo:
+        """HttpError."""
+
+    def delete_namespace(self, namespace: int) -> None:
+        """HttpError."""
 
 
 class HttpApi:
@@ -137,6 +183,12 @@ class HttpApi:
             "/v1/decisions": {"GET": self._decisions},
             "/metrics": {"GET": self._metrics},
             "/v1/pin": {"POST": self._pin, "DELETE": self._unpin},
+            "/v1/namespaces": {
+                "GET": self._namespaces,
+                "POST": self._make_namespace,
+                "PATCH": self._change_namespace,
+                "DELETE": self._delete_namespace,
+            },
         }
         self._server = HttpServer(
             routes,
@@ -153,6 +205,8 @@ class HttpApi:
     async def _admit(self, request: web.BaseRequest) -> None:
         """HttpError if this client may not use the route."""
         role = _ROLES.get(request.path)
+        if request.path in _VIEWED and request.method == "GET":
+            role = VIEWER
         if role is None or not self.options.authenticated:
             return
         client = client_of_request(request)
@@ -214,12 +268,28 @@ class HttpApi:
     async def _metrics(self, _request: web.BaseRequest) -> web.Response:
         return metrics_answer(self._service.metrics())
 
+    async def _namespaces(self, _request: web.BaseRequest) -> web.Response:
+        infos = self._service.namespaces()
+        return json_answer({"namespaces": [msgspec.to_builtins(info) for info in infos]})
+
+    async def _make_namespace(self, request: web.BaseRequest) -> web.Response:
+        info, made = self._service.make_namespace(await _body(request, NamespaceBody))
+        return json_answer({**msgspec.to_builtins(info), "made": made})
+
+    async def _change_namespace(self, request: web.BaseRequest) -> web.Response:
+        info = self._service.change_namespace(await _body(request, SettingsBody))
+        return json_answer(msgspec.to_builtins(info))
+
+    async def _delete_namespace(self, request: web.BaseRequest) -> web.Response:
+        self._service.delete_namespace((await _body(request, NumberBody)).namespace)
+        return json_answer({"deleted": True})
+
     async def _pin(self, request: web.BaseRequest) -> web.Response:
-        body = await _pin_body(request)
+        body = await _body(request, PinBody)
         return json_answer(await self._service.pin(self._block(body), body.wait_s))
 
     async def _unpin(self, request: web.BaseRequest) -> web.Response:
-        body = await _pin_body(request)
+        body = await _body(request, PinBody)
         if not self._service.unpin(self._block(body)):
             raise HttpError(404, "the block is not pinned")
         return json_answer({"unpinned": True})
@@ -228,8 +298,11 @@ class HttpApi:
         return self._service.derived(body.block) if body.engine_key else body.block
 
 
-async def _pin_body(request: web.BaseRequest) -> PinBody:
+T = TypeVar("T")
+
+
+async def _body(request: web.BaseRequest, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(await request.read(), type=PinBody)
+        return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"body: {error}") from error

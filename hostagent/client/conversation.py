@@ -350,10 +350,17 @@ class Conversation:
             count += yield from self._count(request, GRACE_S)
         return count
 
-    def put(self, namespace: int, blocks: Mapping[bytes, Buffer], *, ack: Ack = "") -> Call[None]:
+    def put(
+        self,
+        namespace: int,
+        blocks: Mapping[bytes, Buffer],
+        *,
+        ack: Ack = "",
+        prefix: Sequence[bytes] = (),
+    ) -> Call[None]:
         """Put blocks (16-byte key to bytes) into the pool. Returns when each is at its home (`ack`
         "home"), at its home and all replicas ("replicas"), or on this node ("local"); by default
-        as the agent's `--put-ack` says.
+        as the agent's `--put-ack` says. `prefix`: as in `reserve`.
 
         The bytes are copied once, into the arena. Raises PutError if some were not taken, and
         what `get` raises for the namespace.
@@ -363,7 +370,7 @@ class Conversation:
         _check_keys(list(blocks))
         for batch in _put_batches(blocks, batch_bytes):
             sizes = {key: len(view) for key, view in batch}
-            with (yield from self.reserve(namespace, sizes)) as reservation:
+            with (yield from self.reserve(namespace, sizes, prefix=prefix)) as reservation:
                 for key, view in batch:
                     if key in reservation.views:
                         reservation.views[key][:] = view
@@ -374,21 +381,35 @@ class Conversation:
         if failed:
             raise PutError(failed)
 
-    def reserve(self, namespace: int, sizes: Mapping[bytes, int]) -> Call[Reservation]:
+    def reserve(
+        self, namespace: int, sizes: Mapping[bytes, int], *, prefix: Sequence[bytes] = ()
+    ) -> Call[Reservation]:
         """Room in the arena for blocks (16-byte key to size in bytes), to be written in place: put
         without a copy. Write every byte of the result's `views`, then call `commit`; used as a
         context manager, it gives back what was not committed. It counts towards what this client
         may hold. Blocks for which there is no room are in the result's `failed`; raises what `get`
         raises for the namespace.
+
+        `prefix`: all keys of the prefix that the blocks are of, from its beginning and in order,
+        those that are stored already included. A namespace with the policy value then holds none
+        of them without those before it, and keeps longer what costs more to compute again.
         """
         _check_keys(list(sizes))
+        depths = {key: depth for depth, key in enumerate(_check_keys(prefix))}
         if any(not 0 < size_bytes < 1 << 32 for size_bytes in sizes.values()):
             raise ValueError("a block has at least one byte, and less than 4 GiB")
         reservation = Reservation(self._abort)
         try:
             for part in _parts(list(sizes.items()), MAX_KEYS):
+                keys = [key for key, _ in part]
+                at = [depths.get(key, 0) for key in keys]
                 alloc = local.Alloc(
-                    next(self._numbers), namespace, [key for key, _ in part], [n for _, n in part]
+                    next(self._numbers),
+                    namespace,
+                    keys,
+                    [size_bytes for _, size_bytes in part],
+                    [prefix[depth - 1] if depth else b"" for depth in at] if prefix else [],
+                    at if prefix else [],
                 )
                 allocated = yield from self._ask(alloc, local.Allocated, GRACE_S)
                 self._enter(reservation, part, allocated)

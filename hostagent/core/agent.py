@@ -15,15 +15,18 @@ from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.limits import Limits, RateLimit
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.namespace_metrics import NamespaceMetrics, explained
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.queries import Queries
 from kvcast.hostagent.core.reads import ReadOptions, Reads
 from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
-from kvcast.hostagent.core.store import Copy, Store
+from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
+from kvcast.hostagent.tiers import policies
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
@@ -129,6 +132,7 @@ class AgentCore:
         """What clients find without asking; None = they ask for everything."""
         self.memory = memory
         self.metrics = Metrics()
+        self.limits = Limits()
         self.outbox = BulkOutbox()
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
         self.queries = Queries(store, self.outbox)
@@ -163,6 +167,7 @@ class AgentCore:
         self._tell: Callable[[AgentMessage], None] | None = None
         self._missing: dict[int, NamespaceInfo] = {}
         """Namespaces that the controller's maps no longer name: it has lost its state."""
+        self._rules: dict[int, StoreRules] = {}
         self._asked_again: set[int] = set()
         """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
@@ -177,6 +182,7 @@ class AgentCore:
 
     def receive(self, now: float, source: int, frame: Frame) -> None:
         """A frame that came from node `source` of the present map."""
+        self.store.advance(now)
         if frame.op == OP_READ:
             pool = self.outbox.pool
             assert pool is not None  # there are no node indices without it
@@ -195,6 +201,7 @@ class AgentCore:
 
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""
+        self.store.advance(now)
         self.reads.drain(now)
 
     def answers_to_send(self, now: float, budget: int) -> list[tuple[int, Frame | Answer]]:
@@ -214,19 +221,23 @@ class AgentCore:
 
     def get_timer(self, now: float) -> float | None:
         """When `handle_timer` and `frames_to_send` must be called next; None = no need."""
-        mine = self.reads.get_timer()
-        responders = self.responder.get_timer(now)
-        if mine is None or responders is None:
-            return responders if mine is None else mine
-        return min(mine, responders)
+        timers = (
+            self.reads.get_timer(),
+            self.responder.get_timer(now),
+            self.store.next_expiry(),
+        )
+        return min((at for at in timers if at is not None), default=None)
 
     def handle_timer(self, now: float) -> None:
         """Do what has become due by `now`."""
+        self.store.advance(now)
         self.reads.handle_timer(now)
 
     def _lookup(self, block: BlockId) -> _Held | None:
         copy = self.store.get(block)
         if copy is None:
+            why = explained(self.store.why_gone(block))
+            self.metrics.by_namespace.of(block.namespace).home_misses[why] += 1
             return None
         self.store.pin(copy)
         return _Held(self.store, copy, self.memory[copy.offset : copy.offset + copy.size_bytes])
@@ -262,12 +273,13 @@ class AgentCore:
 
     def control_message(self, now: float, message: ControllerMessage) -> None:
         """Anything that the controller says after it took the registration."""
+        self.store.advance(now)
         if isinstance(message, PoolMap):
             self._new_map(now, message)
         elif isinstance(message, Credit):
             for namespace, key, hits in message.hits:
                 self.metrics.credits_total += hits
-                self.store.get(BlockId(namespace, key))
+                self.store.credit(BlockId(namespace, key), hits)
         elif isinstance(message, NamespaceSecrets):
             self._new_secrets(message)
         elif isinstance(message, Residents):
@@ -283,6 +295,7 @@ class AgentCore:
         elif isinstance(message, NamespaceReply):
             if self.pool is not None:
                 self.pool.namespaces.setdefault(message.info.namespace, message.info)
+                self._apply_settings(self.pool)
             self._found(message.request, message.info, local.OK, "")
             if self.pool is not None:
                 self._state_namespace(self.pool, message.info.namespace)
@@ -313,11 +326,36 @@ class AgentCore:
         old = self.outbox.pool
         self.outbox.pool = pool
         self._use_chunking(pool.chunking)
+        self._apply_settings(pool)
         if old is not None:
             self._hide_namespaces(old, pool)
             self._leave_old_pool(now, old, pool)
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
+
+    def weight_of(self, namespace: int) -> float:
+        """A namespace's share of what transfers wait for, as against the others'."""
+        pool = self.outbox.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        return info.settings.weight if info is not None else 1.0
+
+    def _apply_settings(self, pool: Pool) -> None:
+        """What operators say of namespaces is in force."""
+        rules: dict[int, StoreRules] = {}
+        limits: dict[int, RateLimit] = {}
+        for namespace, info in {**self._missing, **pool.namespaces}.items():
+            said = info.settings
+            rules[namespace] = StoreRules(
+                policy=said.policy or policies.DEFAULT,
+                quota_bytes=said.quota_bytes.get("dram"),
+                ttl_s=said.ttl_s,
+            )
+            limits[namespace] = RateLimit(said.operations_per_s, said.bytes_per_s)
+        if rules != self._rules:
+            self._rules = rules
+            self.store.configure(rules)
+        self.limits.configure(limits)
+        self.metrics.by_namespace.keep(rules.keys())
 
     def _hide_namespaces(self, old: Pool, pool: Pool) -> None:
         """Clients look nothing up in a namespace that means something else now, until what it meant
@@ -332,6 +370,8 @@ class AgentCore:
         if self.shared is not None:
             info = pool.namespaces[namespace]
             allowed = bool(pool.may_use(namespace, self.options.node_id)) and not info.has_secret
+            # What a client takes by itself, nobody counts in time.
+            allowed = allowed and not self.limits.is_limited(namespace)
             self.shared.state_namespace(namespace, meaning_of(info), readable=allowed)
 
     def _leave_old_pool(self, now: float, old: Pool, pool: Pool) -> None:
@@ -367,9 +407,15 @@ class AgentCore:
 
     def _compare_namespaces(self, now: float, before: dict[int, NamespaceInfo], pool: Pool) -> None:
         """A number that now means something else must not serve what it meant before. One that
-        means nothing any more belonged to a controller that has lost its state: whoever has it
-        now is asked for the namespace again, and until the answer its blocks are left alone."""
-        missing = {n: info for n, info in before.items() if n not in pool.namespaces}
+        means nothing any more, and was not deleted, belonged to a controller that has lost its
+        state: whoever has it now is asked for the namespace again, and until the answer its blocks
+        are left alone."""
+        deleted = pool.deleted & before.keys()
+        missing = {
+            n: info
+            for n, info in before.items()
+            if n not in pool.namespaces and n not in pool.deleted
+        }
         changed = {
             namespace
             for namespace, info in before.items()
@@ -377,9 +423,9 @@ class AgentCore:
             and meaning_of(pool.namespaces[namespace]) != meaning_of(info)
         }
         self._missing = missing
-        if missing or changed:
-            self.reads.forget_namespaces(now, missing.keys() | changed)
-        for namespace in changed:
+        if missing or changed or deleted:
+            self.reads.forget_namespaces(now, missing.keys() | changed | deleted)
+        for namespace in changed | deleted:
             self.store.drop_namespace(namespace)
         for namespace, info in missing.items():
             mine = not info.nodes or self.options.node_id in info.nodes
@@ -520,6 +566,16 @@ class AgentCore:
         values["epoch"] = float(self.pool.epoch if self.pool is not None else 0)
         values["connected"] = float(self.connected)
         return values
+
+    def namespace_metrics(self) -> dict[int, NamespaceMetrics]:
+        """What is counted for each namespace by itself, up to now."""
+        self.store.elsewhere.refresh()
+        if self.shared is not None:
+            for namespace, hits in self.shared.take_hits().items():
+                mine = self.metrics.by_namespace.of(namespace)
+                mine.gets += hits
+                mine.hits["local"] += hits
+        return self.metrics.by_namespace.all()
 
     def renewal(self) -> Renew:
         """The report that keeps the lease; begins a new period of heat."""

@@ -10,48 +10,12 @@ histograms, of which `quantile` then tells the pool's. Quantiles themselves cann
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
-from typing import Final
 
+from kvcast.hostagent.core.histogram import FETCH_BOUNDS_S, Histogram
+from kvcast.hostagent.core.namespace_metrics import NamespacesMetrics
 from kvcast.protocol.requester import MissReason
-
-FETCH_BOUNDS_S: Final = (
-    *(50e-6, 100e-6, 250e-6, 500e-6),
-    *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
-    *(1.0, 2.5, 5.0, 10.0),
-)
-"""50 us (a fetch of one frame on a fast network) to 10 s (beyond the deadline of most gets)."""
-
-
-class Histogram:
-    """Counts of observations by the bound that they are at most, and their sum."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = [*bounds, math.inf]
-        self._counts = [0] * len(self._bounds)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(bound as Prometheus writes it, observations up to there); the last one is all."""
-        bounds = ["+Inf" if math.isinf(bound) else str(bound) for bound in self._bounds]
-        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-
-    def samples(self, name: str) -> dict[str, float]:
-        """Prometheus' samples of a histogram of that name."""
-        buckets = self.buckets()
-        return {
-            **{f'{name}_bucket{{le="{bound}"}}': count for bound, count in buckets},
-            f"{name}_sum": self.sum,
-            f"{name}_count": buckets[-1][1],
-        }
 
 
 def added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -98,7 +62,7 @@ class Metrics:
     hits_home_total: int = 0
     hits_bulk_total: int = 0
     gets_refused_total: int = 0
-    """Gets of an unknown or forbidden namespace, or before the first map."""
+    """Gets of an unknown or forbidden namespace, beyond its rate, or before the first map."""
     gets_joined_total: int = 0
     """Gets that waited for a fetch that another get had begun."""
     fetches_total: int = 0
@@ -182,8 +146,12 @@ class Metrics:
     keeps_failed_total: int = 0
     fetch_time: Histogram = field(default_factory=lambda: Histogram(FETCH_BOUNDS_S))
     """Seconds from a fetch's beginning to its block; what ended without one is not in it."""
+    local_rate_limited_total: int = 0
+    """Requests refused for their namespace's rate."""
     misses: dict[str, int] = field(default_factory=lambda: {r.value: 0 for r in MissReason})
     """Gets that ended without a block, by `MissReason` value; `misses_<reason>_total`."""
+
+    by_namespace: NamespacesMetrics = field(default_factory=NamespacesMetrics)
 
     def count_hit(self, tier: str) -> None:
         """A get was answered from `tier` (switch, shared, home or bulk)."""
@@ -199,7 +167,7 @@ class Metrics:
         values: dict[str, float] = {
             item.name: float(getattr(self, item.name))
             for item in fields(self)
-            if item.name not in ("fetch_time", "misses")
+            if item.name not in ("fetch_time", "misses", "by_namespace")
         }
         values.update({f"misses_{why}_total": float(n) for why, n in self.misses.items()})
         values["misses_total"] = float(sum(self.misses.values()))

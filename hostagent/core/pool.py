@@ -61,6 +61,8 @@ class Pool:
         # By the last 16 bits of a key, of which `bucket_of` takes the lowest.
         self._homes_by_word = self._buckets * ((1 << 16) // BUCKETS)
         self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
+        self.deleted = frozenset(pool_map.deleted)
+        """Namespaces that operators have deleted."""
         self.groups: dict[tuple[int, int], GroupInfo] = {
             (g.namespace, g.group): g for g in pool_map.groups
         }

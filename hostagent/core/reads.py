@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
@@ -78,12 +79,18 @@ class GetItem(NamedTuple):
 class GetBatch(Timer):
     """Several gets with one deadline; `answered` is called once, when no item is None any more."""
 
-    __slots__ = ("answered", "deadline", "items", "left", "started_at")
+    __slots__ = ("answered", "blocks", "deadline", "items", "left", "started_at")
 
     def __init__(
-        self, count: int, now: float, deadline: float, answered: Callable[[GetBatch], None]
+        self,
+        blocks: list[BlockId],
+        now: float,
+        deadline: float,
+        answered: Callable[[GetBatch], None],
     ) -> None:
         super().__init__()
+        count = len(blocks)
+        self.blocks = blocks
         self.items: list[GetItem | None] = [None] * count
         self.left = count
         self.started_at = now
@@ -141,6 +148,8 @@ class Reads:
         self._metrics = metrics
         self._fetches: dict[BlockId, _Fetch] = {}
         self._timers = TimerQueue()
+        self._now = 0.0
+        """At the last event."""
         self.residents: frozenset[BlockId] = frozenset()
         """Blocks of which a switch answers READs, for chunks as it keeps them."""
 
@@ -175,14 +184,15 @@ class Reads:
     ) -> None:
         """Get blocks of a namespace that `refusal` allows; `answered` may be called before this
         returns."""
-        batch = GetBatch(len(keys), now, deadline, answered)
+        self._now = now
+        batch = GetBatch([BlockId(namespace, key) for key in keys], now, deadline, answered)
         self._metrics.gets_total += len(keys)
+        self._metrics.by_namespace.of(namespace).gets += len(keys)
         if not keys:
             answered(batch)
             return
         probes = self._probes(now, looks_for_company=bool(gather_ms or group or expect))
-        for position, key in enumerate(keys):
-            block = BlockId(namespace, key)
+        for position, block in enumerate(batch.blocks):
             copy = self._store.get(block)
             if copy is not None:
                 self._metrics.hits_local_total += 1
@@ -345,6 +355,7 @@ class Reads:
 
     def handle_timer(self, now: float) -> None:
         """Do what has become due by `now`."""
+        self._now = now
         self.requester.handle_timer(now)
         self.drain(now)
         while (batch := self._timers.pop_due(now)) is not None:
@@ -355,6 +366,7 @@ class Reads:
 
     def drain(self, now: float) -> None:
         """Act on the requester's events; to be called after anything that may cause one."""
+        self._now = now
         while (event := self.requester.next_event()) is not None:
             if isinstance(event, Fetched):
                 self._fetched(now, event)
@@ -463,6 +475,7 @@ class Reads:
         self, now: float, fetch: _Fetch, came: ArenaReservation | None, digest: int, outcome: str
     ) -> None:
         """A bulk call for a block without a probe of its own has ended; `came`: its bytes."""
+        self._now = now
         if outcome == bulk.WRONG_DIGEST:
             self._metrics.bulk_wrong_digest_total += 1
         if self._fetches.get(fetch.block) is not fetch:
@@ -573,12 +586,20 @@ class Reads:
 
     def _missed(self, batch: GetBatch, position: int, status: str, reason: MissReason) -> None:
         self._metrics.count_miss(reason.value)
+        block = batch.blocks[position]
+        why = explained_by(reason, self._store.why_gone(block))
+        self._metrics.by_namespace.of(block.namespace).misses[why] += 1
         text = reason.value if status == local.MISS else ""
         self._finish(batch, position, GetItem(status, text))
 
     def _finish(self, batch: GetBatch, position: int, item: GetItem) -> None:
         assert batch.items[position] is None
         batch.items[position] = item
+        if item.copy is not None:
+            mine = self._metrics.by_namespace.of(item.copy.block.namespace)
+            mine.hits[item.tier] += 1
+            mine.got_bytes += item.copy.size_bytes
+            mine.get_time.add(self._now - batch.started_at)
         batch.left -= 1
         if batch.left == 0:
             self._timers.cancel(batch)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.namespace_metrics import explained
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
@@ -87,7 +88,9 @@ class Serving:
             held.home = True
             return bulk.HELD
         try:
-            return self._store.reserve(block, header.size_bytes)
+            return self._store.reserve(
+                block, header.size_bytes, parent=header.parent, depth=header.depth
+            )
         except StoreError:
             self._metrics.bulk_requests_refused_total += 1
             return bulk.NO_ROOM
@@ -116,7 +119,11 @@ class Serving:
 
     def get(self, caller: str, namespace: int, wanted: WantedBlock) -> Copy | str:
         """A pinned copy to send (see `end_get`), or why there is none."""
-        copy = self._store.get(BlockId(namespace, wanted.key))
+        block = BlockId(namespace, wanted.key)
+        copy = self._store.get(block)
+        if copy is None:
+            why = explained(self._store.why_gone(block))
+            self._metrics.by_namespace.of(namespace).home_misses[why] += 1
         if copy is None or (wanted.digest and wanted.digest != copy.digest):
             return bulk.NOT_FOUND
         pool = self._outbox.pool

@@ -118,6 +118,7 @@ class Session:
     def handle(self, now: float, request: local.Request) -> None:
         """Do what the client asks; its reply may be sent before this returns."""
         self._core.metrics.local_requests_total += 1
+        self._core.store.advance(now)
         if isinstance(request, local.Release):
             self._core.metrics.local_releases_total += 1
             self._release(request)
@@ -157,6 +158,10 @@ class Session:
                 reason = f"namespace {request.namespace} stands for another one now: find it again"
                 self._refuse(request, local.UNKNOWN_NAMESPACE, reason)
                 return
+            if isinstance(request, local.Get | local.Prefetch | local.Alloc) and not self._admit(
+                now, request
+            ):
+                return
             try:
                 keys = self._core.pool_keys(request.namespace, request.keys)
             except MissingSecretError as error:
@@ -165,6 +170,16 @@ class Session:
             if keys is not request.keys:
                 request = msgspec.structs.replace(request, keys=keys)
             self._handle_keys(now, request)
+
+    def _admit(self, now: float, request: local.Get | local.Prefetch | local.Alloc) -> bool:
+        """Whether the namespace's rate allows a request now; if not, it is refused."""
+        namespace, count = request.namespace, len(request.keys)
+        if self._core.limits.admit(now, namespace, count):
+            return True
+        self._core.metrics.local_rate_limited_total += 1
+        self._core.metrics.by_namespace.of(namespace).rate_limited += count
+        self._refuse(request, local.BUSY, f"namespace {namespace} is over its rate")
+        return False
 
     def _may_use(self, namespace: int) -> bool:
         """Whether the rule that let this client in allows it the namespace."""
@@ -308,6 +323,7 @@ class Session:
                 self._core.store.unpin(copy)
                 blocks.append(local.GotBlock(local.BUSY))
                 continue
+            self._core.limits.moved(copy.block.namespace, copy.size_bytes)
             handle = self._number()
             self._handles[handle] = copy
             self._hold(copy)
@@ -335,13 +351,28 @@ class Session:
             reason = f"{len(request.keys)} keys and {len(request.sizes)} sizes"
             self._fail(request.request, local.INVALID, reason)
             return
+        count = len(request.keys)
+        parents = request.parents or [b""] * count
+        depths = request.depths or [0] * count
+        if {len(parents), len(depths)} != {count} or any(len(p) not in (0, 16) for p in parents):
+            self._fail(request.request, local.INVALID, "parents or depths do not fit the keys")
+            return
+        known = [parent for parent in parents if parent]
+        derived = iter(self._core.pool_keys(request.namespace, known))
         extents = []
         self._look()
-        for key, size_bytes in zip(request.keys, request.sizes, strict=True):
-            extents.append(self._alloc_one(BlockId(request.namespace, key), size_bytes))
+        for key, size_bytes, parent, depth in zip(
+            request.keys, request.sizes, parents, depths, strict=True
+        ):
+            above = next(derived) if parent else b""
+            extents.append(
+                self._alloc_one(BlockId(request.namespace, key), size_bytes, above, depth)
+            )
         self._reply(local.Allocated(request.request, extents))
 
-    def _alloc_one(self, block: BlockId, size_bytes: int) -> local.Extent:
+    def _alloc_one(
+        self, block: BlockId, size_bytes: int, parent: bytes, depth: int
+    ) -> local.Extent:
         store = self._core.store
         if size_bytes > min(
             store.allocator.capacity_bytes, self._core.options.requester.max_block_bytes
@@ -350,11 +381,12 @@ class Session:
         if not self._may_hold(None, store.allocator.extent_bytes(size_bytes)):
             return local.Extent(local.BUSY)
         try:
-            copy = store.reserve(block, size_bytes)
+            copy = store.reserve(block, size_bytes, parent=parent, depth=depth)
         except QuotaError:
             return local.Extent(local.QUOTA)
         except StoreError:
             return local.Extent(local.NO_ROOM)
+        self._core.limits.moved(block.namespace, size_bytes)
         ticket = self._number()
         self._tickets[ticket] = copy
         self._hold(copy)

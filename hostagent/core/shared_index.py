@@ -24,6 +24,7 @@ client may: the client is cut off, and its pins are void.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -88,6 +89,8 @@ class SharedIndex:
         self._copies: dict[int, Copy] = {}
         self._closed = False
         self._regions: dict[Region, None] = {}
+        self._hits: Counter[int] = Counter()
+        """Told hits by namespace, until they are taken."""
         store.elsewhere = self
 
     # --- the store's side -------------------------------------------------------------------------
@@ -172,6 +175,11 @@ class SharedIndex:
         """As `Index.state_namespace`."""
         self._index.state_namespace(namespace, meaning, readable=readable)
 
+    def take_hits(self) -> Counter[int]:
+        """By namespace, what clients got by themselves since the last call, as far as they told."""
+        taken, self._hits = self._hits, Counter()
+        return taken
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _take(self, region: Region, cell: int, copy: Copy) -> None:
@@ -229,6 +237,7 @@ class SharedIndex:
             copy = self._copies.get(words[shared.RING_WORD + number % shared.RING_CELLS])
             if copy is not None:
                 self._store.get(copy.block)
+                self._hits[copy.block.namespace] += 1
 
 
 class _OffenceError(Exception):

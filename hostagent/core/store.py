@@ -1,8 +1,9 @@
 """What blocks this node holds in DRAM: the index, pins, quotas and eviction.
 
-Owns: every block's state (reserved, committed, doomed), who pins it, the namespaces' bytes, the
-LRU order, and so the choice of a victim. Must not know: sockets, the wire, clocks, homes of
-buckets (whoever commits a copy says whether it is a home's).
+Owns: every block's state (reserved, committed, doomed), who pins it, the namespaces' bytes and
+rules, how long blocks live, and which of them may be evicted. Must not know: sockets, the wire,
+clocks (`advance` says what time it is), homes of buckets (whoever commits a copy says whether it is
+a home's), or how a policy chooses (`kvcast.hostagent.tiers.policies`).
 
 A copy is first **reserved** (bytes set aside, unseen by lookups), then **committed** (whole,
 with its digest, immutable) or aborted. The first committed copy of a block wins: engines that
@@ -14,11 +15,18 @@ Others may find and pin committed copies by themselves (`PinnedElsewhere`). The 
 pins before it looks for victims, and once more when it takes a copy away; one that was pinned in
 between is doomed, and its bytes stay.
 
-Eviction is least-recently-used over unpinned committed copies, of the namespace where its quota
-is what lacks, else of all. Where the victim's slab is cut for another size, the slab's other
-copies go with it, since one free slot of the wrong size helps nobody; so a slab in which anything
-is pinned or being written is passed over. What cannot succeed evicts nothing: before the first
-victim is chosen, it is known that some victims make the room (unless somebody pins them meanwhile).
+Evicted are committed copies that nobody pins. Where a namespace's quota is what lacks, it pays
+itself; where the arena is full, the namespace pays that has the least recently used of all. Which
+of its blocks goes, that namespace's policy says; what it says is checked, and where it is wrong or
+finds nothing, the least recently used goes, and a wrong answer is counted. Where the victim's slab
+is cut for another size, the slab's other copies go with it, since one free slot of the wrong size
+helps nobody; so a slab in which anything is pinned or being written is passed over. What cannot
+succeed evicts nothing: before the first victim is chosen, it is known that some victims make the
+room (unless somebody pins them meanwhile).
+
+A policy may know of blocks that are of no use without another (`Policy.descendants`): with that one
+they go, too, pinned ones as soon as they can. A copy that is being written pins the block before it
+in its prefix, if that is held, so that it cannot come after its ancestor has gone.
 """
 
 from __future__ import annotations
@@ -29,7 +37,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.policies import Policy, Search, Verdict
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId
 
@@ -37,12 +47,18 @@ RESERVED: Final = 0
 COMMITTED: Final = 1
 DOOMED: Final = 2
 
-MAX_EVICTED_KNOWN: Final = 4096
-"""Blocks of which this node was a home and evicted its copy, whose digests are remembered."""
-
 _VICTIMS_TRIED: Final = 256
-"""Candidates looked at, the least recently used first, for one that frees something; then it is one
-of the right size, or a whole slab, however lately used."""
+"""Candidates looked at, in a policy's order or the least recently used first, for one that frees
+something; then it is one of the right size, or a whole slab, however lately used."""
+_NAMESPACES_ASKED: Final = 4
+"""Namespaces whose policies are asked for one victim, at most."""
+ONE_USE_S: Final = 0.1
+"""Lookups of a block that are so close are one use of it: it is read segment by segment."""
+MAX_GONE_KNOWN: Final = 16384
+"""Blocks of which it is remembered why they went, and the digest if this node was their home."""
+_EXPIRED: Final = -1
+EVICTED: Final = "evicted"
+EXPIRED: Final = "expired"
 
 
 class StoreError(Exception):
@@ -57,6 +73,18 @@ class QuotaError(StoreError):
     """The namespace's quota is smaller than the block, or taken by pinned copies."""
 
 
+@dataclass(frozen=True)
+class StoreRules:
+    """What an operator says of a namespace's blocks here. `policy`: a name of
+    `kvcast.hostagent.tiers.policies`; `quota_bytes` of arena, None = the store's default, 0 = no
+    limit; `ttl_s`: a block is gone so long after it was committed (with the policy ttl, after its
+    last use); 0 = it stays."""
+
+    policy: str = policies.DEFAULT
+    quota_bytes: int | None = None
+    ttl_s: float = 0.0
+
+
 class StaleReservationError(StoreError):
     """The namespace was dropped while the copy was being written; its bytes are given back."""
 
@@ -64,19 +92,25 @@ class StaleReservationError(StoreError):
 class Copy:
     """One copy of a block in the arena. `reserved_bytes` is what it takes, `size_bytes` what it
     is; `home` whether this node held it as one of the block's homes when it was committed; `cell`
-    by which name others can pin it, 0 where they cannot."""
+    by which name others can pin it, 0 where they cannot; `parent` the key of the block before it in
+    its prefix, b"" if there is none or it is not known, and `depth` how many are before it."""
 
     __slots__ = (
         "block",
         "cell",
+        "committed_at",
+        "depth",
         "digest",
         "generation",
         "home",
         "offset",
+        "parent",
         "pins",
         "reserved_bytes",
         "size_bytes",
         "state",
+        "used_at",
+        "waits_on",
     )
 
     def __init__(
@@ -97,10 +131,19 @@ class Copy:
         self.home = False
         self.pins = 0
         self.state = RESERVED
+        self.parent = b""
+        self.depth = 0
+        self.committed_at = 0.0
+        self.used_at = 0.0
+        self.waits_on: Copy | None = None
+        """The parent's copy, pinned while this one is being written."""
 
     def __repr__(self) -> str:
         state = ("reserved", "committed", "doomed")[self.state]
         return f"<Copy {self.block} {self.size_bytes} B at {self.offset} {state} pins={self.pins}>"
+
+
+_DEFAULT_RULES: Final = StoreRules()
 
 
 class PinnedElsewhere(Protocol):
@@ -136,11 +179,21 @@ class _NobodyElse:
 
 @dataclass(slots=True)
 class _Namespace:
-    """A namespace's unpinned copies in LRU order, and its bytes (reserved and doomed included)."""
+    """A namespace's unpinned copies, its bytes (reserved and doomed included), and what it asks
+    which of its blocks is to go."""
 
+    rules: StoreRules
+    policy: Policy[BlockId]
     used_bytes: int = 0
     copies: int = 0
-    evictable: OrderedDict[BlockId, Copy] = field(default_factory=OrderedDict)
+    evictable: dict[BlockId, Copy] = field(default_factory=dict)
+    ages: dict[BlockId, float] = field(default_factory=dict)
+    """When its blocks were committed, the oldest first; empty where they do not age so."""
+
+    @property
+    def ages_blocks(self) -> bool:
+        """Whether blocks are gone some time after they were committed, whatever the policy."""
+        return self.rules.ttl_s > 0 and not self.policy.AGES
 
 
 @dataclass(slots=True)
@@ -164,6 +217,12 @@ class StoreCounters:
     evictions: int = 0
     evicted_bytes: int = 0
     drops: int = 0
+    expired: int = 0
+    """Blocks whose time was over."""
+    orphaned: int = 0
+    """Evictions for that a block's beginning had gone, among the others."""
+    policy_faults: int = 0
+    """Choices of a policy that could not go; others went in their stead."""
     no_room: int = 0
     over_quota: int = 0
 
@@ -193,9 +252,117 @@ class Store:
         """Those in which nothing is stuck, and something can be evicted."""
         self._by_offset: dict[int, Copy] = {}
         self._namespaces: dict[int, _Namespace] = {}
-        self._evicted: BoundedMap[BlockId, int] = BoundedMap(MAX_EVICTED_KNOWN)
+        self._rules: dict[int, StoreRules] = {}
+        self._now = 0.0
+        self._aging: dict[int, _Namespace] = {}
+        self._prefixed: dict[int, _Namespace] = {}
+        self._gone: BoundedMap[BlockId, int] = BoundedMap(MAX_GONE_KNOWN)
+        """`_EXPIRED`, or evicted: then the digest, if this node was a home, else 0."""
         self._generation = 0
         self._dropped_in: dict[int, int] = {}  # namespace to generation; one a namespace at most
+
+    # --- rules and time -------------------------------------------------------------------
+
+    def configure(self, rules: dict[int, StoreRules]) -> None:
+        """State the rules of all namespaces; those that are not named have the default's. A policy
+        that changed begins with the blocks that are here, the least recently used first; what
+        exceeds a quota now goes at once, as far as it can."""
+        self._rules = dict(rules)
+        for namespace, state in list(self._namespaces.items()):
+            self._apply(namespace, state)
+
+    def _apply(self, namespace: int, state: _Namespace) -> None:
+        rules = self._rules_of(namespace)
+        old, state.rules = state.rules, rules
+        if (old.policy, old.ttl_s) != (rules.policy, rules.ttl_s):
+            state.policy = self._make_policy(namespace, rules)
+            mine = [c for c in self._index.values() if c.block.namespace == namespace]
+            mine.sort(key=lambda c: c.used_at)
+            if state.policy.PREFIXES:
+                mine.sort(key=lambda c: c.depth)
+            for copy in mine:
+                self._tell_policy(state, copy)
+            ages = sorted((c.committed_at, c.block) for c in mine) if state.ages_blocks else []
+            state.ages = {block: at for at, block in ages}
+            self._note_kind(namespace, state)
+        quota = self.quota_of(namespace)
+        if quota and state.used_bytes > quota:
+            self.elsewhere.refresh()
+            while state.used_bytes > quota and (victim := self._victim_of(state)) is not None:
+                self._evict(victim)
+
+    def _rules_of(self, namespace: int) -> StoreRules:
+        return self._rules.get(namespace, _DEFAULT_RULES)
+
+    def quota_of(self, namespace: int) -> int:
+        """Bytes of arena that a namespace may take; 0 = no limit."""
+        quota = self._rules_of(namespace).quota_bytes
+        if quota is not None:
+            return quota
+        return self._quotas.get(namespace, self._default_quota)
+
+    def _make_policy(self, namespace: int, rules: StoreRules) -> Policy[BlockId]:
+        policy: Policy[BlockId] = policies.make(
+            rules.policy, self.quota_of(namespace) or self.allocator.capacity_bytes, rules.ttl_s
+        )
+        policy.advance(self._now)
+        return policy
+
+    def _tell_policy(self, state: _Namespace, copy: Copy) -> None:
+        """The namespace's policy hears of a copy that is committed, and its age begins."""
+        parent = BlockId(copy.block.namespace, copy.parent) if copy.parent else None
+        held = parent if parent is not None and parent in self._index else None
+        state.policy.inserted(copy.block, copy.reserved_bytes, held, copy.depth)
+
+    def _note_kind(self, namespace: int, state: _Namespace | None) -> None:
+        """Know which namespaces' blocks age, and which are prefixes to their policy."""
+        for kept, wanted in (
+            (self._aging, state is not None and (state.ages_blocks or state.policy.AGES)),
+            (self._prefixed, state is not None and state.policy.PREFIXES),
+        ):
+            if wanted:
+                assert state is not None
+                kept[namespace] = state
+            else:
+                kept.pop(namespace, None)
+
+    def advance(self, now: float) -> None:
+        """It is `now`; what has outlived its time is gone."""
+        if now <= self._now:
+            return
+        self._now = now
+        for state in list(self._aging.values()):
+            state.policy.advance(now)
+            while (block := self._outlived(state)) is not None:
+                self.counters.expired += 1
+                self._remove(self._index[block])
+                self._gone[block] = _EXPIRED
+
+    def _outlived(self, state: _Namespace) -> BlockId | None:
+        oldest = next(iter(state.ages), None)
+        if oldest is not None and state.ages[oldest] + state.rules.ttl_s <= self._now:
+            return oldest
+        return state.policy.expired()
+
+    def next_expiry(self) -> float | None:
+        """When `advance` will find the next block that has outlived its time; None = it cannot."""
+        times = [
+            at
+            for state in self._aging.values()
+            for at in (
+                next((age + state.rules.ttl_s for age in state.ages.values()), None),
+                state.policy.next_expiry(),
+            )
+            if at is not None
+        ]
+        return min(times, default=None)
+
+    def why_gone(self, block: BlockId) -> str:
+        """EVICTED or EXPIRED, if this node had the block and remembers; else ""."""
+        gone = self._gone.get(block)
+        if gone is None:
+            return ""
+        return EXPIRED if gone == _EXPIRED else EVICTED
 
     # --- lookups --------------------------------------------------------------------------
 
@@ -218,11 +385,11 @@ class Store:
         return state.used_bytes if state is not None else 0
 
     def peek(self, block: BlockId) -> Copy | None:
-        """The committed copy of a block, without touching the LRU order."""
+        """The committed copy of a block, which is not a use of it."""
         return self._index.get(block)
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
-        """Which blocks have a committed copy, without touching the LRU order."""
+        """Which blocks have a committed copy, which is not a use of them."""
         if namespace not in self._namespaces:
             return [False for _ in keys]
         # A pair is as good as a BlockId here, and quicker made.
@@ -232,15 +399,30 @@ class Store:
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
         copy = self._index.get(block)
-        if copy is not None and copy.pins == 0:
+        if copy is None:
+            return None
+        if copy.pins == 0:
             self._evictable.move_to_end(block)
-            self._namespaces[block.namespace].evictable.move_to_end(block)
+        now = self._now
+        again = now - copy.used_at >= ONE_USE_S
+        if again:
+            copy.used_at = now
+        self._namespaces[block.namespace].policy.hit(block, int(again))
         return copy
+
+    def credit(self, block: BlockId, hits: int) -> None:
+        """The switch has answered so many reads of a block, if it is held."""
+        copy = self._index.get(block)
+        if copy is not None and hits > 0:
+            if copy.pins == 0:
+                self._evictable.move_to_end(block)
+            copy.used_at = self._now
+            self._namespaces[block.namespace].policy.credited(block, hits)
 
     def evicted_digest(self, block: BlockId) -> int:
         """The digest of the copy that was evicted here while this node was its home; 0 if that is
         not known."""
-        return self._evicted.get(block, 0)
+        return max(0, self._gone.get(block, 0))
 
     def blocks(self) -> list[BlockId]:
         """All committed blocks, in no order."""
@@ -248,8 +430,12 @@ class Store:
 
     # --- a copy's life --------------------------------------------------------------------
 
-    def reserve(self, block: BlockId, size_bytes: int) -> Copy:
+    def reserve(
+        self, block: BlockId, size_bytes: int, *, parent: bytes = b"", depth: int = 0
+    ) -> Copy:
         """Set bytes aside for a copy, evicting if need be; StoreError where that is not enough.
+        `parent`: the key of the block before it in its prefix, if there is one and the engine said
+        so; `depth`: how many blocks are before it.
 
         Several reservations of one block may exist; the first to be committed wins.
         """
@@ -258,18 +444,31 @@ class Store:
         reserved_bytes = self.allocator.extent_bytes(size_bytes)
         state = self._namespaces.get(block.namespace)
         if state is None:
-            state = self._namespaces[block.namespace] = _Namespace()
+            rules = self._rules_of(block.namespace)
+            policy = self._make_policy(block.namespace, rules)
+            state = self._namespaces[block.namespace] = _Namespace(rules, policy)
+            self._note_kind(block.namespace, state)
+        above = self._index.get(BlockId(block.namespace, parent)) if parent else None
+        if above is not None:
+            self.pin(above)
         try:
+            if block not in self._index:
+                state.policy.expected(block, reserved_bytes)
             self._respect_quota(block.namespace, state, reserved_bytes)
             offset = self._allocate(size_bytes)
         except StoreError:
+            if above is not None:
+                self.unpin(above)
             self._forget_if_empty(block.namespace, state)
             raise
         copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
+        copy.parent, copy.depth, copy.waits_on = parent, depth, above
         self._by_offset[offset] = copy
         self._note(copy, stuck=1)
         # Evicting the namespace's last copy may have made it forget the namespace.
-        state = self._namespaces.setdefault(block.namespace, state)
+        if block.namespace not in self._namespaces:
+            self._namespaces[block.namespace] = state
+            self._note_kind(block.namespace, state)
         state.used_bytes += reserved_bytes
         state.copies += 1
         return copy
@@ -297,12 +496,19 @@ class Store:
         copy.state = COMMITTED
         copy.digest = digest
         copy.home = home
+        copy.used_at = copy.committed_at = self._now
         self._index[copy.block] = copy
-        self._evicted.pop(copy.block, None)
+        self._gone.pop(copy.block, None)
         if pinned:
             copy.pins = 1
         else:
             self._make_evictable(copy)
+        state = self._namespaces[copy.block.namespace]
+        self._tell_policy(state, copy)
+        if state.ages_blocks:
+            state.ages[copy.block] = self._now
+        if copy.waits_on is not None:
+            self._let_parent_go(copy)
         self.counters.commits += 1
         self.elsewhere.publish(copy)
         return copy
@@ -328,10 +534,11 @@ class Store:
                 self._release_bytes(copy)
             else:
                 self._make_evictable(copy)
+                self._namespaces[copy.block.namespace].policy.freed(copy.block)
 
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was held."""
-        self._evicted.pop(block, None)
+        self._gone.pop(block, None)
         copy = self._index.get(block)
         if copy is None:
             return False
@@ -344,8 +551,8 @@ class Store:
         there were."""
         self._generation += 1
         self._dropped_in[namespace] = self._generation
-        for block in [block for block in self._evicted if block.namespace == namespace]:
-            del self._evicted[block]
+        for block in [block for block in self._gone if block.namespace == namespace]:
+            del self._gone[block]
         gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
         self.elsewhere.withdraw(gone)
         for copy in gone:
@@ -386,10 +593,33 @@ class Store:
         if use.stuck == 0:
             del self._slabs[index]
 
-    def _remove(self, copy: Copy) -> None:
-        """Out of the index; the bytes go now, or with the last pin."""
+    def _let_parent_go(self, copy: Copy) -> None:
+        above, copy.waits_on = copy.waits_on, None
+        assert above is not None
+        self.unpin(above)
+
+    def _remove(self, copy: Copy, *, evicted: bool = False) -> None:
+        """Out of the index, with what is of no use without it; the bytes go now, or with the last
+        pin."""
+        state = self._namespaces[copy.block.namespace]
+        if state.policy.PREFIXES:
+            for block in reversed(state.policy.descendants(copy.block)):
+                self.counters.orphaned += 1
+                self._remove_one(self._index[block], state, evicted=evicted)
+        self._remove_one(copy, state, evicted=evicted)
+
+    def _remove_one(self, copy: Copy, state: _Namespace, *, evicted: bool) -> None:
         self.elsewhere.withdraw((copy,))
         del self._index[copy.block]
+        if state.ages:
+            state.ages.pop(copy.block, None)
+        if evicted:
+            self.counters.evictions += 1
+            self.counters.evicted_bytes += copy.reserved_bytes
+            self._gone[copy.block] = copy.digest if copy.home else 0
+            state.policy.evicted(copy.block)
+        else:
+            state.policy.removed(copy.block)
         if copy.pins:
             copy.state = DOOMED
             return
@@ -398,6 +628,8 @@ class Store:
 
     def _release_bytes(self, copy: Copy) -> None:
         copy.state = DOOMED
+        if copy.waits_on is not None:
+            self._let_parent_go(copy)
         del self._by_offset[copy.offset]
         self._note(copy, stuck=-1)
         self.allocator.free(copy.offset)
@@ -410,16 +642,60 @@ class Store:
     def _forget_if_empty(self, namespace: int, state: _Namespace) -> None:
         if state.copies == 0:
             self._namespaces.pop(namespace, None)
+            self._note_kind(namespace, None)
 
     def _evict(self, copy: Copy) -> None:
-        self.counters.evictions += 1
-        self.counters.evicted_bytes += copy.reserved_bytes
-        if copy.home:
-            self._evicted[copy.block] = copy.digest
-        self._remove(copy)
+        self._remove(copy, evicted=True)
+
+    def _ask_policy(self, state: _Namespace, wanted_bytes: int) -> Copy | None:
+        """What a namespace's policy gives up for an extent of so many bytes (0 = of any size); None
+        where it names nothing, or nothing that could go."""
+        # Where others share the arena, what is here now is all that fits.
+        state.policy.capacity_bytes = max(1, state.used_bytes)
+
+        evictable = state.evictable
+
+        def look(block: BlockId) -> Verdict:
+            copy = evictable.get(block)
+            if copy is None:
+                return Verdict.PINNED
+            return Verdict.GO if self._frees(copy, wanted_bytes) else Verdict.UNSUITABLE
+
+        block = state.policy.choose(Search(look, _VICTIMS_TRIED))
+        if block is None:
+            return None
+        copy = evictable.get(block)
+        if copy is None or not self._frees(copy, wanted_bytes):
+            self.counters.policy_faults += 1
+            return None
+        return copy
+
+    def _frees(self, copy: Copy, wanted_bytes: int) -> bool:
+        """Whether evicting it, or its slab, makes room for an extent of that size."""
+        if self._prefixed and not self._is_whole(copy):
+            return False
+        if wanted_bytes in (0, copy.reserved_bytes):
+            return True
+        return self._can_clear(copy.offset // self.allocator.slab_bytes)
+
+    def _is_whole(self, copy: Copy) -> bool:
+        """Whether everything that goes with a copy can go now."""
+        state = self._prefixed.get(copy.block.namespace)
+        return state is None or all(
+            b in state.evictable for b in state.policy.descendants(copy.block)
+        )
+
+    def _can_clear(self, index: int) -> bool:
+        """Whether all copies of a slab can go now."""
+        if index not in self._clear_slabs:
+            return False
+        if not self._prefixed:
+            return True
+        offsets = self.allocator.neighbours(index * self.allocator.slab_bytes)
+        return all(self._is_whole(self._by_offset[offset]) for offset in offsets)
 
     def _respect_quota(self, namespace: int, state: _Namespace, more_bytes: int) -> None:
-        quota = self._quotas.get(namespace, self._default_quota)
+        quota = self.quota_of(namespace)
         if quota == 0:
             return
         if more_bytes > quota:
@@ -428,10 +704,17 @@ class Store:
         if state.used_bytes + more_bytes > quota:
             self.elsewhere.refresh()
         while state.used_bytes + more_bytes > quota:
-            if not state.evictable:
+            victim = self._victim_of(state)
+            if victim is None:
                 self.counters.over_quota += 1
                 raise QuotaError(f"namespace {namespace}'s quota of {quota} bytes is all pinned")
-            self._evict(next(iter(state.evictable.values())))
+            self._evict(victim)
+
+    def _victim_of(self, state: _Namespace) -> Copy | None:
+        """What a namespace gives up: its policy's choice, or else what could be evicted first."""
+        return self._ask_policy(state, 0) or next(
+            (copy for copy in state.evictable.values() if self._is_whole(copy)), None
+        )
 
     def _allocate(self, size_bytes: int) -> int:
         offset = self.allocator.allocate(size_bytes)
@@ -477,23 +760,40 @@ class Store:
         """Evict a copy of the size that is wanted, or all copies of a slab; False where there is
         neither. Each call frees at least one copy, so the work is O(1) amortised over the copies
         stored."""
-        slab_bytes = self.allocator.slab_bytes
-        for victim in itertools.islice(self._evictable.values(), _VICTIMS_TRIED):
-            if victim.reserved_bytes == wanted_bytes:
-                self._evict(victim)
-                return True
-            index = victim.offset // slab_bytes
-            if index in self._clear_slabs:
-                self._clear_out(index)
-                return True
-        of_size = self._evictable_of_size.get(wanted_bytes)
-        if of_size:
-            self._evict(next(iter(of_size.values())))
-        elif self._clear_slabs:
-            self._clear_out(next(iter(self._clear_slabs)))
+        victim = self._choose(wanted_bytes)
+        if victim is None:
+            index = next(filter(self._can_clear, self._clear_slabs), None)
+            if index is None:
+                return False
+            self._clear_out(index)
+        elif victim.reserved_bytes == wanted_bytes:
+            self._evict(victim)
         else:
-            return False
+            self._clear_out(victim.offset // self.allocator.slab_bytes)
         return True
+
+    def _choose(self, wanted_bytes: int) -> Copy | None:
+        """The policy's choice of the namespace with the least recently used copy, or, where that
+        has none, of the next; without any of theirs the least recently used that makes room, or
+        else any of the size."""
+        for copy in self._evictable.values():
+            chosen = self._ask_policy(self._namespaces[copy.block.namespace], wanted_bytes)
+            if chosen is not None:
+                return chosen
+            break
+        asked = {copy.block.namespace} if self._evictable else set()
+        fallback: Copy | None = None
+        for copy in itertools.islice(self._evictable.values(), _VICTIMS_TRIED):
+            namespace = copy.block.namespace
+            if namespace not in asked and len(asked) < _NAMESPACES_ASKED:
+                asked.add(namespace)
+                chosen = self._ask_policy(self._namespaces[namespace], wanted_bytes)
+                if chosen is not None:
+                    return chosen
+            if fallback is None and self._frees(copy, wanted_bytes):
+                fallback = copy
+        of_size = self._evictable_of_size.get(wanted_bytes)
+        return fallback or next(filter(self._is_whole, (of_size or {}).values()), None)
 
     def _clear_out(self, index: int) -> None:
         """Evict all copies of a slab in which nothing is stuck."""
@@ -501,7 +801,8 @@ class Store:
         victims = [self._by_offset[offset] for offset in offsets]
         self.elsewhere.withdraw(victims)
         for victim in victims:
-            self._evict(victim)
+            if self._index.get(victim.block) is victim:  # it did not go with an ancestor
+                self._evict(victim)
 
     def check(self) -> None:
         """Assert every invariant of the store and its allocator; for tests."""
@@ -540,5 +841,14 @@ class Store:
             assert state.used_bytes == used[namespace]
             assert state.copies == count[namespace]
             mine = {b: c for b, c in evictable.items() if b.namespace == namespace}
-            assert dict(state.evictable) == mine
+            assert state.evictable == mine
+            self._check_policy(state, {b for b in self._index if b.namespace == namespace})
         assert sum(used.values()) == self.allocator.used_bytes
+
+    def _check_policy(self, state: _Namespace, blocks: set[BlockId]) -> None:
+        """A policy knows exactly the namespace's blocks, and what ages is here."""
+        assert set(state.policy.blocks()) == blocks
+        assert set(state.ages) == (blocks if state.ages_blocks else set())
+        for at in state.ages.values():
+            assert at + state.rules.ttl_s > self._now, "a block has outlived its time"
+        assert state.policy.expired() is None

@@ -112,6 +112,9 @@ class Writes:
 
     def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
         self._metrics.puts_total += 1
+        mine = self._metrics.by_namespace.of(copy.block.namespace)
+        mine.puts += 1
+        mine.put_bytes += copy.size_bytes
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()

@@ -44,7 +44,9 @@ class BulkCaller:
         self._core = core
         self._credentials = credentials
         self._core_told = core_told  # a core was told something: do what that has caused
-        self._link = CallerCore(core.options.node_id, options, core.metrics, core.serving.view)
+        self._link = CallerCore(
+            core.options.node_id, options, core.metrics, core.serving.view, core.weight_of
+        )
         self._pool: Pool | None = None
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))

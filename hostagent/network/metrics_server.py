@@ -48,3 +48,57 @@ def metrics_of(core: AgentCore) -> Iterator[Metric]:
         yield HistogramMetricFamily(
             f"kvcast_agent_{name}", name, buckets=histogram.buckets(), sum_value=histogram.sum
         )
+    yield from _metrics_by_namespace(core)
+
+
+_LABELS: Final = ("namespace", "tenant", "model", "version")
+
+
+def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
+    """What each namespace's blocks and requests come to, by what the namespace stands for."""
+
+    def counter(name: str, text: str, *more: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"kvcast_namespace_{name}", text, labels=(*_LABELS, *more))
+
+    gets = counter("gets", "keys that clients asked for")
+    hits = counter("hits", "gets that found their block, by tier", "tier")
+    misses = counter("misses", "gets that found none, by reason", "reason")
+    home_misses = counter("home_misses", "other nodes' lookups that found none here", "reason")
+    puts = counter("puts", "blocks put")
+    got_bytes = counter("got_bytes", "bytes of blocks got")
+    put_bytes = counter("put_bytes", "bytes of blocks put")
+    limited = counter("rate_limited", "keys of requests beyond the rate")
+    held = GaugeMetricFamily("kvcast_namespace_held_bytes", "bytes of arena taken", labels=_LABELS)
+    quota = GaugeMetricFamily(
+        "kvcast_namespace_quota_bytes", "bytes of arena allowed, 0 = no limit", labels=_LABELS
+    )
+    seconds = HistogramMetricFamily(
+        "kvcast_namespace_get_seconds", "from a get to its block", labels=_LABELS
+    )
+    known = core.pool.namespaces if core.pool is not None else {}
+    counted = core.namespace_metrics()
+    for number, info in sorted(known.items()):
+        labels = [str(number), info.tenant, info.model, info.version]
+        held.add_metric(labels, core.store.namespace_bytes(number))
+        quota.add_metric(labels, core.store.quota_of(number))
+        mine = counted.get(number)
+        if mine is None:
+            continue
+        for family, value in (
+            (gets, mine.gets),
+            (puts, mine.puts),
+            (got_bytes, mine.got_bytes),
+            (put_bytes, mine.put_bytes),
+            (limited, mine.rate_limited),
+        ):
+            family.add_metric(labels, value)
+        for labelled, counts in (
+            (hits, mine.hits),
+            (misses, mine.misses),
+            (home_misses, mine.home_misses),
+        ):
+            for name, value in sorted(counts.items()):
+                labelled.add_metric([*labels, name], value)
+        seconds.add_metric(labels, mine.get_time.buckets(), mine.get_time.sum)
+    yield from (gets, hits, misses, home_misses, puts, got_bytes, put_bytes, limited)
+    yield from (held, quota, seconds)

@@ -58,6 +58,12 @@ class HeldCopy(Protocol):
     @property
     def digest(self) -> int: ...
 
+    @property
+    def parent(self) -> bytes: ...
+
+    @property
+    def depth(self) -> int: ...
+
 
 @dataclass(slots=True, eq=False)
 class PutCall:

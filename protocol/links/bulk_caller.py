@@ -7,9 +7,10 @@ At most `connections_per_peer` connections to a node, each with one request at a
 wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. Gets,
 and puts, that wait together and are alike go together, in one request. The bytes of a put that is
 not long follow it at once; after a node did not want some, it is asked first, until it wants all. A
-connection is kept for the next call for half of `idle_s`, before the callee closes it. A reused
-connection that turns out to be dead before any answer is replaced once it is known: by another that
-was kept, in the end by a fresh one.
+connection is kept for the next call for half of `idle_s`, before the callee closes it. Where
+several namespaces' calls wait for a node, their weights say whose turn it is, in turns of up to
+`TURN_BYTES`. A reused connection that turns out to be dead before any answer is replaced once it is
+known: by another that was kept, in the end by a fresh one.
 
 After each event take `instructions`: they say which connections to make, which have something to
 send or are to be closed, and which calls have ended.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from kvcast.protocol.fair_queue import FairQueue
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
@@ -61,6 +63,10 @@ from kvcast.protocol.messages.control import NodeInfo
 MERGED_WITHIN_S: Final = 1.0
 """Calls go together only if their deadlines are no further apart, since they end together if the
 node does not answer."""
+TURN_BYTES: Final = 4 << 20
+"""Of one namespace's calls in one request, at most, while another's wait."""
+PRESUMED_BYTES: Final = 1 << 16
+"""What a call counts for until it is known what it brings."""
 MAX_SKIPPED_BYTES: Final = 1 << 20
 """So much of blocks that there is no room for is read and thrown away, for the sake of those that
 follow; more ends the connection."""
@@ -93,18 +99,32 @@ Instruction = Connect | Flush | Complete
 class _Peer:
     """One node that calls go to."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_of: Callable[[int], float]) -> None:
         self.idle: list[BulkConnection] = []
         """Connections without a call; the one used last is the last."""
         self.busy: dict[BulkConnection, None] = {}
         """Connections with calls, those being made included."""
-        self.queue: deque[BulkCall] = deque()
+        self.queue: FairQueue[BulkCall] = FairQueue(_namespace_of, _bytes_of, weight_of)
         self.wants_puts = True
         """Whether it wanted all blocks of the last put."""
 
 
+def _namespace_of(call: BulkCall) -> int:
+    match call:
+        case PutCall():
+            return call.copy.block.namespace
+        case GetCall():
+            return call.block.namespace
+    return call.namespace
+
+
+def _bytes_of(call: BulkCall) -> int:
+    return call.copy.size_bytes if isinstance(call, PutCall) else PRESUMED_BYTES
+
+
 class BulkCaller:
-    """See the module's text. `view` gives the bytes of a put's copy."""
+    """See the module's text. `view` gives the bytes of a put's copy, `weight_of` a namespace's
+    weight."""
 
     def __init__(
         self,
@@ -112,7 +132,9 @@ class BulkCaller:
         options: BulkOptions,
         counters: BulkCounters,
         view: Callable[[Any], memoryview],
+        weight_of: Callable[[int], float] = lambda _namespace: 1.0,
     ) -> None:
+        self._weight_of = weight_of
         self.node_id = node_id
         self.options = options
         self.counters = counters
@@ -148,13 +170,13 @@ class BulkCaller:
             address = (node.node_id, node.bulk_host, node.bulk_port)
             peer = self._peers.get(address)
             if peer is None:
-                peer = self._peers[address] = _Peer()
+                peer = self._peers[address] = _Peer(self._weight_of)
             if len(peer.queue) >= self.options.queue_per_peer:
                 self._start(now, node, peer)
             if len(peer.queue) >= self.options.queue_per_peer:
                 self._complete(call, UNREACHABLE)
             else:
-                peer.queue.append(call)
+                peer.queue.push(call)
                 asked[peer] = node
         for peer, node in asked.items():
             self._start(now, node, peer)
@@ -163,8 +185,9 @@ class BulkCaller:
         """End all calls as unreachable, and close all connections."""
         self._closed = True
         for peer in self._peers.values():
-            while peer.queue:
-                self._instructions.append(Complete(peer.queue.popleft(), UNREACHABLE))
+            while (namespace := peer.queue.next_flow()) is not None:
+                call = peer.queue.take(namespace)
+                self._instructions.append(Complete(call, UNREACHABLE))
             for connection in list(peer.busy):
                 connection.end(now)
             self._close_idle(now, peer)
@@ -200,20 +223,22 @@ class BulkCaller:
             peer.busy[connection] = None
             connection.begin(now, calls)
 
-    def _take_alike(self, now: float, queue: deque[BulkCall]) -> list[BulkCall]:
-        """The first calls of a queue, as many as one request can make; those that turn out not to
-        be worth making end."""
+    def _take_alike(self, now: float, queue: FairQueue[BulkCall]) -> list[BulkCall]:
+        """The first calls of the namespace whose turn it is, as many as one request can make; those
+        that turn out not to be worth making end."""
         calls: list[BulkCall] = []
         size_bytes = 0
-        while queue and len(calls) < MAX_BULK_BLOCKS:
-            call = queue[0]
+        namespace = queue.next_flow()
+        assert namespace is not None
+        most_bytes = TURN_BYTES if queue.is_contended else MAX_BULK_BYTES
+        while (call := queue.head(namespace)) is not None and len(calls) < MAX_BULK_BLOCKS:
             if calls and not _alike(calls[0], call):
                 break
-            if isinstance(call, PutCall):
-                size_bytes += call.copy.size_bytes
-                if calls and size_bytes > MAX_BULK_BYTES:
+            if isinstance(call, PutCall) or queue.is_contended:
+                size_bytes += _bytes_of(call)
+                if calls and size_bytes > most_bytes:
                     break
-            queue.popleft()
+            queue.take(namespace)
             if isinstance(call, PutCall) and not call.begin():
                 self._complete(call, EVICTED)
             elif call.deadline <= now:
@@ -245,7 +270,7 @@ class BulkCaller:
             for call in calls:
                 self._complete(call, UNREACHABLE)
         else:
-            peer.queue.extendleft(reversed(list(calls)))
+            peer.queue.push_front(calls)
 
     def closed(self, connection: BulkConnection) -> None:
         """A connection is closed."""
@@ -352,9 +377,11 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 for call in self.calls:
                     assert isinstance(call, PutCall)
                     copy = call.copy
-                    headers.append(PutHeader(copy.block.key, copy.size_bytes, copy.digest))
-                size_bytes = sum(header.size_bytes for header in headers)
-                short = size_bytes <= MAX_FOLLOWING_BYTES
+                    key, size_bytes = copy.block.key, copy.size_bytes
+                    header = PutHeader(key, size_bytes, copy.digest, copy.parent, copy.depth)
+                    headers.append(header)
+                in_all_bytes = sum(header.size_bytes for header in headers)
+                short = in_all_bytes <= MAX_FOLLOWING_BYTES
                 self._unasked = self._gone = first.at_once and short and self.peer.wants_puts
                 self._send(
                     BulkPut(
@@ -443,6 +470,8 @@ class BulkConnection(LinkStream[CalleeMessage]):
                 continue
             self.calls.append(call)
             self._promised.append(header.digest)
+            comes_bytes = header.size_bytes - call.start_bytes
+            self.peer.queue.charge(call.block.namespace, comes_bytes - PRESUMED_BYTES)
             room = call.begin(header.size_bytes, header.digest)
             if room is not None:
                 self._receive_block(room, call.start_bytes)

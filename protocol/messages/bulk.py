@@ -26,7 +26,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Final
 
-from kvcast.protocol.messages.control import U16, U64, Key, NamespaceInfo, NodeId, hash_of_names
+from kvcast.protocol.messages.control import (
+    U16,
+    U32,
+    U64,
+    Key,
+    NamespaceInfo,
+    NodeId,
+    hash_of_names,
+)
 from msgspec import Meta, Struct
 
 BULK_PROTOCOL_VERSION: Final = 4
@@ -45,6 +53,7 @@ MAX_FOLLOWING_BYTES: Final = 4 << 20
 what may be sent in vain."""
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+Parent = Annotated[bytes, Meta(max_length=16)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_BULK_KEYS)]
 
 # Statuses of requests and of blocks.
@@ -75,11 +84,14 @@ class BulkHello(Struct, frozen=True, tag="hello"):
 
 
 class PutHeader(Struct, frozen=True, array_like=True):
-    """One block of a put."""
+    """One block of a put. `parent`: the key of the block before it in its prefix, b"" where there
+    is none or it is not known; `depth`: how many blocks are before it."""
 
     key: Key
     size_bytes: Size
     digest: U64
+    parent: Parent = b""
+    depth: U32 = 0
 
 
 class BulkPut(Struct, frozen=True, tag="put"):

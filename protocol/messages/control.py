@@ -59,6 +59,42 @@ class NodeInfo(Struct, frozen=True):
     bulk_port: U16
 
 
+POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
+"""Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
+TIERS = ("dram", "ssd")
+"""Tiers of an agent that a namespace can have a quota of."""
+MEDIA = (*TIERS, "switch")
+"""What a namespace's blocks may lie on; dram always."""
+
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+
+
+class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an operator says of a namespace. What is 0, "" or empty is not limited, or as the
+    agents' own options say.
+
+    `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`), on each node; `operations_per_s`
+    (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
+    wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the
+    policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all."""
+
+    policy: Annotated[str, Meta(pattern=rf"\A({'|'.join(POLICIES)}|)\Z")] = ""
+    quota_bytes: Annotated[
+        dict[Annotated[str, Meta(pattern=rf"\A({'|'.join(TIERS)})\Z")], U64], Meta(max_length=8)
+    ] = {}
+    operations_per_s: Rate = 0.0
+    bytes_per_s: Rate = 0.0
+    weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    ttl_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    media: Annotated[
+        list[Annotated[str, Meta(pattern=rf"\A({'|'.join(MEDIA)})\Z")]], Meta(max_length=8)
+    ] = []
+
+    def allows(self, medium: str) -> bool:
+        """Whether blocks may lie on that of `MEDIA`."""
+        return not self.media or medium in self.media or medium == "dram"
+
+
 class NamespaceInfo(Struct, frozen=True):
     """A namespace and what it stands for; `nodes` empty = every node may use it. `has_secret`:
     keys on the wire are derived (`kvcast.protocol.namespace_secrets`), and only those nodes are
@@ -71,6 +107,7 @@ class NamespaceInfo(Struct, frozen=True):
     layout: Text
     nodes: list[NodeId] = []
     has_secret: bool = False
+    settings: NamespaceSettings = NamespaceSettings()
 
 
 def hash_of_names(purpose: bytes, names: Sequence[str], before: bytes = b"") -> int:
@@ -212,6 +249,8 @@ class PoolMap(Struct, frozen=True, tag="map"):
     `buckets[b]` lists node indices, home first, then replicas in the order in which they take
     over; its length is `kvcast.protocol.messages.wire.BUCKETS`. `chunk_bytes`: READs are for
     chunks of so many bytes, which all live nodes' networks take (1024, 2048, 4096 or 8192).
+    `deleted`: namespaces that an operator has deleted, and nobody has made again: their blocks are
+    to be dropped. One that is in neither list was lost, not deleted.
     """
 
     epoch: U64
@@ -220,6 +259,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     namespaces: list[NamespaceInfo]
     groups: list[GroupInfo]
     chunk_bytes: U16 = 1024
+    deleted: list[U16] = []
 
 
 class Residents(Struct, frozen=True, tag="residents"):

@@ -21,6 +21,7 @@ from typing import Annotated, Final, Literal
 
 from kvcast.protocol.messages.control import (
     U16,
+    U32,
     U64,
     GroupInfo,
     Key,
@@ -61,6 +62,7 @@ INVALID: Final = "invalid"
 """The request names something that does not exist (an unknown ticket, group, …)."""
 
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
+Parent = Annotated[bytes, Meta(max_length=16)]
 Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Millis = Annotated[int, Meta(ge=0, le=255)]
@@ -110,12 +112,16 @@ class Prefetch(Struct, frozen=True, tag="prefetch"):
 
 
 class Alloc(Struct, frozen=True, tag="alloc"):
-    """Set bytes aside for blocks to put: keys and, beside them, sizes in bytes."""
+    """Set bytes aside for blocks to put: keys and, beside them, sizes in bytes. Beside them, too,
+    or empty where the engine does not say: the key of the block before each in its prefix (b"" = it
+    is the first), and how many blocks are before it."""
 
     request: U64
     namespace: U16
     keys: Keys
     sizes: Annotated[list[Size], Meta(max_length=MAX_KEYS)]
+    parents: Annotated[list[Parent], Meta(max_length=MAX_KEYS)] = []
+    depths: Annotated[list[U32], Meta(max_length=MAX_KEYS)] = []
 
 
 class Commit(Struct, frozen=True, tag="commit"):

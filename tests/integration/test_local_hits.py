@@ -27,7 +27,12 @@ from kvcast.hostagent.client import (
 )
 from kvcast.hostagent.client import conversation as client_conversation
 from kvcast.protocol.messages import shared
-from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSecret, NamespaceSecrets
+from kvcast.protocol.messages.control import (
+    NamespaceInfo,
+    NamespaceSecret,
+    NamespaceSecrets,
+    NamespaceSettings,
+)
 from kvcast.protocol.messages.wire import BlockId
 
 SECRET = bytes(range(32))
@@ -158,6 +163,21 @@ async def test_a_namespace_with_a_secret_is_asked_for_and_never_looked_up(tmp_pa
         assert local_blocks._find(1, held.key) is not None
         assert local_blocks.take(1, [held.key]) == [None]
         assert local_blocks.prefix(1, [held.key]) == 0
+
+
+async def test_a_namespace_with_a_rate_is_asked_for_and_never_looked_up(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as (pool, client):
+        before = requests(pool)
+        (block,) = await client.get(1, [key_of(2)])
+        assert block is not None
+        assert requests(pool) == before
+        settings = NamespaceSettings(operations_per_s=1000.0)
+        pool.controller.namespaces[0] = NamespaceInfo(1, "t", "m", "1", "l", settings=settings)
+        pool.controller.publish()
+        await pool.settled()
+        (block,) = await client.get(1, [key_of(2)])
+        assert block is not None
+        assert requests(pool) == before + 1
 
 
 async def test_a_client_does_not_find_another_namespace_under_the_number_that_it_was_told(

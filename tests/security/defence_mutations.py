@@ -184,6 +184,9 @@ SOCKET_TENANT = "uses another's namespace through"
 POISONS = "poisons another's block"
 DROPS = "evicts another's blocks, by dropping"
 FILLS = "evicts another's blocks, by filling"
+RATES = "takes more than its share of an agent"
+TURNS = "takes more than its share of the ways"
+KEPT = "has blocks that were deleted read"
 TIMES = "learns from timing"
 SHARES_ENTRY = "shares the switch's pending"
 NAMES = "uses up the names"
@@ -655,6 +658,59 @@ def _quota_of_all() -> AbstractContextManager[object]:
 )
 def _no_quota() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.store.Store._respect_quota", nothing)
+
+
+@mutation(
+    "a namespace's rate is not looked at",
+    {
+        RATES: [
+            "test_requests_beyond_a_rate_are_busy_and_counted_until_time_passes",
+            "test_bytes_that_were_moved_are_paid_off_before_more_are",
+        ]
+    },
+)
+def _no_rates() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.limits.Limits.admit", yes)
+
+
+@mutation(
+    "a namespace with a rate may be looked up",
+    {RATES: ["test_a_namespace_with_a_rate_is_asked_for_and_never_looked_up"]},
+)
+def _rates_looked_past() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.limits.Limits.is_limited", lambda _self, _n: False)
+
+
+@mutation(
+    "whoever came first has his turn first",
+    {
+        TURNS: [
+            "test_flows_that_wait_share_by_weight_and_each_in_its_order",
+            "test_a_tenant_that_asks_for_much_does_not_keep_another_waiting",
+        ]
+    },
+)
+def _in_order_of_coming() -> AbstractContextManager[object]:
+    def first(self: Any) -> int | None:
+        return next(iter(self._waiting), None)
+
+    return replaced("kvcast.protocol.fair_queue.FairQueue.next_flow", first)
+
+
+@mutation(
+    "what was deleted is kept",
+    {KEPT: ["test_a_deleted_namespaces_space_is_free_at_once_and_it_is_not_asked_for_again"]},
+)
+def _deleted_kept() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.store.Store.drop_namespace", lambda _self, _ns: 0)
+
+
+@mutation(
+    "what has outlived its time is kept",
+    {KEPT: ["test_blocks_that_outlived_their_time_are_not_served_and_counted_as_expired"]},
+)
+def _nothing_expires() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.store.Store._outlived", nothing)
 
 
 @p4_mutation(

@@ -283,7 +283,8 @@ def test_a_state_file_of_the_version_before_is_read(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
     Store(path).close()
     with sqlite3.connect(path) as db:
-        db.execute("DROP TABLE secrets")
+        for table in ("secrets", "settings", "deleted"):
+            db.execute(f"DROP TABLE {table}")
         db.execute("INSERT INTO namespaces VALUES (1, 'acme', 'm', '1', 'l', '')")
         db.execute("PRAGMA user_version = 1")
     db.close()

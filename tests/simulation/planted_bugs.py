@@ -294,13 +294,24 @@ def _pins_ignored() -> Any:
     stack.enter_context(mock.patch.object(Store, "pin", pin))
     stack.enter_context(mock.patch.object(Store, "unpin", unpin))
 
-    def remove(self: Store, copy_: Copy) -> None:
+    def remove(self: Store, copy_: Copy, *, evicted: bool = False) -> None:
         del self._index[copy_.block]
+        state = self._namespaces[copy_.block.namespace]
+        state.ages.pop(copy_.block, None)
+        state.policy.removed(copy_.block)
         self._make_unevictable(copy_)
         self._release_bytes(copy_)
 
     stack.enter_context(mock.patch.object(Store, "_remove", remove))
     stack.enter_context(mock.patch.object(Store, "check", return_value=None))
+    return stack
+
+
+@bug("what has outlived its time is kept", 0)
+def _nothing_expires() -> Any:
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Store, "_outlived", return_value=None))
+    stack.enter_context(mock.patch.object(Store, "next_expiry", return_value=None))
     return stack
 
 

@@ -770,7 +770,7 @@ def test_agents_that_read_large_chunks_are_told_what_the_switch_holds() -> None:
     driver.round()
     assert [b.key for b in driver.take(4, Residents)[-1].blocks] == [block.key]
     driver.pool.tiers.mode = AdmitMode.OFF
-    driver.pool.tiers.forget([block.namespace], driver.now)
+    driver.pool.tiers.forget([block.namespace], driver.now, "why not")
     driver.round()
     assert driver.take(4, Residents)[-1].blocks == []
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
@@ -75,6 +75,8 @@ class Copy(NamedTuple):
     block: BlockId
     data: bytearray
     digest: int = DIGEST
+    parent: bytes = b""
+    depth: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -134,9 +136,15 @@ class Service:
 class Caller:
     """The caller under test, its calls' outcomes, and the connections that it wants."""
 
-    def __init__(self, options: BulkOptions = OPTIONS) -> None:
+    def __init__(
+        self,
+        options: BulkOptions = OPTIONS,
+        weight_of: Callable[[int], float] = lambda _namespace: 1.0,
+    ) -> None:
         self.metrics = Metrics()
-        self.core = BulkCaller("node-1", options, self.metrics, lambda copy: memoryview(copy.data))
+        self.core = BulkCaller(
+            "node-1", options, self.metrics, lambda copy: memoryview(copy.data), weight_of
+        )
         self.core.use_nodes(0.0, {2: NODE})
         self.outcomes: list[tuple[str, str]] = []
         self.wanted: list[BulkConnection] = []
@@ -881,3 +889,35 @@ def test_what_is_no_request_ends_the_connection(wrong: CallerMessage) -> None:
     callee.received(0.0, said(HELLO, wrong))
     assert callee.closed
     assert callee.problem
+
+
+def test_a_tenant_that_asks_for_much_does_not_keep_another_waiting() -> None:
+    """One tenant's 600 blocks of 64 KiB wait when another's one comes, which is in the next
+    request."""
+    service = Service({key(n): Copy(BlockId(1, key(n)), bytearray(1 << 16)) for n in range(700)})
+    caller = Caller(replace(OPTIONS, connections_per_peer=1, queue_per_peer=2000))
+    caller.ask(0.0, *[caller.get_any("much", number) for number in range(600)])
+    caller.ask(0.0, caller.get_any("little", 650, namespace=2))
+    connection = caller.connected()
+    converse(caller, connection, serve(service), at_most=1 << 16)
+    place = [name for name, _ in caller.outcomes].index("little")
+    assert place <= MAX_BULK_BLOCKS
+    assert len(caller.outcomes) == 601
+
+
+def test_two_tenants_that_both_ask_for_much_share_by_weight() -> None:
+    service = Service({key(n): Copy(BlockId(1, key(n)), bytearray(1 << 16)) for n in range(1600)})
+    caller = Caller(
+        replace(OPTIONS, connections_per_peer=1, queue_per_peer=2000), {1: 1.0, 2: 3.0}.__getitem__
+    )
+    for namespace in (1, 2):
+        many = [
+            caller.get_any(str(namespace), 800 * (namespace - 1) + number, namespace=namespace)
+            for number in range(700)
+        ]
+        caller.ask(0.0, *many)
+    connection = caller.connected()
+    converse(caller, connection, serve(service), at_most=1 << 16)
+    # The first request was made before anybody else asked; then both wait for more.
+    shared = [name for name, _ in caller.outcomes][MAX_BULK_BLOCKS : 3 * MAX_BULK_BLOCKS]
+    assert 2.3 <= shared.count("2") / shared.count("1") <= 4.5

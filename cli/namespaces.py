@@ -1,0 +1,239 @@
+"""`kvcast namespace`: what an operator says of tenants' namespaces, over the controller's HTTP API.
+
+Owns: the command line. Must not know: what a setting does (`NamespaceSettings` says it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.cli.status import TOKEN_VARIABLE, Access, access_of
+from kvcast.protocol.messages.control import MEDIA, POLICIES, TIERS
+from kvcast.service.commands import (
+    EXIT_OK,
+    CommandError,
+    add_log_level,
+    build_subcommands,
+    run_command,
+)
+from kvcast.service.values import number, parse_size, whole_number
+
+_TIMEOUT_S = 10.0
+_NAMES = ("tenant", "model", "version", "layout")
+
+_DESCRIPTION = """\
+Namespaces: whose blocks they are, of which model, version and layout. A new version of a model is a
+new namespace; the old one's space is free as soon as it is deleted.
+"""
+
+_EXAMPLES = """\
+examples:
+  kvcast namespace list
+  kvcast namespace make acme llama-3-70b 2 fp8-tp4 --policy s3fifo --quota dram=40GiB
+  kvcast namespace set 51234 --weight 2 --bytes-per-s 2GiB --operations-per-s 0
+  kvcast namespace delete 51234"""
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tier, separator, size = text.partition("=")
+    if not separator or tier not in TIERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TIER=SIZE, of {', '.join(TIERS)}")
+    try:
+        return tier, parse_size(size)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _media(text: str) -> list[str]:
+    media = [] if text == "all" else text.split(",")
+    if wrong := [medium for medium in media if medium not in MEDIA]:
+        raise argparse.ArgumentTypeError(f"no medium {wrong[0]!r}: all, or of {', '.join(MEDIA)}")
+    return media
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast namespace`."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--http",
+        default="http://127.0.0.1:9601",
+        metavar="URL",
+        help="the controller's HTTP address (kvcast controller --http-addr)",
+    )
+    common.add_argument(
+        "--tls", type=Path, metavar="DIR", help="folder with an operator's certificate"
+    )
+    common.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with an operator's token (kvcast tokens add); else ${TOKEN_VARIABLE}",
+    )
+    add_log_level(common)
+    parser, command = build_subcommands("kvcast namespace", _DESCRIPTION, _EXAMPLES, common)
+    listing = command("list", "show all namespaces and what was said of them")
+    listing.add_argument("--json", action="store_true", help="the controller's answer as it is")
+    make = command("make", "make a namespace; one that is there keeps what is not said")
+    for name in _NAMES:
+        make.add_argument(name, metavar=name.upper())
+    change = command("set", "change what is said of a namespace; the rest stays")
+    change.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER")
+    for one in (make, change):
+        _add_settings(one)
+    delete = command("delete", "drop all blocks of a namespace everywhere, and forget it")
+    delete.add_argument("namespace", type=whole_number(1, 0xFFFF), metavar="NUMBER")
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", choices=POLICIES, help="what is evicted where room is wanted")
+    parser.add_argument(
+        "--quota",
+        type=_quota,
+        action="append",
+        metavar="TIER=SIZE",
+        help=f"bytes on each node, of a tier ({', '.join(TIERS)}); 0 = no limit",
+    )
+    parser.add_argument(
+        "--operations-per-s",
+        type=number(0),
+        metavar="N",
+        help="keys got and put, on each node; 0 = no limit",
+    )
+    parser.add_argument(
+        "--bytes-per-s", type=_size, metavar="SIZE", help="got and put, on each node; 0 = no limit"
+    )
+    parser.add_argument(
+        "--weight",
+        type=number(0.01, 100),
+        metavar="N",
+        help="share of what transfers wait for, as against other namespaces; 0.01 to 100",
+    )
+    parser.add_argument(
+        "--ttl",
+        type=number(0),
+        metavar="SECONDS",
+        help="how long a block lives (0 = on and on): since it was stored, or, with the policy "
+        "ttl, since it was used",
+    )
+    parser.add_argument(
+        "--media",
+        type=_media,
+        metavar="LIST",
+        help=f"what blocks may lie on besides dram: all, or some of {','.join(MEDIA)}",
+    )
+
+
+def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What was said, as the API has it."""
+    said = {
+        "policy": options.policy,
+        "quota_bytes": dict(options.quota) if options.quota else None,
+        "operations_per_s": options.operations_per_s,
+        "bytes_per_s": options.bytes_per_s,
+        "weight": options.weight,
+        "ttl_s": options.ttl,
+        "media": options.media,
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do it; 1 with a line of why if it cannot be done."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if "://" not in options.http:
+        options.http = f"http://{options.http}"
+    if not options.http.startswith(("http://", "https://")):
+        parser.error("--http must be an http:// or https:// address")
+    if options.command == "set" and not _settings_of(options):
+        parser.error("nothing is said of the namespace: --policy, --quota, …")
+    return run_command(lambda: _run(options), log_level=options.log_level)
+
+
+async def _run(options: argparse.Namespace) -> int:
+    access = access_of(options.tls, options.token_file)
+
+    async def ask(method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await asyncio.to_thread(_ask, options.http, access, method, body)
+
+    if options.command == "list":
+        answer = await ask("GET")
+        if options.json:
+            sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+        else:
+            for info in answer["namespaces"]:
+                print(_line(info))
+        return EXIT_OK
+    if options.command == "delete":
+        await ask("DELETE", {"namespace": options.namespace})
+        print(f"namespace {options.namespace} is deleted")
+        return EXIT_OK
+    settings = _settings_of(options)
+    if options.command == "make":
+        info = await ask("POST", {name: getattr(options, name) for name in _NAMES})
+        number_ = info["namespace"]
+    else:
+        number_ = options.namespace
+    if settings:
+        info = await ask("PATCH", {"namespace": number_, "settings": settings})
+    print(_line(info))
+    return EXIT_OK
+
+
+def _line(info: dict[str, Any]) -> str:
+    """A namespace in one line: what it is, and what differs from nothing said."""
+    parts = " ".join(str(info[name]) for name in _NAMES)
+    said = []
+    for name, value in info["settings"].items():
+        if isinstance(value, dict):
+            said += [f"{name}.{key}={one}" for key, one in value.items()]
+        elif isinstance(value, list) and value:
+            said.append(f"{name}={','.join(map(str, value))}")
+        elif value and not (name == "weight" and value == 1):
+            said.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+    return f"{info['namespace']:>5}  {parts}" + (f"  {' '.join(said)}" if said else "")
+
+
+def _ask(url: str, access: Access, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """The answer of /v1/namespaces; CommandError if it is none, or says why not."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/namespaces", data=data, method=method)
+    request.add_header("Content-Type", "application/json")
+    if access.token:
+        request.add_unredirected_header("Authorization", f"Bearer {access.token}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=access.context) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{url}: {_reason(error)}") from error
+    except urllib.error.URLError as error:
+        raise CommandError(f"{url}: no controller answers: {error.reason}") from error
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{url}: {error}") from error
+    if not isinstance(found, dict):
+        raise CommandError(f"{url}: this is no kvcast controller")
+    return found
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        said = json.load(error)
+        return str(said["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"the controller answers {error.code} {error.reason}"

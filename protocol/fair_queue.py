@@ -1,0 +1,124 @@
+"""Whose turn it is: what waits for one way, shared by weights.
+
+Owns: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Must not know: what waits, or
+what way it is.
+
+Whatever waits belongs to a flow, and costs so much. Flows that have something waiting get shares of
+what is taken, in cost, in the ratio of their weights: of any two that wait all the while, what each
+was given, divided by its weight, differs by no more than one item of each so divided. A flow that
+comes back after a pause gets no more for having paused. Within a flow the order is that of coming.
+
+Each flow has a time of its own at which its next item starts, and who starts first is next; to be
+given an item moves the flow's time on by cost / weight. The queue's time is the start of what was
+taken last, and nobody starts before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+MAX_IDLE_FLOWS: Final = 1024
+"""Flows without anything waiting whose times are remembered; beyond it, those of times that are
+over are forgotten, and then that which has been idle for longest."""
+
+
+class _Flow(Generic[T]):
+    __slots__ = ("items", "start")
+
+    def __init__(self, start: float) -> None:
+        self.items: deque[T] = deque()
+        self.start = start
+
+
+class FairQueue(Generic[T]):
+    """See the module's text. `flow_of` and `cost_of` an item (above 0), `weight_of` a flow (above
+    0), which is asked each time."""
+
+    def __init__(
+        self,
+        flow_of: Callable[[T], int],
+        cost_of: Callable[[T], float],
+        weight_of: Callable[[int], float] = lambda _flow: 1.0,
+    ) -> None:
+        self._flow_of = flow_of
+        self._cost_of = cost_of
+        self._weight_of = weight_of
+        self._waiting: dict[int, _Flow[T]] = {}
+        self._idle: dict[int, float] = {}
+        """The times of flows that have nothing waiting, the longest idle first."""
+        self._now = 0.0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        """All that wait, flow by flow."""
+        for flow in self._waiting.values():
+            yield from flow.items
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether more than one flow waits."""
+        return len(self._waiting) > 1
+
+    def push(self, item: T) -> None:
+        """This waits, too, after all others of its flow."""
+        self._flow(self._flow_of(item)).items.append(item)
+        self._length += 1
+
+    def push_front(self, items: Iterable[T]) -> None:
+        """These wait, in this order, before all others of their flows; they were taken before, and
+        cost as much again."""
+        for item in reversed(list(items)):
+            self._flow(self._flow_of(item)).items.appendleft(item)
+            self._length += 1
+
+    def next_flow(self) -> int | None:
+        """The flow whose turn it is; None if nothing waits."""
+        # Some few flows: a heap would cost more than it saves.
+        return min(self._waiting, key=lambda flow: self._waiting[flow].start, default=None)
+
+    def head(self, flow: int) -> T | None:
+        """What a flow has waiting first; None if it has nothing."""
+        waiting = self._waiting.get(flow)
+        return waiting.items[0] if waiting is not None else None
+
+    def take(self, flow: int) -> T:
+        """Take the first of a flow that has something waiting."""
+        waiting = self._waiting[flow]
+        item = waiting.items.popleft()
+        self._length -= 1
+        self._now = max(self._now, waiting.start)
+        waiting.start += self._cost_of(item) / self._weight_of(flow)
+        if not waiting.items:
+            del self._waiting[flow]
+            self._rest(flow, waiting.start)
+        return item
+
+    def charge(self, flow: int, cost: float) -> None:
+        """What a flow was given has turned out to cost so much more (or less)."""
+        more = cost / self._weight_of(flow)
+        waiting = self._waiting.get(flow)
+        if waiting is not None:
+            waiting.start = max(min(self._now, waiting.start), waiting.start + more)
+        elif flow in self._idle:
+            self._idle[flow] += more
+
+    def _flow(self, number: int) -> _Flow[T]:
+        waiting = self._waiting.get(number)
+        if waiting is None:
+            start = max(self._now, self._idle.pop(number, 0.0))
+            waiting = self._waiting[number] = _Flow(start)
+        return waiting
+
+    def _rest(self, number: int, start: float) -> None:
+        self._idle[number] = start
+        if len(self._idle) > MAX_IDLE_FLOWS:
+            self._idle = {flow: at for flow, at in self._idle.items() if at > self._now}
+        if len(self._idle) > MAX_IDLE_FLOWS:
+            del self._idle[next(iter(self._idle))]

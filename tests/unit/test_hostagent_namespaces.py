@@ -1,0 +1,217 @@
+"""What an operator says of namespaces, in an agent: rules, rates, deletion, and what is counted.
+
+Oracle: docs/operations.md. Cores without I/O, told of the controller's messages by hand; `Node` is
+that of test_hostagent_core.py. Cannot see: HTTP, the control link (test_controller_namespaces.py,
+tests/integration/test_pool_tenants.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+from kvcast.hostagent.core.namespace_metrics import COLD, EVICTED_DRAM, EXPIRED
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.network.metrics_server import metrics_of
+from kvcast.hostagent.tiers import policies
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.control import (
+    POLICIES,
+    AgentMessage,
+    NamespaceReply,
+    NamespaceRequest,
+    NamespaceSettings,
+    PoolMap,
+)
+from kvcast.protocol.messages.wire import BlockId
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from test_hostagent_core import SLAB, Node, key, pool_map
+
+DATA = bytes(SLAB)
+
+
+def told(
+    settings: NamespaceSettings | None, epoch: int = 1, deleted: list[int] | None = None
+) -> PoolMap:
+    """A map of a pool of one home, with or without namespace 1."""
+    message = pool_map([1], epoch, (1,) if settings is not None else ())
+    infos = [msgspec.structs.replace(info, settings=settings) for info in message.namespaces]
+    return msgspec.structs.replace(message, namespaces=infos, deleted=deleted or [])
+
+
+def node_with(settings: NamespaceSettings, slabs: int = 8) -> Node:
+    node = Node(1, slabs)
+    node.take_map(told(settings))
+    return node
+
+
+def ask(node: Node, request: local.Request) -> local.AgentReply:
+    replies: list[local.AgentReply] = []
+    session = Session(node.core, replies.append)
+    session.handle(node.now, request)
+    session.close()
+    (reply,) = replies
+    return reply
+
+
+def test_every_policy_that_can_be_named_is_there() -> None:
+    assert set(POLICIES) == policies.BY_NAME.keys()
+
+
+def test_settings_of_the_map_are_in_force_and_change_with_the_next() -> None:
+    node = node_with(NamespaceSettings(policy="fifo", quota_bytes={"dram": 2 * SLAB}))
+    for number in (1, 2):
+        node.hold(number, DATA)
+    node.core.store.get(BlockId(1, key(1)))
+    node.hold(3, DATA)
+    assert node.core.store.peek(BlockId(1, key(1))) is None, "the first in is the first out"
+    assert len(node.core.store) == 2
+    node.take_map(told(NamespaceSettings(quota_bytes={"dram": SLAB}), 2))
+    assert len(node.core.store) == 1
+    node.take_map(told(NamespaceSettings(), 3))
+    for number in range(10, 17):
+        node.hold(number, DATA)
+    assert len(node.core.store) == 8
+
+
+def test_a_namespace_that_is_found_brings_its_settings_before_the_next_map() -> None:
+    node = Node(1, 8)
+    node.take_map(told(None))
+    (info,) = told(NamespaceSettings(quota_bytes={"dram": SLAB})).namespaces
+    node.core.control_message(node.now, NamespaceReply(1, info))
+    for number in range(3):
+        node.hold(number, DATA)
+    assert len(node.core.store) == 1
+
+
+def test_a_deleted_namespaces_space_is_free_at_once_and_it_is_not_asked_for_again() -> None:
+    node = node_with(NamespaceSettings())
+    said: list[AgentMessage] = []
+    node.core.control_connected(said.append)
+    for number in range(4):
+        node.hold(number, DATA)
+    node.take_map(told(None, 2, deleted=[1]))
+    assert node.core.store.used_bytes == 0
+    assert not [message for message in said if isinstance(message, NamespaceRequest)]
+    reply = ask(node, local.Get(1, 1, [key(1)], 1.0))
+    assert isinstance(reply, local.Failed)
+    assert reply.status == local.UNKNOWN_NAMESPACE
+
+
+def test_a_namespace_that_the_controller_only_lost_is_kept_and_asked_for() -> None:
+    node = node_with(NamespaceSettings(policy="lfu"))
+    said: list[AgentMessage] = []
+    node.core.control_connected(said.append)
+    node.hold(1, DATA)
+    node.take_map(told(None, 2))
+    assert len(node.core.store) == 1
+    assert [message for message in said if isinstance(message, NamespaceRequest)]
+
+
+def test_blocks_that_outlived_their_time_are_not_served_and_counted_as_expired() -> None:
+    node = node_with(NamespaceSettings(ttl_s=5.0))
+    node.hold(1, DATA)
+    due = node.core.get_timer(node.now)
+    assert due == node.now + 5.0
+    node.now += 5.0
+    node.core.handle_timer(node.now)
+    assert node.core.store.used_bytes == 0
+    (item,) = node.get(1)
+    assert item.status == local.MISS
+    assert node.core.namespace_metrics()[1].misses == {EXPIRED: 1}
+
+
+def test_requests_beyond_a_rate_are_busy_and_counted_until_time_passes() -> None:
+    node = node_with(NamespaceSettings(operations_per_s=4.0))
+    node.hold(1, DATA)
+    assert isinstance(ask(node, local.Get(1, 1, [key(1)] * 4, 1.0)), local.Got)
+    refused = ask(node, local.Get(2, 1, [key(1)] * 2, 1.0))
+    assert isinstance(refused, local.Failed)
+    assert refused.status == local.BUSY
+    assert "rate" in refused.reason
+    mine = node.core.namespace_metrics()[1]
+    assert (mine.rate_limited, mine.gets) == (2, 4)
+    assert node.core.metrics.local_rate_limited_total == 1
+    node.now += 1.0
+    assert isinstance(ask(node, local.Get(3, 1, [key(1)], 1.0)), local.Got)
+
+
+def test_bytes_that_were_moved_are_paid_off_before_more_are() -> None:
+    node = node_with(NamespaceSettings(bytes_per_s=SLAB / 2))
+    node.hold(1, DATA)
+    assert isinstance(ask(node, local.Get(1, 1, [key(1)], 1.0)), local.Got)
+    assert isinstance(ask(node, local.Alloc(2, 1, [key(2)], [100])), local.Failed)
+    node.now += 0.9
+    assert isinstance(ask(node, local.Get(3, 1, [key(1)], 1.0)), local.Failed)
+    node.now += 0.2
+    assert isinstance(ask(node, local.Alloc(4, 1, [key(2)], [100])), local.Allocated)
+
+
+def test_misses_are_explained_by_what_the_store_remembers() -> None:
+    node = node_with(NamespaceSettings(quota_bytes={"dram": SLAB}))
+    node.hold(1, DATA)
+    node.hold(2, DATA)
+    for number in (1, 3):
+        node.get(number)
+        node.now += 2.0
+        node.core.handle_timer(node.now)
+    assert node.core.namespace_metrics()[1].misses == {EVICTED_DRAM: 1, COLD: 1}
+
+
+def test_a_put_says_what_is_before_its_blocks_and_value_keeps_no_end_without_it() -> None:
+    node = node_with(NamespaceSettings(policy="value", quota_bytes={"dram": 3 * SLAB}))
+    session = Session(node.core, lambda reply: replies.append(reply))
+    replies: list[local.AgentReply] = []
+    keys = [key(number) for number in range(3)]
+    for depth, one in enumerate(keys):
+        parent = keys[depth - 1] if depth else b""
+        session.handle(node.now, local.Alloc(1, 1, [one], [SLAB], [parent], [depth]))
+        allocated = replies.pop()
+        assert isinstance(allocated, local.Allocated)
+        session.handle(node.now, local.Commit(2, [allocated.extents[0].ticket], "local"))
+        replies.clear()
+    session.handle(node.now, local.Alloc(3, 1, [key(9)], [SLAB]))
+    assert {block.key for block in node.core.store.blocks()} == set(keys[:2])
+    session.close()
+
+
+def test_parents_that_do_not_fit_their_keys_are_refused() -> None:
+    node = node_with(NamespaceSettings())
+    for parents, depths in (([b""], [0, 0]), ([b"short", b""], []), ([], [1])):
+        reply = ask(node, local.Alloc(1, 1, [key(1), key(2)], [10, 10], parents, depths))
+        assert isinstance(reply, local.Failed)
+        assert reply.status == local.INVALID
+
+
+class _Collected:
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def test_prometheus_is_told_of_each_namespace() -> None:
+    node = node_with(NamespaceSettings(quota_bytes={"dram": 4 * SLAB}))
+    node.hold(1, DATA)
+    ask(node, local.Get(1, 1, [key(1)], 1.0))
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(metrics_of(node.core))))  # type: ignore[arg-type]
+    text = generate_latest(registry).decode()
+    labels = 'model="m",namespace="1",tenant="t"'
+    for line in (
+        f'kvcast_namespace_gets_total{{{labels},version="1"}} 1.0',
+        f'kvcast_namespace_hits_total{{{labels},tier="local",version="1"}} 1.0',
+        f'kvcast_namespace_held_bytes{{{labels},version="1"}} {float(SLAB)}',
+        f'kvcast_namespace_quota_bytes{{{labels},version="1"}} {4.0 * SLAB}',
+        f'kvcast_namespace_get_seconds_count{{{labels},version="1"}} 1.0',
+    ):
+        assert line in text, line
+
+
+def test_metrics_of_namespaces_that_are_gone_are_forgotten() -> None:
+    node = node_with(NamespaceSettings())
+    node.hold(1, DATA)
+    node.get(1)
+    assert 1 in node.core.namespace_metrics()
+    node.take_map(told(None, 2, deleted=[1]))
+    assert node.core.namespace_metrics() == {}
