@@ -35,6 +35,8 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 """Of an engine to a question of ours: a long prompt's token ids are some bytes each."""
 MAX_TOKENIZING: Final = 32
 """Questions at once; beyond, a prompt is named by its text."""
+UNANSWERED: Final = (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError)
+"""What comes of asking somebody who is not there, is slow, or answers nonsense."""
 _MAX_MODELS: Final = 1024
 POOL_KEY_BYTES: Final = 16
 
@@ -181,7 +183,7 @@ class Engines:
                         return None
                     body = await _bounded(answer)
             return msgspec.json.decode(body, type=_Tokens).tokens
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.DecodeError):
+        except UNANSWERED:
             return None
         finally:
             self._tokenizing -= 1
@@ -219,7 +221,7 @@ class Engines:
                         await self._get(engine, "/v1/models"), type=_Models
                     )
                 await self._answered(engine, models)
-            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            except UNANSWERED as error:
                 problem = str(error) or type(error).__name__
                 refused = isinstance(error, aiohttp.ClientConnectorError)
                 self.failed(engine.address.name, problem, refused=refused)

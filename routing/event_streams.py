@@ -42,6 +42,12 @@ class EventStream:
         """Begin to listen; the engine need not be there yet."""
         self._context = zmq.asyncio.Context()
         self._task = asyncio.create_task(self._listen())
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.events.counts["streams_failed_total"] += 1
+            log.error("events of %s are not heard any more: %s", self._publisher, error)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -6,6 +6,7 @@ Owns: the flags, and what must go together. Must not know: what runs.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def _url(text: str) -> str:
 
 
 def _endpoint(text: str) -> str:
-    if not text.startswith(("tcp://", "ipc://")) or len(text) < len("tcp://x:1"):
+    if not re.fullmatch(r"tcp://\S+:[0-9]{1,5}|ipc://\S+", text):
         raise TextError(f"{text!r} is not tcp://HOST:PORT or ipc://PATH")
     return text
 

@@ -14,10 +14,9 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-import aiohttp
 import msgspec
 from kvcast.routing.core.router import Choice, Prompt, Router
-from kvcast.routing.engines import Engines
+from kvcast.routing.engines import UNANSWERED, Engines
 from kvcast.routing.options import EngineAddress
 
 MAX_AT_ONCE: Final = 256
@@ -80,7 +79,7 @@ class Prefetches:
                 held += found
                 if found < len(part):
                     break
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        except UNANSWERED:
             self.counts["prefetches_failed_total"] += 1
             return
         self.counts["prefetches_total"] += 1

@@ -12,6 +12,9 @@ token ids. So each engine's table says what each of its hashes is in ours. A blo
 not in the table (its event came before we listened, or was lost) cannot be placed and is counted
 as `orphans_total`; that costs hits, and no more.
 
+A hybrid model has several groups of layers, and events for each. Of those that look back over all
+of the prompt, the first that is heard of decides; windows hold the same blocks for a shorter time.
+
 A gap in the numbers is filled by a replay if the engine offers one. What cannot be filled is
 counted, and what is known is kept: a block that is gone is then believed held until it is
 forgotten, which costs a wrong choice; to forget all would cost every hit. A batch whose number was
@@ -57,6 +60,9 @@ class Stored:
     block_tokens: int
     medium: str
     extra: Sequence[Sequence[Any] | None]
+    group: int | None = None
+    windowed: bool = False
+    """Of a group of layers that looks back over a window only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,7 @@ class Removed:
 
     hashes: Sequence[EngineHash]
     medium: str
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
         "extra_keys",
         "group_idx",
         "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
@@ -94,9 +102,7 @@ _FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def decode_batch(payload: bytes) -> list[Event]:
-    """The events of a batch; EventError if it is none. Kinds that we do not know are left out, and
-    so are blocks of other attention groups than the first: a hybrid model's windows hold the same
-    tokens for a shorter time, and the first group decides how long a prefix is."""
+    """The events of a batch; EventError if it is none. Kinds that we do not know are left out."""
     try:
         batch = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -122,7 +128,7 @@ def _decoded(event: object) -> Event | None:
         raise EventError("an event that is neither a map nor an array")
     if not isinstance(kind, str):
         raise EventError("an event without a name")
-    if kind not in _FIELDS or fields.get("group_idx"):
+    if kind not in _FIELDS:
         return None
     if kind == "AllBlocksCleared":
         return Cleared()
@@ -132,12 +138,17 @@ def _decoded(event: object) -> Event | None:
     medium = fields.get("medium") or ""
     if not isinstance(medium, str):
         raise EventError(f"{kind}: the medium is no text")
+    group = fields.get("group_idx")
+    if not (group is None or isinstance(group, int)):
+        raise EventError(f"{kind}: the group is no number")
     if kind == "BlockRemoved":
-        return Removed(hashes, medium)
-    return _stored(hashes, medium, fields)
+        return Removed(hashes, medium, group)
+    return _stored(hashes, medium, group, fields)
 
 
-def _stored(hashes: list[EngineHash], medium: str, fields: Mapping[str, Any]) -> Stored:
+def _stored(
+    hashes: list[EngineHash], medium: str, group: int | None, fields: Mapping[str, Any]
+) -> Stored:
     parent, tokens = fields.get("parent_block_hash"), fields.get("token_ids") or []
     block_tokens, extra = fields.get("block_size") or 0, fields.get("extra_keys")
     if not (parent is None or isinstance(parent, int | bytes)):
@@ -153,7 +164,8 @@ def _stored(hashes: list[EngineHash], medium: str, fields: Mapping[str, Any]) ->
         raise EventError("BlockStored: extra_keys are not one a block")
     if not all(one is None or isinstance(one, list) for one in extra):
         raise EventError("BlockStored: extra keys are no list")
-    return Stored(hashes, parent, tokens, block_tokens, medium, extra)
+    windowed = fields.get("kv_cache_spec_sliding_window") is not None
+    return Stored(hashes, parent, tokens, block_tokens, medium, extra, group, windowed)
 
 
 class EngineEvents:
@@ -181,6 +193,8 @@ class EngineEvents:
         self._digests: BoundedMap[int, int] = BoundedMap(_REMEMBERED_BATCHES)
         self._ours: dict[EngineHash, int] = {}
         self._media: dict[EngineHash, set[str]] = {}
+        self._group: int | None = None
+        """The group of layers whose blocks count."""
         self.block_tokens: int | None = None
         """Tokens of the engine's blocks, once it has said so."""
         self.counts: Counter[str] = Counter()
@@ -227,6 +241,7 @@ class EngineEvents:
     def restarted(self) -> None:
         """The engine is another process, or may be one: nothing that is known of it holds."""
         self._next = None
+        self._group = None
         self._digests.clear()
         self._clear()
         self.counts["restarts_total"] += 1
@@ -238,14 +253,24 @@ class EngineEvents:
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Stored):
+            if event.windowed or not self._counts(event.group):
+                self.counts["other_groups_total"] += len(event.hashes)
+                return
             self.counts["stored_total"] += len(event.hashes)
             self._place(event.medium, self._named(event))
         elif isinstance(event, Removed):
-            self.counts["removed_total"] += len(event.hashes)
-            self._remove(event)
+            if event.group in (None, self._group):
+                self.counts["removed_total"] += len(event.hashes)
+                self._remove(event)
         else:
             self.counts["cleared_total"] += 1
             self._clear()
+
+    def _counts(self, group: int | None) -> bool:
+        """Whether blocks of this group count; the first one's do."""
+        if group is not None and self._group is None:
+            self._group = group
+        return group in (None, self._group)
 
     def _named(self, event: Stored) -> list[int]:
         """Our hashes of what was stored, as far as they can be known."""

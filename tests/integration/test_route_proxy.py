@@ -374,6 +374,19 @@ async def test_events_send_a_request_where_its_prefix_is_held(tmp_path: Path) ->
             await until(lambda: not index.runs(chain, 0.0))
 
 
+async def test_an_endpoint_that_cannot_be_is_told_and_requests_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fake_engines("a") as fakes:
+        address = EngineAddress("a", fakes[0].url, events="tcp://nowhere")
+        async with routed([address]) as served:
+            assert (await served.ask())[0] == 200
+            async with served.session.get(f"{served.url}/v1/route/status") as answer:
+                engine = (await answer.json())["engines"][0]
+            assert engine["events"] == {"streams_failed_total": 1}
+    assert "not heard any more" in caplog.text
+
+
 async def test_an_engine_that_was_down_is_asked_anew_what_it_holds(tmp_path: Path) -> None:
     ids = tokens(LONG)[:32]
     async with fake_engines("a") as fakes, publishing(tmp_path, as_maps=True) as (publisher, *ends):
@@ -582,11 +595,22 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    "models", [b"{}", b"[]", b'{"data": []}', b'{"data": [{"id": 5}]}', b"x" * 100]
+    "models",
+    [
+        b"{}",
+        b"[]",
+        b'{"data": []}',
+        b'{"data": [{"id": 5}]}',
+        b"x" * 100,
+        b'{"x": ' + b"[" * 100_000,
+    ],
+    ids=["empty", "list", "none", "number", "noise", "deep"],
 )
 async def test_an_engine_that_makes_no_sense_is_down(models: bytes) -> None:
+    said = [models]
+
     async def answer(_request: web.Request) -> web.Response:
-        return web.Response(body=models)
+        return web.Response(body=said[-1])
 
     app = web.Application()
     app.add_routes([web.get("/health", answer), web.get("/v1/models", answer)])
@@ -598,6 +622,8 @@ async def test_an_engine_that_makes_no_sense_is_down(models: bytes) -> None:
         async with routed([EngineAddress("a", url)]) as served:
             assert not served.router.is_up("a")
             assert (await served.ask())[0] == 503
+            said.append(b'{"data": [{"id": "m"}]}')
+            await until(lambda: served.router.is_up("a"))
     finally:
         await runner.cleanup()
 

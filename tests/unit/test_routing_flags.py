@@ -36,6 +36,7 @@ def test_an_engine_is_read_with_all_its_parts() -> None:
         "a=http://h:1?x",
         "a=http://u@h:1",
         "a=http://h:1,events=h:2",
+        "a=http://h:1,events=tcp://h",
         "a=http://h:1,replay=tcp://h:2",
         "a=http://h:1,agent=http://h:2",
         "a=http://h:1,namespace=2",

@@ -18,7 +18,7 @@ TOKENS = list(range(64))
 
 
 def batch(*events: dict[str, Any], as_maps: bool = False) -> bytes:
-    if as_maps:
+    if as_maps or any("group_idx" in event for event in events):
         return msgspec.msgpack.encode({"ts": 1.0, "events": list(events)})
     return msgspec.msgpack.encode([1.0, [_as_array(event) for event in events], 0])
 
@@ -155,10 +155,26 @@ def test_blocks_of_another_size_are_counted_and_left_out() -> None:
     assert held(router) == (16, 0, 0)
 
 
-def test_other_attention_groups_and_unknown_events_are_left_out() -> None:
+def test_of_several_groups_of_layers_one_without_a_window_decides() -> None:
     router, events = engine()
-    window = {**stored([1], TOKENS[:16]), "group_idx": 1}
-    payload = {"events": [window, {"type": "SomethingNew", "x": 1}]}
+    window = {
+        **stored([1, 2], TOKENS[:32]),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": 16,
+    }
+    whole = {**stored([1, 2], TOKENS[:32]), "group_idx": 1}
+    other = {**stored([3], TOKENS[32:48], parent=2), "group_idx": 2}
+    events.heard(0, batch(window, whole, other, {**removed([1]), "group_idx": 0}))
+    assert held(router) == (32, 0, 0)
+    assert events.counts["other_groups_total"] == 3
+    events.heard(1, batch({**removed([2]), "group_idx": 1}))
+    assert held(router) == (16, 0, 0)
+
+
+def test_events_that_we_do_not_know_are_left_out() -> None:
+    router, events = engine()
+    payload = {"events": [{"type": "SomethingNew", "x": 1}]}
     assert events.heard(0, msgspec.msgpack.encode(payload)) == "taken"
     assert held(router) == (0, 0, 0)
 
@@ -184,6 +200,7 @@ def test_whole_hashes_are_told_for_the_pools_keys() -> None:
         msgspec.msgpack.encode([1.0, [["BlockStored"]]]),
         msgspec.msgpack.encode([1.0, [["BlockRemoved", [1.5]]]]),
         msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], 5]]]),
+        msgspec.msgpack.encode([1.0, [["BlockRemoved", [1], "GPU", "x"]]]),
         msgspec.msgpack.encode([1.0, [["BlockStored", [1], 1.5, [1], 1]]]),
         msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [1, 2], 1]]]),
         msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [1], 0]]]),
