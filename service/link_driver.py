@@ -32,6 +32,9 @@ TURN_BYTES: Final = 4 << 20
 MOMENT_S: Final = 0.0002
 """How long a turn in the middle of blocks waits for the other end, all in all, before the loop goes
 on: to come back to the socket would take as long as what is waited for mostly takes."""
+IMPATIENT_TURNS: Final = 16
+"""After a turn that has waited in vain, for so many turns its connection does not wait: the other
+end, or what lies between, is slower than this one."""
 LOW_WATER_BYTES: Final = 128 * 1024
 """Of a block that is coming, so much is waited for before it is read, or what is left of it."""
 _SELECTABLE: Final = 1024
@@ -48,8 +51,9 @@ class Lander(Protocol):
     low_water_bytes: int
     """What the socket's SO_RCVLOWAT is."""
 
-    def land(self, rooms: Sequence[Room], at_most: int) -> Landed:
-        """Read into these rooms, of which there is at least one, about so many bytes."""
+    def land(self, rooms: Sequence[Room], at_most: int, *, patient: bool) -> Landed:
+        """Read into these rooms, of which there is at least one, about so many bytes; if `patient`,
+        wait a moment for them."""
 
 
 class LinkDriver(asyncio.BufferedProtocol):
@@ -67,6 +71,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         over: Callable[[], None] = lambda: None,
         lander: Callable[[int], Lander] | None = None,
     ) -> None:
+        self._impatient_turns = 0
         self._make_lander = lander
         self._lander: Lander | None = None
         self.link: LinkStream[Any] | None = None
@@ -179,12 +184,12 @@ class LinkDriver(asyncio.BufferedProtocol):
         assert link is not None
         left = TURN_BYTES
         now = self._loop.time()
-        patience = _Patience(sock)
+        patience = _Patience(sock, self._may_wait())
         lander = self._lander
         while sock is not None and left > 0 and link.wants_bytes:
             if lander is not None and link.rooms:
                 lander.low_water_bytes = self._low_water_bytes
-                landed = lander.land(link.rooms, left)
+                landed = lander.land(link.rooms, left, patient=patience.allowed)
                 self._low_water_bytes = lander.low_water_bytes
                 left -= landed.size_bytes
                 if landed.size_bytes:
@@ -193,6 +198,7 @@ class LinkDriver(asyncio.BufferedProtocol):
                     self.lost(landed.lost)
                     return
                 if landed.waits:
+                    patience.over = patience.allowed
                     break
                 continue
             rooms = link.destinations()
@@ -217,6 +223,7 @@ class LinkDriver(asyncio.BufferedProtocol):
             left -= size
             if not rooms and size < len(views[0]):
                 break  # there is no more just now
+        self._note_wait(patience)
         self.flush()
 
     def _set_low_water(self, sock: socket.socket, link: LinkStream[Any]) -> None:
@@ -234,7 +241,8 @@ class LinkDriver(asyncio.BufferedProtocol):
     def _write_socket(self, link: LinkStream[Any], sock: socket.socket, now: float) -> str | None:
         """Send what the socket takes now; what broke the connection, if anything."""
         left = TURN_BYTES
-        patience = _Patience(sock)
+        patience = _Patience(sock, self._may_wait())
+        of_block = link.sending_block
         while not self._writing and (pieces := link.pieces_to_send()):
             try:
                 size = sock.sendmsg(pieces) if left > 0 else 0
@@ -250,7 +258,22 @@ class LinkDriver(asyncio.BufferedProtocol):
             else:
                 left -= size
                 link.sent(now, size)
+        if of_block:
+            self._note_wait(patience)
         return None
+
+    # --- patience -----------------------------------------------------------------------------
+
+    def _may_wait(self) -> bool:
+        """Whether a turn may wait: not while blocks move on another connection, for which that
+        would be time lost, nor where it was in vain a moment ago."""
+        return not self._impatient_turns and _moving <= {self}
+
+    def _note_wait(self, patience: _Patience) -> None:
+        if patience.over:
+            self._impatient_turns = IMPATIENT_TURNS
+        elif self._impatient_turns:
+            self._impatient_turns -= 1
 
     # --- what else happens --------------------------------------------------------------------
 
@@ -280,6 +303,10 @@ class LinkDriver(asyncio.BufferedProtocol):
                         transport.write(data)
                 if self._socket is not None:
                     self._set_low_water(self._socket, link)
+                if link.rooms or (self._writing and link.sending_block):
+                    _moving.add(self)
+                else:
+                    _moving.discard(self)
                 if link.wants_bytes != self._reading and not transport.is_closing():
                     self._read_or_not(transport, reading=link.wants_bytes)
             if link.closed:
@@ -311,6 +338,7 @@ class LinkDriver(asyncio.BufferedProtocol):
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
+            _moving.discard(self)
             self._over()
 
     # --- the core's timer ---------------------------------------------------------------------
@@ -333,14 +361,21 @@ class LinkDriver(asyncio.BufferedProtocol):
         self.flush()
 
 
+_moving: Final[set[LinkDriver]] = set()
+"""Connections in the middle of blocks."""
+
+
 class _Patience:
     """What is left of a turn's `MOMENT_S`, and waiting for a socket as long as there is some."""
 
-    __slots__ = ("_end", "_sock")
+    __slots__ = ("_end", "_sock", "allowed", "over")
 
-    def __init__(self, sock: socket.socket | None) -> None:
+    def __init__(self, sock: socket.socket | None, allowed: bool) -> None:
         self._sock = sock
         self._end = 0.0
+        self.allowed = allowed
+        self.over = False
+        """It was waited for as long as may be."""
 
     def readable(self) -> bool:
         """Wait until the socket has something; False if that takes too long."""
@@ -352,16 +387,17 @@ class _Patience:
 
     def _wait(self, *, reads: bool) -> bool:
         sock = self._sock
-        if sock is None or sock.fileno() >= _SELECTABLE:
+        if not self.allowed or sock is None or sock.fileno() >= _SELECTABLE:
             return False
         now = time.monotonic()
         if not self._end:
             self._end = now + MOMENT_S
-        if now >= self._end:
-            return False
         mine, none = (sock,), ()
         readers, writers = (mine, none) if reads else (none, mine)
-        return any(select.select(readers, writers, none, self._end - now))
+        if now < self._end and any(select.select(readers, writers, none, self._end - now)):
+            return True
+        self.over = True
+        return False
 
 
 class ConnectingDriver(LinkDriver):

@@ -103,6 +103,8 @@ class Landing(Struct):
     """Whether the hash is of that room's bytes."""
     taken: U64
     """Bytes, by the last call."""
+    moment_ns: U64
+    """How long a call waits, all in all."""
     sink: U64
     state: U64
     reset: U64
@@ -206,7 +208,7 @@ def land(s: Landing, most: U64) -> U32:
             error = error_number()
             if error == EAGAIN:
                 if until_ns == 0:
-                    until_ns = now_ns(s) + MOMENT_NS
+                    until_ns = now_ns(s) + s.moment_ns
                 if not wait(s, left, until_ns):
                     return _WAITS
             elif error != EINTR:
@@ -288,10 +290,12 @@ class Lander:
     def low_water_bytes(self, size_bytes: int) -> None:
         self._landing.low_water = size_bytes
 
-    def land(self, rooms: Sequence[Room], at_most: int) -> Landed:
-        """Read into these rooms, one after the other, until about `at_most` bytes have come; they
-        are to be told to each `Room` by the caller before the next call."""
+    def land(self, rooms: Sequence[Room], at_most: int, *, patient: bool = True) -> Landed:
+        """Read into these rooms, one after the other, until about `at_most` bytes have come, or no
+        more come for a moment, if `patient`, or just now; they are to be told to each `Room` by the
+        caller before the next call."""
         landing = self._landing
+        landing.moment_ns = MOMENT_NS if patient else 0
         first = self._load(rooms)
         why = self._code(self._address, at_most)
         after = landing.first

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
-from kvcast.protocol.links.stream import LinkStream
+from kvcast.protocol.links.stream import Landed, LinkStream, Room
 from kvcast.protocol.messages.framing import MessageCodec
-from kvcast.service.link_driver import PIECE_BYTES, ConnectingDriver, LinkDriver
+from kvcast.service.link_driver import (
+    IMPATIENT_TURNS,
+    PIECE_BYTES,
+    ConnectingDriver,
+    LinkDriver,
+)
 from kvcast.service.tls import PeerError
 
 BLOCK_BYTES = 8 << 20
@@ -188,3 +193,47 @@ async def test_a_refused_connection_is_a_loss() -> None:
     )  # fmt: skip
     driver.connect(host, port, None)
     await asyncio.wait_for(core.ended, 2.0)
+
+
+class Impassive:
+    """A lander that finds nothing, and notes whether it may wait for it."""
+
+    def __init__(self) -> None:
+        self.low_water_bytes = 1
+        self.patient: list[bool] = []
+
+    def land(self, _rooms: Sequence[Room], _at_most: int, *, patient: bool) -> Landed:
+        self.patient.append(patient)
+        return Landed(0, [], True, None)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to be")
+
+
+async def test_nobody_waits_in_vain_twice_or_while_blocks_move_elsewhere() -> None:
+    cores, landers = [Core(), Core()], [Impassive(), Impassive()]
+    made = iter(zip(cores, landers, strict=True))
+
+    def make() -> LinkDriver:
+        core, lander = next(made)
+        return LinkDriver(
+            memoryview(bytearray(PIECE_BYTES)), lambda _transport: core, changed=lambda: None,
+            refused=fail, lander=lambda _fd: lander,
+        )  # fmt: skip
+
+    async with calling(make) as (_, first):
+        first.write(said(Take()))
+        await until(lambda: bool(cores[0].rooms))
+        first.write(b"x" * PIECE_BYTES)  # which stay in the socket, so that it is read once more
+        await until(lambda: len(landers[0].patient) >= 2 * IMPATIENT_TURNS)
+        told = landers[0].patient
+        assert told[: IMPATIENT_TURNS + 2] == [True] + [False] * IMPATIENT_TURNS + [True]
+        async with calling(make) as (_, second):
+            second.write(said(Take()) + b"x" * PIECE_BYTES)
+            await until(lambda: bool(landers[1].patient))
+            assert landers[1].patient[0] is False
