@@ -32,7 +32,7 @@ from kvcast.hostagent.client import (
 from kvcast.hostagent.client.conversation import Ack
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
-from kvcast.hostagent.connectors.naming import HASHING_KEY, NamespaceName, keys_of, probe_key
+from kvcast.hostagent.connectors.naming import HASHING_KEY, NamespaceName, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 
 CONNECT_S: Final = 1.0
@@ -44,6 +44,7 @@ ARENA_SHARE: Final = 8
 """One load or save has at most an eighth of the arena at once."""
 PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
+_HOME: Final[Ack] = "home"
 TIERS: Final = ("local", "switch", "shared", "home", "bulk")
 """Where a block came from, the nearest first."""
 
@@ -84,7 +85,7 @@ class LinkOptions:
     """Of this client, for the agent's log."""
     window_bytes: int = 64 << 20
     verify: bool = True
-    ack: Ack = "local"
+    ack: Ack = "home"
 
 
 class _UnreachableError(Exception):
@@ -247,9 +248,12 @@ class Link:
 
     # --- lookups --------------------------------------------------------------------------------
 
-    def look_up(self, lookup: Lookup, groups: int, answered: Callable[[int | None], None]) -> None:
+    def look_up(
+        self, lookup: Lookup, groups: int, probe: int, answered: Callable[[int | None], None]
+    ) -> None:
         """Find out how many blocks of a chain the pool holds, and have the agent fetch what the
-        engine lacks; `answered` is called in the thread, with None where nobody said."""
+        engine lacks. `probe`: the part whose presence stands for a block's. `answered` is called
+        in the thread, with None where nobody said."""
 
         async def ask() -> None:
             held: int | None = None
@@ -257,7 +261,7 @@ class Link:
                 async with asyncio.timeout(lookup.left_s):
                     with self._remembered():
                         client, namespace = await self._ready()
-                        keys = [probe_key(one, groups) for one in lookup.hashes]
+                        keys = [keys_of(one, groups)[probe] for one in lookup.hashes]
                         held = await client.exists(namespace, keys, lookup.left_s)
             except (KvcastError, _UnreachableError, TimeoutError) as error:
                 _log.debug("a lookup has failed: %r", error)
@@ -403,11 +407,13 @@ class Link:
         self,
         save: Save,
         memory: EngineMemory,
+        probe: int,
         copied: Callable[[], None],
         ready: Callable[[], None],
     ) -> None:
-        """Put blocks of the engine into the pool. `ready` waits until their bytes are there;
-        `copied` is called once the engine's memory is not needed any more, whatever came of it."""
+        """Put blocks of the engine into the pool. `probe`: as in `look_up`. `ready` waits until
+        their bytes are there; `copied` is called once the engine's memory is not needed any more,
+        whatever came of it."""
         due = time.monotonic() + save.left_s
 
         async def put() -> None:
@@ -423,7 +429,7 @@ class Link:
                         window = max(1, self._window(client, memory) // len(memory.part_bytes))
                         while done < len(save.hashes):
                             some = range(done, min(done + window, len(save.hashes)))
-                            await self._put(client, namespace, save, memory, some)
+                            await self._put(client, namespace, save, memory, some, probe)
                             done = some.stop
             except TimeoutError:
                 failed = "deadline"
@@ -449,19 +455,23 @@ class Link:
         save: Save,
         memory: EngineMemory,
         some: range,
+        probe: int,
     ) -> None:
-        """Write these blocks straight into the arena, and commit them."""
+        """Write these blocks straight into the arena, and commit them: the parts by which they are
+        looked up when the others have reached their homes."""
         groups = len(memory.part_bytes)
-        sources: dict[bytes, tuple[int, int]] = {}
+        rounds: tuple[dict[bytes, tuple[int, int]], ...] = ({}, {})
         for index in some:
             for group, key in enumerate(keys_of(save.hashes[index], groups)):
                 block_id = self._block_id(save.block_ids, memory, index * groups + group)
                 if block_id != memory.null_block:
-                    sources[key] = (group, block_id)
-        sizes = {key: memory.part_bytes[group] for key, (group, _) in sources.items()}
-        with await client.reserve(namespace, sizes) as room:
-            for key, view in room.views.items():
-                group, block_id = sources[key]
-                memory.read(group, block_id, view)
-            memory.settle()
-            await client.commit(room, ack=self._options.ack)
+                    rounds[group == probe][key] = (group, block_id)
+        for sources, ack in zip(rounds, (_HOME, self._options.ack), strict=True):
+            if sources:
+                sizes = {key: memory.part_bytes[group] for key, (group, _) in sources.items()}
+                with await client.reserve(namespace, sizes) as room:
+                    for key, view in room.views.items():
+                        group, block_id = sources[key]
+                        memory.read(group, block_id, view)
+                    memory.settle()
+                    await client.commit(room, ack=ack)

@@ -104,11 +104,6 @@ def keys_of(block_hash: bytes, groups: int) -> list[bytes]:
     ]
 
 
-def probe_key(block_hash: bytes, groups: int) -> bytes:
-    """The key by which the pool is asked whether it holds a block: that of its last part."""
-    return keys_of(block_hash, groups)[-1]
-
-
 HASHING_KEY: Final = hashlib.sha256(b"kvcast: how this namespace's engines hash").digest()[
     :KEY_BYTES
 ]

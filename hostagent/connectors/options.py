@@ -65,8 +65,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Whether the agent begins to fetch when a request arrives, and not when it is scheduled."""
     verify: bool = True
     """Whether bytes are checked against their digest once more on their way into the engine."""
-    ack: Literal["home", "replicas", "local"] = "local"
-    """What a save waits for. It may be short, since a lost copy costs a recomputation."""
+    ack: Literal["home", "replicas", "local"] = "home"
+    """What a save waits for, as in the client's `put`. Requests never wait for saves."""
     groups: bool = True
     """Whether ranks on several nodes that hold the same bytes read as a reader group."""
 

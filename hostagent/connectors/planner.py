@@ -52,6 +52,9 @@ class PlannerOptions:
     """How many report each load and save."""
     load: bool = True
     save: bool = True
+    whole: bool = False
+    """Whether the engine cannot compute several tokens behind a prefix that it has not computed:
+    then only prompts are loaded of which all but one token come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +212,16 @@ class Planner:
         request.known = True
 
     def matched(
-        self, now: float, name: str, hashes: Sequence[bytes], here: int, most: int
+        self,
+        now: float,
+        name: str,
+        hashes: Sequence[bytes],
+        here: int,
+        most: int,
+        rest_tokens: int = 1,
     ) -> int | None:
         """How many blocks beyond the first `here` the pool will bring, of the first `most` at
-        most; None: not known yet, ask again."""
+        most; None: not known yet, ask again. `rest_tokens`: tokens behind those."""
         options = self._options
         request = self._requests.setdefault(name, _Request())
         if not options.load or most <= here:
@@ -236,6 +245,8 @@ class Planner:
             return 0
         request.here = here
         count = self._there(now, hashes, here, min(request.held, most)) - here
+        if options.whole and (here + count < most or rest_tokens != 1):
+            count = 0
         if count <= 0 or here + count < options.least_blocks:
             self._counters.add("miss_blocks", max(0, most - here), reason="not_held")
             request.stage = Stage.DONE

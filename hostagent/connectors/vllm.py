@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import vllm
@@ -55,7 +55,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, UniformTypeKVCacheSpecs
 
 IDLE_WAIT_S = 0.002
 """How long a step without work waits for news of the pool; vLLM steps on at once otherwise."""
@@ -97,10 +97,11 @@ class KvcastWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 @dataclass
 class KvcastHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """From each worker to the scheduler, once: what its blocks are called, into how many parts each
-    is cut, and on which node it is."""
+    is cut, by which of them it is looked up, and on which node it is."""
 
     namespace: NamespaceName
     parts: int
+    probe: int
     rank: RankFacts
     node_id: str
 
@@ -376,12 +377,13 @@ class _SchedulerHalf:
                 workers=vllm_config.parallel_config.world_size,
                 load=config.is_kv_consumer,
                 save=config.is_kv_producer,
+                whole=_only_whole(vllm_config),
             ),
             counters,
         )
         self.link = Link(_link_options(options, "scheduler"), counters)
         self.manager: Any = None
-        self._parts = 0
+        self._parts = self._probe = 0
         self._readers: dict[tuple[int, int], tuple[str, ...]] = {}
         self._requests: dict[str, Any] = {}
         self._here: dict[str, int] = {}
@@ -406,6 +408,7 @@ class _SchedulerHalf:
             return
         first = min(workers, key=lambda one: (one.rank.pipeline_rank, one.rank.tensor_rank))
         self._parts = first.parts
+        self._probe = first.probe
         if self._options.groups:
             alike: dict[tuple[int, int], list[str]] = {}
             for one in sorted(workers, key=lambda one: one.rank.tensor_rank):
@@ -458,7 +461,14 @@ class _SchedulerHalf:
         here = computed_tokens // self._block_tokens
         most = self._most(request)
         hashes = request.block_hashes[:most]
-        count = self.planner.matched(time.monotonic(), request.request_id, hashes, here, most)
+        count = self.planner.matched(
+            time.monotonic(),
+            request.request_id,
+            hashes,
+            here,
+            most,
+            request.num_tokens - most * self._block_tokens,
+        )
         self._send_lookups()
         return None if count is None else count * self._block_tokens
 
@@ -549,7 +559,7 @@ class _SchedulerHalf:
                 self._answers.append((name, number, held))
                 self._news.set()
 
-            self.link.look_up(lookup, self._parts, answered)
+            self.link.look_up(lookup, self._parts, self._probe, answered)
 
     def _hear_answers(self) -> None:
         now = time.monotonic()
@@ -581,6 +591,7 @@ class _WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._counters = counters
+        self._whole = _only_whole(vllm_config)
         self._rank = _rank_facts(vllm_config, kv_cache_config)
         self._memory: TorchMemory | None = None
         self._table = LoadTable()
@@ -619,7 +630,11 @@ class _WorkerHalf:
         self.link.use(self._namespace)
         self._node_id = self.link.node_id()
         self.handshake = KvcastHandshake(
-            self._namespace, len(self._memory.part_bytes), self._rank, self._node_id
+            self._namespace,
+            len(self._memory.part_bytes),
+            self._probe(groups),
+            self._rank,
+            self._node_id,
         )
         _log.info(
             "kvcast: %s, node %s; a block of %d tokens is %d parts of %s bytes",
@@ -629,6 +644,18 @@ class _WorkerHalf:
             len(self._memory.part_bytes),
             sorted(set(self._memory.part_bytes)),
         )
+
+    def _probe(self, groups: list[Any]) -> int:
+        """The part by which blocks are looked up: the last that is always there, and not only as
+        long as a sliding window reaches it."""
+        assert self._memory is not None
+        parts = range(len(self._memory.part_bytes))
+        always = [
+            part
+            for part in parts
+            if isinstance(groups[self._memory.cache_group[part]].kv_cache_spec, FullAttentionSpec)
+        ]
+        return (always or list(parts))[-1]
 
     def load(self, metadata: KvcastMetadata) -> None:
         if self._memory is None:
@@ -656,6 +683,7 @@ class _WorkerHalf:
             self.link.save(
                 save,
                 memory,
+                self.handshake.probe if self.handshake is not None else 0,
                 copied=lambda number=save.number: self._copied.append(number),  # type: ignore[misc]
                 ready=lambda: memory.wait_for(mark),
             )
@@ -668,6 +696,8 @@ class _WorkerHalf:
             time.sleep(IDLE_WAIT_S / 2)
         hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
         for ended in self._table.take(time.monotonic()):
+            if self._whole and ended.came < len(ended.load.hashes):
+                ended = replace(ended, came=0)
             load = ended.load
             results.finished_recving.add(load.request)
             self._news.loads.append((load.request, load.number, ended.came, ended.reason))
@@ -722,6 +752,18 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
     if len(sizes) > 1 or sizes != {kv_cache_config.hash_block_size or sizes.copy().pop()}:
         return f"cache groups have blocks of {sorted(sizes)} tokens; one size is needed"
     return ""
+
+
+def _only_whole(vllm_config: Any) -> bool:
+    """Whether this engine's attention cannot go on behind a prefix but by one token: so with vLLM's
+    MLA on CPUs without AMX, for which vLLM turns its own prefix caching off."""
+    from vllm.platforms import current_platform
+
+    return bool(
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def _rank_facts(vllm_config: Any, kv_cache_config: Any) -> RankFacts:

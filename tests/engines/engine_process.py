@@ -4,7 +4,7 @@ Runs in the engines' environment: `python engine_process.py OPTIONS`, a JSON obj
 arguments. Each line on the standard input is {"prompts": [[token, …], …], "max_tokens": N}; each is
 answered by a line on what was the standard output: the tokens and their log-probabilities, how many
 of the prompt's tokens were cached, and how long it took. {"stats": true} asks for the connector's
-counts since the last such line.
+totals; {"hashes": [token, …]} for the prompt's block hashes, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 8,
     "block_size": 32,
     "max_model_len": 4096,
-    "dtype": "bfloat16",
+    "dtype": "float32",
     "disable_log_stats": False,
 }
 
@@ -49,6 +49,9 @@ def main() -> None:
         order = json.loads(line)
         if order.get("stats"):
             print(json.dumps(_stats(engine)), file=out, flush=True)
+            continue
+        if "hashes" in order:
+            print(json.dumps(_hashes(order["hashes"], options["block_size"])), file=out, flush=True)
             continue
         began = time.monotonic()
         answers = engine.generate(
@@ -81,6 +84,19 @@ def _answer(answer: Any) -> dict[str, Any]:
         "cached": answer.num_cached_tokens,
         "finish": best.finish_reason,
     }
+
+
+def _hashes(tokens: list[int], block_tokens: int) -> dict[str, list[str]]:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens
+
+    parent, hashes = None, []
+    for begin in range(0, len(tokens) // block_tokens * block_tokens, block_tokens):
+        parent = hash_block_tokens(
+            get_hash_fn_by_name("sha256"), parent, tokens[begin : begin + block_tokens]
+        )
+        hashes.append(parent.hex())
+    return {"hashes": hashes}
 
 
 def _stats(engine: Any) -> dict[str, float]:

@@ -1,0 +1,235 @@
+"""What the tests of engines share: engines in processes of the engines' environment, and a pool.
+
+The pool runs in this environment, the engines in `.venv-engines` (`make setup-engines`); where that
+is not there, all of these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.connectors.naming import keys_of
+from kvcast.topologies.part import die_with_parent
+from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.star import Star
+
+HERE = Path(__file__).resolve().parent
+PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
+START_S = 240.0
+ANSWER_S = 240.0
+"""Patience with a machine that others use, too; nothing here is a measurement."""
+DEADLINE_S = 2.0
+MODEL_NAME = "model"
+
+needs_engines = pytest.mark.skipif(
+    not PYTHON.exists(), reason="no .venv-engines: make setup-engines"
+)
+
+Prompt = list[int]
+
+
+def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> list[Prompt]:
+    """Prompts with a shared prefix of so many tokens."""
+    system = random.Random(f"{seed} shared")
+    prefix = [system.randrange(3, 1024) for _ in range(shared)]
+    return [
+        [*prefix, *(each.randrange(3, 1024) for _ in range(own))]
+        for each in (random.Random(f"{seed} {number}") for number in range(count))
+    ]
+
+
+def transfer(socket: Path | str, **extra: Any) -> dict[str, Any]:
+    """What a user says to `--kv-transfer-config`."""
+    return {
+        "kv_connector": "KvcastConnector",
+        "kv_connector_module_path": "kvcast.hostagent.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "socket": str(socket),
+            "model": MODEL_NAME,
+            "deadline_s": DEADLINE_S,
+        }
+        | extra,
+    }
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A model of random weights (`tiny_models`)."""
+    import subprocess
+
+    path = folder / kind
+    done = subprocess.run(
+        [str(PYTHON), str(HERE / "tiny_models.py"), kind, str(path)],
+        capture_output=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return path
+
+
+class Engine:
+    """An engine's process (`engine_process`)."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(
+        cls, log: Path, environment: dict[str, str] | None = None, **options: Any
+    ) -> AsyncIterator[Engine]:
+        """An engine with these options of vLLM's; ends with the block."""
+        import os
+
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                str(PYTHON),
+                str(HERE / "engine_process.py"),
+                json.dumps(options),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=out,
+                limit=1 << 26,
+                env={**os.environ, **(environment or {})},
+                preexec_fn=die_with_parent(),
+            )
+        engine = cls(process, log)
+        try:
+            assert (await engine._line(START_S)).get("ready")
+            yield engine
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), 30)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    async def _line(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
+        assert line, f"the engine has ended:\n{self.log_text()[-3000:]}"
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    async def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        await self._process.stdin.drain()
+        return await self._line(ANSWER_S)
+
+    async def generate(
+        self, prompts: Sequence[Prompt], max_tokens: int = 8
+    ) -> list[dict[str, Any]]:
+        """All at once; each answer with tokens, logprobs, how many tokens were cached, and how the
+        request has ended. `seconds`: how long all took together."""
+        order = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        answer = await self._ask(order)
+        answers: list[dict[str, Any]] = answer["answers"]
+        for one in answers:
+            one["seconds"] = answer["seconds"]
+        return answers
+
+    async def stats(self) -> dict[str, float]:
+        """The connector's totals, from vLLM's metrics: "name" or "name|label=value"."""
+        totals = await self._ask({"stats": True})
+        return {
+            name.removeprefix("vllm:kvcast_").replace("_total", ""): value
+            for name, value in totals.items()
+        }
+
+    async def hashes(self, prompt: Prompt) -> list[bytes]:
+        """vLLM's hashes of the prompt's full blocks."""
+        return [bytes.fromhex(one) for one in (await self._ask({"hashes": prompt}))["hashes"]]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+Answers = list[dict[str, Any]]
+
+RECOMPUTED = 1e-4
+"""How far log-probabilities of one prompt may lie apart where other numbers of its tokens were
+cached: vLLM's own kernels add up in another order then, with its own cache, too. (In float32;
+in bfloat16 that order moves them by 0.02.)"""
+
+
+def same(answers: Answers, expected: Answers) -> bool:
+    """Whether tokens and all log-probabilities are the same, to the last bit."""
+    return [(one["tokens"], one["logprobs"]) for one in answers] == [
+        (one["tokens"], one["logprobs"]) for one in expected
+    ]
+
+
+def right(answers: Answers, expected: Answers) -> bool:
+    """Whether the tokens are the same, and the log-probabilities but for the order of sums."""
+    return len(answers) == len(expected) and all(
+        one["tokens"] == other["tokens"]
+        and len(one["logprobs"]) == len(other["logprobs"])
+        and all(
+            abs(mine[token] - theirs[token]) < RECOMPUTED
+            for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True)
+            for token in mine.keys() & theirs.keys()
+        )
+        for one, other in zip(answers, expected, strict=True)
+    )
+
+
+@contextlib.asynccontextmanager
+async def pool_of(folder: Path, nodes: int = 3, **options: Any) -> AsyncIterator[Pool]:
+    settings: dict[str, Any] = {"arena_bytes": 128 << 20} | options
+    async with Pool(Star.of(nodes), PoolOptions(**settings), folder / "pool") as pool:
+        yield pool
+
+
+async def corrupt(pool: Pool, block_hash: bytes) -> int:
+    """Change one byte of a block wherever it lies; returns at how many nodes that was."""
+    key = keys_of(block_hash, 1)[0]
+    places = 0
+    for node, socket in pool.sockets.items():
+        async with await AsyncClient.connect(str(socket)) as client:
+            names = (await client.describe()).namespaces
+            [namespace] = [one.namespace for one in names if one.model == MODEL_NAME]
+            if not (await client.describe(namespace, [key])).held:
+                continue
+            [block] = await client.get(namespace, [key])
+            assert block is not None
+            with block:
+                data = bytes(block.data)
+        [path] = [one for one in pool.arenas if one.name.endswith(f"-{node}.arena")]
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            at = arena.find(data)
+            assert at >= 0
+            arena[at] ^= 1
+        places += 1
+    return places
+
+
+async def saved(engine: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) -> None:
+    """Wait until all that these prompts are of lies in the pool (`engine` began with none)."""
+    blocks = {
+        tuple(prompt[: block_tokens * (number + 1)])
+        for prompt in prompts
+        for number in range(len(prompt) // block_tokens)
+    }
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        await engine.generate([[3]], 1)  # in one process, news of saves come with steps
+        if (await engine.stats()).get("save_blocks", 0) >= len(blocks):
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"{len(blocks)} blocks were never saved: {await engine.stats()}")
