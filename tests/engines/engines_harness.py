@@ -12,6 +12,7 @@ import json
 import mmap
 import random
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.part import die_with_parent
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
+from own_address import own_address, own_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
@@ -159,6 +161,146 @@ class Engine:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
+
+class Server:
+    """vLLM's OpenAI server, started as users start it, and who hears its KV events."""
+
+    def __init__(self, port: int, events: asyncio.subprocess.Process, log: Path) -> None:
+        self._port = port
+        self._events = events
+        self._stored = 0
+        self.log = log
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, log: Path, model: Path, config: dict[str, Any]) -> AsyncIterator[Server]:
+        """A server with this `--kv-transfer-config`."""
+        import os
+
+        address, port, events_port = own_address(), own_port(), own_port()
+        endpoint = f"tcp://{address}:{events_port}"
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL_NAME, "--host", address, "--port", str(port)),
+            *("--enforce-eager", "--block-size", "32", "--max-model-len", "4096"),
+            *("--dtype", "float32", "--max-num-seqs", "8"),
+            *("--kv-transfer-config", json.dumps(config)),
+            *(
+                "--kv-events-config",
+                json.dumps(
+                    {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+                ),
+            ),
+        ]
+        async with contextlib.AsyncExitStack() as stack:
+            processes = []
+            for words, out in ((command, log.open("wb")), (["-c", _LISTENER, endpoint], None)):
+                if out is not None:
+                    stack.callback(out.close)
+                process = await asyncio.create_subprocess_exec(
+                    str(PYTHON),
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out or asyncio.subprocess.PIPE,
+                    stderr=out or asyncio.subprocess.DEVNULL,
+                    env=environment,
+                    preexec_fn=die_with_parent(),
+                )
+                processes.append(process)
+                stack.push_async_callback(_end, process)
+            server = cls(port, processes[1], log)
+            end = time.monotonic() + START_S
+            while True:
+                assert processes[0].returncode is None, log.read_text(errors="replace")[-3000:]
+                with contextlib.suppress(OSError):
+                    await server._get("/health")
+                    break
+                assert time.monotonic() < end, log.read_text(errors="replace")[-3000:]
+                await asyncio.sleep(0.5)
+            yield server
+
+    async def _get(self, path: str, body: object = None) -> str:
+        def ask() -> str:
+            request = urllib.request.Request(
+                f"http://{own_address()}:{self._port}{path}",
+                None if body is None else json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                return str(answer.read().decode())
+
+        return await asyncio.to_thread(ask)
+
+    async def complete(self, prompt: Prompt, max_tokens: int) -> list[int]:
+        """The tokens of a completion."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        [choice] = json.loads(await self._get("/v1/completions", body))["choices"]
+        return [int(one) for one in choice["token_ids"]]
+
+    async def shows(self, name: str, total: float) -> None:
+        """Wait until the metrics of that name add up to `total`."""
+        end = time.monotonic() + 60
+        value = 0.0
+        while time.monotonic() < end:
+            value = sum(
+                float(line.rpartition(" ")[2])
+                for line in (await self._get("/metrics")).splitlines()
+                if line.startswith(f"vllm:{name}{{")
+            )
+            if value == total:
+                return
+            await asyncio.sleep(0.3)
+        raise AssertionError(f"{name} is {value}, not {total}")
+
+    async def stored_events(self, blocks: int) -> bool:
+        """Wait until events have told of so many blocks in the pool."""
+        assert self._events.stdout is not None
+        while self._stored < blocks:
+            line = await asyncio.wait_for(self._events.stdout.readline(), 60)
+            assert line
+            self._stored += int(line)
+        return self._stored == blocks
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 30)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+_LISTENER = """
+import msgspec, sys, zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+socket = zmq.Context().socket(zmq.SUB)
+socket.connect(sys.argv[1])
+socket.setsockopt_string(zmq.SUBSCRIBE, "")
+decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+while True:
+    for event in decoder.decode(socket.recv_multipart()[-1]).events:
+        if isinstance(event, BlockStored) and event.medium == "KVCAST":
+            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+            print(len(event.block_hashes), flush=True)
+"""
+"""Prints how many blocks each event says to be stored in the pool."""
 
 Answers = list[dict[str, Any]]
 

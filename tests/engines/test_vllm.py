@@ -16,6 +16,7 @@ from engines_harness import (
     Answers,
     Engine,
     Prompt,
+    Server,
     corrupt,
     make_model,
     needs_engines,
@@ -217,3 +218,78 @@ async def test_whatever_dies_every_request_ends_right_and_in_time(
             assert after["lookups"] > before["lookups"], "the pool is used again"
             assert sum(one["cached"] for one in answers) > 0
         assert "Traceback" not in (tmp_path / "second.log").read_text(errors="replace")
+
+
+async def test_a_latent_cache_is_read_by_other_nodes_too(folder: Path, tmp_path: Path) -> None:
+    """vLLM's MLA on CPUs goes on behind a prefix by one token only; so the oracle's first token
+    ends the prompt of those that read."""
+    model = make_model("deepseek", folder)
+    prompts = prompts_of("mla", 2, shared=1600, own=400)
+    half_known = [*prompts[0][:1008], *prompts_of("other", 1, shared=0, own=200)[0]]
+    async with Engine.running(tmp_path / "alone.log", model=str(model), block_size=16) as engine:
+        alone = [(await engine.generate([prompt], 9))[0] for prompt in prompts]
+        [alone_half] = await engine.generate([half_known])
+    async with pool_of(tmp_path) as pool:
+        extra = transfer(pool.sockets["node-1"])
+        async with Engine.running(
+            tmp_path / "node-1.log", model=str(model), block_size=16, kv_transfer_config=extra
+        ) as engine:
+            assert same([(await engine.generate([prompt], 9))[0] for prompt in prompts], alone)
+            await saved(engine, prompts, block_tokens=16)
+        for node in ("node-2", "node-3"):
+            extra = transfer(pool.sockets[node])
+            async with Engine.running(
+                tmp_path / f"{node}.log", model=str(model), block_size=16, kv_transfer_config=extra
+            ) as engine:
+                for prompt, expected in zip(prompts, alone, strict=True):
+                    [answer] = await engine.generate([[*prompt, expected["tokens"][0]]], 8)
+                    assert answer["cached"] == len(prompt)
+                    assert answer["tokens"] == expected["tokens"][1:]
+                    assert answer["logprobs"] == expected["logprobs"][1:]
+                assert same(await engine.generate([half_known]), [alone_half])
+
+
+async def test_layers_with_a_sliding_window_are_read_by_other_nodes_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = make_model("gemma", folder)
+    prompts = prompts_of("window", 2)
+    async with Engine.running(tmp_path / "alone.log", model=str(model)) as engine:
+        new = await one_by_one(engine, prompts)
+        again = await one_by_one(engine, prompts)
+    async with pool_of(tmp_path, nodes=2) as pool:
+        extra = transfer(pool.sockets["node-1"])
+        async with Engine.running(
+            tmp_path / "node-1.log", model=str(model), kv_transfer_config=extra
+        ) as engine:
+            assert right(await one_by_one(engine, prompts), new)
+            await saved(engine, prompts)
+        extra = transfer(pool.sockets["node-2"])
+        async with Engine.running(
+            tmp_path / "node-2.log", model=str(model), kv_transfer_config=extra
+        ) as engine:
+            answers = await one_by_one(engine, prompts)
+            assert same(answers, again)
+            assert [one["cached"] for one in answers] == [len(p) // 32 * 32 for p in prompts]
+
+
+async def test_the_server_needs_one_flag_and_shows_what_it_does(
+    llama: Path, families: dict[str, list[Prompt]], computed: Computed, tmp_path: Path
+) -> None:
+    prompts, expected = families["hits"], computed.new["hits"]
+    async with pool_of(tmp_path, nodes=2) as pool:
+        for node in ("node-1", "node-2"):
+            async with Server.running(
+                tmp_path / f"{node}.log", llama, transfer(pool.sockets[node])
+            ) as server:
+                for prompt, one in zip(prompts, expected, strict=True):
+                    assert await server.complete(prompt, 8) == one["tokens"], node
+                blocks = len(
+                    {tuple(p[: 32 * (at + 1)]) for p in prompts for at in range(len(p) // 32)}
+                )
+                if node == "node-1":
+                    await server.shows("kvcast_save_blocks_total", blocks)
+                    assert await server.stored_events(blocks)
+                else:
+                    await server.shows("kvcast_load_blocks_total", blocks)
+                    await server.shows("kvcast_load_seconds_count", len(prompts))
