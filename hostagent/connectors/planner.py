@@ -322,6 +322,15 @@ class Planner:
 
     # --- saves ----------------------------------------------------------------------------------
 
+    def unsaved(self, name: str, full: int) -> bool:
+        """Whether `computed` may have something to save; costs nothing, so to be asked first."""
+        request = self._requests.get(name)
+        return (
+            request is not None
+            and self._options.save
+            and (request.saved is None or request.saved < full)
+        )
+
     def computed(
         self,
         now: float,
@@ -337,7 +346,7 @@ class Planner:
         which is also left in `saves`; what is beyond the bound waits for the next call."""
         options = self._options
         request = self._requests.get(name)
-        if request is None or not options.save or not self.health.well:
+        if request is None or not self.unsaved(name, full) or not self.health.well:
             return None
         if request.saved is None:
             # What the engine held, it has saved when it was computed; where the pool was asked,

@@ -494,8 +494,7 @@ class _SchedulerHalf:
             request = self._requests.get(name)
             if request is not None:
                 self._here.setdefault(name, request.num_computed_tokens // self._block_tokens)
-                tokens = request.num_computed_tokens + scheduled
-                self._save(now, request, tokens, self.manager.get_block_ids(name))
+                self._save(now, request, request.num_computed_tokens + scheduled, None)
         self._let_go()
         out = self.planner.out
         metadata = KvcastMetadata(list(out.loads), list(out.saves), self._readers, idle)
@@ -503,12 +502,20 @@ class _SchedulerHalf:
         out.saves.clear()
         return metadata
 
-    def _save(self, now: float, request: Any, tokens: int, block_ids: Any) -> None:
-        """Save what is full and computed of a request, `tokens` of which are."""
+    def _save(
+        self, now: float, request: Any, tokens: int, block_ids: tuple[list[int], ...] | None
+    ) -> None:
+        """Save what is full and computed of a request, `tokens` of which are. `block_ids`: as in
+        `Planner.computed`; None: vLLM is asked."""
         if not self._options.save_generated:
             tokens = min(tokens, request.num_prompt_tokens)
-        full = min(tokens // self._block_tokens, len(request.block_hashes), len(block_ids[0]))
         name = request.request_id
+        full = min(tokens // self._block_tokens, len(request.block_hashes))
+        if not self.planner.unsaved(name, full):
+            return
+        if block_ids is None:
+            block_ids = self.manager.get_block_ids(name)
+        full = min(full, *map(len, block_ids))
         save = self.planner.computed(
             now, name, request.block_hashes, full, block_ids, here=self._here.get(name, 0)
         )
