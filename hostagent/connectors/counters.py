@@ -29,7 +29,6 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
     "save_bytes": ("", "bytes that were saved"),
     "save_failures": ("reason", "engine blocks that were not saved"),
     "saves_delayed": ("", "steps in which saves waited because too much was being saved"),
-    "saves_unreported": ("", "saves whose workers did not say that they ended"),
 }
 """Every count: its label's name ("" for none), and what it counts."""
 

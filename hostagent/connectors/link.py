@@ -39,6 +39,10 @@ CONNECT_S: Final = 1.0
 """How long a connection to the agent may take; it is on this node."""
 RECONNECT_S: Final = 1.0
 """How long after a connection that failed none is tried."""
+GROUP_HEAD_START_S: Final = 0.01
+"""How much later than the others of its reader group asks the one that asks for all: an answer that
+comes before a node expects it is lost to that node. All ranks of an engine hear of a load in one
+step."""
 SAVES_AT_ONCE: Final = 4
 ARENA_SHARE: Final = 8
 """One load or save has at most an eighth of the arena at once."""
@@ -157,10 +161,10 @@ class Link:
         finally:
             loop.close()
 
-    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` on the thread."""
+    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Run `work` on the thread; False once the link is closed."""
         if self._closed:
-            return
+            return False
         loop = self._running_loop()
 
         def begin() -> None:
@@ -168,8 +172,11 @@ class Link:
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
-        with contextlib.suppress(RuntimeError):  # the loop was closed in this moment
+        try:
             loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the loop was closed in this moment
+            return False
+        return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -330,6 +337,8 @@ class Link:
 
     async def _bring(self, opened: OpenLoad, memory: EngineMemory, expect: bool) -> None:
         client, namespace = await self._ready()
+        if self._group and not expect:
+            await asyncio.sleep(GROUP_HEAD_START_S)
         groups = opened.groups
         keys: list[bytes] = []
         parts: list[int] = []
@@ -440,13 +449,15 @@ class Link:
             except _UnreachableError:
                 failed = "unavailable"
             finally:
+                memory.settle()
                 copied()
             self._counters.add("save_blocks", done)
             self._counters.add("save_bytes", done * sum(memory.part_bytes))
             if failed:
                 self._counters.add("save_failures", len(save.hashes) - done, reason=failed)
 
-        self._do(put)
+        if not self._do(put):
+            copied()
 
     async def _put(
         self,

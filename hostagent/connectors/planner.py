@@ -135,7 +135,6 @@ class _Saving:
     request: str
     hashes: tuple[bytes, ...]
     block_ids: tuple[tuple[int, ...], ...]
-    due: float
     reports: int = 0
 
 
@@ -375,16 +374,16 @@ class Planner:
             tuple(tuple(ids[first:until]) for ids in block_ids),
             options.save_s,
         )
-        self._saving[save.number] = _Saving(
-            name, save.hashes, save.block_ids, now + 2 * options.save_s + 1.0
-        )
+        self._saving[save.number] = _Saving(name, save.hashes, save.block_ids)
         self._in_save.update(save.hashes)
         self._saving_blocks += len(save.hashes)
         self.out.saves.append(save)
         return save
 
     def saved(self, now: float, number: int, reports: int = 1) -> tuple[bytes, ...]:
-        """Workers are done with a save, well or not. Its hashes, where it has now ended."""
+        """Workers are done with a save, well or not. Its hashes, where it has now ended: only then
+        may its blocks be used again, however long that takes, since a worker may still read them.
+        """
         del now
         saving = self._saving.get(number)
         if saving is None:
@@ -394,13 +393,6 @@ class Planner:
             return ()
         self._end_save(number, saving)
         return saving.hashes
-
-    def pass_time(self, now: float) -> None:
-        """Give up saves that nobody reports: to be called once a step."""
-        late = [(n, s) for n, s in self._saving.items() if now >= s.due]
-        for number, saving in late:
-            self._counters.add("saves_unreported")
-            self._end_save(number, saving)
 
     def forget(self) -> None:
         """Forget what was learned of the pool."""

@@ -489,7 +489,6 @@ class _SchedulerHalf:
             self._news.wait(IDLE_WAIT_S)
         self._news.clear()
         self._hear_answers()
-        self.planner.pass_time(now)
         for name, scheduled in output.num_scheduled_tokens.items():
             request = self._requests.get(name)
             if request is not None:

@@ -256,7 +256,6 @@ async def test_layers_with_a_sliding_window_are_read_by_other_nodes_too(
     prompts = prompts_of("window", 2)
     async with Engine.running(tmp_path / "alone.log", model=str(model)) as engine:
         new = await one_by_one(engine, prompts)
-        again = await one_by_one(engine, prompts)
     async with pool_of(tmp_path, nodes=2) as pool:
         extra = transfer(pool.sockets["node-1"])
         async with Engine.running(
@@ -269,7 +268,7 @@ async def test_layers_with_a_sliding_window_are_read_by_other_nodes_too(
             tmp_path / "node-2.log", model=str(model), kv_transfer_config=extra
         ) as engine:
             answers = await one_by_one(engine, prompts)
-            assert same(answers, again)
+            assert right(answers, new)  # vLLM's own cache has other hits with such layers
             assert [one["cached"] for one in answers] == [len(p) // 32 * 32 for p in prompts]
 
 

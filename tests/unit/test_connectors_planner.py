@@ -284,18 +284,6 @@ def test_saves_beyond_the_bound_wait_and_leave_no_gap() -> None:
     assert second.first == 4
 
 
-def test_a_save_that_nobody_reports_does_not_keep_its_memory_for_ever() -> None:
-    planner, hashes = make(save_s=1.0), chain("a", 10)
-    ask(planner, "r", hashes, held=0)
-    save = planner.computed(0.0, "r", hashes, 10, ids(10))
-    assert save is not None
-    planner.pass_time(2.9)
-    assert not planner.out.let_go
-    planner.pass_time(3.1)
-    assert planner.out.let_go.pop() == (save.number, save.block_ids)
-    assert counts(planner)["saves_unreported"] == 1
-
-
 def test_a_save_ends_when_all_workers_are_done_with_it() -> None:
     planner, hashes = make(workers=3), chain("a", 2)
     ask(planner, "r", hashes, held=0)
