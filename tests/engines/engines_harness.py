@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcast.bench.engines import engine
+from kvcast.bench.engines.engine import ANSWER_S, START_S, Answers, Engine, Prompt
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.part import die_with_parent
@@ -27,17 +29,12 @@ from own_address import own_address, own_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
-START_S = 240.0
-ANSWER_S = 240.0
-"""Patience with a machine that others use, too; nothing here is a measurement."""
 DEADLINE_S = 2.0
 MODEL_NAME = "model"
 
 needs_engines = pytest.mark.skipif(
     not PYTHON.exists(), reason="no .venv-engines: make setup-engines"
 )
-
-Prompt = list[int]
 
 
 def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> list[Prompt]:
@@ -52,114 +49,18 @@ def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> 
 
 def transfer(socket: Path | str, **extra: Any) -> dict[str, Any]:
     """What a user says to `--kv-transfer-config`."""
-    return {
-        "kv_connector": "KvcastConnector",
-        "kv_connector_module_path": "kvcast.hostagent.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "socket": str(socket),
-            "model": MODEL_NAME,
-            "deadline_s": DEADLINE_S,
-        }
-        | extra,
-    }
+    options: dict[str, Any] = {"model": MODEL_NAME, "deadline_s": DEADLINE_S}
+    return engine.transfer(socket, **(options | extra))
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    """A model of random weights (`tiny_models`)."""
-    import subprocess
-
-    path = folder / kind
-    done = subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_models.py"), kind, str(path)],
-        capture_output=True,
-        timeout=START_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    return path
+    """A model of random weights."""
+    return engine.make_model(PYTHON, kind, folder)
 
 
-class Engine:
-    """An engine's process (`engine_process`)."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process = process
-        self.log = log
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def running(
-        cls, log: Path, environment: dict[str, str] | None = None, **options: Any
-    ) -> AsyncIterator[Engine]:
-        """An engine with these options of vLLM's; ends with the block."""
-        import os
-
-        with log.open("wb") as out:
-            process = await asyncio.create_subprocess_exec(
-                str(PYTHON),
-                str(HERE / "engine_process.py"),
-                json.dumps(options),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=out,
-                limit=1 << 26,
-                env={**os.environ, **(environment or {})},
-                preexec_fn=die_with_parent(),
-            )
-        engine = cls(process, log)
-        try:
-            assert (await engine._line(START_S)).get("ready")
-            yield engine
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                await asyncio.wait_for(process.wait(), 30)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-
-    async def _line(self, timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-        assert line, f"the engine has ended:\n{self.log_text()[-3000:]}"
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
-
-    async def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        await self._process.stdin.drain()
-        return await self._line(ANSWER_S)
-
-    async def generate(
-        self, prompts: Sequence[Prompt], max_tokens: int = 8
-    ) -> list[dict[str, Any]]:
-        """All at once; each answer with tokens, logprobs, how many tokens were cached, and how the
-        request has ended. `seconds`: how long all took together."""
-        order = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
-        answer = await self._ask(order)
-        answers: list[dict[str, Any]] = answer["answers"]
-        for one in answers:
-            one["seconds"] = answer["seconds"]
-        return answers
-
-    async def stats(self) -> dict[str, float]:
-        """The connector's totals, from vLLM's metrics: "name" or "name|label=value"."""
-        totals = await self._ask({"stats": True})
-        return {
-            name.removeprefix("vllm:kvcast_").replace("_total", ""): value
-            for name, value in totals.items()
-        }
-
-    async def hashes(self, prompt: Prompt) -> list[bytes]:
-        """vLLM's hashes of the prompt's full blocks."""
-        return [bytes.fromhex(one) for one in (await self._ask({"hashes": prompt}))["hashes"]]
-
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
+def running(log: Path, **options: Any) -> contextlib.AbstractAsyncContextManager[Engine]:
+    """An engine with these options of vLLM's; ends with the block."""
+    return Engine.running(PYTHON, log, {}, **options)
 
 
 class Server:
@@ -291,7 +192,7 @@ _LISTENER = """
 import msgspec, sys, zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 socket = zmq.Context().socket(zmq.SUB)
-socket.connect(sys.argv[1])
+socket.bind(sys.argv[1])  # vLLM connects to an endpoint without a wildcard
 socket.setsockopt_string(zmq.SUBSCRIBE, "")
 decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
 while True:
@@ -301,8 +202,6 @@ while True:
             print(len(event.block_hashes), flush=True)
 """
 """Prints how many blocks each event says to be stored in the pool."""
-
-Answers = list[dict[str, Any]]
 
 RECOMPUTED = 1e-4
 """How far log-probabilities of one prompt may lie apart where other numbers of its tokens were
@@ -361,8 +260,8 @@ async def corrupt(pool: Pool, block_hash: bytes) -> int:
     return places
 
 
-async def saved(engine: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) -> None:
-    """Wait until all that these prompts are of lies in the pool (`engine` began with none)."""
+async def saved(one: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) -> None:
+    """Wait until all that these prompts are of lies in the pool (`one` began with none)."""
     blocks = {
         tuple(prompt[: block_tokens * (number + 1)])
         for prompt in prompts
@@ -370,8 +269,8 @@ async def saved(engine: Engine, prompts: Sequence[Prompt], block_tokens: int = 3
     }
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        await engine.generate([[3]], 1)  # in one process, news of saves come with steps
-        if (await engine.stats()).get("save_blocks", 0) >= len(blocks):
+        await one.generate([[3]], 1)  # in one process, news of saves come with steps
+        if (await one.stats()).get("save_blocks", 0) >= len(blocks):
             return
         await asyncio.sleep(0.2)
-    raise AssertionError(f"{len(blocks)} blocks were never saved: {await engine.stats()}")
+    raise AssertionError(f"{len(blocks)} blocks were never saved: {await one.stats()}")

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 from engines_harness import (
-    Answers,
-    Engine,
-    Prompt,
     Server,
     corrupt,
     make_model,
@@ -23,10 +20,12 @@ from engines_harness import (
     pool_of,
     prompts_of,
     right,
+    running,
     same,
     saved,
     transfer,
 )
+from kvcast.bench.engines.engine import Answers, Engine, Prompt
 
 pytestmark = [needs_engines, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -68,7 +67,7 @@ class Computed:
 def computed(llama: Path, families: dict[str, list[Prompt]], folder: Path) -> Computed:
     async def compute() -> Computed:
         computed = Computed()
-        async with Engine.running(folder / "alone.log", model=str(llama)) as engine:
+        async with running(folder / "alone.log", model=str(llama)) as engine:
             for name, prompts in families.items():
                 computed.new[name] = await one_by_one(engine, prompts)
                 computed.again[name] = await one_by_one(engine, prompts)
@@ -97,7 +96,7 @@ async def test_what_one_node_computed_the_others_read(
         for node in ("node-1", "node-2", "node-3"):
             log = tmp_path / f"{node}.log"
             extra = transfer(pool.sockets[node])
-            async with Engine.running(log, model=str(llama), kv_transfer_config=extra) as engine:
+            async with running(log, model=str(llama), kv_transfer_config=extra) as engine:
                 answers = await one_by_one(engine, prompts)
                 stats = await engine.stats()
                 if node == "node-1":
@@ -133,10 +132,10 @@ async def test_three_engines_at_once(
             return await engine.stats()
 
         async with contextlib.AsyncExitStack() as engines:
-            running = await asyncio.gather(
+            together = await asyncio.gather(
                 *(
                     engines.enter_async_context(
-                        Engine.running(
+                        running(
                             tmp_path / f"{node}.log",
                             model=str(llama),
                             kv_transfer_config=transfer(socket),
@@ -145,7 +144,7 @@ async def test_three_engines_at_once(
                     for node, socket in pool.sockets.items()
                 )
             )
-            stats = await asyncio.gather(*map(play, running))
+            stats = await asyncio.gather(*map(play, together))
         assert not any("failed" in name for each in stats for name in each), stats
 
 
@@ -157,14 +156,14 @@ async def test_whatever_dies_every_request_ends_right_and_in_time(
 ) -> None:
     async with pool_of(tmp_path, replicas=1) as pool:
         extra = transfer(pool.sockets["node-1"])
-        async with Engine.running(
+        async with running(
             tmp_path / "first.log", model=str(llama), kv_transfer_config=extra
         ) as first:
             everything = [prompt for name in FAULTS for prompt in families[name]]
             assert len(await first.generate(everything, 1)) == len(everything)
             await saved(first, everything)
         extra = transfer(pool.sockets["node-2"], retry_s=0.5)
-        async with Engine.running(
+        async with running(
             tmp_path / "second.log", model=str(llama), kv_transfer_config=extra
         ) as second:
 
@@ -226,19 +225,19 @@ async def test_a_latent_cache_is_read_by_other_nodes_too(folder: Path, tmp_path:
     model = make_model("deepseek", folder)
     prompts = prompts_of("mla", 2, shared=1600, own=400)
     half_known = [*prompts[0][:1008], *prompts_of("other", 1, shared=0, own=200)[0]]
-    async with Engine.running(tmp_path / "alone.log", model=str(model), block_size=16) as engine:
+    async with running(tmp_path / "alone.log", model=str(model), block_size=16) as engine:
         alone = [(await engine.generate([prompt], 9))[0] for prompt in prompts]
         [alone_half] = await engine.generate([half_known])
     async with pool_of(tmp_path) as pool:
         extra = transfer(pool.sockets["node-1"])
-        async with Engine.running(
+        async with running(
             tmp_path / "node-1.log", model=str(model), block_size=16, kv_transfer_config=extra
         ) as engine:
             assert same([(await engine.generate([prompt], 9))[0] for prompt in prompts], alone)
             await saved(engine, prompts, block_tokens=16)
         for node in ("node-2", "node-3"):
             extra = transfer(pool.sockets[node])
-            async with Engine.running(
+            async with running(
                 tmp_path / f"{node}.log", model=str(model), block_size=16, kv_transfer_config=extra
             ) as engine:
                 for prompt, expected in zip(prompts, alone, strict=True):
@@ -254,17 +253,17 @@ async def test_layers_with_a_sliding_window_are_read_by_other_nodes_too(
 ) -> None:
     model = make_model("gemma", folder)
     prompts = prompts_of("window", 2)
-    async with Engine.running(tmp_path / "alone.log", model=str(model)) as engine:
+    async with running(tmp_path / "alone.log", model=str(model)) as engine:
         new = await one_by_one(engine, prompts)
     async with pool_of(tmp_path, nodes=2) as pool:
         extra = transfer(pool.sockets["node-1"])
-        async with Engine.running(
+        async with running(
             tmp_path / "node-1.log", model=str(model), kv_transfer_config=extra
         ) as engine:
             assert right(await one_by_one(engine, prompts), new)
             await saved(engine, prompts)
         extra = transfer(pool.sockets["node-2"])
-        async with Engine.running(
+        async with running(
             tmp_path / "node-2.log", model=str(model), kv_transfer_config=extra
         ) as engine:
             answers = await one_by_one(engine, prompts)

@@ -1,10 +1,11 @@
 """One engine in a process of its own, told what to do by lines of JSON.
 
-Runs in the engines' environment: `python engine_process.py OPTIONS`, a JSON object of vLLM's engine
-arguments. Each line on the standard input is {"prompts": [[token, …], …], "max_tokens": N}; each is
-answered by a line on what was the standard output: the tokens and their log-probabilities, how many
-of the prompt's tokens were cached, and how long it took. {"stats": true} asks for the connector's
-totals; {"hashes": [token, …]} for the prompt's block hashes, in hexadecimal.
+Runs in the engines' environment: `python -m kvcast.bench.engines.process OPTIONS`, a JSON object of
+vLLM's engine arguments. Each line on the standard input is {"prompts": [[token, …], …],
+"max_tokens": N}; each is answered by a line on what was the standard output: the tokens and their
+log-probabilities, how many of the prompt's tokens were cached, and how long it took. {"stats":
+true} asks for the connector's totals; {"hashes": [token, …]} for the prompt's block hashes, in
+hexadecimal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Models of random weights, small enough to be computed here; nothing is fetched.
 
-Runs in the engines' environment: `python tiny_models.py KIND FOLDER`. KIND: "llama" (grouped
-heads), "deepseek" (MLA: one latent vector a token, the same on all ranks), "gemma" (layers with a
-sliding window beside such with full attention).
+Runs in the engines' environment: `python -m kvcast.bench.engines.tiny_models KIND FOLDER`. KIND:
+"llama" (grouped heads), "deepseek" (MLA: one latent vector a token, the same on all ranks), "gemma"
+(layers with a sliding window beside such with full attention), "bench" (grouped heads, and so large
+that to compute a long prompt takes seconds).
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def _config(kind: str) -> Any:
     if kind == "llama":
         from transformers import LlamaConfig
 
+        return LlamaConfig(num_key_value_heads=4, **common)
+    if kind == "bench":
+        from transformers import LlamaConfig
+
+        common |= {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+        common |= {"max_position_embeddings": 1 << 16}
         return LlamaConfig(num_key_value_heads=4, **common)
     if kind == "deepseek":
         from transformers import DeepseekV2Config
