@@ -265,7 +265,6 @@ class Planner:
         request = self._requests.get(name)
         if request is None or count <= 0:
             return
-        assert request.stage is Stage.KNOWN, f"{name} is {request.stage.value}"
         here = request.here
         request.stage = Stage.LOADING
         began = now if request.wanted_since is None else request.wanted_since

@@ -317,9 +317,11 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
-        if self._scheduler is not None:
-            self._scheduler.planner.forget()
-        return True
+        """The pool is others', too, and keeps what it holds; so False: nothing was emptied."""
+        if self._scheduler is None:
+            return True
+        self._scheduler.planner.forget()
+        return False
 
     # --- both ---------------------------------------------------------------------------------
 

@@ -274,3 +274,32 @@ async def test_engines_that_hash_otherwise_are_told(
 
         told = await asyncio.to_thread(play)
         assert set(told) == {hashing_facts("sha256", "1")}
+
+
+async def test_ranks_that_hold_the_same_bytes_read_as_a_group(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 4, replicas=0, arena_bytes=64 * MIB) as (pool, _):
+
+        def play() -> None:
+            names = ["node-2", "node-3", "node-4"]
+            writer, mine = nodes(pool.sockets["node-1"]), Memory(1)
+            ids = (tuple(range(1, 31)), tuple(range(1, 31)))
+            chain = hashes("group", 30)
+            writer.save(chain, mine, ids)
+            ranks = [nodes(pool.sockets[name]) for name in names]
+            memories = [Memory(None) for _ in ranks]
+            for rank in ranks:
+                rank.link.use(NAME, names)
+                assert rank.held(chain) == 30
+            for number, (rank, memory) in enumerate(zip(ranks, memories, strict=True)):
+                load = Load("r", 1, 0, chain, ids, 20.0)
+                rank.link.load(load, rank.table, memory, expect=number > 0)
+            for rank, memory in zip(ranks, memories, strict=True):
+                while not (reports := rank.table.take(time.monotonic())):
+                    rank.table.wait(0.1)
+                assert (reports[0].came, reports[0].reason) == (30, "")
+                assert of(memory, ids) == of(mine, ids)
+            assert sum(rank.counters.take().get("load_blocks|tier=shared", 0) for rank in ranks) > 0
+
+        await asyncio.to_thread(play)
