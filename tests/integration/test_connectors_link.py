@@ -6,6 +6,7 @@ Oracle: the bytes of the other engine's memory. Cannot see: engines; `tests/engi
 from __future__ import annotations
 
 import asyncio
+import mmap
 import random
 import threading
 import time
@@ -301,5 +302,30 @@ async def test_ranks_that_hold_the_same_bytes_read_as_a_group(
                 assert (reports[0].came, reports[0].reason) == (30, "")
                 assert of(memory, ids) == of(mine, ids)
             assert sum(rank.counters.take().get("load_blocks|tier=shared", 0) for rank in ranks) > 0
+
+        await asyncio.to_thread(play)
+
+
+async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_right_ones(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1, replicas=0) as (pool, _):
+
+        def play() -> None:
+            node, mine, theirs = nodes(pool.sockets["node-1"]), Memory(1), Memory(None)
+            chain = hashes("a", 4)
+            node.save(chain, mine, IDS)
+            [path] = [one for one in pool.arenas if one.suffix == ".arena"]
+            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+                at = arena.find(bytes(mine.parts[IDS[1][2]][2]))
+                assert at >= 0
+                arena[at + 100] ^= 1
+            ended = node.load(chain, theirs, IDS)
+            assert (ended.came, ended.reason) == (2, "corrupt")
+            assert of(theirs)[:2] == of(mine)[:2]
+            assert theirs.parts[IDS[1][2]][2] == b""
+            node.save(chain[2:], mine, tuple(ids[2:] for ids in IDS))
+            assert node.load(chain, theirs, IDS).came == 4
+            assert of(theirs) == of(mine)
 
         await asyncio.to_thread(play)
