@@ -37,9 +37,8 @@ MOST_LOOKUPS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """Bounds of what is decided; seconds, tokens and blocks as in `ConnectorOptions`."""
+    """Bounds of what is decided; seconds and blocks as in `ConnectorOptions`."""
 
-    block_tokens: int
     deadline_s: float = 2.0
     lookup_s: float = 0.25
     fresh_s: float = 0.5
@@ -109,7 +108,6 @@ class _Request:
     stage: Stage = Stage.NEW
     lookup: int = 0
     """The number of the last question about it."""
-    asked_at: float = 0.0
     answered_at: float = 0.0
     wanted_since: float | None = None
     """Since when the engine waits for us: the deadline counts from here."""
@@ -311,9 +309,8 @@ class Planner:
         if came == 0 and reason in ("deadline", "unavailable"):
             self.health.failed(now)
 
-    def finished(self, now: float, name: str) -> None:
+    def finished(self, name: str) -> None:
         """The engine is done with a request. Its saves go on."""
-        del now
         request = self._requests.pop(name, None)
         if request is not None:
             self._lookups_out.pop(request.lookup, None)
@@ -379,11 +376,10 @@ class Planner:
         self.out.saves.append(save)
         return save
 
-    def saved(self, now: float, number: int, reports: int = 1) -> tuple[bytes, ...]:
+    def saved(self, number: int, reports: int = 1) -> tuple[bytes, ...]:
         """Workers are done with a save, well or not. Its hashes, where it has now ended: only then
         may its blocks be used again, however long that takes, since a worker may still read them.
         """
-        del now
         saving = self._saving.get(number)
         if saving is None:
             return ()
@@ -419,7 +415,6 @@ class Planner:
         self._lookups_out.pop(request.lookup, None)
         request.lookup = self._numbers
         request.stage = Stage.ASKED
-        request.asked_at = now
         self._lookups_out[self._numbers] = name
         self._counters.add("lookups")
         self.out.lookups.append(

@@ -368,7 +368,6 @@ class _SchedulerHalf:
         self._options = options
         self.planner = Planner(
             PlannerOptions(
-                block_tokens=self._block_tokens,
                 deadline_s=options.deadline_s,
                 lookup_s=options.lookup_s,
                 fresh_s=options.fresh_s,
@@ -541,7 +540,7 @@ class _SchedulerHalf:
             self.planner.loaded(now, name, number, came, hashes, reason)
         for number, reports in news.saves.items():
             stored = self._stored.get(number)
-            if self.planner.saved(now, number, reports) and stored is not None:
+            if self.planner.saved(number, reports) and stored is not None:
                 self._events.append(_stored_event(*stored, self._block_tokens))
         self._let_go()
 
@@ -551,7 +550,7 @@ class _SchedulerHalf:
         if self._requests.pop(name, None) is not None and name in self._here:
             self._save(now, request, request.num_computed_tokens, block_ids)
         self._here.pop(name, None)
-        self.planner.finished(now, name)
+        self.planner.finished(name)
 
     def take_events(self) -> list[Any]:
         events, self._events = self._events, []

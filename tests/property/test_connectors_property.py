@@ -30,7 +30,6 @@ class Engine:
         workers = self.random.choice((1, 1, 2))
         self.planner = Planner(
             PlannerOptions(
-                block_tokens=16,
                 deadline_s=DEADLINE_S,
                 lookup_s=LOOKUP_S,
                 save_s=SAVE_S,
@@ -91,7 +90,7 @@ class Engine:
             number, held = self.unreported.pop(at)
             for one, block_hash in held.items():
                 assert self.memory[one] == block_hash, "nor does it change while it is read"
-            self.planner.saved(self.now, number)
+            self.planner.saved(number)
         while out.let_go:
             _, block_ids = out.let_go.popleft()
             self.release(block_ids[0])
@@ -177,7 +176,7 @@ class Engine:
             self.step()
         self.planner.computed(self.now, name, hashes, done, [ids], here=here)
         self.step()
-        self.planner.finished(self.now, name)
+        self.planner.finished(name)
         self.release(ids)
 
 
@@ -209,7 +208,7 @@ def test_a_healthy_pool_brings_all_that_was_saved(seed: int) -> None:
     system = random.Random(seed)
     hashes = [system.randbytes(32) for _ in range(system.randint(2, 30))]
     counters = Counters()
-    planner = Planner(PlannerOptions(block_tokens=16, most_saving=1000), counters)
+    planner = Planner(PlannerOptions(most_saving=1000), counters)
     planner.arrived(0.0, "a", hashes)
     planner.answered(0.0, "a", planner.out.lookups.pop().number, 0)
     pool: set[bytes] = set()

@@ -23,7 +23,7 @@ from kvcast.hostagent.connectors.naming import (
 from kvcast.hostagent.connectors.options import ConfigurationError, parse_options
 from kvcast.hostagent.connectors.planner import MOST_LOOKUPS, Load, Planner, PlannerOptions
 
-OPTIONS = PlannerOptions(block_tokens=16, deadline_s=2.0, lookup_s=0.25, most_saving=64)
+OPTIONS = PlannerOptions(deadline_s=2.0, lookup_s=0.25, most_saving=64)
 
 
 def chain(name: str, blocks: int) -> list[bytes]:
@@ -169,7 +169,7 @@ def test_a_report_of_another_load_or_a_request_that_is_gone_changes_nothing() ->
     planner.loaded(0.2, "r", plan.number + 7, 0, hashes, "deadline")
     planner.loaded(0.2, "x", plan.number, 0, hashes, "deadline")
     planner.loaded(0.2, "r", plan.number, 8, hashes, "")
-    planner.finished(0.3, "r")
+    planner.finished("r")
     planner.loaded(0.4, "r", plan.number, 0, hashes, "deadline")
     assert "failed_loads|reason=deadline" not in counts(planner)
 
@@ -182,7 +182,7 @@ def test_questions_are_bounded() -> None:
     assert planner.matched(0.0, f"r{MOST_LOOKUPS}", hashes, 0, 2) == 0
     assert counts(planner)["lookups_failed|reason=busy"] == 5
     for number in range(MOST_LOOKUPS):
-        planner.finished(0.1, f"r{number}")
+        planner.finished(f"r{number}")
     planner.arrived(0.2, "later", hashes)
     assert planner.matched(0.2, "later", hashes, 0, 2) is None
 
@@ -237,9 +237,9 @@ def test_what_the_pool_lacks_is_saved_once_as_it_is_computed() -> None:
     assert second is not None
     assert second.block_ids == ((104, 105),)
     assert planner.saving_blocks == 6
-    assert planner.saved(0.4, first.number) == first.hashes
+    assert planner.saved(first.number) == first.hashes
     assert planner.out.let_go.pop() == (first.number, first.block_ids)
-    assert planner.saved(0.4, first.number) == ()  # said twice
+    assert planner.saved(first.number) == ()  # said twice
     assert planner.saving_blocks == 2
 
 
@@ -278,7 +278,7 @@ def test_saves_beyond_the_bound_wait_and_leave_no_gap() -> None:
     assert len(first.hashes) == 4
     assert planner.computed(0.2, "r", hashes, 10, ids(10)) is None
     assert counts(planner)["saves_delayed"] == 1
-    planner.saved(0.3, first.number)
+    planner.saved(first.number)
     second = planner.computed(0.4, "r", hashes, 10, ids(10))
     assert second is not None
     assert second.first == 4
@@ -289,8 +289,8 @@ def test_a_save_ends_when_all_workers_are_done_with_it() -> None:
     ask(planner, "r", hashes, held=0)
     save = planner.computed(0.0, "r", hashes, 2, ids(2))
     assert save is not None
-    assert planner.saved(0.1, save.number, 2) == ()
-    assert planner.saved(0.2, save.number, 1) == save.hashes
+    assert planner.saved(save.number, 2) == ()
+    assert planner.saved(save.number, 1) == save.hashes
 
 
 def test_a_consumer_saves_nothing_and_a_producer_loads_nothing() -> None:
