@@ -70,7 +70,7 @@ test: setup setup-shell lint ## lint, types and all tests; what needs root or BM
 	@$(BIN)/python -m pytest -m alone
 
 test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (some minutes)
-	@$(BIN)/python -m pytest tests/engines
+	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .

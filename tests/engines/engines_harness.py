@@ -1,7 +1,7 @@
 """What the tests of engines share: engines in processes of the engines' environment, and a pool.
 
-The pool runs in this environment, the engines in `.venv-engines` (`make setup-engines`); where that
-is not there, all of these tests are skipped.
+The pool runs in this environment, the engines in `.venv-engines` (`make setup-engines`); without
+that, or in `make test`, all of these tests are skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import mmap
+import os
 import random
 import time
 import urllib.request
@@ -32,8 +33,12 @@ PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
 DEADLINE_S = 2.0
 MODEL_NAME = "model"
 
+ASKED = "KVCAST_TEST_ENGINES"
+"""Set by `make test-engines`; these tests take minutes, and `make test` has none to spare."""
+
 needs_engines = pytest.mark.skipif(
-    not PYTHON.exists(), reason="no .venv-engines: make setup-engines"
+    not PYTHON.exists() or not os.environ.get(ASKED),
+    reason="make test-engines runs these, in an environment of their own",
 )
 
 
@@ -76,8 +81,6 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(cls, log: Path, model: Path, config: dict[str, Any]) -> AsyncIterator[Server]:
         """A server with this `--kv-transfer-config`."""
-        import os
-
         address, port, events_port = own_address(), own_port(), own_port()
         endpoint = f"tcp://{address}:{events_port}"
         environment = {
