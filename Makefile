@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvcast-installed
 SHELL_VENV := .venv-p4rt-shell
+ENGINES_VENV := .venv-engines
 # Tests wait for processes and sockets, too: one worker more than there are processors.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
-.PHONY: help setup setup-shell demo check test lint format p4 clean
+.PHONY: help setup setup-shell setup-engines demo check test test-engines lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,6 +45,19 @@ $(SHELL_VENV)/.installed:
 	    'p4runtime-shell==0.0.6' 'protobuf<3.21' 'setuptools<81'
 	@touch $@
 
+# Engines bring hundreds of packages of their own, so they get an environment of their own. vLLM's build
+# for CPUs pulls in torchvision and its like in builds for another torch; nothing here needs them.
+setup-engines: setup $(ENGINES_VENV)/.installed ## make .venv-engines with vLLM for CPUs (3.5 GB, some minutes)
+$(ENGINES_VENV)/.installed: bench/engines/requirements.txt $(STAMP)
+	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	@echo "installing engines into $(ENGINES_VENV) (3.5 GB; some minutes the first time)"
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --requirement bench/engines/requirements.txt
+	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@PYTHONWARNINGS=ignore $(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-build-isolation --config-settings editable_mode=strict --editable .
+	@touch $@
+
 demo: setup ## eight inference nodes read the same prefixes, plainly and through kvcast
 	@$(BIN)/kvcast demo --out kvcast-out
 
@@ -54,6 +68,9 @@ check: setup lint ## lint, types and the tests that are quick: what to run while
 test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
 	@$(BIN)/python -m pytest -m alone
+
+test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (some minutes)
+	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .
@@ -68,5 +85,5 @@ p4: setup ## regenerate the P4 header file, and compile for every target whose c
 	@$(BIN)/python -m kvcast.p4.build
 
 clean: ## remove what make and the tests leave behind
-	rm -rf $(VENV) $(SHELL_VENV) build kvcast-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SHELL_VENV) $(ENGINES_VENV) build kvcast-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -381,6 +381,11 @@ class Pool:
         return self._folder
 
     @property
+    def arenas(self) -> list[Path]:
+        """The files of the agents' DRAM tiers and of their indexes."""
+        return list(self._arenas)
+
+    @property
     def process_name(self) -> str:
         """What the names of this pool's arenas and sockets in shared folders contain."""
         return _process_name()

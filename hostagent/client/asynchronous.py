@@ -11,7 +11,7 @@ import contextlib
 import functools
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -61,6 +61,11 @@ class AsyncClient:
     def node_id(self) -> str:
         """The name of the agent's node."""
         return self._conversation.node_id
+
+    @property
+    def arena_bytes(self) -> int:
+        """The size of the agent's arena."""
+        return self._conversation.arena_bytes
 
     @classmethod
     async def connect(
@@ -173,7 +178,7 @@ class AsyncClient:
         gather_ms: int = 0,
         group: int = 0,
         expect: bool = False,
-    ) -> AsyncIterator[Arrived]:
+    ) -> AsyncGenerator[Arrived, None]:
         """As `get_outcomes`, each as soon as it is there: pairs of a key's position in `keys` and
         its outcome; first those that this node holds. Blocks are the caller's once it has them; of
         an iterator that is given up (`aclose`), the rest are released."""

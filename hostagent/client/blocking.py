@@ -77,6 +77,11 @@ class Client:
             raise
         self.node_id = self._conversation.node_id
 
+    @property
+    def arena_bytes(self) -> int:
+        """The size of the agent's arena."""
+        return self._conversation.arena_bytes
+
     def _run(self, call: Call[T]) -> T:
         self._conversation.check()
         with contextlib.closing(call):

@@ -186,6 +186,11 @@ class Conversation:
         elif isinstance(reply, local.Allocated):
             self._abort([e.ticket for e in reply.extents if e.status == local.OK])
 
+    @property
+    def arena_bytes(self) -> int:
+        """The size of the arena, as far as it is known: 0 before the welcome."""
+        return self._arena.size_bytes if self._arena is not None else 0
+
     def _abort(self, tickets: list[int]) -> None:
         if tickets:
             self._post(local.Abort(next(self._numbers), tickets))

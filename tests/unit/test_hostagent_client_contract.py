@@ -225,7 +225,14 @@ def test_both_clients_offer_the_same() -> None:
     for client in (Client, AsyncClient):
         public = {name for name in vars(client) if not name.startswith("_")}
         assert set(CALLS) <= public
-        assert public - set(CALLS) <= {"close", "connect", "connected", "get_each", "node_id"}
+        assert public - set(CALLS) <= {
+            "arena_bytes",
+            "close",
+            "connect",
+            "connected",
+            "get_each",
+            "node_id",
+        }
     for name in CALLS:
         blocking, asynchronous = getattr(Client, name), getattr(AsyncClient, name)
         assert inspect.signature(blocking) == inspect.signature(asynchronous)

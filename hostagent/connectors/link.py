@@ -1,0 +1,488 @@
+"""The thread on which a connector talks to its agent.
+
+Owns: the connection and when it is made again, the namespace's number and the reader group's, and
+how a chain is looked up, blocks are read into an engine's memory and written from there. Must not
+know: engines; what is to be done comes from `planner` and `loads`, the engine's memory is behind
+`EngineMemory`.
+
+Everything here happens in one thread with an event loop of its own, so that no step of an engine
+waits for the pool. Work is bounded by those who ask for it (`planner`), and each piece by its
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from kvcast.hostagent.client import (
+    AsyncClient,
+    Block,
+    KvcastError,
+    PutError,
+    UnknownNamespaceError,
+)
+from kvcast.hostagent.client.conversation import Ack
+from kvcast.hostagent.connectors.counters import Counters
+from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
+from kvcast.hostagent.connectors.naming import HASHING_KEY, NamespaceName, keys_of
+from kvcast.hostagent.connectors.planner import Load, Lookup, Save
+
+CONNECT_S: Final = 1.0
+"""How long a connection to the agent may take; it is on this node."""
+RECONNECT_S: Final = 1.0
+"""How long after a connection that failed none is tried."""
+GROUP_HEAD_START_S: Final = 0.01
+"""How much later than the others of its reader group asks the one that asks for all: an answer that
+comes before a node expects it is lost to that node. All ranks of an engine hear of a load in one
+step."""
+SAVES_AT_ONCE: Final = 4
+ARENA_SHARE: Final = 8
+"""One load or save has at most an eighth of the arena at once."""
+PREFETCH_KEYS: Final = 16_384
+"""Keys of one chain that are fetched ahead, at most."""
+_HOME: Final[Ack] = "home"
+TIERS: Final = ("local", "switch", "shared", "home", "bulk")
+"""Where a block came from, the nearest first."""
+
+_log = logging.getLogger("kvcast.connector")
+
+
+class EngineMemory(Protocol):
+    """The engine's blocks, by id, in parts: groups of layers of each. Bytes are opaque."""
+
+    @property
+    def part_bytes(self) -> Sequence[int]:
+        """Size of each part of a block, in bytes."""
+
+    @property
+    def cache_group(self) -> Sequence[int]:
+        """To which of the engine's cache groups each part belongs."""
+
+    @property
+    def null_block(self) -> int:
+        """The id that stands for no block: there is nothing to read or to write."""
+
+    def write(self, part: int, block_id: int, data: memoryview) -> None:
+        """Copy `data`, shape (part_bytes[part],), format "B", into a block of the engine."""
+
+    def read(self, part: int, block_id: int, room: memoryview) -> None:
+        """Copy a part of a block of the engine into `room`, as for `write`."""
+
+    def settle(self) -> None:
+        """Wait until all copies that were begun have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Times in seconds, sizes in bytes, as in `ConnectorOptions`."""
+
+    socket: str
+    name: str
+    """Of this client, for the agent's log."""
+    window_bytes: int = 64 << 20
+    verify: bool = True
+    ack: Ack = "home"
+
+
+class _UnreachableError(Exception):
+    """The agent cannot be reached, or the namespace is not to be had."""
+
+
+class Link:
+    """One worker's or scheduler's way to the pool; the thread begins with the first thing to do.
+    Its methods may be called in any thread."""
+
+    def __init__(self, options: LinkOptions, counters: Counters) -> None:
+        self._options = options
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._client: AsyncClient | None = None
+        self._connecting: asyncio.Lock | None = None
+        self._saves: asyncio.Semaphore | None = None
+        self._retry_at = 0.0
+        self._namespace_name: NamespaceName | None = None
+        self._namespace = -1
+        self._nodes: tuple[str, ...] = ()
+        self._group = 0
+        self._prefetches = False
+        self._closed = False
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def use(
+        self, namespace: NamespaceName, nodes: Sequence[str] = (), *, prefetch: bool = False
+    ) -> None:
+        """Which namespace is meant. `nodes`: those that read the same blocks at the same time, as a
+        reader group; none or one: no group. `prefetch`: whether what is looked up is fetched, too;
+        it would come twice where a group reads it."""
+        self._namespace_name = namespace
+        self._prefetches = prefetch
+        self._nodes = tuple(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else ()
+        self._namespace = -1
+        self._group = 0
+
+    def node_id(self, timeout_s: float = CONNECT_S + 1.0) -> str:
+        """The name of the agent's node; "" where it cannot be reached just now."""
+
+        async def ask() -> str:
+            return (await self._connected()).node_id
+
+        try:
+            future = asyncio.run_coroutine_threadsafe(ask(), self._running_loop())
+            return future.result(timeout_s)
+        except (_UnreachableError, KvcastError, concurrent.futures.TimeoutError):
+            return ""
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name="kvcast-connector", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Run `work` on the thread; False once the link is closed."""
+        if self._closed:
+            return False
+        loop = self._running_loop()
+
+        def begin() -> None:
+            task = loop.create_task(work())
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+        try:
+            loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the loop was closed in this moment
+            return False
+        return True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("kvcast's connector has failed", exc_info=task.exception())
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End all work, disconnect, and end the thread."""
+        self._closed = True
+        with self._lock:
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
+            return
+
+        async def end() -> None:
+            tasks = [task for task in self._tasks if not task.done()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._disconnect()
+
+        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(end(), loop).result(timeout_s)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout_s)
+
+    # --- the connection -------------------------------------------------------------------------
+
+    async def _connected(self) -> AsyncClient:
+        if self._connecting is None:
+            self._connecting = asyncio.Lock()
+        async with self._connecting:
+            if self._client is not None and self._client.connected:
+                return self._client
+            if time.monotonic() < self._retry_at:
+                raise _UnreachableError(f"{self._options.socket} could not be reached a moment ago")
+            await self._disconnect()
+            try:
+                self._client = await AsyncClient.connect(
+                    self._options.socket, name=self._options.name, timeout_s=CONNECT_S
+                )
+            except KvcastError as error:
+                self._retry_at = time.monotonic() + RECONNECT_S
+                _log.warning("kvcast's agent cannot be reached: %s", error)
+                raise _UnreachableError(str(error)) from error
+            return self._client
+
+    async def _ready(self) -> tuple[AsyncClient, int]:
+        """A client, and the namespace's number."""
+        client = await self._connected()
+        if self._namespace < 0:
+            name = self._namespace_name
+            assert name is not None, "use() comes first"
+            self._namespace = await client.namespace(
+                name.tenant, name.model, name.version, name.layout
+            )
+            if self._nodes:
+                self._group = await client.group(self._namespace, list(self._nodes))
+        return client, self._namespace
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        self._namespace = -1
+        if client is not None:
+            await client.close()
+
+    @contextlib.contextmanager
+    def _remembered(self) -> Iterator[None]:
+        """A number that means something else by now is asked for again next time."""
+        try:
+            yield
+        except UnknownNamespaceError:
+            self._namespace = -1
+            raise
+
+    # --- lookups --------------------------------------------------------------------------------
+
+    def look_up(
+        self, lookup: Lookup, groups: int, probe: int, answered: Callable[[int | None], None]
+    ) -> None:
+        """Find out how many blocks of a chain the pool holds, and have the agent fetch what the
+        engine lacks. `probe`: the part whose presence stands for a block's. `answered` is called
+        in the thread, with None where nobody said."""
+
+        async def ask() -> None:
+            held: int | None = None
+            try:
+                async with asyncio.timeout(lookup.left_s):
+                    with self._remembered():
+                        client, namespace = await self._ready()
+                        keys = [keys_of(one, groups)[probe] for one in lookup.hashes]
+                        held = await client.exists(namespace, keys, lookup.left_s)
+            except (KvcastError, _UnreachableError, TimeoutError) as error:
+                _log.debug("a lookup has failed: %r", error)
+            finally:
+                answered(held)
+            if held is not None and self._prefetches:
+                await self._prefetch(lookup.hashes[lookup.prefetch_from : held], groups)
+
+        self._do(ask)
+
+    async def _prefetch(self, hashes: Sequence[bytes], groups: int) -> None:
+        keys = [key for one in hashes for key in keys_of(one, groups)][:PREFETCH_KEYS]
+        if keys:
+            with contextlib.suppress(KvcastError, _UnreachableError):
+                client, namespace = await self._ready()
+                await client.prefetch(namespace, keys)
+
+    # --- hashing --------------------------------------------------------------------------------
+
+    def agree(self, facts: bytes, differs: Callable[[bytes], None]) -> None:
+        """Leave word of how this engine hashes; `differs` is called where another has left another
+        word. `facts`: see `naming.hashing_facts`."""
+
+        async def compare() -> None:
+            with contextlib.suppress(KvcastError, _UnreachableError):
+                client, namespace = await self._ready()
+                [block] = await client.get(namespace, [HASHING_KEY], 1.0)
+                if block is None:
+                    await client.put(namespace, {HASHING_KEY: facts})
+                    return
+                with block:
+                    theirs = bytes(block.data)
+                if theirs != facts:
+                    differs(theirs)
+
+        self._do(compare)
+
+    # --- loads ----------------------------------------------------------------------------------
+
+    def load(
+        self, load: Load, table: LoadTable, memory: EngineMemory, *, expect: bool = False
+    ) -> None:
+        """Bring blocks into the engine's memory; the report is in `table`. `expect`: another node
+        of the reader group asks for them."""
+        opened = table.begin(load, len(memory.part_bytes), time.monotonic())
+
+        async def bring() -> None:
+            reason = "unavailable"
+            try:
+                async with asyncio.timeout_at(opened.deadline):
+                    with self._remembered():
+                        await self._bring(opened, memory, expect)
+                reason = ""
+            except TimeoutError:
+                reason = "deadline"
+            except (KvcastError, _UnreachableError) as error:
+                _log.debug("a load has failed: %r", error)
+            finally:
+                try:
+                    memory.settle()
+                finally:
+                    self._counters.add_load_time(time.monotonic() - opened.started_at)
+                    table.end(opened, reason)
+
+        self._do(bring)
+
+    async def _bring(self, opened: OpenLoad, memory: EngineMemory, expect: bool) -> None:
+        client, namespace = await self._ready()
+        if self._group and not expect:
+            await asyncio.sleep(GROUP_HEAD_START_S)
+        groups = opened.groups
+        keys: list[bytes] = []
+        parts: list[int] = []
+        for index, one in enumerate(opened.load.hashes):
+            for group, key in enumerate(keys_of(one, groups)):
+                part = index * groups + group
+                if self._block_id(opened.load.block_ids, memory, part) == memory.null_block:
+                    opened.write(part, lambda: None)
+                else:
+                    keys.append(key)
+                    parts.append(part)
+        tiers = [0] * len(opened.load.hashes)
+        window = self._window(client, memory)
+        for begin in range(0, len(keys), window):
+            if parts[begin] >= opened.gap:
+                break
+            some, places = keys[begin : begin + window], parts[begin : begin + window]
+            left_s = max(opened.deadline - time.monotonic(), 0.001)
+            arrivals = client.get_each(
+                namespace, some, left_s, group=self._group, expect=expect and bool(self._group)
+            )
+            async with contextlib.aclosing(arrivals):
+                async for place, outcome in arrivals:
+                    part = places[place]
+                    if outcome.block is None:
+                        opened.missed(part, outcome.reason or outcome.status)
+                        if outcome.reason == "corrupt":
+                            await self._drop(client, namespace, some[place])
+                    else:
+                        tier = outcome.block.tier
+                        tiers[part // groups] = max(tiers[part // groups], TIERS.index(tier))
+                        if not self._take(opened, memory, part, outcome.block):
+                            await self._drop(client, namespace, some[place])
+                    if opened.ended or opened.complete:
+                        break
+        whole = opened.gap // groups
+        for index in range(min(whole, len(tiers))):
+            self._counters.add("load_blocks", tier=TIERS[tiers[index]])
+        self._counters.add("load_bytes", whole * sum(memory.part_bytes))
+
+    def _take(self, opened: OpenLoad, memory: EngineMemory, part: int, block: Block) -> bool:
+        """Copy a block into the engine's memory; False if its bytes are not what was stored."""
+        group = part % opened.groups
+        with block:
+            if block.size_bytes != memory.part_bytes[group]:
+                opened.missed(part, "wrong_size")
+                return True
+            if self._options.verify and not block.verify():
+                self._counters.add("corrupt_blocks")
+                opened.missed(part, "corrupt")
+                return False
+            block_id = self._block_id(opened.load.block_ids, memory, part)
+            opened.write(part, lambda: memory.write(group, block_id, block.data))
+            memory.settle()
+            return True
+
+    async def _drop(self, client: AsyncClient, namespace: int, key: bytes) -> None:
+        """Have a block forgotten whose bytes are wrong, so that it can be saved again."""
+        with contextlib.suppress(KvcastError):
+            await client.drop(namespace, [key])
+
+    @staticmethod
+    def _block_id(block_ids: Sequence[Sequence[int]], memory: EngineMemory, part: int) -> int:
+        index, group = divmod(part, len(memory.part_bytes))
+        return block_ids[memory.cache_group[group]][index]
+
+    def _window(self, client: AsyncClient, memory: EngineMemory) -> int:
+        """How many parts to have in the arena at once."""
+        room_bytes = min(self._options.window_bytes, client.arena_bytes // ARENA_SHARE)
+        return max(1, room_bytes // max(memory.part_bytes))
+
+    # --- saves ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        save: Save,
+        memory: EngineMemory,
+        probe: int,
+        copied: Callable[[], None],
+        ready: Callable[[], None],
+    ) -> None:
+        """Put blocks of the engine into the pool. `probe`: as in `look_up`. `ready` waits until
+        their bytes are there; `copied` is called once the engine's memory is not needed any more,
+        whatever came of it."""
+        due = time.monotonic() + save.left_s
+
+        async def put() -> None:
+            if self._saves is None:
+                self._saves = asyncio.Semaphore(SAVES_AT_ONCE)
+            failed = ""
+            done = 0
+            try:
+                async with asyncio.timeout_at(due), self._saves:
+                    with self._remembered():
+                        ready()
+                        client, namespace = await self._ready()
+                        window = max(1, self._window(client, memory) // len(memory.part_bytes))
+                        while done < len(save.hashes):
+                            some = range(done, min(done + window, len(save.hashes)))
+                            await self._put(client, namespace, save, memory, some, probe)
+                            done = some.stop
+            except TimeoutError:
+                failed = "deadline"
+            except PutError as error:
+                failed = min(error.failed.values(), default="unavailable")
+            except KvcastError as error:
+                failed = error.status or "unavailable"
+            except _UnreachableError:
+                failed = "unavailable"
+            finally:
+                memory.settle()
+                copied()
+            self._counters.add("save_blocks", done)
+            self._counters.add("save_bytes", done * sum(memory.part_bytes))
+            if failed:
+                self._counters.add("save_failures", len(save.hashes) - done, reason=failed)
+
+        if not self._do(put):
+            copied()
+
+    async def _put(
+        self,
+        client: AsyncClient,
+        namespace: int,
+        save: Save,
+        memory: EngineMemory,
+        some: range,
+        probe: int,
+    ) -> None:
+        """Write these blocks straight into the arena, and commit them: the parts by which they are
+        looked up when the others have reached their homes."""
+        groups = len(memory.part_bytes)
+        rounds: tuple[dict[bytes, tuple[int, int]], ...] = ({}, {})
+        for index in some:
+            for group, key in enumerate(keys_of(save.hashes[index], groups)):
+                block_id = self._block_id(save.block_ids, memory, index * groups + group)
+                if block_id != memory.null_block:
+                    rounds[group == probe][key] = (group, block_id)
+        for sources, ack in zip(rounds, (_HOME, self._options.ack), strict=True):
+            if sources:
+                sizes = {key: memory.part_bytes[group] for key, (group, _) in sources.items()}
+                with await client.reserve(namespace, sizes) as room:
+                    for key, view in room.views.items():
+                        group, block_id = sources[key]
+                        memory.read(group, block_id, view)
+                    memory.settle()
+                    await client.commit(room, ack=ack)

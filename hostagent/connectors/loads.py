@@ -1,0 +1,138 @@
+"""Loads on a worker: which parts have come, and what may still be written.
+
+Owns: each load from its start to its report, its deadline, how much of a prefix is whole, and that
+nothing is written into the engine's memory once the load was reported. Must not know: engines,
+sockets, clocks, bytes.
+
+A load's parts are its blocks times the groups of layers that each consists of, in that order. A
+prefix is worth what comes before its first gap; so a part that is not to be had ends all behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcast.hostagent.connectors.planner import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A load's report: how many of its blocks are whole, from the first; why not the next one (""
+    if all are); which of the engine's block ids hold nothing of use."""
+
+    load: Load
+    came: int
+    reason: str
+
+    @property
+    def bad_block_ids(self) -> set[int]:
+        return {i for ids in self.load.block_ids for i in ids[self.came :]}
+
+
+class OpenLoad:
+    """One load under way. `groups`: parts of each block. Its methods may be called by several
+    threads; `write` runs what it is given while no report can be made."""
+
+    def __init__(self, load: Load, groups: int, now: float) -> None:
+        self.load = load
+        self.groups = groups
+        self.started_at = now
+        self.deadline = now + load.left_s
+        self._left = [groups] * len(load.hashes)
+        self._gap = len(load.hashes) * groups
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._ended = False
+
+    @property
+    def gap(self) -> int:
+        """The first part that will not come; all behind it are of no use."""
+        return self._gap
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything before the gap has come."""
+        whole = self._gap // self.groups
+        return not any(self._left[:whole])
+
+    def write(self, part: int, copy: Callable[[], None]) -> bool:
+        """Do `copy`, which writes this part into the engine's memory, unless the load was reported
+        or the part is of no use; whether it was done."""
+        with self._lock:
+            if self._ended or part >= self._gap:
+                return False
+            copy()
+            self._left[part // self.groups] -= 1
+            return True
+
+    def missed(self, part: int, reason: str) -> None:
+        """This part cannot be had."""
+        with self._lock:
+            if part < self._gap:
+                self._gap = part
+                self._reason = reason
+
+    def end(self, reason: str) -> Ended | None:
+        """Report the load, now and once: from here on nothing is written. `reason`: why something
+        is missing that no part's miss explains. None if it was reported before."""
+        with self._lock:
+            if self._ended:
+                return None
+            self._ended = True
+            came = 0
+            while came < len(self._left) and self._left[came] == 0:
+                came += 1
+            if came == len(self._left):
+                return Ended(self.load, came, "")
+            explained = self._reason and came * self.groups <= self._gap < (came + 1) * self.groups
+            return Ended(self.load, came, self._reason if explained else reason)
+
+
+class LoadTable:
+    """The loads of one worker, and the reports that are to be taken."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, OpenLoad] = {}
+        self._reports: list[Ended] = []
+        self._changed = threading.Condition()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._open)
+
+    def begin(self, load: Load, groups: int, now: float) -> OpenLoad:
+        """A load begins."""
+        opened = OpenLoad(load, groups, now)
+        with self._changed:
+            self._open[load.number] = opened
+        return opened
+
+    def end(self, opened: OpenLoad, reason: str) -> None:
+        """A load is over, unless it was before."""
+        report = opened.end(reason)
+        if report is not None:
+            with self._changed:
+                self._open.pop(opened.load.number, None)
+                self._reports.append(report)
+                self._changed.notify_all()
+
+    def take(self, now: float) -> list[Ended]:
+        """Reports since the last call; those whose time is over are among them."""
+        for opened in [o for o in list(self._open.values()) if now >= o.deadline]:
+            self.end(opened, "deadline")
+        with self._changed:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a report, no longer than that."""
+        with self._changed:
+            if self._open and not self._reports:
+                self._changed.wait(timeout_s)

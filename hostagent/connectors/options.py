@@ -1,0 +1,83 @@
+"""What an operator may say to a connector, in the engine's own configuration.
+
+Owns: the names, defaults and bounds. Must not know: engines, or what is done with them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+SOCKET_VARIABLE: Final = "KVCAST_SOCKET"
+"""Names the agent's socket where the configuration does not."""
+DEFAULT_SOCKET: Final = "/run/kvcast/agent.sock"
+
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+
+
+class ConfigurationError(ValueError):
+    """The connector's configuration is not understood; the message says where."""
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The connector's options (vLLM: `kv_connector_extra_config`)."""
+
+    socket: str = ""
+    """The agent's Unix socket on this node; else the variable KVCAST_SOCKET, else
+    /run/kvcast/agent.sock."""
+    tenant: str = "default"
+    """Whose namespaces these are."""
+    model: str = ""
+    """The model's name in the pool; by default the name or path by which the engine knows it. To
+    be given where nodes keep one model under different paths."""
+    version: str = ""
+    """Anything that tells two states of a model of one name and revision apart."""
+    deadline_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
+    """The longest that the pool may hold a request up, from the moment at which the engine first
+    asks for it until its blocks lie in the engine's memory. What has not come by then is
+    computed."""
+    lookup_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.25
+    """The share of it that finding out what the pool holds may take."""
+    fresh_s: Seconds = 0.5
+    """How old an answer about a prompt's chain may be when the engine gets to it; an older one is
+    asked for again."""
+    retry_s: Seconds = 5.0
+    """How long a block that could not be had counts as not there."""
+    block_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 1 << 20
+    """Size of a block of the pool to aim at, in bytes: so many layers of one engine block go
+    together."""
+    window_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
+    """Blocks that one load has in the arena at once, in bytes (at most an eighth of the arena)."""
+    least_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Prefixes shorter than this are computed; it is not worth the way."""
+    saving_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.25
+    """Share of the engine's KV memory that may be kept from reuse while it is being saved. Beyond
+    it, saves wait; those of finished requests are left out."""
+    save_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
+    """How long one save may take, until its memory is given back."""
+    save_generated: bool = True
+    """Whether generated tokens are saved, too, and not only prompts."""
+    prefetch: bool = True
+    """Whether the agent begins to fetch when a request arrives, and not when it is scheduled."""
+    verify: bool = True
+    """Whether bytes are checked against their digest once more on their way into the engine."""
+    ack: Literal["home", "replicas", "local"] = "home"
+    """What a save waits for, as in the client's `put`. Requests never wait for saves."""
+    groups: bool = True
+    """Whether ranks on several nodes that hold the same bytes read as a reader group."""
+
+    @property
+    def agent_socket(self) -> str:
+        return self.socket or os.environ.get(SOCKET_VARIABLE, "") or DEFAULT_SOCKET
+
+
+def parse_options(extra: Mapping[str, Any] | None) -> ConnectorOptions:
+    """The options in an engine's configuration; ConfigurationError names what is wrong."""
+    try:
+        return msgspec.convert(dict(extra or {}), ConnectorOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"kvcast's connector: {error}") from error

@@ -1,0 +1,442 @@
+"""What a scheduler asks the pool for, loads and saves: decisions without I/O.
+
+Owns: every request that the engine knows, from its arrival to its end: what the pool holds of its
+chain, how long it may wait for that, which blocks are loaded and which are saved, what failed and
+is not tried again, and the bounds of all that. Must not know: engines, clocks, sockets, or bytes.
+
+Times are seconds of one clock, blocks are counted from a prompt's first. Events come in by methods
+with the present time; what is to be done is left in `lookups`, `loads`, `saves` and `let_go`, for
+the adapter to take.
+
+A request goes through
+
+    NEW ──arrived──► ASKED ──answered──► KNOWN ──matched, allocated──► LOADING ──loaded──► DONE
+                       └── no answer in time, pool left alone, failure ─────────────────► DONE
+
+and never back from DONE, but for a request that the engine threw out and takes again, all of whose
+blocks came (`matched` of one that is DONE without failure): so no failure makes a loop.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvcast.hostagent.connectors.counters import Counters
+from kvcast.hostagent.connectors.health import Health
+from kvcast.protocol.bounded_map import BoundedMap
+
+MOST_MISSING: Final = 16_384
+"""Blocks that are remembered as not to be had."""
+MOST_LOOKUPS: Final = 128
+"""Questions without an answer; a request beyond them is computed (counted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Bounds of what is decided; seconds and blocks as in `ConnectorOptions`."""
+
+    deadline_s: float = 2.0
+    lookup_s: float = 0.25
+    fresh_s: float = 0.5
+    retry_s: float = 5.0
+    save_s: float = 10.0
+    least_blocks: int = 0
+    most_saving: int = 1024
+    """Blocks that may be kept from reuse at once because they are being saved."""
+    workers: int = 1
+    """How many report each load and save."""
+    load: bool = True
+    save: bool = True
+    whole: bool = False
+    """Whether the engine cannot compute several tokens behind a prefix that it has not computed:
+    then only prompts are loaded of which all but one token come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """To be asked: how much of this chain the pool holds. `prefetch_from`: from there on, the
+    engine lacks the blocks."""
+
+    request: str
+    number: int
+    hashes: tuple[bytes, ...]
+    prefetch_from: int
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """To be loaded within `left_s`: the request's blocks `first`, `first` + 1, … into the engine's
+    memory; `block_ids`: for each of the engine's cache groups, where each block goes."""
+
+    request: str
+    number: int
+    first: int
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """To be saved; fields as those of `Load`."""
+
+    number: int
+    request: str
+    first: int
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    left_s: float
+
+
+class Stage(enum.Enum):
+    """Where a request stands (see the module's text)."""
+
+    NEW = "new"
+    ASKED = "asked"
+    KNOWN = "known"
+    LOADING = "loading"
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    stage: Stage = Stage.NEW
+    lookup: int = 0
+    """The number of the last question about it."""
+    answered_at: float = 0.0
+    wanted_since: float | None = None
+    """Since when the engine waits for us: the deadline counts from here."""
+    held: int = 0
+    """How many of its blocks the pool held, from the first."""
+    known: bool = False
+    """Whether `held` was answered at all."""
+    here: int = 0
+    """How many of its blocks the engine held itself when it last asked."""
+    loading: tuple[int, int, int] = (0, 0, 0)
+    """A load's number, its first block, and how many."""
+    reports: int = 0
+    came: int = 0
+    """Of the load, what the worker with the least has."""
+    reason: str = ""
+    failed: bool = False
+    saved: int | None = None
+    """How many of its blocks need not be saved any more; None until that is known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Saving:
+    request: str
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    reports: int = 0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the adapter is to do."""
+
+    lookups: deque[Lookup] = field(default_factory=deque)
+    loads: deque[Load] = field(default_factory=deque)
+    saves: deque[Save] = field(default_factory=deque)
+    let_go: deque[tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=deque)
+    """Saves that have ended, and the blocks that may be used again."""
+
+
+class Planner:
+    """All requests of one scheduler. One thread at a time."""
+
+    def __init__(self, options: PlannerOptions, counters: Counters) -> None:
+        self._options = options
+        self._counters = counters
+        self._requests: dict[str, _Request] = {}
+        self._missing: BoundedMap[bytes, float] = BoundedMap(MOST_MISSING)
+        """Blocks that could not be had, and until when they count as not there."""
+        self._saving: dict[int, _Saving] = {}
+        self._in_save: set[bytes] = set()
+        self._saving_blocks = 0
+        self._numbers = 0
+        self._lookups_out: dict[int, str] = {}
+        self.health = Health()
+        self.out = Outbox()
+
+    # --- what the adapter may want to know ------------------------------------------------------
+
+    @property
+    def asking(self) -> bool:
+        """Whether an answer is awaited."""
+        return bool(self._lookups_out)
+
+    @property
+    def saving(self) -> int:
+        """Saves that have not ended."""
+        return len(self._saving)
+
+    @property
+    def saving_blocks(self) -> int:
+        """Blocks that are kept from reuse."""
+        return self._saving_blocks
+
+    # --- a request's way ------------------------------------------------------------------------
+
+    def arrived(self, now: float, name: str, hashes: Sequence[bytes], here: int = 0) -> None:
+        """The engine has a new request. `hashes`: its full blocks'; `here`: how many of them the
+        engine holds itself, from the first."""
+        request = self._requests[name] = _Request()
+        if self._options.load and hashes:
+            self._ask(now, name, request, hashes, here)
+
+    def answered(self, now: float, name: str, number: int, held: int | None) -> None:
+        """The pool holds the first `held` blocks of a chain; None: it did not say."""
+        self._lookups_out.pop(number, None)
+        if held is None:
+            self.health.failed(now)
+        else:
+            self.health.succeeded()
+        request = self._requests.get(name)
+        if request is None or request.lookup != number or request.stage is not Stage.ASKED:
+            return
+        if held is None:
+            self._give_up(request, "unavailable")
+            return
+        request.stage = Stage.KNOWN
+        request.answered_at = now
+        request.held = held
+        request.known = True
+
+    def matched(
+        self,
+        now: float,
+        name: str,
+        hashes: Sequence[bytes],
+        here: int,
+        most: int,
+        rest_tokens: int = 1,
+    ) -> int | None:
+        """How many blocks beyond the first `here` the pool will bring, of the first `most` at
+        most; None: not known yet, ask again. `rest_tokens`: tokens behind those."""
+        options = self._options
+        request = self._requests.setdefault(name, _Request())
+        if not options.load or most <= here:
+            return 0
+        if request.stage in (Stage.NEW, Stage.DONE) and not request.failed:
+            request.wanted_since = None
+            self._ask(now, name, request, hashes, here)
+        if request.wanted_since is None:
+            request.wanted_since = now
+        late = now - request.wanted_since
+        if request.stage is Stage.ASKED:
+            if late < options.lookup_s:
+                return None
+            self._give_up(request, "lookup_deadline")
+        elif request.stage is Stage.KNOWN:
+            stale = request.held < most and now - request.answered_at > options.fresh_s
+            if stale and late < options.lookup_s:
+                self._ask(now, name, request, hashes, here)
+                return 0 if request.failed else None
+        if request.stage is not Stage.KNOWN:
+            return 0
+        request.here = here
+        count = self._there(now, hashes, here, min(request.held, most)) - here
+        if options.whole and (here + count < most or rest_tokens != 1):
+            count = 0
+        if count <= 0 or here + count < options.least_blocks:
+            self._counters.add("miss_blocks", max(0, most - here), reason="not_held")
+            request.stage = Stage.DONE
+            return 0
+        return count
+
+    def allocated(
+        self,
+        now: float,
+        name: str,
+        hashes: Sequence[bytes],
+        count: int,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """The engine has made room for `count` of the blocks that `matched` has promised, where
+        `block_ids` (the request's, by cache group, from its first block) says."""
+        request = self._requests.get(name)
+        if request is None or count <= 0:
+            return
+        here = request.here
+        request.stage = Stage.LOADING
+        began = now if request.wanted_since is None else request.wanted_since
+        self._numbers += 1
+        request.loading = (self._numbers, here, count)
+        request.reports, request.came, request.reason = 0, count, ""
+        self._counters.add("loads")
+        self.out.loads.append(
+            Load(
+                name,
+                self._numbers,
+                here,
+                tuple(hashes[here : here + count]),
+                tuple(tuple(ids[here : here + count]) for ids in block_ids),
+                max(0.0, began + self._options.deadline_s - now),
+            )
+        )
+
+    def loaded(
+        self, now: float, name: str, number: int, came: int, hashes: Sequence[bytes], reason: str
+    ) -> None:
+        """A load has ended at one worker: the first `came` of its blocks are there; `reason`: why
+        not the next one, and "" if all are. It has ended when all workers have said so."""
+        request = self._requests.get(name)
+        if request is None or request.loading[0] != number or request.stage is not Stage.LOADING:
+            return
+        _, first, count = request.loading
+        request.reports += 1
+        if came < request.came:
+            request.came, request.reason = came, reason
+        if request.reports < self._options.workers:
+            return
+        came, reason = request.came, request.reason
+        request.stage = Stage.DONE
+        if came >= count:
+            self.health.succeeded()
+            return
+        # What is recomputed is saved again; what is bad in the pool is then replaced.
+        request.failed = True
+        request.saved = min(request.held if request.saved is None else request.saved, first + came)
+        self._counters.add("failed_loads", reason=reason)
+        if first + came < len(hashes):
+            self._missing[hashes[first + came]] = now + self._options.retry_s
+        if came == 0 and reason in ("deadline", "unavailable"):
+            self.health.failed(now)
+
+    def finished(self, name: str) -> None:
+        """The engine is done with a request. Its saves go on."""
+        request = self._requests.pop(name, None)
+        if request is not None:
+            self._lookups_out.pop(request.lookup, None)
+
+    # --- saves ----------------------------------------------------------------------------------
+
+    def unsaved(self, name: str, full: int) -> bool:
+        """Whether `computed` may have something to save; costs nothing, so to be asked first."""
+        request = self._requests.get(name)
+        return (
+            request is not None
+            and self._options.save
+            and (request.saved is None or request.saved < full)
+        )
+
+    def computed(
+        self,
+        now: float,
+        name: str,
+        hashes: Sequence[bytes],
+        full: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        here: int = 0,
+    ) -> Save | None:
+        """After this step, the first `full` blocks of a request are computed; `block_ids` as in
+        `allocated`. `here`: how many the engine held when it took the request up. What to save now,
+        which is also left in `saves`; what is beyond the bound waits for the next call."""
+        options = self._options
+        request = self._requests.get(name)
+        if request is None or not self.unsaved(name, full) or not self.health.well:
+            return None
+        if request.saved is None:
+            # What the engine held, it has saved when it was computed; where the pool was asked,
+            # it has said what it holds, and what it has lost is brought again.
+            request.saved = request.held if request.known else here
+        first = request.saved
+        while first < full and hashes[first] in self._in_save:
+            first += 1
+        until = min(full, first + options.most_saving - self._saving_blocks)
+        for at in range(first, until):
+            if hashes[at] in self._in_save:
+                until = at
+                break
+        request.saved = first
+        if until <= first:
+            if first < full:
+                self._counters.add("saves_delayed")
+            return None
+        request.saved = until
+        self._numbers += 1
+        save = Save(
+            self._numbers,
+            name,
+            first,
+            tuple(hashes[first:until]),
+            tuple(tuple(ids[first:until]) for ids in block_ids),
+            options.save_s,
+        )
+        self._saving[save.number] = _Saving(name, save.hashes, save.block_ids)
+        self._in_save.update(save.hashes)
+        self._saving_blocks += len(save.hashes)
+        self.out.saves.append(save)
+        return save
+
+    def saved(self, number: int, reports: int = 1) -> tuple[bytes, ...]:
+        """Workers are done with a save, well or not. Its hashes, where it has now ended: only then
+        may its blocks be used again, however long that takes, since a worker may still read them.
+        """
+        saving = self._saving.get(number)
+        if saving is None:
+            return ()
+        saving.reports += reports
+        if saving.reports < self._options.workers:
+            return ()
+        self._end_save(number, saving)
+        return saving.hashes
+
+    def forget(self) -> None:
+        """Forget what was learned of the pool."""
+        self._missing.clear()
+        self.health = Health()
+
+    def _end_save(self, number: int, saving: _Saving) -> None:
+        del self._saving[number]
+        self._in_save.difference_update(saving.hashes)
+        self._saving_blocks -= len(saving.hashes)
+        self.out.let_go.append((number, saving.block_ids))
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _ask(
+        self, now: float, name: str, request: _Request, hashes: Sequence[bytes], here: int
+    ) -> None:
+        if len(self._lookups_out) >= MOST_LOOKUPS:
+            self._give_up(request, "busy")
+            return
+        if not self.health.may_ask(now):
+            self._give_up(request, "left_alone")
+            return
+        self._numbers += 1
+        self._lookups_out.pop(request.lookup, None)
+        request.lookup = self._numbers
+        request.stage = Stage.ASKED
+        self._lookups_out[self._numbers] = name
+        self._counters.add("lookups")
+        self.out.lookups.append(
+            Lookup(name, self._numbers, tuple(hashes), here, self._options.lookup_s)
+        )
+
+    def _give_up(self, request: _Request, reason: str) -> None:
+        """This request is computed, as if there were no pool."""
+        self._lookups_out.pop(request.lookup, None)
+        request.stage = Stage.DONE
+        request.failed = True
+        self._counters.add("lookups_failed", reason=reason)
+
+    def _there(self, now: float, hashes: Sequence[bytes], here: int, until: int) -> int:
+        """How far the blocks from `here` reach before one that could not be had of late."""
+        if not self._missing:
+            return until
+        for at in range(here, min(until, len(hashes))):
+            again_at = self._missing.get(hashes[at])
+            if again_at is not None:
+                if now < again_at:
+                    self._counters.add("miss_blocks", until - at, reason="failed_of_late")
+                    return at
+                del self._missing[hashes[at]]
+        return until

@@ -1,0 +1,279 @@
+"""What the tests of engines share: engines in processes of the engines' environment, and a pool.
+
+The pool runs in this environment, the engines in `.venv-engines` (`make setup-engines`); without
+that, or in `make test`, all of these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import random
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcast.bench.engines import engine
+from kvcast.bench.engines.engine import ANSWER_S, START_S, Answers, Engine, Prompt
+from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.connectors.naming import keys_of
+from kvcast.topologies.part import die_with_parent
+from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.star import Star
+from own_address import own_address, own_port
+
+HERE = Path(__file__).resolve().parent
+PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
+DEADLINE_S = 2.0
+MODEL_NAME = "model"
+
+ASKED = "KVCAST_TEST_ENGINES"
+"""Set by `make test-engines`; these tests take minutes, and `make test` has none to spare."""
+
+needs_engines = pytest.mark.skipif(
+    not PYTHON.exists() or not os.environ.get(ASKED),
+    reason="make test-engines runs these, in an environment of their own",
+)
+
+
+def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> list[Prompt]:
+    """Prompts with a shared prefix of so many tokens."""
+    system = random.Random(f"{seed} shared")
+    prefix = [system.randrange(3, 1024) for _ in range(shared)]
+    return [
+        [*prefix, *(each.randrange(3, 1024) for _ in range(own))]
+        for each in (random.Random(f"{seed} {number}") for number in range(count))
+    ]
+
+
+def transfer(socket: Path | str, **extra: Any) -> dict[str, Any]:
+    """What a user says to `--kv-transfer-config`."""
+    options: dict[str, Any] = {"model": MODEL_NAME, "deadline_s": DEADLINE_S}
+    return engine.transfer(socket, **(options | extra))
+
+
+def make_model(kind: str, folder: Path) -> Path:
+    """A model of random weights."""
+    return engine.make_model(PYTHON, kind, folder)
+
+
+def running(log: Path, **options: Any) -> contextlib.AbstractAsyncContextManager[Engine]:
+    """An engine with these options of vLLM's; ends with the block."""
+    return Engine.running(PYTHON, log, {}, **options)
+
+
+class Server:
+    """vLLM's OpenAI server, started as users start it, and who hears its KV events."""
+
+    def __init__(self, port: int, events: asyncio.subprocess.Process, log: Path) -> None:
+        self._port = port
+        self._events = events
+        self._stored = 0
+        self.log = log
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, log: Path, model: Path, config: dict[str, Any]) -> AsyncIterator[Server]:
+        """A server with this `--kv-transfer-config`."""
+        address, port, events_port = own_address(), own_port(), own_port()
+        endpoint = f"tcp://{address}:{events_port}"
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL_NAME, "--host", address, "--port", str(port)),
+            *("--enforce-eager", "--block-size", "32", "--max-model-len", "4096"),
+            *("--dtype", "float32", "--max-num-seqs", "8"),
+            *("--kv-transfer-config", json.dumps(config)),
+            *(
+                "--kv-events-config",
+                json.dumps(
+                    {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+                ),
+            ),
+        ]
+        async with contextlib.AsyncExitStack() as stack:
+            processes = []
+            for words, out in ((command, log.open("wb")), (["-c", _LISTENER, endpoint], None)):
+                if out is not None:
+                    stack.callback(out.close)
+                process = await asyncio.create_subprocess_exec(
+                    str(PYTHON),
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out or asyncio.subprocess.PIPE,
+                    stderr=out or asyncio.subprocess.DEVNULL,
+                    env=environment,
+                    preexec_fn=die_with_parent(),
+                )
+                processes.append(process)
+                stack.push_async_callback(_end, process)
+            server = cls(port, processes[1], log)
+            end = time.monotonic() + START_S
+            while True:
+                assert processes[0].returncode is None, log.read_text(errors="replace")[-3000:]
+                with contextlib.suppress(OSError):
+                    await server._get("/health")
+                    break
+                assert time.monotonic() < end, log.read_text(errors="replace")[-3000:]
+                await asyncio.sleep(0.5)
+            yield server
+
+    async def _get(self, path: str, body: object = None) -> str:
+        def ask() -> str:
+            request = urllib.request.Request(
+                f"http://{own_address()}:{self._port}{path}",
+                None if body is None else json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                return str(answer.read().decode())
+
+        return await asyncio.to_thread(ask)
+
+    async def complete(self, prompt: Prompt, max_tokens: int) -> list[int]:
+        """The tokens of a completion."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        [choice] = json.loads(await self._get("/v1/completions", body))["choices"]
+        return [int(one) for one in choice["token_ids"]]
+
+    async def shows(self, name: str, total: float) -> None:
+        """Wait until the metrics of that name add up to `total`."""
+        end = time.monotonic() + 60
+        value = 0.0
+        while time.monotonic() < end:
+            value = sum(
+                float(line.rpartition(" ")[2])
+                for line in (await self._get("/metrics")).splitlines()
+                if line.startswith(f"vllm:{name}{{")
+            )
+            if value == total:
+                return
+            await asyncio.sleep(0.3)
+        raise AssertionError(f"{name} is {value}, not {total}")
+
+    async def stored_events(self, blocks: int) -> bool:
+        """Wait until events have told of so many blocks in the pool."""
+        assert self._events.stdout is not None
+        while self._stored < blocks:
+            line = await asyncio.wait_for(self._events.stdout.readline(), 60)
+            assert line
+            self._stored += int(line)
+        return self._stored == blocks
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 30)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+_LISTENER = """
+import msgspec, sys, zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+socket = zmq.Context().socket(zmq.SUB)
+socket.bind(sys.argv[1])  # vLLM connects to an endpoint without a wildcard
+socket.setsockopt_string(zmq.SUBSCRIBE, "")
+decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+while True:
+    for event in decoder.decode(socket.recv_multipart()[-1]).events:
+        if isinstance(event, BlockStored) and event.medium == "KVCAST":
+            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+            print(len(event.block_hashes), flush=True)
+"""
+"""Prints how many blocks each event says to be stored in the pool."""
+
+RECOMPUTED = 1e-4
+"""How far log-probabilities of one prompt may lie apart where other numbers of its tokens were
+cached: vLLM's own kernels add up in another order then, with its own cache, too. (In float32;
+in bfloat16 that order moves them by 0.02.)"""
+
+
+def same(answers: Answers, expected: Answers) -> bool:
+    """Whether tokens and all log-probabilities are the same, to the last bit."""
+    return [(one["tokens"], one["logprobs"]) for one in answers] == [
+        (one["tokens"], one["logprobs"]) for one in expected
+    ]
+
+
+def right(answers: Answers, expected: Answers) -> bool:
+    """Whether the tokens are the same, and the log-probabilities but for the order of sums."""
+    return len(answers) == len(expected) and all(
+        one["tokens"] == other["tokens"]
+        and len(one["logprobs"]) == len(other["logprobs"])
+        and all(
+            abs(mine[token] - theirs[token]) < RECOMPUTED
+            for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True)
+            for token in mine.keys() & theirs.keys()
+        )
+        for one, other in zip(answers, expected, strict=True)
+    )
+
+
+@contextlib.asynccontextmanager
+async def pool_of(folder: Path, nodes: int = 3, **options: Any) -> AsyncIterator[Pool]:
+    settings: dict[str, Any] = {"arena_bytes": 128 << 20} | options
+    async with Pool(Star.of(nodes), PoolOptions(**settings), folder / "pool") as pool:
+        yield pool
+
+
+async def corrupt(pool: Pool, block_hash: bytes) -> int:
+    """Change one byte of a block wherever it lies; returns at how many nodes that was."""
+    key = keys_of(block_hash, 1)[0]
+    places = 0
+    for node, socket in pool.sockets.items():
+        async with await AsyncClient.connect(str(socket)) as client:
+            names = (await client.describe()).namespaces
+            [namespace] = [one.namespace for one in names if one.model == MODEL_NAME]
+            if not (await client.describe(namespace, [key])).held:
+                continue
+            [block] = await client.get(namespace, [key])
+            assert block is not None
+            with block:
+                data = bytes(block.data)
+        [path] = [one for one in pool.arenas if one.name.endswith(f"-{node}.arena")]
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            at = arena.find(data)
+            assert at >= 0
+            arena[at] ^= 1
+        places += 1
+    return places
+
+
+async def saved(one: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) -> None:
+    """Wait until all that these prompts are of lies in the pool (`one` began with none)."""
+    blocks = {
+        tuple(prompt[: block_tokens * (number + 1)])
+        for prompt in prompts
+        for number in range(len(prompt) // block_tokens)
+    }
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        await one.generate([[3]], 1)  # in one process, news of saves come with steps
+        if (await one.stats()).get("save_blocks", 0) >= len(blocks):
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"{len(blocks)} blocks were never saved: {await one.stats()}")

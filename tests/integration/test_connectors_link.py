@@ -1,0 +1,331 @@
+"""The connectors' thread beside a pool of processes, with a piece of memory in an engine's place.
+
+Oracle: the bytes of the other engine's memory. Cannot see: engines; `tests/engines` has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostagent_harness import MIB
+from kvcast.hostagent.connectors.counters import Counters
+from kvcast.hostagent.connectors.link import Link, LinkOptions
+from kvcast.hostagent.connectors.loads import Ended, LoadTable
+from kvcast.hostagent.connectors.naming import NamespaceName, hashing_facts
+from kvcast.hostagent.connectors.planner import Load, Lookup, Save
+from pool_harness import running_pool
+
+NAME = NamespaceName("tests", "model", "1", "layout")
+PARTS = (5000, 3000, 70_000)
+PROBE = 1
+BLOCKS = 40
+
+
+class Memory:
+    """An engine's memory: each block's parts as bytes."""
+
+    part_bytes = PARTS
+    cache_group = (0, 0, 1)
+    null_block = 0
+
+    def __init__(self, seed: int | None) -> None:
+        system = random.Random(seed)
+        self.parts = [
+            [bytearray(b"" if seed is None else system.randbytes(size)) for size in PARTS]
+            for _ in range(BLOCKS)
+        ]
+        self.slow_s = 0.0
+
+    def write(self, part: int, block_id: int, data: memoryview) -> None:
+        assert block_id != self.null_block
+        assert len(data) == PARTS[part]
+        time.sleep(self.slow_s)
+        self.parts[block_id][part][:] = data
+
+    def read(self, part: int, block_id: int, room: memoryview) -> None:
+        assert block_id != self.null_block
+        room[:] = self.parts[block_id][part]
+
+    def settle(self) -> None:
+        pass
+
+
+def hashes(label: str, count: int) -> tuple[bytes, ...]:
+    system = random.Random(label)
+    return tuple(system.randbytes(32) for _ in range(count))
+
+
+class Node:
+    """A link of one node, and calls that wait."""
+
+    def __init__(self, socket: Path | str, **options: Any) -> None:
+        self.counters = Counters()
+        self.link = Link(LinkOptions(str(socket), "test", **options), self.counters)
+        self.link.use(NAME)
+        self.table = LoadTable()
+
+    def held(self, chain: tuple[bytes, ...], left_s: float = 10.0) -> int | None:
+        answers: list[int | None] = []
+        heard = threading.Event()
+
+        def answered(held: int | None) -> None:
+            answers.append(held)
+            heard.set()
+
+        self.link.look_up(Lookup("r", 1, chain, 0, left_s), len(PARTS), PROBE, answered)
+        assert heard.wait(left_s + 10)
+        return answers[0]
+
+    def save(
+        self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
+    ) -> None:
+        copied = threading.Event()
+        save = Save(1, "r", 0, chain, ids, left_s)
+        self.link.save(save, memory, PROBE, copied.set, lambda: None)
+        assert copied.wait(left_s + 10)
+
+    def load(
+        self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
+    ) -> Ended:
+        load = Load("r", 1, 0, chain, ids, left_s)
+        began = time.monotonic()
+        self.link.load(load, self.table, memory)
+        while not (reports := self.table.take(time.monotonic())):
+            assert time.monotonic() < began + left_s + 10
+            self.table.wait(0.05)
+        return reports[0]
+
+
+IDS = ((3, 4, 5, 6), (7, 8, 9, 10))
+"""Four blocks, in each of the two cache groups."""
+
+
+def of(memory: Memory, ids: Any = IDS) -> list[list[bytes]]:
+    return [
+        [bytes(memory.parts[ids[group][at]][part]) for part, group in enumerate((0, 0, 1))]
+        for at in range(len(ids[0]))
+    ]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def make(socket: Path | str, **options: Any) -> Node:
+        made.append(Node(socket, **options))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.link.close()
+
+
+async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 3) as (pool, _):
+
+        def play() -> None:
+            one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            chain, mine, theirs = hashes("a", 4), Memory(1), Memory(None)
+            assert one.held(chain) == 0
+            one.save(chain, mine, IDS)
+            assert other.held((*chain, *hashes("b", 3))) == 4
+            elsewhere = ((30, 31, 32, 33), (20, 21, 22, 23))
+            ended = other.load(chain, theirs, elsewhere)
+            assert (ended.came, ended.reason) == (4, "")
+            assert of(theirs, elsewhere) == of(mine)
+            assert other.counters.take()["load_bytes"] == 4 * sum(PARTS)
+            assert one.counters.take()["save_blocks"] == 4
+            # A block that is out of a sliding window is neither saved nor loaded.
+            window = ((3, 4, 5, 6), (0, 0, 9, 10))
+            chain = hashes("window", 4)
+            one.save(chain, mine, window)
+            theirs = Memory(None)
+            assert other.load(chain, theirs, window).came == 4
+            assert theirs.parts[7][2] == b""
+            assert theirs.parts[9][2] == mine.parts[9][2]
+
+        await asyncio.to_thread(play)
+
+
+async def test_a_prefix_comes_up_to_its_first_gap(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            chain, mine, theirs = hashes("a", 4), Memory(1), Memory(None)
+            one.save(chain[:2], mine, tuple(ids[:2] for ids in IDS))
+            ended = other.load(chain, theirs, IDS)
+            assert (ended.came, ended.reason) == (2, "not_found")
+            assert ended.bad_block_ids == {5, 6, 9, 10}
+            assert of(theirs)[:2] == of(mine)[:2]
+
+        await asyncio.to_thread(play)
+
+
+async def test_more_than_the_arena_takes_at_once_goes_in_windows(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2, arena_bytes=6 * MIB) as (pool, _):
+
+        def play() -> None:
+            one = nodes(pool.sockets["node-1"], window_bytes=200_000)
+            other = nodes(pool.sockets["node-2"], window_bytes=200_000)
+            mine, theirs = Memory(1), Memory(None)
+            ids = (tuple(range(1, 31)), tuple(range(1, 31)))
+            chain = hashes("a", 30)
+            one.save(chain, mine, ids)
+            assert other.load(chain, theirs, ids).came == 30
+            assert of(theirs, ids) == of(mine, ids)
+
+        await asyncio.to_thread(play)
+
+
+async def test_without_an_agent_everything_ends_and_its_return_is_noticed(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+        node = nodes(pool.sockets["node-1"])
+        chain, memory = hashes("a", 4), Memory(1)
+        await asyncio.to_thread(node.save, chain, memory, IDS)
+        await pool.kill("node-1")
+
+        def without() -> None:
+            assert node.held(chain, 1.0) is None
+            ended = node.load(chain, Memory(None), IDS, 1.0)
+            assert ended.came == 0
+            assert ended.reason in ("unavailable", "deadline")
+            node.save(chain, memory, IDS, 1.0)
+            counts = node.counters.take()
+            assert sum(n for name, n in counts.items() if name.startswith("save_failures")) == 4
+
+        await asyncio.to_thread(without)
+        await pool.restart("node-1")
+        await pool.wait_programmed(30)
+        await asyncio.sleep(1.2)  # after a connection that failed none is tried for a second
+        assert await asyncio.to_thread(node.held, chain, 10.0) is not None
+
+
+async def test_an_agent_that_hangs_costs_no_more_than_the_deadline(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+        node = nodes(pool.sockets["node-1"])
+        memory = Memory(1)
+        await asyncio.to_thread(node.save, hashes("a", 4), memory, IDS)
+        pool.pause("node-1")
+
+        def hung() -> None:
+            assert node.held(hashes("b", 4), 0.3) is None
+            ended = node.load(hashes("c", 4), Memory(None), IDS, 0.5)
+            assert (ended.came, ended.reason) == (0, "deadline")
+
+        await asyncio.to_thread(hung)
+        pool.resume("node-1")
+        assert await asyncio.to_thread(node.held, hashes("a", 4), 10.0) == 4
+
+
+async def test_nothing_is_written_after_the_report(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            node = nodes(pool.sockets["node-1"])
+            chain, mine, theirs = hashes("a", 4), Memory(1), Memory(None)
+            node.save(chain, mine, IDS)
+            theirs.slow_s = 0.2
+            ended = node.load(chain, theirs, IDS, 0.5)
+            assert ended.reason == "deadline"
+            before = of(theirs)
+            time.sleep(0.8)
+            assert of(theirs) == before
+            assert before[: ended.came] == of(mine)[: ended.came]
+
+        await asyncio.to_thread(play)
+
+
+async def test_engines_that_hash_otherwise_are_told(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> list[bytes]:
+            told: list[bytes] = []
+            mine = hashing_facts("sha256", "1")
+            nodes(pool.sockets["node-1"]).link.agree(mine, told.append)
+            other = nodes(pool.sockets["node-2"])
+            end = time.monotonic() + 20
+            while not told and time.monotonic() < end:
+                other.link.agree(mine, told.append)
+                other.link.agree(hashing_facts("sha256", "2"), told.append)
+                time.sleep(0.3)
+            return told
+
+        told = await asyncio.to_thread(play)
+        assert set(told) == {hashing_facts("sha256", "1")}
+
+
+async def test_ranks_that_hold_the_same_bytes_read_as_a_group(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 4, replicas=0, arena_bytes=64 * MIB) as (pool, _):
+
+        def play() -> None:
+            names = ["node-2", "node-3", "node-4"]
+            writer, mine = nodes(pool.sockets["node-1"]), Memory(1)
+            ids = (tuple(range(1, 31)), tuple(range(1, 31)))
+            chain = hashes("group", 30)
+            writer.save(chain, mine, ids)
+            ranks = [nodes(pool.sockets[name]) for name in names]
+            memories = [Memory(None) for _ in ranks]
+            for rank in ranks:
+                rank.link.use(NAME, names)
+                assert rank.held(chain) == 30
+            for number, (rank, memory) in enumerate(zip(ranks, memories, strict=True)):
+                load = Load("r", 1, 0, chain, ids, 20.0)
+                rank.link.load(load, rank.table, memory, expect=number > 0)
+            for rank, memory in zip(ranks, memories, strict=True):
+                while not (reports := rank.table.take(time.monotonic())):
+                    rank.table.wait(0.1)
+                assert (reports[0].came, reports[0].reason) == (30, "")
+                assert of(memory, ids) == of(mine, ids)
+            assert sum(rank.counters.take().get("load_blocks|tier=shared", 0) for rank in ranks) > 0
+
+        await asyncio.to_thread(play)
+
+
+async def test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_right_ones(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 1, replicas=0) as (pool, _):
+
+        def play() -> None:
+            node, mine, theirs = nodes(pool.sockets["node-1"]), Memory(1), Memory(None)
+            chain = hashes("a", 4)
+            node.save(chain, mine, IDS)
+            [path] = [one for one in pool.arenas if one.suffix == ".arena"]
+            with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+                at = arena.find(bytes(mine.parts[IDS[1][2]][2]))
+                assert at >= 0
+                arena[at + 100] ^= 1
+            ended = node.load(chain, theirs, IDS)
+            assert (ended.came, ended.reason) == (2, "corrupt")
+            assert of(theirs)[:2] == of(mine)[:2]
+            assert theirs.parts[IDS[1][2]][2] == b""
+            node.save(chain[2:], mine, tuple(ids[2:] for ids in IDS))
+            assert node.load(chain, theirs, IDS).came == 4
+            assert of(theirs) == of(mine)
+
+        await asyncio.to_thread(play)
