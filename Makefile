@@ -10,7 +10,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent native p4 protocol service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
-.PHONY: help setup setup-shell demo check test lint format p4 clean
+.PHONY: help setup setup-shell demo check test test-rdma lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,11 @@ check: setup lint ## lint, types and the tests that are quick: what to run while
 test: setup setup-shell lint ## lint, types and all tests; what needs root or BMv2 skips without
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
 	@$(BIN)/python -m pytest -m alone
+
+# One boot of an emulated machine, in which all tests that need RDMA verbs run.
+test-rdma: setup ## tests with RDMA verbs, in a virtual machine with Soft-RoCE; says what it lacks
+	@timeout -k 10 400 $(BIN)/python -m kvcast.topologies.machines --limit 300 --set KVCAST_RDMA_BED=1 \
+	    -- $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -p no:xdist --timeout 60 tests/rdma
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .
