@@ -45,7 +45,7 @@ class CardFaults:
 
     gone: bool = False
     """It makes no pairs, and all that it had do nothing more."""
-    no_windows: bool = False
+    no_windows: float = 0.0
     """Windows cannot be opened."""
     lost_windows: float = 0.0
     """A window is forgotten while the other side uses it."""
@@ -200,11 +200,12 @@ class SimulatedPair:
             self._move(work, 0)
 
     def _open(self, work: OpenWindow) -> None:
-        if self.card.faults.no_windows:
-            self.card.fabric.world.counts["fault.rdma_no_windows"] += 1
+        fabric = self.card.fabric
+        if fabric.rng.random() < self.card.faults.no_windows:
+            fabric.world.counts["fault.rdma_no_windows"] += 1
             self._break(work.token, "no memory window is left")
             return
-        key = self._keys[work.token] = self.card.fabric.number()
+        key = self._keys[work.token] = fabric.number()
         start = self.card.offset_of(work.memory)
         self.windows[key] = _Window(start, start + len(work.memory), work.writable)
         self._done(Completed(work.token, "", start, key))
@@ -220,7 +221,7 @@ class SimulatedPair:
         room = work.room if isinstance(work, Read) else work.data
         rng, faults = fabric.rng, other.card.faults
         if rng.random() < faults.lost_windows:
-            fabric.world.counts["fault.rdma_lost_windows"] += 1
+            fabric.world.counts["fault.rdma_windows_lost"] += 1
             other.windows.pop(work.key, None)
         if not other.allows(work, len(room)):
             other.broken = True

@@ -255,7 +255,7 @@ class Machine:
             *("timeout", "-k", "5", str(LIFE_S), "setpriv", "--pdeathsig", "KILL"),
             *("nice", "-n", "5", "qemu-system-x86_64", "-name", self.host.node_id),
             *("-M", "pc,usb=off", "-cpu", "Nehalem", "-accel", "tcg,thread=multi,tb-size=96"),
-            *("-smp", "1", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config"),
+            *("-smp", "2", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config"),
             *("-display", "none", "-no-reboot", "-serial", f"file:{self.folder / 'console'}"),
             *("-kernel", str(image.kernel), "-initrd", str(image.initramfs)),
             *("-append", " ".join(append)),
