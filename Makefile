@@ -55,10 +55,10 @@ test: setup setup-shell lint ## lint, types and all tests; what needs root or BM
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not alone'
 	@$(BIN)/python -m pytest -m alone
 
-# One boot of an emulated machine, in which all tests that need RDMA verbs run.
-test-rdma: setup ## tests with RDMA verbs, in a virtual machine with Soft-RoCE; says what it lacks
-	@timeout -k 10 400 $(BIN)/python -m kvcast.topologies.machines --limit 300 --set KVCAST_RDMA_BED=1 \
-	    -- $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -p no:xdist --timeout 60 tests/rdma
+# One boot of two emulated machines, in which all tests that need RDMA verbs run.
+test-rdma: setup ## tests with RDMA verbs, in virtual machines with Soft-RoCE; says what it lacks
+	@$(BIN)/python -m kvcast.topologies.machines --missing
+	@KVCAST_RDMA_BED=boot timeout -k 10 420 $(BIN)/python -m pytest tests/rdma
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .

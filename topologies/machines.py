@@ -46,12 +46,16 @@ from kvcast.topologies.star import Host, Star
 HOST_ADDRESS: Final = "10.0.2.2"
 """What a machine calls the loopback address 127.0.0.1 of this one."""
 MTU_BYTES: Final = 9000
+POOL_MTU_BYTES: Final = 1500
+"""Of the pool's own frames; RDMA's are longer."""
 DEVICE: Final = "rxe0"
 """The name of a machine's RDMA device."""
 MEMORY_MIB: Final = 384
 BOOT_S: Final = 120.0
 LIFE_S: Final = 900
 """No machine lives longer, whatever becomes of who started it."""
+SOCKET: Final = "/tmp/kvcast.sock"
+"""Where a machine's agent listens for engines."""
 _BUFFER_BYTES: Final = 8 << 20
 _PYVERBS: Final = Path("/usr/lib/python3/dist-packages/pyverbs")
 _POLL_S: Final = 0.05
@@ -194,7 +198,6 @@ class Machine:
         self.folder = folder
         self._tunnel = tunnel
         self._peers = peers
-        self._jobs = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, image: Image, *, shared: Path, visible: Sequence[Path]) -> None:
@@ -287,8 +290,7 @@ class Machine:
 
     def begin(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Job:
         """Run a command."""
-        number, self._jobs = self._jobs, self._jobs + 1
-        return begin(self.folder, number, command, environment or {})
+        return begin(self.folder, command, environment or {})
 
     def run(
         self,
@@ -315,13 +317,20 @@ class Machine:
             self._process.wait()
 
 
-def begin(folder: Path, number: int, command: Sequence[str], environment: Mapping[str, str]) -> Job:
-    """Have the machine of that folder run its command of that number."""
+def begin(folder: Path, command: Sequence[str], environment: Mapping[str, str]) -> Job:
+    """Have the machine of that folder run a command, its next."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     lines.append(f"exec {shlex.join(command)}")
-    temporary = folder / f"{number}.new"
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.rename(folder / f"{number}.sh")
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
+        file.write("\n".join(lines) + "\n")
+    number = 0
+    while True:
+        try:
+            os.link(file.name, folder / f"{number}.sh")  # fails where another has taken the number
+            break
+        except FileExistsError:
+            number += 1
+    os.unlink(file.name)
     return Job(folder, number)
 
 
@@ -400,6 +409,33 @@ class MachineNetwork(TunnelNetwork):
         except (OSError, shutil.Error):
             pass  # it is compiled anew
 
+    def prefix(self, part: str) -> list[str]:
+        """A node's agent runs in its machine; what carries its words here ends with it."""
+        machine = self.machines.get(part)
+        if machine is None:
+            return []
+        variables = [f"--set={name}={value}" for name, value in self.environment.items()]
+        inside = f"--inside={machine.folder}"
+        return [sys.executable, "-m", "kvcast.topologies.machines", inside, *variables, "--"]
+
+    def agent_flags(self, host: Host) -> list[str]:
+        return [
+            "--transport=udp",
+            f"--controller={HOST_ADDRESS}:{self.agents_address[1]}",
+            f"--bulk-addr={host.ip}:0",
+            f"--mtu-bytes={POOL_MTU_BYTES}",
+            f"--socket={SOCKET}",
+            "--arena-path=/dev/shm/kvcast.arena",
+            "--rdma=required",
+        ]
+
+    def _set_address(self, address: str) -> None:
+        """Machines reach one address of this machine's loopback only."""
+        super()._set_address(address)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.agents_address = ("127.0.0.1", probe.getsockname()[1])
+
     def down(self) -> None:
         """Power the machines off."""
         for machine in self.machines.values():
@@ -436,8 +472,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the command")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--missing", action="store_true", help="say what is missing, and end")
+    parser.add_argument("--inside", type=Path, metavar="FOLDER", help="of a machine that runs")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(argv)
+    variables = dict(item.partition("=")[::2] for item in options.set)
+    if options.inside is not None:
+        return _follow_to_the_end(begin(options.inside, options.command, variables))
     lacks = missing()
     for line in lacks:
         print(f"missing: {line}", file=sys.stderr)
@@ -448,7 +488,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         network.up()
         machine = network.machines[network.star.hosts[0].node_id]
-        variables = dict(item.partition("=")[::2] for item in options.set)
         command = ["sh", "-c", f'cd {shlex.quote(os.getcwd())} && exec "$@"', "sh"]
         job = machine.begin([*command, *options.command], {**network.environment, **variables})
         return _follow(job, options.limit)
@@ -457,6 +496,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         network.down()
+
+
+def _follow_to_the_end(job: Job) -> int:
+    """Print what a command prints, and hand on a signal that asks it to end."""
+    signal.signal(signal.SIGTERM, lambda *_: job.signal(signal.SIGTERM))
+    return _follow(job, LIFE_S)
 
 
 def _follow(job: Job, limit_s: float) -> int:
