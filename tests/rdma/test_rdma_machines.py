@@ -32,11 +32,11 @@ def data_of(number):
 
 async def main(socket, what, first, last):
     client = await AsyncClient.connect(socket)
-    namespace = await client.find_namespace("t", "m", "1", "l")
-    blocks = {n.to_bytes(16, "big")[::-1]: n for n in range(int(first), int(last))}
+    namespace = await client.namespace("t", "m", "1", "l")
+    blocks = {n.to_bytes(16, "big"): n for n in range(int(first), int(last))}
     said = {}
     if what == "put":
-        said["put"] = len(await client.put(namespace, {k: data_of(n) for k, n in blocks.items()}))
+        await client.put(namespace, {k: data_of(n) for k, n in blocks.items()})
     else:
         print("asking", flush=True)
         start = time.monotonic()
@@ -67,7 +67,7 @@ class Bed:
         self._script = network.folder / "engine.py"
         self._script.write_text(ENGINE)
 
-    async def run(self, node: str, *command: str, timeout_s: float = 60.0, **more: str) -> Any:
+    async def run(self, node: str, *command: str, timeout_s: float = 90.0, **more: str) -> Any:
         """Run a command in a machine; its exit status and what it printed."""
         machine = self.network.machines[node]
         environment = {**self.network.environment, **more}
@@ -102,10 +102,9 @@ async def bed() -> AsyncIterator[Bed]:
         yield Bed(pool, pool.network)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 async def test_blocks_cross_the_switch_by_rdma(bed: Bed) -> None:
     put = await bed.engine("node-1", "put", 0, 8)
-    assert put["put"] == 8
     got = await bed.engine("node-2", "get", 0, 8)
     assert (got["right"], got["wrong"], got["missed"]) == (8, 0, 0)
     # What node 2 is home of was written into its memory; it reads the rest from node 1's.
@@ -114,7 +113,7 @@ async def test_blocks_cross_the_switch_by_rdma(bed: Bed) -> None:
     assert put["payload_bytes_sent_bulk_put_total"] == 0
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 async def test_all_that_needs_verbs_in_one_process_passes_inside(bed: Bed) -> None:
     here = Path(__file__).parent
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -124,7 +123,7 @@ async def test_all_that_needs_verbs_in_one_process_passes_inside(bed: Bed) -> No
     assert done.status == 0, done.output
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_home_that_is_killed_in_the_middle_of_reads_costs_no_wrong_byte(bed: Bed) -> None:
     await bed.engine("node-1", "put", 100, 124)
     reading = asyncio.create_task(bed.engine("node-2", "get", 100, 124))
