@@ -169,8 +169,7 @@ class Card:
         self._options = options
         self.errors = (pyverbs.pyverbs_error.PyverbsError, OSError)
         self.gid = bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(ip).packed
-        self.pairs = 0
-        """Queue pairs that are not closed."""
+        self._open_pairs: set[_CardPair] = set()
         self._number = 0
         self._work: dict[int, tuple[_CardPair, int]] = {}
         """Whose each work request is, and by which token."""
@@ -228,6 +227,11 @@ class Card:
 
     # --- pairs --------------------------------------------------------------------------------
 
+    @property
+    def pairs(self) -> int:
+        """Queue pairs that are not closed."""
+        return len(self._open_pairs)
+
     def make_pair(self, completed: Callable[[list[Completed]], None]) -> _CardPair:
         """One more half; VerbsError where there are no more."""
         if self.pairs >= self._max_pairs:
@@ -236,7 +240,7 @@ class Card:
             pair = _CardPair(self, completed)
         except self.errors as error:
             raise VerbsError(f"no queue pair: {error}") from error
-        self.pairs += 1
+        self._open_pairs.add(pair)
         return pair
 
     def new_queue(self) -> Any:
@@ -304,7 +308,7 @@ class Card:
 
     def forget(self, pair: _CardPair) -> None:
         """A pair is closed: what the card still says of it concerns nobody."""
-        self.pairs -= 1
+        self._open_pairs.discard(pair)
         for number in [n for n, (owner, _) in self._work.items() if owner is pair]:
             del self._work[number]
 
@@ -373,8 +377,10 @@ class Card:
         return str(self._pyverbs.cq.cqe_status_to_str(status))
 
     def close(self) -> None:
-        """Give everything back; all pairs are closed."""
+        """Give everything back."""
         self._loop.remove_reader(self._descriptor)
+        for pair in list(self._open_pairs):
+            pair.close()
         parts = (self._region, self._completion_queue, self._channel, self._domain, self._context)
         for part in parts:
             try:
