@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
-.PHONY: help setup setup-shell setup-engines demo check test test-engines lint format p4 clean
+.PHONY: help setup setup-shell setup-engines demo check test test-engines test-rdma lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +71,11 @@ test: setup setup-shell lint ## lint, types and all tests; what needs root or BM
 
 test-engines: setup-engines ## engines share a pool: the same tokens, in time, whatever fails (some minutes)
 	@KVCAST_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines
+
+# One boot of two emulated machines, in which all tests that need RDMA verbs run.
+test-rdma: setup ## tests with RDMA verbs, in virtual machines with Soft-RoCE; says what it lacks
+	@$(BIN)/python -m kvcast.topologies.machines --missing
+	@KVCAST_RDMA_BED=boot timeout -k 10 420 $(BIN)/python -m pytest tests/rdma
 
 lint: setup ## ruff, import directions and mypy
 	@$(BIN)/ruff check .

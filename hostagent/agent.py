@@ -13,6 +13,7 @@ import random
 import secrets
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address
+from typing import Final
 
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
@@ -30,10 +31,13 @@ from kvcast.hostagent.network.datagrams import (
 )
 from kvcast.hostagent.network.interfaces import ETHERNET_MTU_BYTES, interface_mtu
 from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
+from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
+from kvcast.hostagent.network.verbs import Card
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.control_caller import ControlOptions
+from kvcast.protocol.links.rdma import RdmaOptions, VerbsError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
@@ -43,6 +47,12 @@ from kvcast.service.tls import Credentials
 _HUGE_PAGE_BYTES = 2 << 20
 
 log = logging.getLogger(__name__)
+
+RDMA_OFF: Final = "off"
+RDMA_AUTO: Final = "auto"
+RDMA_REQUIRED: Final = "required"
+RDMAS: Final = (RDMA_AUTO, RDMA_OFF, RDMA_REQUIRED)
+"""Use the card that has the node's address, if there is one; use none; or do not start without."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,8 @@ class NetworkOptions:
     and Ethernet's 1500 behind a tunnel."""
     bulk_host: str = "127.0.0.1"
     bulk_port: int = 0
+    rdma: str = RDMA_OFF
+    """One of `RDMAS`: whether blocks go by RDMA where the other node has it, too."""
 
     @property
     def joins(self) -> bool:
@@ -95,6 +107,7 @@ class Options:
     local: LocalOptions
     arena: ArenaOptions = field(default_factory=ArenaOptions)
     bulk: BulkOptions = field(default_factory=BulkOptions)
+    rdma: RdmaOptions = field(default_factory=RdmaOptions)
     credit_from_buffer: bool = True
     """Lower the requester's credit to what the receive buffer holds."""
     seed: int | None = None
@@ -108,6 +121,8 @@ class Agent:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.card: Card | None = None
+        """With which blocks go by RDMA."""
 
     async def start(self) -> None:
         """Make the arena and the sockets and begin to serve. On failure nothing is left."""
@@ -162,6 +177,7 @@ class Agent:
         self.bulk_address = await self.bulk_server.start(network.bulk_host, network.bulk_port)
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
+        self.rdma_port = await self._use_rdma(stack)
         self._local_server = LocalServer(
             self.core, self.arena, options.local, self.transport.pump, self.index_file
         )
@@ -181,6 +197,7 @@ class Agent:
             bulk_port=self.bulk_address[1],
             arena_bytes=options.arena.size_bytes,
             mtu_bytes=self.mtu_bytes,
+            rdma_port=self.rdma_port,
         )
         self._control = ControlLink(
             self.core, options.control, register, rng, self.transport.pump, options.credentials
@@ -188,6 +205,35 @@ class Agent:
         self.ready = self._control.ready
         self._control.start()
         stack.push_async_callback(self._control.close)
+
+    async def _use_rdma(self, stack: contextlib.AsyncExitStack) -> int:
+        """Have blocks go by RDMA, where that is wanted and there is a card; the port of the link,
+        0 without."""
+        options = self._options
+        if options.network.rdma == RDMA_OFF:
+            return 0
+        try:
+            card = Card(options.network.ip, self.arena.memory, options.rdma)
+        except VerbsError as error:
+            if options.network.rdma == RDMA_REQUIRED:
+                raise
+            log.info("blocks go by TCP, not by RDMA: %s", error)
+            return 0
+        stack.callback(card.close)
+        self.card = card
+        calls = RdmaCalls(self.core, options.rdma, card, self.transport.pump, options.credentials)
+        stack.push_async_callback(calls.close)
+        server = self.rdma_server = RdmaServer(
+            self.core, options.rdma, options.bulk, card, options.credentials
+        )
+        stack.push_async_callback(server.close)
+
+        def dispatch() -> None:
+            calls.take()
+            self._bulk_caller.dispatch()
+
+        self.transport.dispatch_calls = dispatch
+        return await server.start(options.network.bulk_host)
 
     def _share(
         self, stack: contextlib.AsyncExitStack, store: Store, incarnation: int

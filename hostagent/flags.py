@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcast.hostagent.agent import ArenaOptions, NetworkOptions, Options
+from kvcast.hostagent.agent import RDMA_AUTO, RDMAS, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.writes import ACKS, WriteOptions
@@ -106,6 +106,12 @@ class NetworkFlags:
     bulk_addr: tuple[str, int] = address(
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
+    )
+    rdma: str = choice(
+        "blocks by RDMA where the other node has it, too: if a card has --ip (RoCE version 2), not"
+        " at all, or do not start without",
+        default=RDMA_AUTO,
+        choices=RDMAS,
     )
     socket_buffer_bytes: int = size(
         "socket buffers to ask the kernel for",
@@ -371,6 +377,7 @@ def options_of(setup: Setup) -> Options:
             mtu_bytes=flags.mtu_bytes,
             bulk_host=flags.bulk_addr[0],
             bulk_port=flags.bulk_addr[1],
+            rdma=flags.rdma,
         ),
         control=ControlOptions(*flags.controller),
         local=LocalOptions(

@@ -33,7 +33,9 @@ from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.network import Link
+from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
+from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import Alarm, World
 
 SEND_ROUND: Final = 64
@@ -81,6 +83,8 @@ class Network(Protocol):
     def open_control(self, host: SimHost) -> StreamEnd: ...
 
     def open_bulk(self, host: SimHost, to: str) -> StreamEnd: ...
+
+    def open_rdma(self, host: SimHost, to: str) -> StreamEnd: ...
 
 
 class HostObserver(Protocol):
@@ -138,6 +142,8 @@ class SimHost:
         self.lives = 0
         self.stalled_until = 0.0
         self.uplink: Link | None = None
+        self.fabric: Fabric | None = None
+        """What its RDMA card is connected to; None = it has no card."""
         self.tamper: Callable[[bytes], bytes | None] | None = None
         """A hostile host changes what its agent sends; None = the frame is not sent."""
         self.overhear: Callable[[bytes], None] | None = None
@@ -242,6 +248,17 @@ class SimAgent(Process):
             pump=self.pump,
             acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
         )
+        self.rdma: RdmaSide | None = None
+        if host.fabric is not None:
+            self.rdma = RdmaSide(
+                host.world,
+                self,
+                core,
+                host.fabric,
+                open_stream=lambda node_id: host.network.open_rdma(host, node_id),
+                pump=self.pump,
+                acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
+            )
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
         self._placement = core.requester.placement
@@ -262,6 +279,8 @@ class SimAgent(Process):
         for action in self.on_death:
             action()
         self.bulk.die(machine=machine)
+        if self.rdma is not None:
+            self.rdma.die(machine=machine)
         if self._driver is not None:
             self._driver.end.stream.reset(by=0, machine=machine)
 
@@ -317,6 +336,8 @@ class SimAgent(Process):
         core = self.core
         core.requester.check()
         if core.outbox.calls:
+            if self.rdma is not None:
+                self.rdma.take()
             self.bulk.dispatch()
         self._follow_pool()
         for node, frame in core.frames_to_send(self.now, SEND_ROUND):
@@ -383,4 +404,5 @@ class SimAgent(Process):
             bulk_port=7000,
             arena_bytes=options.arena_bytes,
             mtu_bytes=options.mtu_bytes,
+            rdma_port=0 if self.rdma is None else 7001,
         )

@@ -47,7 +47,7 @@ class Lie(NamedTuple):
     data: bytes
 
 
-class _Watched:
+class Watched:
     """A `Serving` whose acknowledgements are known to the model, and that may lie about copies."""
 
     def __init__(self, serving: Serving, acknowledged: Callable[[int, bytes], None]) -> None:
@@ -109,7 +109,7 @@ class BulkSide:
         self._link = BulkCaller(
             core.options.node_id, self._options, core.metrics, core.serving.view
         )
-        self.served = _Watched(core.serving, acknowledged)
+        self.served = Watched(core.serving, acknowledged)
         self.listens = True
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}

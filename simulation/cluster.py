@@ -42,6 +42,7 @@ from kvcast.simulation.plan import (
 )
 from kvcast.simulation.streams import Stream, StreamEnd
 from kvcast.simulation.switch import EngineMaker, SimSwitch
+from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import World
 from kvcast.switchsim.ir import Program
 
@@ -122,6 +123,7 @@ class Cluster:
         self.model.known_mac = lambda mac: (
             (L2_FORWARD, (int.from_bytes(mac, "big"),)) in self.switch.holds.entries
         )
+        fabric = Fabric(self.world)
         for number, host_plan in enumerate(plan.hosts, 1):
             options = HostOptions(
                 number=number,
@@ -146,6 +148,8 @@ class Cluster:
             self.switch.ports[number] = down
             self.links[number] = (up, down)
             self.hosts[number] = host
+            if number in plan.cards:
+                host.fabric = fabric
             if host_plan.clock_rate != 1.0:
                 self.world.counts["fault.clock_skew"] += 1
         self.controllers = [
@@ -204,6 +208,16 @@ class Cluster:
 
         def listen(end: StreamEnd) -> bool:
             return other.process is not None and other.process.bulk.accept(end)
+
+        return self._stream("bulk", frozenset({host.number, other.number})).connect(listen)
+
+    def open_rdma(self, host: SimHost, to: str) -> StreamEnd:
+        """A connection to the port of another agent's RDMA link; cut where TCP is."""
+        other = self.hosts[int(to.removeprefix("node-"))]
+
+        def listen(end: StreamEnd) -> bool:
+            rdma = other.process.rdma if other.process is not None else None
+            return rdma is not None and rdma.accept(end)
 
         return self._stream("bulk", frozenset({host.number, other.number})).connect(listen)
 

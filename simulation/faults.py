@@ -7,7 +7,7 @@ Owns: the table `FAULTS`. Must not know: when (`plan.py`), or what must hold all
 else follows: the plan draws it, reports count it, failures shrink by it.
 
 - a kind of fault: an entry in `FAULTS` here;
-- a transport (RDMA): `bulk.py`, which makes the calls that a core asks for;
+- a transport: `bulk.py` (TCP) and `rdma.py`, which make the calls that a core asks for;
 - a tier (a disk): `agent.agent_core`, which makes the core of a new process over what its machine
   still holds, and `SimHost`, which is what outlives a process.
 """
@@ -267,6 +267,41 @@ def _bulk_liar(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     return end
 
 
+def _on_card(**wrong: float) -> Begin:
+    """Something is wrong with a host's RDMA card (`CardFaults`)."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        process = _process_of(cluster, fault)
+        if process is None or process.rdma is None:
+            return None
+        faults = process.rdma.card.faults
+        for name, chance in wrong.items():
+            setattr(faults, name, chance)
+
+        def end() -> None:
+            for name in wrong:
+                setattr(faults, name, 0.0)
+
+        return end
+
+    return begin
+
+
+def _card_gone(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """A host's card answers nobody, and takes no orders, for a while."""
+    process = _process_of(cluster, fault)
+    if process is None or process.rdma is None:
+        return None
+    card = process.rdma.card
+    cluster.world.counts["fault.rdma_card_gone"] += 1
+    card.go()
+
+    def end() -> None:
+        card.faults.gone = False
+
+    return end
+
+
 def _process_of(cluster: Cluster, fault: Fault) -> SimAgent | None:
     host = cluster.hosts.get(fault.hosts[0])
     return None if host is None else host.process
@@ -313,6 +348,12 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "bulk_deaf": FaultKind(_one_host(0.2, 3.0), _bulk_deaf),
     "bulk_broken": FaultKind(_one_host(0.2, 3.0), _bulk_broken),
     "bulk_liar": FaultKind(_one_host(0.5, 4.0), _bulk_liar),
+    "rdma_card_gone": FaultKind(_one_host(0.5, 3.0), _card_gone),
+    "rdma_errors": FaultKind(_one_host(0.5, 3.0), _on_card(errors=0.1)),
+    "rdma_flips": FaultKind(_one_host(0.5, 3.0), _on_card(flips=0.1)),
+    "rdma_late": FaultKind(_one_host(0.5, 3.0), _on_card(late=0.3)),
+    "rdma_no_windows": FaultKind(_one_host(0.5, 3.0), _on_card(no_windows=1.0)),
+    "rdma_windows_lost": FaultKind(_one_host(0.5, 3.0), _on_card(lost_windows=0.1)),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
     "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),
     "switch_reprogram": FaultKind(_nobody(0.1, 0.2), _reprogram_switch),

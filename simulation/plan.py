@@ -63,6 +63,17 @@ class Op:
 
 _BULK: Final = frozenset({"bulk_broken", "bulk_deaf", "bulk_liar"})
 """Faults of reads by TCP."""
+_RDMA: Final = frozenset(
+    {
+        "rdma_card_gone",
+        "rdma_errors",
+        "rdma_flips",
+        "rdma_late",
+        "rdma_no_windows",
+        "rdma_windows_lost",
+    }
+)
+"""Faults of RDMA cards."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
 """Faults of links that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
@@ -121,6 +132,8 @@ class Plan:
     pins: tuple[int, ...] = ()
     settings: dict[int, NamespaceSettings] = field(default_factory=dict)
     """What the operator says of each namespace."""
+    cards: frozenset[int] = frozenset()
+    """Hosts with an RDMA card."""
 
     def before(self, name: Name) -> tuple[bytes, int]:
         """The key of the block before this one in its prefix (b"" = it is the first), and how many
@@ -225,6 +238,9 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         faults += _forger(scene, planned, len(faults))
     if renumbered:
         faults += _renumbering(scene, planned, len(faults))
+    cards = _cards(seed, planned)
+    if cards:
+        faults += _rdma_faults(seed, planned, fault_kinds, len(faults))
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -245,11 +261,12 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         controllers=2 if rng.random() < 0.3 else 1,
         switch_clock_s=rng.choice((10.0, rng.uniform(0, 1e5), ticks_wrap_s - rng.uniform(1, 6))),
         put_ack_local=rng.random() < 0.1,
-        lone_reads_by_tcp=random.Random(f"{seed}/lone").random() < 0.7,
+        lone_reads_by_tcp=bool(cards) or random.Random(f"{seed}/lone").random() < 0.7,
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
         settings=_settings(seed, rights),
+        cards=cards,
     )
 
 
@@ -385,7 +402,7 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     """Some faults of some kinds; few kinds at a time, so that each has runs of its own. With
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
-    chosen = rng.sample(sorted(kinds.keys() - _BULK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
+    chosen = rng.sample(sorted(kinds.keys() - _BULK - _RDMA), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
     if hostile:
         chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
     faults: list[Fault] = []
@@ -400,6 +417,27 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
         targets, amount, for_s = kinds[kind](rng, hosts)
         at = rng.uniform(0.0, CHAOS_S - 0.5)
         faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
+    return faults
+
+
+def _cards(seed: int, hosts: int) -> frozenset[int]:
+    """Which hosts have an RDMA card: in every sixth run most have one, and in others none, so that
+    TCP is tried as much as ever."""
+    if seed % 6 != 3:
+        return frozenset()
+    rng = random.Random(f"{seed}/cards")
+    return frozenset(n for n in range(1, hosts + 1) if rng.random() < 0.85)
+
+
+def _rdma_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
+    """Faults of cards; drawn apart, as those of TCP are."""
+    rng = random.Random(f"{seed}/rdma faults")
+    faults: list[Fault] = []
+    for kind in rng.sample(sorted(kinds.keys() & _RDMA), rng.choice((0, 1, 2, 3))):
+        for _ in range(rng.choice((1, 2, 3))):
+            targets, amount, for_s = kinds[kind](rng, hosts)
+            at = rng.uniform(0.0, CHAOS_S - 0.5)
+            faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
     return faults
 
 

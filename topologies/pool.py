@@ -39,7 +39,7 @@ from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.processes import TunnelNetwork
 from kvcast.topologies.star import Star
 
-Runner = Literal["processes", "namespaces", "mininet"]
+Runner = Literal["processes", "namespaces", "mininet", "machines"]
 Switch = Literal["switchsim", "bmv2"]
 
 DATA_FRAME_BYTES = FRAME_OVERHEAD_BYTES + HEADER_BYTES + CHUNK_BYTES
@@ -143,6 +143,10 @@ def make_network(runner: Runner, star: Star) -> Network:
         from kvcast.topologies.namespaces import NamespaceNetwork
 
         return NamespaceNetwork(star)
+    if runner == "machines":
+        from kvcast.topologies.machines import MachineNetwork
+
+        return MachineNetwork(star)
     from kvcast.topologies.mininet_bmv2 import MininetNetwork
 
     return MininetNetwork(star)
@@ -207,7 +211,7 @@ class Pool:
     def _check_options(self) -> None:
         options = self.options
         if options.switch == "bmv2":
-            if options.runner == "processes":
+            if options.runner in ("processes", "machines"):
                 raise PoolError(
                     "BMv2 needs network interfaces: use the namespaces or mininet runner"
                 )
@@ -475,7 +479,7 @@ class Pool:
             try:
                 status = await self.status()
                 missing = what_is_missing(status, wanted)
-                if not missing:
+                if not missing and self.options.runner != "machines":  # sockets inside
                     missing = await self._late_maps(status["epoch"], wanted)
             except (OSError, PoolError) as error:
                 missing = f"the controller's status ({error})"

@@ -158,7 +158,7 @@ class _Transport(asyncio.Transport):
         pass
 
 
-def _agent() -> AgentCore:
+def agent_of_two() -> AgentCore:
     """An agent's core with a map of two nodes and one namespace."""
     memory = memoryview(bytearray(SLABS * SLAB))
     agent = AgentCore(
@@ -170,7 +170,7 @@ def _agent() -> AgentCore:
     return agent
 
 
-def _hold(agent: AgentCore, key: bytes, data: bytes) -> None:
+def hold(agent: AgentCore, key: bytes, data: bytes) -> None:
     copy = agent.store.reserve(BlockId(1, key), len(data))
     agent.memory[copy.offset : copy.offset + len(data)] = data
     agent.store.commit(copy, digest_of(data), home=True)
@@ -184,7 +184,7 @@ def _send_nothing(agent: AgentCore, now: float) -> None:
     agent.outbox.calls.clear()
 
 
-def _check_store(store: Store) -> None:
+def check_store(store: Store) -> None:
     """The store adds up, and nothing is held for a client or a link that is gone."""
     store.check()
     copies = [(block, store.peek(block)) for block in store.blocks()]
@@ -208,9 +208,9 @@ class DataPortHarness(Harness):
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._agent = _agent()
+        self._agent = agent_of_two()
         self._held = b"h" * (3 * SLAB)
-        _hold(self._agent, _HELD_KEY, self._held)
+        hold(self._agent, _HELD_KEY, self._held)
         host, other = Star.of(2).hosts
         self._capsule = encapsulation(other, host)
         self._placement = self._agent.requester.placement
@@ -320,8 +320,8 @@ class LocalSocketHarness(LoopHarness, StreamHarness):
 
     def __init__(self) -> None:
         super().__init__()
-        self._agent = _agent()
-        _hold(self._agent, KEY, b"x" * 5000)
+        self._agent = agent_of_two()
+        hold(self._agent, KEY, b"x" * 5000)
         self._agent.control_message(0.0, NamespaceSecrets([NamespaceSecret(3, bytes(32))]))
         namespaces = [
             NamespaceInfo(number, tenant, "m", "1", "l", [], number != 1)
@@ -357,8 +357,8 @@ class LocalSocketHarness(LoopHarness, StreamHarness):
         self._agent.handle_timer(now + 4000.0)
         self._after()
         if self._agent.store.get(BlockId(1, KEY)) is None:  # dropped, as a client may
-            _hold(self._agent, KEY, b"x" * 5000)
-        _check_store(self._agent.store)
+            hold(self._agent, KEY, b"x" * 5000)
+        check_store(self._agent.store)
 
 
 # --- the bulk link --------------------------------------------------------------------------------
@@ -398,8 +398,8 @@ class BulkLinkHarness(StreamHarness):
     good = caller_messages
 
     def __init__(self) -> None:
-        self._agent = _agent()
-        _hold(self._agent, KEY[::-1], b"y" * 3000)
+        self._agent = agent_of_two()
+        hold(self._agent, KEY[::-1], b"y" * 3000)
 
     def corpus(self) -> list[bytes]:
         hello, put, *others = caller_messages()
@@ -417,7 +417,7 @@ class BulkLinkHarness(StreamHarness):
         while (when := link.get_timer()) is not None:
             link.handle_timer(when)
         assert link.closed
-        _check_store(agent.store)
+        check_store(agent.store)
 
     def close(self) -> None:
         self._agent.close()
@@ -572,7 +572,7 @@ class ControlLinkAgentHarness(StreamHarness):
     good = controller_messages
 
     def __init__(self) -> None:
-        self._agent = _agent()
+        self._agent = agent_of_two()
         self.now = 0.0
 
     def corpus(self) -> list[bytes]:

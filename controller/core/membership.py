@@ -48,6 +48,7 @@ class Address:
     udp_port: int
     bulk_host: str
     bulk_port: int
+    rdma_port: int = 0
 
 
 @dataclass
@@ -119,6 +120,7 @@ def checked_address(message: Register, max_port: int) -> Address:
         udp_port=message.udp_port,
         bulk_host=message.bulk_host,
         bulk_port=message.bulk_port,
+        rdma_port=message.rdma_port,
     )
 
 

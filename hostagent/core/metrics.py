@@ -114,6 +114,24 @@ class Metrics:
     certificate's."""
     bulk_wrong_peers_total: int = 0
     """Connections to something whose certificate is not the node's that was called."""
+    # the RDMA link
+    rdma_requests_sent_total: int = 0
+    rdma_requests_served_total: int = 0
+    rdma_blocks_read_total: int = 0
+    """Blocks that our card has read from other nodes' memory, and whose digest was looked at; they
+    count as received over the bulk link, too."""
+    rdma_blocks_written_total: int = 0
+    rdma_bytes_read_total: int = 0
+    rdma_bytes_written_total: int = 0
+    rdma_pairs_made_total: int = 0
+    rdma_pairs_broken_total: int = 0
+    """Queue pairs that ended in an error: a window was closed, a peer did not answer its card, the
+    card refused."""
+    rdma_refused_total: int = 0
+    """Queue pairs that could not be had, in either role."""
+    rdma_fallbacks_total: int = 0
+    """Calls that RDMA could not make, and TCP was asked to."""
+    rdma_protocol_errors_total: int = 0
     # the local API
     local_connections_total: int = 0
     """Connections accepted. Each is refused, ends in the handshake, is cut off for a protocol

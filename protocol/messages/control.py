@@ -46,7 +46,7 @@ class NodeInfo(Struct, frozen=True):
     `index` is the node's place in bucket lists (stable for its lifetime); `mac` as
     "02:6b:76:00:00:01"; `ip` its address behind the switch; `switch_port` the switch's port
     number that it is attached to; `udp_port` of its READ/DATA socket; `bulk_host`/`bulk_port`
-    of its TCP bulk listener.
+    of its TCP bulk listener; `rdma_port`, on the same host, of its RDMA link's (0 = it has none).
     """
 
     index: U16
@@ -57,6 +57,7 @@ class NodeInfo(Struct, frozen=True):
     udp_port: U16
     bulk_host: Text
     bulk_port: U16
+    rdma_port: U16 = 0
 
 
 POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
@@ -149,6 +150,7 @@ class Register(Struct, frozen=True, tag="register"):
     bulk_port: U16
     arena_bytes: U64
     mtu_bytes: Mtu = 1500
+    rdma_port: U16 = 0
 
 
 class HotBlock(Struct, frozen=True, array_like=True):

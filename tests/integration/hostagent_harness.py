@@ -229,6 +229,7 @@ class MiniController:
             message.udp_port,
             message.bulk_host,
             message.bulk_port,
+            message.rdma_port,
         )
         self._writers[message.node_id] = writer
         self.send(message.node_id, Registered(CONTROL_PROTOCOL_VERSION, index, self.lease_s, 0))

@@ -52,6 +52,8 @@ OTHER_BYTES = "has other bytes fetched"
 LIES = "as a home, sends bytes"
 OFFERS = "has readers connect elsewhere"
 MUCH = "has a home hold"
+REACHES = "goes on writing by RDMA"
+WINDOWS = "has a home's memory open to RDMA"
 
 MUTATIONS: dict[str, Mutation] = {}
 
@@ -573,6 +575,58 @@ def _following_without_bounds() -> AbstractContextManager[object]:
 )
 def _sent_to_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.pool.Pool.may_use", yes)
+
+
+@mutation(
+    "what comes by RDMA is taken for what was promised",
+    {LIES: ["test_bytes_that_are_not_the_promised_ones_are_not_taken"]},
+    line="WRONG_DIGEST",
+)
+def _read_not_verified() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.rdma_caller.digest_of", lambda _view: mock.ANY)
+
+
+@mutation(
+    "what was put by RDMA is taken for what was promised",
+    {POISONS: ["test_a_bit_that_flips_on_the_way_of_a_put_is_found_by_the_home"]},
+    line="WRONG_DIGEST",
+)
+def _written_not_verified() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.rdma_callee.digest_of", lambda _view: mock.ANY)
+
+
+@mutation(
+    "the windows of a request stay open when it ends",
+    {REACHES: ["test_a_put_is_written_and_committed_after_its_window_is_closed"]},
+    line="windows",
+)
+def _windows_left_open() -> AbstractContextManager[object]:
+    def ends(close_windows: Any) -> Any:
+        def close(self: Any, now: float, request: Any) -> None:
+            request.finished = True
+            self._end_request(now, request)
+
+        return close
+
+    return around("kvcast.protocol.links.rdma_callee.RdmaCallee._close_windows", ends)
+
+
+@mutation(
+    "windows have no lease",
+    {WINDOWS: ["test_windows_do_not_outlast_their_lease"]},
+    line="outcomes",
+)
+def _without_lease() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.rdma_callee.RdmaCallee._late", nothing)
+
+
+@mutation(
+    "a caller may open any number of requests by RDMA",
+    {WINDOWS: ["test_a_caller_has_so_many_requests_open_and_no_more"]},
+    line="closed",
+)
+def _rdma_without_bounds() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.rdma_callee.MAX_RDMA_REQUESTS", 1 << 30)
 
 
 @mutation(

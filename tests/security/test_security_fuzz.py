@@ -46,6 +46,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "local-socket",
         "p4runtime",
         "pin-region",
+        "rdma-link",
         "route-request",
         "tokens",
         "trace",

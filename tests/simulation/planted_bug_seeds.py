@@ -32,6 +32,8 @@ SEEDS: dict[str, Known] = {
     "an agent evicts without a look at what clients pin by themselves": Known(1, 1, 2),
     "what is evicted stays in the index that clients read": Known(1, 1, 2),
     "bytes that came by TCP are stored under the digest that was promised": Known(59, 8, 59),
+    "what came by RDMA is not compared with its digest": Known(141, 7, 141),
+    "what an RDMA connection held when it broke is never given back": Known(39, 6, 39),
     "TCP requests are served whatever their namespace": Known(15, 1, 19),
     "READs are answered whatever their namespace": Known(244, 20, 244),
     "an agent keeps the first complete map that it gets": Known(2, 2, 5),

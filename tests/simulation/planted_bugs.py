@@ -31,10 +31,11 @@ from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
-from kvcast.protocol.links import stream
+from kvcast.protocol.links import rdma_caller, stream
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkConnection
 from kvcast.protocol.links.control_caller import ControlCaller
+from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
@@ -351,6 +352,20 @@ def _put_not_verified() -> Any:
         return original(self, header, copy_, header.digest)
 
     return mock.patch.object(Serving, "end_put", end)
+
+
+@bug("what came by RDMA is not compared with its digest", 1, faults=["rdma_flips"])
+def _rdma_not_verified() -> Any:
+    return mock.patch.object(rdma_caller, "digest_of", return_value=mock.ANY)
+
+
+@bug(
+    "what an RDMA connection held when it broke is never given back",
+    0,
+    faults=["rdma_errors", "rdma_windows_lost", "rdma_no_windows", "rdma_card_gone"],
+)
+def _rdma_not_given_back() -> Any:
+    return mock.patch.object(RdmaCallee, "pair_closed")
 
 
 @bug("TCP requests are served whatever their namespace", 5, faults=TENANTS)

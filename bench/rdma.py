@@ -1,0 +1,349 @@
+"""The question: how near do lone reads by RDMA come to what `ib_read_bw` gets from the same card?
+
+Owns: one home and one reader, each a process with the agent's cores, its card and its RDMA link,
+and nothing else; and beside them, in the same run and on the same card, perftest's `ib_read_bw`
+with messages of a block's length, once with polling and once with events: the better one counts.
+
+    python -m kvcast.bench.rdma --json rdma.json          # in an emulated machine, booted for it
+    python -m kvcast.bench.rdma --here 10.0.0.1,10.0.0.2   # on this machine's card
+
+`read_over_ib_read_bw` = bytes a second of blocks that are asked for and read, with all that the
+link does for them but one: digests are not made, as `ib_read_bw` makes none either.
+`checked_read_over_ib_read_bw` is the same with digests, as agents always have it. In an emulated
+machine the two are far apart, since there xxh3 makes some 75 MB/s, on real processors above 10 GB/s
+(`digest_bytes_per_s` is what this processor makes). Rounds alternate, and of each kind the fastest
+counts, since whatever else the machine does only makes one slower. In the emulated machine both
+sides share its two processors: the ratios say what the link costs beside the card's own work there,
+and no rate says anything of a real card. After each round the bytes of all blocks are compared one
+by one (`wrong_bytes`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
+from kvcast.hostagent.network.verbs import Card
+from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.protocol.links import rdma_caller
+from kvcast.protocol.links.bulk import BulkOptions, GetCall
+from kvcast.protocol.links.rdma import RdmaOptions
+from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.control import NamespaceInfo, NodeInfo, PoolMap
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
+from kvcast.service import provenance
+from kvcast.topologies.machines import DEVICE, MachineNetwork
+from kvcast.topologies.network import NetworkError
+from kvcast.topologies.star import Star
+
+NAMESPACE: Final = 1
+HOME, READER = 0, 1
+BLOCK_BYTES: Final = 2 << 20
+BLOCKS: Final = 8
+"""Asked for at once."""
+ROUNDS: Final = 5
+PATIENCE_S: Final = 60.0
+_EMULATED: Final = ("10.78.0.1", "10.78.0.2")
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def _block(number: int) -> bytes:
+    return random.Random(number).randbytes(BLOCK_BYTES)
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+async def _side(index: int, ips: Sequence[str]) -> None:
+    """One process. The home says its port, and serves; the reader is told it, and reads."""
+    arena = ArenaFile(2 * BLOCKS * BLOCK_BYTES, None, reserve=True)
+    store = Store(Allocator(arena.size_bytes, SLAB_BYTES))
+    core = AgentCore(AgentOptions(f"node-{index}"), store, arena.memory, random.Random(index))
+    options = RdmaOptions(silence_s=PATIENCE_S)
+    card = Card(ips[index], arena.memory, options)
+    lines = asyncio.Queue[str]()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
+    calls = RdmaCalls(core, options, card, lambda: None)
+    server = RdmaServer(core, options, BulkOptions(), card)
+    try:
+        _say({"port": await server.start("127.0.0.1")})
+        port = int(await lines.get())
+        nodes = [
+            NodeInfo(n, f"node-{n}", ips[n], f"02:00:00:00:00:0{n}", n + 1, 1, "127.0.0.1", 1, port)
+            for n in (HOME, READER)
+        ]
+        info = NamespaceInfo(NAMESPACE, "bench", "m", "1", "l", [])
+        core._index = index
+        core.control_message(0.0, PoolMap(1, nodes, [[HOME]] * BUCKETS, [info], []))
+        if index == HOME:
+            for number in range(BLOCKS):
+                data = _block(number)
+                copy = store.reserve(BlockId(NAMESPACE, _key(number)), len(data))
+                arena.memory[copy.offset : copy.offset + len(data)] = data
+                store.commit(copy, digest_of(data), home=True)
+        _say({"ready": True})
+        while line := (await lines.get()).strip():
+            if index == READER:
+                seconds, checked = json.loads(line)
+                with contextlib.nullcontext() if checked else _without_digests():
+                    _say(await _read(core, calls, seconds))
+    finally:
+        await calls.close()
+        await server.close()
+        card.close()
+
+
+@contextlib.contextmanager
+def _without_digests() -> Iterator[None]:
+    """The link takes each block for the one that it begins like; the rest is looked at later."""
+    digests = {_block(number)[:16]: digest_of(_block(number)) for number in range(BLOCKS)}
+
+    def known(view: memoryview) -> int:
+        return digests.get(bytes(view[:16]), 0)
+
+    with mock.patch.object(rdma_caller, "digest_of", known):
+        yield
+
+
+async def _read(core: AgentCore, calls: RdmaCalls, seconds: float) -> dict[str, Any]:
+    """Every block again and again for so long, all the time `BLOCKS` of them at once, and then each
+    of them once more."""
+    loop = asyncio.get_running_loop()
+    rooms = [core.memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(BLOCKS)]
+    read = not_read = under_way = 0
+    idle = asyncio.Event()
+    until = 0.0
+
+    def ask(number: int) -> None:
+        nonlocal under_way
+        room = rooms[number]
+        room[-1] = room[-1] ^ 0xFF  # so that what is there already is not what was read
+
+        def ended(now: float, outcome: str) -> None:
+            nonlocal read, not_read, under_way
+            under_way -= 1
+            read += outcome == bulk.DONE
+            not_read += outcome != bulk.DONE
+            if outcome == bulk.DONE and time.perf_counter() < until:
+                ask(number)
+                calls.take()
+            elif not under_way:
+                idle.set()
+
+        under_way += 1
+        block = BlockId(NAMESPACE, _key(number))
+        deadline = loop.time() + PATIENCE_S
+        core.outbox.calls.append(GetCall(HOME, block, 0, deadline, lambda *_: room, ended))
+
+    async def read_all() -> None:
+        idle.clear()
+        for number in range(BLOCKS):
+            ask(number)
+        calls.take()
+        if core.outbox.calls:  # RDMA failed a moment ago, and there is no TCP here
+            raise RuntimeError("the RDMA link gave up")
+        await idle.wait()
+
+    await read_all()  # the pair is made
+    read = 0
+    start = time.perf_counter()
+    until = start + seconds
+    await read_all()
+    elapsed_s = time.perf_counter() - start
+    size_bytes = read * BLOCK_BYTES
+    until = 0.0
+    await read_all()
+    wrong_bytes = sum(
+        sum(a != b for a, b in zip(room, _block(number), strict=True))
+        for number, room in enumerate(rooms)
+        if room != _block(number)
+    )
+    return {
+        "bytes_per_s": size_bytes / elapsed_s,
+        "wrong_bytes": wrong_bytes,
+        "not_read": not_read,
+    }
+
+
+# --- the peer ---------------------------------------------------------------------------------
+
+
+def ib_read_bw(device: str, gid_index: int, port: int, ip: str, *, events: bool) -> float:
+    """Bytes a second by perftest, with READs of a block's length on one queue pair; RuntimeError
+    with what it says where it fails."""
+    command = ["ib_read_bw", "-d", device, "-x", str(gid_index), "-s", str(BLOCK_BYTES)]
+    command += ["-n", "60", "-F", "-p", str(port), *(["-e"] if events else [])]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(20):
+                time.sleep(0.5)
+                done = subprocess.run([*command, ip], capture_output=True, text=True, timeout=90)
+                if done.returncode == 0:
+                    break
+        finally:
+            server.kill()
+    for line in done.stdout.splitlines():
+        words = line.split()
+        if len(words) >= 4 and words[0] == str(BLOCK_BYTES):
+            return float(words[3]) * (1 << 20)
+    raise RuntimeError(f"ib_read_bw: {done.stdout}{done.stderr}")
+
+
+# --- both -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _process(index: int, ips: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "kvcast.bench.rdma", "--side", str(index)]
+    command += ["--here", ",".join(ips)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _hear(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("a side of the measurement has ended early")
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+def _tell(process: subprocess.Popen[str], what: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{what}\n")
+    process.stdin.flush()
+
+
+def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Both, in turns; the numbers by name."""
+    with _process(HOME, ips) as home, _process(READER, ips) as reader:
+        port = [_hear(side)["port"] for side in (home, reader)][HOME]
+        for side in (home, reader):
+            _tell(side, port)
+        for side in (home, reader):
+            assert _hear(side)["ready"]
+        device, gid_index = _card_of(ips[HOME])
+        reads: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        peers: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(ROUNDS):
+            for checked, rounds in reads.items():
+                _tell(reader, json.dumps([seconds, checked]))
+                rounds.append(_hear(reader))
+            for events, rates in peers.items():
+                rates.append(
+                    ib_read_bw(device, gid_index, 18_600 + number, ips[HOME], events=events)
+                )
+    ours = {
+        checked: max(read["bytes_per_s"] for read in rounds) for checked, rounds in reads.items()
+    }
+    theirs = {events: max(rates) for events, rates in peers.items()}
+    best = max(theirs.values())
+    everything = reads[False] + reads[True]
+    return {
+        "read_over_ib_read_bw": ours[False] / best,
+        "checked_read_over_ib_read_bw": ours[True] / best,
+        "wrong_bytes": sum(read["wrong_bytes"] for read in everything),
+        "not_read": sum(read["not_read"] for read in everything),
+        "read_bytes_per_s": ours[False],
+        "checked_read_bytes_per_s": ours[True],
+        "ib_read_bw_bytes_per_s": theirs[False],
+        "ib_read_bw_events_bytes_per_s": theirs[True],
+        "digest_bytes_per_s": _digest_bytes_per_s(),
+        "block_bytes": BLOCK_BYTES,
+        "blocks_at_once": BLOCKS,
+    }
+
+
+def _digest_bytes_per_s() -> float:
+    data, start = _block(0), time.perf_counter()
+    for _ in range(8):
+        digest_of(data)
+    return 8 * BLOCK_BYTES / (time.perf_counter() - start)
+
+
+def _card_of(ip: str) -> tuple[str, int]:
+    """The name of the card that has the address, and the place of its GID."""
+    wanted = "0000:0000:0000:0000:0000:ffff:" + "{:02x}{:02x}:{:02x}{:02x}".format(
+        *map(int, ip.split("."))
+    )
+    for entry in Path("/sys/class/infiniband").glob("*/ports/*/gids/*"):
+        with contextlib.suppress(OSError):  # an unused place cannot be read
+            kind = (entry.parents[1] / "gid_attrs/types" / entry.name).read_text().strip()
+            if entry.read_text().strip() == wanted and kind == "RoCE v2":
+                return entry.parts[4], int(entry.name)
+    raise RuntimeError(f"no RDMA card has {ip}")
+
+
+def _in_machine(seconds: float) -> dict[str, Any]:
+    """The same in an emulated machine; NetworkError where there can be none."""
+    network = MachineNetwork(Star.of(1))
+    try:
+        network.up()
+        (machine,) = network.machines.values()
+        for ip in _EMULATED:
+            machine.run(["ip", "address", "replace", f"{ip}/24", "dev", "eth0"], 20.0)
+        report = network.folder / "report.json"
+        command = [sys.executable, "-m", "kvcast.bench.rdma", "--here", ",".join(_EMULATED)]
+        command += ["--seconds", str(seconds), "--json", str(report)]
+        done = machine.run(command, 400.0, network.environment)
+        if done.status:
+            raise RuntimeError(done.output)
+        result: dict[str, Any] = json.loads(report.read_text())
+        return result | {"card": f"Soft-RoCE ({DEVICE}) in an emulated machine"}
+    finally:
+        network.down()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvcast.bench.rdma")
+    parser.add_argument("--json", metavar="FILE", help="write the report there")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each of our rounds")
+    parser.add_argument("--here", metavar="HOMEIP,READERIP", help="this machine's card")
+    parser.add_argument("--side", type=int, choices=(HOME, READER), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    try:
+        if options.here is None:
+            report = _in_machine(options.seconds)
+        else:
+            ips = options.here.split(",")
+            if options.side is not None:
+                asyncio.run(_side(options.side, ips))
+                return 0
+            report = measure(ips, options.seconds)
+    except (NetworkError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    report |= {"provenance": provenance.provenance()} if options.here is None else {}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

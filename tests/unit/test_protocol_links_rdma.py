@@ -1,0 +1,689 @@
+"""The RDMA link's two ends, and the choice between RDMA and TCP, without a network.
+
+Oracle: bytes, outcomes, and the order in which things happen, written out here. The cards are the
+simulation's, which move bytes between the two memories piece by piece, whatever the ends believe.
+Cannot see: TLS, sockets, real cards (`tests/rdma` has them).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, BulkCall, ExistsCall, GetCall, PutCall
+from kvcast.protocol.links.carriers import Carriers
+from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
+from kvcast.protocol.links.rdma_callee import RdmaCallee
+from kvcast.protocol.links.rdma_caller import (
+    Complete,
+    Connect,
+    Failed,
+    RdmaCall,
+    RdmaCaller,
+    RdmaConnection,
+)
+from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.bulk import BulkGet, BulkPut, PutHeader, WantedBlock
+from kvcast.protocol.messages.control import NodeInfo
+from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.rdma import (
+    MAX_RDMA_BLOCKS,
+    MAX_RDMA_MESSAGE_BYTES,
+    MAX_RDMA_REQUESTS,
+    RDMA_PROTOCOL_VERSION,
+    Endpoint,
+    RdmaCalleeMessage,
+    RdmaCallerMessage,
+    RdmaFinished,
+    RdmaGet,
+    RdmaHello,
+    RdmaRefusal,
+    RdmaTaken,
+    RdmaWelcome,
+    RdmaWindows,
+    Window,
+)
+from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.simulation.verbs import Fabric, SimulatedCard
+from kvcast.simulation.world import World
+
+OPTIONS = RdmaOptions(
+    queue_per_peer=400, silence_s=0.5, idle_s=10.0, lease_s=3.0, connect_timeout_s=1.0
+)
+NODE = NodeInfo(2, "node-2", "10.0.0.2", "02:00:00:00:00:02", 2, 20000, "host-2", 7000, 7001)
+FOREIGN = 9
+"""A namespace that the caller may not use."""
+SIZE = 20_000
+"""Three READs' worth."""
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def data_of(number: int, size: int = SIZE) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A block's bytes in one of the two memories."""
+
+    block: BlockId
+    view: memoryview
+    digest: int
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.view)
+
+
+@dataclass
+class Service:
+    """The home. `out`: what it has given out and did not get back."""
+
+    memory: memoryview
+    held: dict[bytes, Copy] = field(default_factory=dict)
+    out: list[bytes] = field(default_factory=list)
+    aborted: list[bytes] = field(default_factory=list)
+    used: int = 0
+
+    def room(self, size: int) -> memoryview:
+        self.used += size
+        return self.memory[self.used - size : self.used]
+
+    def hold(self, number: int, data: bytes) -> Copy:
+        view = self.room(len(data))
+        view[:] = data
+        copy = self.held[key(number)] = Copy(BlockId(1, key(number)), view, digest_of(data))
+        return copy
+
+    def view(self, copy: Copy) -> memoryview:
+        return copy.view
+
+    def refuse_put(self, _caller: str, put: BulkPut) -> str | None:
+        return bulk.FORBIDDEN if put.namespace == FOREIGN else None
+
+    def begin_put(self, put: BulkPut, block: PutHeader) -> Copy | str:
+        if block.key in self.held:
+            return bulk.HELD
+        self.out.append(block.key)
+        return Copy(BlockId(put.namespace, block.key), self.room(block.size_bytes), block.digest)
+
+    def end_put(self, block: PutHeader, copy: Copy, digest: int) -> str:
+        self.out.remove(block.key)
+        if digest != block.digest:
+            return bulk.WRONG_DIGEST
+        self.held[block.key] = copy
+        return bulk.DONE
+
+    def abort_put(self, copy: Copy) -> None:
+        self.out.remove(copy.block.key)
+        self.aborted.append(copy.block.key)
+
+    def refuse_get(self, _caller: str, get: BulkGet) -> str | None:
+        return bulk.FORBIDDEN if get.namespace == FOREIGN else None
+
+    def get(self, _caller: str, _namespace: int, block: WantedBlock) -> Copy | str:
+        copy = self.held.get(block.key)
+        if copy is None or block.digest not in (0, copy.digest):
+            return bulk.NOT_FOUND
+        self.out.append(block.key)
+        return copy
+
+    def end_get(self, copy: Copy) -> None:
+        self.out.remove(copy.block.key)
+
+    def drop(self, *_: object) -> bulk.BulkDone:
+        raise AssertionError
+
+    exists = drop  # type: ignore[assignment]
+
+
+class Bench:
+    """A caller and the callee that it finds, on two cards."""
+
+    def __init__(self, options: RdmaOptions = OPTIONS) -> None:
+        self.world = World(1)
+        fabric = Fabric(self.world)
+        fabric.rate_bytes_per_s = 1e9
+        self.options = options
+        ours, theirs = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
+
+        def deliver(action: Callable[[], None]) -> None:
+            action()
+
+        self.card = SimulatedCard(fabric, ours, options, deliver)
+        self.home_card = SimulatedCard(fabric, theirs, options, deliver)
+        self.service = Service(theirs)
+        self.memory = Service(ours)
+        self.metrics, self.home_metrics = Metrics(), Metrics()
+        self.caller = RdmaCaller(
+            "node-1", options, self.metrics, lambda copy: copy.view, self.card.max_transfer_bytes
+        )
+        self.caller.use_nodes(0.0, {2: NODE})
+        self.outcomes: dict[int, str] = {}
+        self.failures: list[str] = []
+        self.pairs_open_at_ends: list[int] = []
+        """How many pairs of ours were open when a call was told its end as unreachable."""
+        self.links: list[tuple[RdmaConnection, PairHolder, RdmaCallee[Copy], PairHolder]] = []
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def get(
+        self,
+        number: int,
+        namespace: int = 1,
+        start: int = 0,
+        deadline: float = 9.0,
+        size: int = SIZE,
+    ) -> memoryview:
+        """Ask for a block; where its bytes will be."""
+        room = self.memory.room(size)
+        room[:start] = data_of(number, size)[:start]
+
+        def begin(size_bytes: int, _digest: int) -> memoryview | None:
+            return room if size_bytes == len(room) else None
+
+        call = GetCall(
+            2, BlockId(namespace, key(number)), 0, deadline, begin, self.ended(number), start
+        )
+        self.caller.ask(self.now, call)
+        self.move()
+        return room
+
+    def put(self, number: int, namespace: int = 1, there: bool = True, digest: int = 0) -> None:
+        view = self.memory.room(SIZE)
+        view[:] = data_of(number)
+        block = BlockId(namespace, key(number))
+        copy = Copy(block, view, digest or digest_of(view))
+        call = PutCall(2, copy, 1, 0, 9.0, lambda: there, self.ended(number))
+        self.caller.ask(self.now, call)
+        self.move()
+
+    def ended(self, number: int) -> Callable[[float, str], None]:
+        def ended(_now: float, outcome: str) -> None:
+            assert number not in self.outcomes, "told twice"
+            self.outcomes[number] = outcome
+
+        return ended
+
+    # --- what moves ---------------------------------------------------------------------------
+
+    def move(self) -> None:
+        """Do what the ends want, and carry their bytes, until there is nothing."""
+        while instructions := self.caller.instructions():
+            for instruction in instructions:
+                match instruction:
+                    case Complete(call=call, outcome=outcome):
+                        if outcome == UNREACHABLE:
+                            self.pairs_open_at_ends.append(len(self.card.pairs))
+                        call.ended(self.now, outcome)
+                    case Failed(problem=problem):
+                        self.failures.append(problem)
+                    case Connect(connection=connection):
+                        self.connect(connection)
+                    case _:
+                        self.carry()
+            self.caller.check()
+
+    def connect(self, connection: RdmaConnection) -> None:
+        callee = RdmaCallee(self.now, self.service, self.options, self.home_metrics)
+        clock = lambda: self.now  # noqa: E731
+        holder = PairHolder(connection, self.card, clock, self.move)
+        theirs = PairHolder(callee, self.home_card, clock, self.settle)
+        self.links.append((connection, holder, callee, theirs))
+        connection.connected(self.now)
+
+    def settle(self) -> None:
+        self.carry()
+        self.move()
+
+    def carry(self) -> None:
+        for connection, holder, callee, theirs in self.links:
+            moved = True
+            while moved:
+                holder.carry_out()
+                theirs.carry_out()
+                moved = False
+                if data := connection.bytes_to_send(self.now, 1 << 20):
+                    callee.received(self.now, data)
+                    moved = True
+                theirs.carry_out()
+                if data := callee.bytes_to_send(self.now, 1 << 20):
+                    connection.received(self.now, data)
+                    moved = True
+                if callee.closed and not connection.closed:
+                    connection.lost(self.now, "closed by the other side")
+                    moved = True
+                if connection.closed and not callee.closed:
+                    callee.lost(self.now)
+                    moved = True
+                callee.check()
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        end = self.now + seconds
+        while self.now < end:
+            self.world.run(min(end, self.now + 0.05))
+            for connection, _, callee, _ in self.links:
+                for link in (connection, callee):
+                    link.handle_timer(self.now)
+            self.settle()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# --- what works -----------------------------------------------------------------------------------
+
+
+def test_a_block_is_read_into_its_place_and_given_back(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    room = bench.get(1)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(room) == data_of(1)
+    assert bench.service.out == []
+    assert bench.metrics.rdma_bytes_read_total == SIZE
+
+
+def test_what_is_there_already_is_not_read_again_but_counts_for_the_digest(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    room = bench.get(1, start=12_345)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(room) == data_of(1)
+    assert bench.metrics.rdma_bytes_read_total == SIZE - 12_345
+
+
+def test_a_put_is_written_and_committed_after_its_window_is_closed(bench: Bench) -> None:
+    bench.put(1)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.DONE}
+    assert bytes(bench.service.held[key(1)].view) == data_of(1)
+    (_, _, callee, _) = bench.links[0]
+    assert [len(pair.windows) for pair in bench.home_card.pairs] == [0]
+    assert callee.take_orders() == []
+
+
+def test_many_calls_take_turns_on_one_pair_within_the_bounds(bench: Bench) -> None:
+    count = MAX_RDMA_REQUESTS * MAX_RDMA_BLOCKS + 20
+    for number in range(count):
+        bench.service.hold(number, data_of(number, 1000))
+    rooms = {}
+    for number in range(count):
+        rooms[number] = bench.get(number, size=1000)
+    most = 0
+    for _ in range(40):
+        bench.run(0.01)
+        most = max([most, *(len(pair.windows) for pair in bench.home_card.pairs)])
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    assert all(bytes(room) == data_of(number, 1000) for number, room in rooms.items())
+    assert len(bench.links) == 1
+    assert 1 < most <= MAX_RDMA_REQUESTS * MAX_RDMA_BLOCKS
+
+
+def test_what_is_refused_ends_with_its_reason_and_the_pair_lives_on(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    bench.service.hold(2, data_of(2))
+    bench.put(2)
+    bench.get(3)
+    bench.get(4, namespace=FOREIGN)
+    bench.put(5, namespace=FOREIGN)
+    bench.put(6, there=False)
+    bench.put(7, digest=5)
+    room = bench.get(1)
+    bench.service.hold(8, data_of(8))
+    bench.get(8, size=SIZE + 1)  # there is no room for a block of its size
+    bench.run(0.5)
+    assert bench.outcomes == {
+        1: bulk.DONE,
+        2: bulk.HELD,
+        3: bulk.NOT_FOUND,
+        4: bulk.FORBIDDEN,
+        5: bulk.FORBIDDEN,
+        6: EVICTED,
+        7: bulk.WRONG_DIGEST,
+        8: bulk.NO_ROOM,
+    }
+    assert bytes(room) == data_of(1)
+    assert len(bench.links) == 1
+    assert bench.service.out == []
+
+
+def test_an_idle_pair_is_closed_and_the_next_call_makes_another(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    bench.service.hold(2, data_of(2))
+    bench.get(1)
+    bench.run(OPTIONS.idle_s / 2 + 0.5)
+    assert (len(bench.card.pairs), len(bench.home_card.pairs)) == (0, 0)
+    assert bench.failures == []
+    bench.get(2, deadline=20.0)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.DONE, 2: bulk.DONE}
+
+
+# --- what breaks ----------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_not_the_promised_ones_are_not_taken(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1)).view[777] ^= 4
+    bench.get(1)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.WRONG_DIGEST}
+
+
+def test_a_bit_that_flips_on_the_way_of_a_put_is_found_by_the_home(bench: Bench) -> None:
+    bench.card.faults.flips = bench.home_card.faults.flips = 1.0
+    bench.put(1)
+    bench.run(0.1)
+    assert bench.outcomes == {1: bulk.WRONG_DIGEST}
+    assert bench.service.held == {}
+
+
+def test_silence_ends_a_get_after_its_pair_is_closed(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    bench.service.hold(2, data_of(2))
+    bench.get(1)
+    bench.run(0.1)
+    bench.home_card.fabric.pairs.clear()  # nobody answers, and nobody says so
+    bench.get(2)
+    bench.run(OPTIONS.silence_s + 0.2)
+    assert bench.outcomes == {1: bulk.DONE, 2: UNREACHABLE}
+    assert bench.pairs_open_at_ends == [0], "the card might still have filled the room"
+    assert bench.failures == ["silence"]
+    assert bench.service.out == []
+
+
+def test_a_window_that_is_gone_breaks_the_pair_and_ends_all_its_calls(bench: Bench) -> None:
+    for number in range(3):
+        bench.service.hold(number, data_of(number))
+    bench.home_card.faults.lost_windows = 1.0
+    for number in range(3):
+        bench.get(number)
+    bench.run(0.5)
+    assert bench.outcomes == {0: UNREACHABLE, 1: UNREACHABLE, 2: UNREACHABLE}
+    assert set(bench.pairs_open_at_ends) == {0}
+    assert bench.metrics.rdma_pairs_broken_total == 1
+    assert bench.service.out == []
+    # With windows that last, a new pair works.
+    bench.home_card.faults.lost_windows = 0.0
+    bench.service.hold(9, data_of(9))
+    bench.get(9)
+    bench.run(0.5)
+    assert bench.outcomes[9] == bulk.DONE
+    assert len(bench.links) == 2
+
+
+def test_a_put_whose_pair_breaks_is_aborted_at_the_home(bench: Bench) -> None:
+    bench.home_card.faults.lost_windows = 1.0
+    bench.put(1)
+    bench.run(0.5)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert (bench.service.out, bench.service.aborted) == ([], [key(1)])
+    assert bench.service.held == {}
+
+
+def test_windows_that_cannot_be_opened_end_the_calls(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    bench.home_card.faults.no_windows = 1.0
+    bench.get(1)
+    bench.run(0.2)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.service.out == []
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_without_a_queue_pair_calls_end_at_once(whose: str) -> None:
+    bench = Bench()
+    (bench.card if whose == "ours" else bench.home_card).faults.gone = True
+    bench.service.hold(1, data_of(1))
+    bench.get(1)
+    bench.run(0.01)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert (bench.metrics.rdma_refused_total, bench.home_metrics.rdma_refused_total) == (
+        (1, 0) if whose == "ours" else (0, 1)
+    )
+    assert (len(bench.card.pairs), len(bench.home_card.pairs)) == (0, 0)
+
+
+def test_a_deadline_ends_a_call_whatever_the_card_does(bench: Bench) -> None:
+    bench.card.faults.late = 1.0
+    bench.put(1)
+    bench.service.hold(2, data_of(2))
+    bench.get(2, deadline=0.2)
+    bench.run(0.35)
+    assert bench.outcomes[2] == UNREACHABLE
+    assert set(bench.pairs_open_at_ends) == {0}
+
+
+def test_windows_do_not_outlast_their_lease() -> None:
+    bench = Bench(replace(OPTIONS, silence_s=60.0, lease_s=0.5))
+    bench.service.hold(1, data_of(1))
+    bench.card.faults.late = 1.0
+    bench.get(1)
+    bench.run(2.0)
+    assert bench.outcomes == {1: UNREACHABLE}
+    assert bench.service.out == []
+
+
+def test_too_many_waiting_calls_end_at_once() -> None:
+    bench = Bench(replace(OPTIONS, queue_per_peer=3))
+    bench.home_card.faults.late = 1.0
+    for number in range(MAX_RDMA_REQUESTS + 10):
+        bench.service.hold(number, data_of(number, 10))
+        bench.get(number, size=10)
+    assert UNREACHABLE in bench.outcomes.values()
+    bench.run(5.0)
+    assert len(bench.outcomes) == MAX_RDMA_REQUESTS + 10
+
+
+# --- liars ----------------------------------------------------------------------------------------
+
+
+def endpoint(number: int = 5) -> Endpoint:
+    return Endpoint(bytes(16), number, 0, 4096, 16)
+
+
+def callee_told(bench: Bench, *messages: RdmaCallerMessage) -> RdmaCallee[Copy]:
+    callee = RdmaCallee(0.0, bench.service, OPTIONS, bench.home_metrics)
+    holder = PairHolder(callee, bench.home_card, lambda: bench.now, lambda: None)
+    codec = MessageCodec[RdmaCalleeMessage](
+        RdmaCalleeMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES
+    )
+    for message in messages:
+        callee.received(0.0, codec.encode(message))
+        holder.carry_out()
+    return callee
+
+
+HELLO = RdmaHello(RDMA_PROTOCOL_VERSION, "node-1", endpoint())
+GET = RdmaGet(1, 1, [WantedBlock(key(1))])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [RdmaHello(RDMA_PROTOCOL_VERSION + 1, "node-1", endpoint())],
+        [GET],
+        [HELLO, HELLO],
+        [HELLO, RdmaFinished(1)],
+        [HELLO, GET, GET],
+        [HELLO, GET, RdmaFinished(1)],  # its windows are not open yet
+    ],
+)
+def test_a_caller_that_breaks_the_rules_is_cut_off(
+    bench: Bench, messages: list[RdmaCallerMessage]
+) -> None:
+    bench.service.hold(1, data_of(1))
+    callee = callee_told(bench, *messages)
+    assert callee.closed
+    assert bench.home_metrics.rdma_protocol_errors_total == 1
+    assert bench.service.out == []
+    assert bench.home_card.pairs == []
+
+
+def test_a_caller_has_so_many_requests_open_and_no_more(bench: Bench) -> None:
+    bench.service.hold(1, data_of(1))
+    gets = [RdmaGet(n, 1, [WantedBlock(key(1))]) for n in range(MAX_RDMA_REQUESTS + 1)]
+    assert not callee_told(bench, HELLO, *gets[:-1]).closed
+    assert callee_told(bench, HELLO, *gets).closed
+
+
+def caller_told(bench: Bench, *messages: RdmaCalleeMessage, put: bool = False) -> None:
+    """A caller with one call, whose callee says all this."""
+    room = bench.memory.room(SIZE)
+    call: RdmaCall = GetCall(
+        2, BlockId(1, key(1)), 0, 9.0, lambda *_: room, bench.ended(1), start_bytes=100
+    )
+    if put:
+        room[:] = data_of(1)
+        copy = Copy(BlockId(1, key(1)), room, digest_of(room))
+        call = PutCall(2, copy, 1, 0, 9.0, lambda: True, bench.ended(1))
+    bench.caller.ask(0.0, call)
+    (connect,) = bench.caller.instructions()
+    assert isinstance(connect, Connect)
+    connection = connect.connection
+    holder = PairHolder(connection, bench.card, lambda: bench.now, lambda: None)
+    connection.connected(0.0)
+    holder.carry_out()
+    codec = MessageCodec[RdmaCallerMessage](
+        RdmaCallerMessage, max_message_bytes=MAX_RDMA_MESSAGE_BYTES
+    )
+    for message in messages:
+        connection.received(0.0, codec.encode(message))
+        holder.carry_out()
+    assert connection.closed
+    assert bench.card.pairs == []
+    for instruction in bench.caller.instructions():
+        if isinstance(instruction, Complete):
+            instruction.call.ended(0.0, instruction.outcome)
+
+
+WELCOME = RdmaWelcome(endpoint())
+WINDOW = Window(bulk.DONE, SIZE, 1, 0, 7)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [RdmaWindows(1, [WINDOW])],
+        [WELCOME, WELCOME],
+        [WELCOME, RdmaRefusal()],
+        [WELCOME, RdmaWindows(2, [WINDOW])],
+        [WELCOME, RdmaWindows(1, [WINDOW, WINDOW])],
+        [WELCOME, RdmaWindows(1, [Window(bulk.WANTED, SIZE, 1, 0, 7)])],
+        [WELCOME, RdmaWindows(1, [Window(bulk.DONE, 100, 1, 0, 7)])],
+        [WELCOME, RdmaWindows(1, [WINDOW]), RdmaWindows(1, [WINDOW])],
+        [WELCOME, RdmaTaken(1, [])],
+    ],
+)
+def test_a_callee_that_breaks_the_rules_is_left_and_the_call_ends(
+    bench: Bench, messages: list[RdmaCalleeMessage]
+) -> None:
+    caller_told(bench, *messages)
+    assert bench.metrics.rdma_protocol_errors_total == 1
+    assert bench.outcomes == {1: UNREACHABLE}
+
+
+def test_a_put_is_not_done_by_a_window_of_a_get(bench: Bench) -> None:
+    caller_told(bench, WELCOME, RdmaWindows(1, [WINDOW]), put=True)
+    assert bench.outcomes == {1: UNREACHABLE}
+
+
+# --- RDMA or TCP ----------------------------------------------------------------------------------
+
+
+class Choice:
+    """The carriers, and what came of a call."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.carriers = Carriers(RdmaOptions(retry_s=1.0, retry_max_s=4.0), self.metrics)
+        self.carriers.use_nodes({2: NODE, 3: replace_node(3, rdma_port=0)})
+        self.outcomes: list[str] = []
+        self.rooms_asked = 0
+
+    def get(self, node: int = 2, deadline: float = 100.0) -> GetCall:
+        def begin(size_bytes: int, _digest: int) -> memoryview:
+            self.rooms_asked += 1
+            return memoryview(bytearray(size_bytes))
+
+        return GetCall(
+            node, BlockId(1, key(1)), 0, deadline, begin, lambda _, what: self.outcomes.append(what)
+        )
+
+    def goes_by_rdma(self, now: float, call: BulkCall) -> bool:
+        ours, others = self.carriers.choose(now, [call])
+        assert len(ours) + len(others) == 1
+        return bool(ours)
+
+
+def replace_node(number: int, rdma_port: int) -> NodeInfo:
+    return NodeInfo(
+        number, f"node-{number}", "10.0.0.3", "02:00:00:00:00:03", 3, 1, "host-3", 1, rdma_port
+    )
+
+
+def test_blocks_go_by_rdma_to_nodes_that_have_it_and_all_else_by_tcp() -> None:
+    choice = Choice()
+    assert choice.goes_by_rdma(0.0, choice.get())
+    assert not choice.goes_by_rdma(0.0, choice.get(node=3))
+    assert not choice.goes_by_rdma(0.0, choice.get(node=77))
+    question = ExistsCall(2, 1, [key(1)], 9.0, lambda _: None, lambda *_: None)
+    assert not choice.goes_by_rdma(0.0, question)
+
+
+def test_what_rdma_cannot_do_tcp_does_in_the_same_room() -> None:
+    choice = Choice()
+    ((call,), _) = choice.carriers.choose(0.0, [choice.get()])
+    assert isinstance(call, GetCall)
+    room = call.begin(10, 5)
+    choice.carriers.failed(0.1, "node-2", "silence")
+    call.ended(0.1, UNREACHABLE)
+    (again,) = choice.carriers.take_again()
+    assert isinstance(again, GetCall)
+    assert again.begin(10, 5) is room
+    assert again.begin(11, 5) is None, "another copy does not fit into its room"
+    assert choice.rooms_asked == 1
+    again.ended(0.2, bulk.DONE)
+    assert choice.outcomes == [bulk.DONE]
+    assert choice.metrics.rdma_fallbacks_total == 1
+
+
+def test_a_node_with_which_rdma_failed_is_asked_by_tcp_for_longer_each_time_and_told_once() -> None:
+    choice = Choice()
+    now, waits = 0.0, []
+    for _ in range(4):
+        choice.carriers.failed(now, "node-2", "an error")
+        choice.carriers.failed(now, "node-2", "the same, of another call")
+        start = now
+        while not choice.goes_by_rdma(now, choice.get()):
+            now += 0.25
+        waits.append(now - start)
+    assert waits == [1.0, 2.0, 4.0, 4.0]
+    assert choice.carriers.take_news() == ["RDMA with node-2 failed, TCP takes over: an error"]
+    ((call,), _) = choice.carriers.choose(now, [choice.get()])
+    call.ended(now, bulk.DONE)
+    assert choice.carriers.take_news() == ["RDMA with node-2 works again"]
+    choice.carriers.failed(now, "node-2", "once more")
+    assert not choice.goes_by_rdma(now + 0.9, choice.get())
+    assert choice.goes_by_rdma(now + 1.0, choice.get())
+
+
+def test_a_call_whose_time_is_over_is_not_made_again() -> None:
+    choice = Choice()
+    ((call,), _) = choice.carriers.choose(0.0, [choice.get(deadline=1.0)])
+    call.ended(1.0, UNREACHABLE)
+    assert choice.carriers.take_again() == []
+    assert choice.outcomes == [UNREACHABLE]
