@@ -16,6 +16,7 @@ from typing import Any
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.flags import Setup, options_of, parse
 from kvcast.hostagent.network.local_server import SocketInUseError
+from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging
@@ -24,13 +25,14 @@ from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_even
 log = logging.getLogger("kvcast.hostagent")
 
 
-async def run(setup: Setup) -> int:
-    """Run an agent until a signal; the exit status."""
+async def run(setup: Setup, place: Place | None = None) -> int:
+    """Run an agent until a signal; the exit status. `place`: what stands already, and whoever
+    watches over it."""
     flags = setup.flags
     stop = stop_event(asyncio.get_running_loop())
     if setup.credentials is not None:
         reload_on_hangup(asyncio.get_running_loop(), setup.credentials.refresh)
-    agent = Agent(options_of(setup))
+    agent = Agent(options_of(setup), place.standing if place is not None else None)
     try:
         await agent.start()
     except (ArenaError, SocketInUseError, OSError) as error:
@@ -55,7 +57,10 @@ async def run(setup: Setup) -> int:
 
             metrics = metrics_server(agent.core, setup.credentials)
             facts["metrics"] = format_host_port(await metrics.start(*flags.metrics_addr))
-        announce_ready(**facts)
+        if place is None:
+            announce_ready(**facts)
+        else:
+            place.ready(facts, agent.rest, stop.set)
         await stop.wait()
         log.info("stopping")
         return 0
@@ -72,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `kvcast agent`."""
     setup = parse(argv)
     setup_logging(setup.flags.log_level, setup.flags.log_format)
+    if setup.flags.arena_keep:
+        return supervise(options_of(setup), lambda place: run(setup, place), setup.flags.takeover)
     return asyncio.run(run(setup))
 
 

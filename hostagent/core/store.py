@@ -121,6 +121,19 @@ class PinnedElsewhere(Protocol):
         ...
 
 
+class Recovery(Protocol):
+    """What is still to be had of the copies that another agent has left in the arena."""
+
+    def look(self, block: BlockId, copy: Copy | None) -> Copy | None:
+        """The copy of a block, which the store has or has not, once its bytes are known to be
+        right; None where there is none."""
+        ...
+
+    def finish(self) -> None:
+        """Let the store have all copies that it has not yet."""
+        ...
+
+
 class _NobodyElse:
     """The store's copies are found through the store alone."""
 
@@ -181,6 +194,8 @@ class Store:
     ) -> None:
         self.allocator = allocator
         self.elsewhere: PinnedElsewhere = _NobodyElse()
+        self.recovery: Recovery | None = None
+        """Set while there is something left to recover."""
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -219,17 +234,28 @@ class Store:
 
     def peek(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, without touching the LRU order."""
+        copy = self._index.get(block)
+        return copy if self.recovery is None else self.recovery.look(block, copy)
+
+    def lying_at(self, offset: int) -> Copy | None:
+        """The copy, of whatever state, whose bytes begin there."""
+        return self._by_offset.get(offset)
+
+    def known(self, block: BlockId) -> Copy | None:
+        """As `peek`, of what the store has by now, whether or not its bytes are right."""
         return self._index.get(block)
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, without touching the LRU order."""
+        if self.recovery is not None:
+            return [self.peek(BlockId(namespace, key)) is not None for key in keys]
         # A pair is as good as a BlockId here, and quicker made.
         pairs = zip(itertools.repeat(namespace), keys, strict=False)
         return list(map(self._index.__contains__, pairs))
 
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
-        copy = self._index.get(block)
+        copy = self.peek(block)
         if copy is not None and copy.pins == 0:
             self._evictable.move_to_end(block)
             self._namespaces[block.namespace].evictable.move_to_end(block)
@@ -253,6 +279,8 @@ class Store:
         """
         if not 0 < size_bytes <= MAX_BLOCK_BYTES:
             raise NoRoomError(f"a block of {size_bytes} bytes is outside 1..{MAX_BLOCK_BYTES}")
+        if self.recovery is not None:
+            self.recovery.finish()  # until then nobody knows which bytes are free
         reserved_bytes = self.allocator.extent_bytes(size_bytes)
         state = self._namespaces.get(block.namespace)
         if state is None:
@@ -280,7 +308,7 @@ class Store:
         if copy.generation < self._dropped_in.get(copy.block.namespace, 0):
             self._release_bytes(copy)
             raise StaleReservationError(f"namespace {copy.block.namespace} was dropped")
-        held = self._index.get(copy.block)
+        held = self.peek(copy.block)
         if held is not None:
             if held.digest == digest:
                 self.counters.duplicates += 1
@@ -324,7 +352,7 @@ class Store:
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was held."""
         self._evicted.pop(block, None)
-        copy = self._index.get(block)
+        copy = self.peek(block)
         if copy is None:
             return False
         self.counters.drops += 1
@@ -334,6 +362,8 @@ class Store:
     def drop_namespace(self, namespace: int) -> int:
         """Forget every block of a namespace, and what is being written to it; how many blocks
         there were."""
+        if self.recovery is not None:
+            self.recovery.finish()
         self._generation += 1
         self._dropped_in[namespace] = self._generation
         for block in [block for block in self._evicted if block.namespace == namespace]:
@@ -343,6 +373,39 @@ class Store:
         for copy in gone:
             self.drop(copy.block)
         return len(gone)
+
+    # --- what another agent has left ------------------------------------------------------
+
+    def adopt(
+        self, block: BlockId, size_bytes: int, offset: int, state: int, digest: int = 0
+    ) -> Copy | None:
+        """Take over a copy whose bytes lie in the arena already: COMMITTED, or, for a client that
+        has outlived its agent, RESERVED, or DOOMED and pinned once. None where that cannot be: no
+        extent of ours lies there, it is another's, or the block is held."""
+        if state == COMMITTED and block in self._index:
+            return None
+        if not self.allocator.claim(offset, size_bytes):
+            return None
+        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
+        self._by_offset[offset] = copy
+        self._note(copy, stuck=1)
+        used = self._namespaces.setdefault(block.namespace, _Namespace())
+        used.used_bytes += reserved_bytes
+        used.copies += 1
+        copy.state = state
+        copy.digest = digest
+        if state == COMMITTED:
+            self._index[block] = copy
+            self._make_evictable(copy)
+        elif state == DOOMED:
+            copy.pins = 1
+        return copy
+
+    def give_up(self, copy: Copy) -> None:
+        """A committed copy's bytes are wrong: nobody finds it any more."""
+        assert copy.state == COMMITTED, copy
+        self._remove(copy)
 
     # --- inside ---------------------------------------------------------------------------
 

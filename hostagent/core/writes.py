@@ -101,7 +101,8 @@ class Writes:
         answered: Callable[[PutBatch], None],
         ack: str = "",
     ) -> PutBatch:
-        """Make reserved copies blocks and send them home. `ack`: one of `ACKS`, "" = the agent's
+        """Make reserved copies blocks and send them home; those that are committed were made so by
+        an agent that died before it could answer. `ack`: one of `ACKS`, "" = the agent's
         choice. `answered` may be called before this returns."""
         batch = PutBatch([None] * len(copies), answered, len(copies))
         for position, copy in enumerate(copies):
@@ -112,13 +113,15 @@ class Writes:
 
     def _commit_one(self, now: float, batch: PutBatch, position: int, copy: Copy, ack: str) -> None:
         self._metrics.puts_total += 1
+        done = copy.state == COMMITTED
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
         put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))
         try:
-            put.copy = copy = self._store.commit(copy, digest, home=here)
+            if not done:
+                put.copy = copy = self._store.commit(copy, digest, home=here)
         except StaleReservationError:
             self._answer(batch, put, local.UNKNOWN_NAMESPACE)
             return
