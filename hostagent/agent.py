@@ -65,12 +65,24 @@ class Agent:
         self._recovering: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Make the arena and the sockets and begin to serve. On failure nothing is left."""
+        """Make the arena and the sockets and begin to serve. On failure nothing is left; but what
+        stood before is left as it is, with what clients hold there: it is another agent's then."""
+        stands = self._standing is not None
         async with contextlib.AsyncExitStack() as stack:
-            await self._start(stack)
+            try:
+                await self._start(stack, stands)
+            except BaseException:
+                if stands:
+                    stack.pop_all()
+                raise
             self._stack = stack.pop_all()
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+    def let_clients_in(self) -> None:
+        """Begin to serve engines; over what stood before, `start` leaves that to whoever knows
+        that no other agent does."""
+        self._local_server.start(self._standing.local if self._standing is not None else None)
+
+    async def _start(self, stack: contextlib.AsyncExitStack, stands: bool) -> None:
         options = self._options
         network = options.network
         rng = random.Random(options.seed)
@@ -162,7 +174,8 @@ class Agent:
                 self._local_server.restore(standing.survivors.values())
             elif standing.survivors:
                 raise ArenaError("clients outlive their agent, and no map says what they hold")
-        self._local_server.start(standing.local if standing is not None else None)
+        if not stands:
+            self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
         self.transport.start()
         stack.callback(self.transport.close)

@@ -60,7 +60,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
         if place is None:
             announce_ready(**facts)
         else:
-            place.ready(facts, agent.rest, stop.set)
+            await place.ready(facts, agent.let_clients_in, agent.rest, stop.set)
         await stop.wait()
         log.info("stopping")
         return 0
@@ -70,7 +70,8 @@ async def run(setup: Setup, place: Place | None = None) -> int:
     finally:
         if metrics is not None:
             await metrics.stop()
-        await agent.close()
+        if place is None or place.served:  # else clients are the next agent's, as they are
+            await agent.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,6 +58,8 @@ GIVE_UP_AFTER: Final = 8
 """Agents that died quickly, one after the other; then the supervisor ends, too."""
 HAND_OVER_S: Final = 10.0
 """How long either supervisor waits for the other."""
+READY_S: Final = HAND_OVER_S / 2
+"""How soon an agent that takes over must be ready; well before the other side gives up."""
 _STARTING_NICE: Final = -10
 """While it starts, clients wait for it, whatever else keeps the processors busy."""
 _MAX_WORD_BYTES: Final = 65_536
@@ -140,6 +142,8 @@ class Place:
     pipe: socket.socket
     nice: int
     """The process's priority once it serves."""
+    served: bool = False
+    """Whether the agent has come so far."""
 
     def __post_init__(self) -> None:
         self.standing.keeper = self
@@ -156,19 +160,26 @@ class Place:
         with contextlib.suppress(OSError):  # whoever watches is gone, and we are about to be
             self._say(_Left(number))
 
-    def ready(
+    async def ready(
         self,
         facts: dict[str, Any],
+        let_clients_in: Callable[[], None],
         rest: Callable[[], Awaitable[None]],
         stop: Callable[[], None],
     ) -> None:
-        """The agent serves. It rests when it is told to, and then its process ends as it is; and
-        it stops when nobody watches over it any more."""
+        """The agent can serve, and does once it is known that no other will: clients go to one
+        agent only. It rests when it is told to, and then its process ends as it is; and it stops
+        when nobody watches over it any more."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, self.nice)
         self._say(_Ready(facts))
         loop = asyncio.get_running_loop()
         self.pipe.setblocking(False)
+        if not await loop.sock_recv(self.pipe, _MAX_WORD_BYTES):
+            stop()
+            return
+        self.served = True
+        let_clients_in()
 
         async def give_way() -> None:
             await rest()
@@ -231,6 +242,8 @@ class Supervisor:
     options: Options
     run: Run
     standing: Standing
+    deadline: float | None = None
+    """Until when the first agent must be ready, since another supervisor waits for that."""
     announced: bool = False
     stopping: bool = False
     quick_deaths: int = 0
@@ -257,13 +270,21 @@ class Supervisor:
                 agent = self._agent
                 assert agent is not None
                 while not agent.ended:
-                    self._wait(None)
+                    if self.announced or self.deadline is None:
+                        self._wait(None)
+                        continue
+                    self._wait(max(0.0, self.deadline - time.monotonic()))
+                    if time.monotonic() > self.deadline and not self.announced:
+                        log.error("the new agent is not ready in time")
+                        os.kill(agent.pid, signal.SIGKILL)
+                        self.deadline = None
                 status = self._over(agent)
                 if status is not None:
                     return status
         finally:
             with contextlib.suppress(FileNotFoundError):
-                if not self._handed_over:
+                # Who never served may have found the paths of one that goes on.
+                if self.announced and not self._handed_over:
                     os.unlink(door_of(self.options))
                     os.unlink(self.options.local.socket_path)
             signal.set_wakeup_fd(-1)
@@ -347,18 +368,29 @@ class Supervisor:
             if isinstance(word, _Ready):
                 agent.ready = True
                 agent.watch.start()
-                if not self.announced:
-                    self.announced = True
-                    announce_ready(**{**word.facts, "pid": os.getpid(), "agent_pid": agent.pid})
-                    self._told()
+                self._is_ready(agent, word.facts)
                 continue
             self._forget(word.number)
-            if isinstance(word, _Joined):
+            if isinstance(word, _Joined) and fds:  # none where we are out of descriptors
                 connection = socket.socket(fileno=fds[0])
                 region_fd = fds[1] if len(fds) > 1 else None
                 self.standing.survivors[word.number] = Survivor(
                     word.number, word.token, connection, region_fd, word.read_only
                 )
+
+    def _is_ready(self, agent: _Agent, facts: dict[str, Any]) -> None:
+        """Let the agent serve, if nobody else does."""
+        if not self.announced:
+            try:
+                self._told()
+            except OSError as error:
+                log.error("the supervisor before has not waited for this one: %s", error)
+                os.kill(agent.pid, signal.SIGKILL)
+                return
+            self.announced = True
+            announce_ready(**{**facts, "pid": os.getpid(), "agent_pid": agent.pid})
+        with contextlib.suppress(OSError):  # it has just died
+            agent.pipe.send(b"go")
 
     def _forget(self, number: int) -> None:
         client = self.standing.survivors.pop(number, None)
@@ -397,7 +429,7 @@ class Supervisor:
             return 0
         if self.stopping or (code == 0 and not self._resting):
             return max(code, 0)
-        if not agent.ready and not self.announced:
+        if not self.announced:
             return max(code, 1)  # it cannot start, and has said why
         if self._resting:
             self._resting = False
@@ -523,7 +555,8 @@ def supervise(options: Options, run: Run, takeover: bool) -> int:
             peer.send(msgspec.msgpack.encode(_Serving()))
             peer.close()
 
-    return Supervisor(options, run, standing).main(told)
+    deadline = None if peer is None else time.monotonic() + READY_S
+    return Supervisor(options, run, standing, deadline).main(told)
 
 
 def warm_up() -> None:

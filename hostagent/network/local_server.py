@@ -171,11 +171,11 @@ class LocalServer:
 
     async def close(self) -> None:
         """Stop, cut the clients off, and remove the socket."""
-        if self._socket is None or self._accepting is None:
-            return
         for waiting in list(self._survivors.values()):
             self._forget(waiting)
             self.cut_off_holders |= waiting.end()
+        if self._socket is None or self._accepting is None:
+            return
         for task in (self._accepting, *self._handshakes):
             task.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)

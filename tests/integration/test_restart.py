@@ -294,8 +294,39 @@ async def test_a_takeover_whose_new_side_dies_is_given_up(tmp_path: Path) -> Non
             peer.send(msgspec.msgpack.encode(_question_of(options)))
             assert peer.recv(65536)  # what stands, with its descriptors: it takes none of them
         await check(client, *range(5))
-        assert one.agent() != before
+        await until(lambda: children(one.process.pid) not in ([], [before]))
         await check(client, *range(5))
+        await one.start("--takeover")
+        await check(client, *range(5))
+
+
+async def test_a_release_that_cannot_serve_leaves_the_node_to_the_old_one(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        held = await client.get(NAMESPACE, [key(1), key(2)], 1.0)
+        assert await client.pin(NAMESPACE, [key(3)]) == 1
+        held_bytes = (await client.stats())["arena_held_bytes"]
+        metrics = socket.socket()  # the new one cannot listen there
+        metrics.bind(("127.0.0.1", 0))
+        metrics.listen()
+        words = [word for word in one.words if not word.startswith("--metrics-addr")]
+        taken = f"--metrics-addr=127.0.0.1:{metrics.getsockname()[1]}"
+        new = await asyncio.create_subprocess_exec(
+            *words, taken, "--takeover", stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(new.communicate(), 30)
+        metrics.close()
+        assert new.returncode == 1
+        assert b"cannot serve metrics" in said
+        await check(client, *range(5))
+        assert (await client.stats())["arena_held_bytes"] == held_bytes
+        for number, block in zip((1, 2), held, strict=True):
+            assert block is not None
+            assert bytes(block.data) == content(number)
+            block.release()
+        assert await client.unpin(NAMESPACE, [key(3)]) == 1
+        async with await AsyncClient.connect(one.socket) as another:
+            await check(another, *range(5))
         await one.start("--takeover")
         await check(client, *range(5))
 
