@@ -6,17 +6,17 @@ Owns: the order in which parts are made, started and closed. Must not know: comm
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import os
 import random
 import secrets
-from dataclasses import dataclass, field, replace
-from ipaddress import IPv4Address
+from dataclasses import replace
 from typing import Final
 
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
@@ -26,129 +26,112 @@ from kvcast.hostagent.network.datagrams import (
     TunnelTransport,
     UdpTransport,
     credit_of_buffer,
-    open_tunnel,
-    open_udp,
 )
 from kvcast.hostagent.network.interfaces import ETHERNET_MTU_BYTES, interface_mtu
-from kvcast.hostagent.network.local_server import LocalOptions, LocalServer
+from kvcast.hostagent.network.local_server import LocalServer
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
+from kvcast.hostagent.network.survivors import NOBODY
 from kvcast.hostagent.network.verbs import Card
-from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.options import RDMA_OFF, RDMA_REQUIRED, Options
+from kvcast.hostagent.standing import (
+    KeptMap,
+    Standing,
+    index_beside,
+    index_path_of,
+    open_frames,
+    stand_up,
+)
+from kvcast.hostagent.tiers.arena import Allocator, ArenaError, ArenaFile
 from kvcast.hostagent.tiers.index import Index, buckets_for
-from kvcast.protocol.links.bulk import BulkOptions
-from kvcast.protocol.links.control_caller import ControlOptions
-from kvcast.protocol.links.rdma import RdmaOptions, VerbsError
+from kvcast.hostagent.tiers.kept import KeptFile
+from kvcast.hostagent.tiers.ledger import Ledger
+from kvcast.protocol.links.rdma import VerbsError
+from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
-from kvcast.protocol.messages.wire import UDP_PORT, chunking_for
-from kvcast.service.tls import Credentials
-
-_HUGE_PAGE_BYTES = 2 << 20
+from kvcast.protocol.messages.wire import chunking_for
 
 log = logging.getLogger(__name__)
 
-RDMA_OFF: Final = "off"
-RDMA_AUTO: Final = "auto"
-RDMA_REQUIRED: Final = "required"
-RDMAS: Final = (RDMA_AUTO, RDMA_OFF, RDMA_REQUIRED)
-"""Use the card that has the node's address, if there is one; use none; or do not start without."""
-
-
-@dataclass(frozen=True)
-class NetworkOptions:
-    """Where the node is on the network."""
-
-    ip: str
-    mac: str
-    switch_port: int
-    udp_port: int = UDP_PORT
-    tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
-    """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
-    udp_segments: bool = False
-    """Without a tunnel: let the kernel or the network card split runs of frames (UDP_SEGMENT). On a
-    veth pair whose other end a switch in software reads by AF_PACKET they would stay unsplit."""
-    buffer_bytes: int = 8 << 20
-    """Socket buffers to ask the kernel for."""
-    mtu_bytes: int = 0
-    """The longest IPv4 packet on the way to the other nodes; 0 = as the interface of `ip` says,
-    and Ethernet's 1500 behind a tunnel."""
-    bulk_host: str = "127.0.0.1"
-    bulk_port: int = 0
-    rdma: str = RDMA_OFF
-    """One of `RDMAS`: whether blocks go by RDMA where the other node has it, too."""
-
-    @property
-    def joins(self) -> bool:
-        """Whether runs of frames leave in one piece: if so told, and over loopback, where none but
-        the nodes' own sockets read."""
-        return self.udp_segments or IPv4Address(self.ip).is_loopback
-
-
-@dataclass(frozen=True)
-class ArenaOptions:
-    """The DRAM tier."""
-
-    size_bytes: int = 256 << 20
-    path: str | None = None
-    reserve: bool = True
-    slab_bytes: int = SLAB_BYTES
-    default_quota_bytes: int = 0
-    quotas: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Everything that an agent is started with."""
-
-    agent: AgentOptions
-    network: NetworkOptions
-    control: ControlOptions
-    local: LocalOptions
-    arena: ArenaOptions = field(default_factory=ArenaOptions)
-    bulk: BulkOptions = field(default_factory=BulkOptions)
-    rdma: RdmaOptions = field(default_factory=RdmaOptions)
-    credit_from_buffer: bool = True
-    """Lower the requester's credit to what the receive buffer holds."""
-    seed: int | None = None
-    """Of the agent's random numbers (tags, jitter); None = from the system."""
-    credentials: Credentials | None = None
-    """With them, the control link and the bulk link are TLS, both ways; without, plain."""
+_RECOVERY_PAUSE_S: Final = 0.002
+"""Between two steps of a recovery, in which others have their turn."""
+_RECOVERY_BEGINS_S: Final = 0.1
+"""First come those who have waited for an agent."""
+_NO_MAP_PAUSE_S: Final = 0.01
+"""How often it is seen whether there is a map, without which nothing can be recovered."""
+_REST_S: Final = 2.0
+"""How long an agent that gives way to another waits for what was begun."""
 
 
 class Agent:
     """One agent. `start`, then `close`; `ready` is set when the first bucket map has come."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, standing: Standing | None = None) -> None:
+        """`standing`: what there is already, for an agent that comes after another; it stays open
+        when this one ends."""
         self._options = options
+        self._standing = standing
+        self._recovering: asyncio.TimerHandle | None = None
         self.card: Card | None = None
         """With which blocks go by RDMA."""
 
     async def start(self) -> None:
-        """Make the arena and the sockets and begin to serve. On failure nothing is left."""
+        """Make the arena and the sockets and begin to serve. On failure nothing is left; but what
+        stood before is left as it is, with what clients hold there: it is another agent's then."""
+        stands = self._standing is not None
         async with contextlib.AsyncExitStack() as stack:
-            await self._start(stack)
+            try:
+                await self._start(stack, stands)
+            except BaseException:
+                if stands:
+                    stack.pop_all()
+                raise
             self._stack = stack.pop_all()
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+    def let_clients_in(self) -> None:
+        """Begin to serve engines; over what stood before, `start` leaves that to whoever knows
+        that no other agent does."""
+        self._local_server.start(self._standing.local if self._standing is not None else None)
+
+    async def _start(self, stack: contextlib.AsyncExitStack, stands: bool) -> None:
         options = self._options
         network = options.network
         rng = random.Random(options.seed)
-        self.arena = ArenaFile(
-            options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
-        )
-        stack.callback(self.arena.close)
+        standing = self._standing
+        if standing is None and options.arena.keep:
+            standing = self._standing = stand_up(options)
+            stack.callback(standing.close)
+        self.arena: ArenaFile | KeptFile
+        if standing is not None:
+            self.arena = standing.kept.arena
+        else:
+            self.arena = ArenaFile(
+                options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
+            )
+            stack.callback(self.arena.close)
         store = Store(
             Allocator(options.arena.size_bytes, options.arena.slab_bytes),
             default_quota_bytes=options.arena.default_quota_bytes,
             quotas=options.arena.quotas,
         )
         incarnation = secrets.randbits(62) + 1
-        shared = self._share(stack, store, incarnation)
-        if network.tunnel is None:
-            sock, buffer_bytes = open_udp(network.ip, network.udp_port, network.buffer_bytes)
+        ledger = Ledger(standing.kept.ledger) if standing is not None else None
+        shared, index = self._share(stack, store, incarnation, ledger)
+        recovery: Recovery | None = None
+        if standing is not None:
+            assert shared is not None
+            assert index is not None
+            incarnation = standing.kept.incarnation  # the node is who it was
+            if standing.kept.found:
+                index.hide_namespaces()
+                if self.index_file is not None:
+                    membarrier.barrier()  # who pins after this sees that another agent is here
+                recovery = Recovery(index, store, shared, self.arena.memory)
+            standing.kept.found = True
+            sock, buffer_bytes = standing.frames, standing.buffer_bytes
         else:
-            sock, buffer_bytes = open_tunnel(*network.tunnel, network.buffer_bytes)
+            sock, buffer_bytes = open_frames(network)
         stack.callback(sock.close)
         udp_port = sock.getsockname()[1] if network.tunnel is None else network.udp_port
         self.tunnel_address: tuple[str, int] | None = (
@@ -158,8 +141,21 @@ class Agent:
             interface_mtu(network.ip) if network.tunnel is None else ETHERNET_MTU_BYTES
         )
         agent_options = self._fitted(buffer_bytes)
-        self.core = AgentCore(agent_options, store, self.arena.memory, rng, shared)
+        self.core = AgentCore(
+            *(agent_options, store, self.arena.memory, rng, shared),
+            recovery=recovery,
+            ledger=ledger,
+        )
         stack.callback(self.core.close)
+        if standing is not None:
+            kept_map = KeptMap(f"{index_path_of(options)}.map")
+            last = kept_map.read() if recovery is not None else None
+            if last is not None:
+                try:
+                    self.core.restore_map(asyncio.get_running_loop().time(), *last)
+                except LinkError as error:
+                    log.error("the map of the agent before is of no use: %s", error)
+            self.core.keep_map = kept_map.write
         self.transport: Transport = (
             UdpTransport(self.core, sock, joins=network.joins)
             if network.tunnel is None
@@ -174,14 +170,25 @@ class Agent:
         )
         self.transport.dispatch_calls = self._bulk_caller.dispatch
         self.bulk_server = BulkServer(self.core, options.bulk, options.credentials)
-        self.bulk_address = await self.bulk_server.start(network.bulk_host, network.bulk_port)
+        self.bulk_address = await self.bulk_server.start(
+            network.bulk_host, network.bulk_port, standing.bulk if standing is not None else ()
+        )
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
         self.rdma_port = await self._use_rdma(stack)
         self._local_server = LocalServer(
-            self.core, self.arena, options.local, self.transport.pump, self.index_file
+            *(self.core, self.arena, options.local, self.transport.pump, self.index_file),
+            keeper=standing.keeper if standing is not None else NOBODY,
         )
-        self._local_server.start()
+        if index is not None and standing is not None:
+            stack.callback(self._let_go, index)  # after the clients were cut off
+        if standing is not None:
+            if recovery is not None and recovery.begun:
+                self._local_server.restore(standing.survivors.values())
+            elif standing.survivors:
+                raise ArenaError("clients outlive their agent, and no map says what they hold")
+        if not stands:
+            self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
         self.transport.start()
         stack.callback(self.transport.close)
@@ -205,6 +212,39 @@ class Agent:
         self.ready = self._control.ready
         self._control.start()
         stack.push_async_callback(self._control.close)
+        if recovery is not None:
+            self._recovering = asyncio.get_running_loop().call_later(
+                _RECOVERY_BEGINS_S, self._recover
+            )
+        stack.callback(self._end_recovery)
+
+    def _let_go(self, index: Index) -> None:
+        if not self._local_server.cut_off_holders:
+            index.let_go()
+
+    def _recover(self) -> None:
+        """Go through what a former agent has left, a little at a time."""
+        busy = self.core.recover()
+        if self.core.recovery is not None:
+            pause_s = _RECOVERY_PAUSE_S if busy else _NO_MAP_PAUSE_S
+            loop = asyncio.get_running_loop()
+            self._recovering = loop.call_later(pause_s, self._recover)
+        elif self.core.recovery_counters is not None:
+            counters = self.core.recovery_counters
+            log.log(
+                logging.WARNING if counters.copies_damaged else logging.INFO,
+                "took over %d blocks of the agent before; %d were damaged, and %d entries refused",
+                *(counters.copies, counters.copies_damaged, counters.entries_refused),
+            )
+
+    def _end_recovery(self) -> None:
+        if self._recovering is not None:
+            self._recovering.cancel()
+
+    async def rest(self) -> None:
+        """Take nothing new, and end what was begun, before another agent takes over. What is held
+        for clients stays held: the process ends after this, and closes nothing."""
+        await asyncio.gather(self._local_server.rest(_REST_S), self.bulk_server.rest(_REST_S))
 
     async def _use_rdma(self, stack: contextlib.AsyncExitStack) -> int:
         """Have blocks go by RDMA, where that is wanted and there is a card; the port of the link,
@@ -236,27 +276,35 @@ class Agent:
         return await server.start(options.network.bulk_host)
 
     def _share(
-        self, stack: contextlib.AsyncExitStack, store: Store, incarnation: int
-    ) -> SharedIndex | None:
+        self,
+        stack: contextlib.AsyncExitStack,
+        store: Store,
+        incarnation: int,
+        ledger: Ledger | None,
+    ) -> tuple[SharedIndex | None, Index | None]:
         """Make the index beside the arena, where clients can use one."""
-        self.index_file: ArenaFile | None = None
-        if not membarrier.available():
-            log.info("clients ask for every block: this machine has no barrier for an index")
-            return None
+        self.index_file: ArenaFile | KeptFile | None = None
         arena_bytes = self.arena.size_bytes
-        path = f"{self.arena.path}.index"
-        if os.statvfs(self.arena.path).f_bsize >= _HUGE_PAGE_BYTES:
-            # A file there is a whole number of huge pages, which the index is not.
-            path = f"/dev/shm/kvcast{os.path.abspath(path).replace('/', '-')}"
+        usable = membarrier.available()
+        if self._standing is not None:
+            index = Index(self._standing.kept.index.memory, arena_bytes, incarnation)
+            stack.callback(index.close)
+            if usable:
+                self.index_file = self._standing.kept.index
+            barrier = membarrier.barrier if usable else _no_barrier
+            return SharedIndex(index, store, barrier, ledger), index
+        if not usable:
+            log.info("clients ask for every block: this machine has no barrier for an index")
+            return None, None
         self.index_file = ArenaFile(
             index_bytes(buckets_for(arena_bytes)),
-            path,
+            index_beside(self.arena.path),
             reserve=self._options.arena.reserve,
         )
         stack.callback(self.index_file.close)
         index = Index(self.index_file.memory, arena_bytes, incarnation)
         stack.callback(index.close)
-        return SharedIndex(index, store, membarrier.barrier)
+        return SharedIndex(index, store, membarrier.barrier), index
 
     def _fitted(self, buffer_bytes: int) -> AgentOptions:
         """The options, as far as the receive buffer and the MTU allow."""
@@ -283,3 +331,7 @@ class Agent:
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""
         await self._stack.aclose()
+
+
+def _no_barrier() -> None:
+    """There are no regions on this machine, and so nobody to be ordered against."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.flags import Setup, options_of, parse
 from kvcast.hostagent.network.local_server import SocketInUseError
+from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcast.hostagent")
 
 
-async def run(setup: Setup) -> int:
-    """Run an agent until a signal; the exit status."""
+async def run(setup: Setup, place: Place | None = None) -> int:
+    """Run an agent until a signal; the exit status. `place`: what stands already, and whoever
+    watches over it."""
     flags = setup.flags
     stop = stop_event(asyncio.get_running_loop())
     if setup.credentials is not None:
         reload_on_hangup(asyncio.get_running_loop(), setup.credentials.refresh)
-    agent = Agent(options_of(setup))
+    agent = Agent(options_of(setup), place.standing if place is not None else None)
     try:
         await agent.start()
     except (ArenaError, SocketInUseError, OSError) as error:
@@ -68,7 +70,12 @@ async def run(setup: Setup) -> int:
         # What is there now stays: a collector that looked at all of it would cost some get 10 ms.
         gc.collect()
         gc.freeze()
-        announce_ready(**facts)
+        if place is None:
+            announce_ready(**facts)
+        else:
+            await place.ready(
+                *(facts, agent.let_clients_in, agent.rest, stop.set), card=agent.card is not None
+            )
         await stop.wait()
         log.info("stopping")
         return 0
@@ -78,13 +85,16 @@ async def run(setup: Setup) -> int:
     finally:
         for server in servers:
             await server.stop()
-        await agent.close()
+        if place is None or place.served:  # else clients are the next agent's, as they are
+            await agent.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `kvcast agent`."""
     setup = parse(argv)
     setup_logging(setup.flags.log_level, setup.flags.log_format)
+    if setup.flags.arena_keep:
+        return supervise(options_of(setup), lambda place: run(setup, place), setup.flags.takeover)
     return asyncio.run(run(setup))
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvcast.hostagent.agent import RDMA_AUTO, RDMAS, ArenaOptions, NetworkOptions, Options
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.writes import ACKS, WriteOptions
 from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.hostagent.options import RDMA_AUTO, RDMAS, ArenaOptions, NetworkOptions, Options
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
 from kvcast.protocol.requester import RequesterConfig
@@ -130,6 +130,29 @@ class MemoryFlags:
         default=None,
         parse=str,
         metavar="FILE",
+    )
+    arena_keep: bool = either(
+        "keep the arena when the agent ends or dies, and take over what the one before has kept at "
+        "--arena-path; a small process stays behind and starts a new agent at once where one dies",
+        default=ArenaOptions.keep,
+    )
+    index_path: str | None = option(
+        "the index of a kept arena; by default FILE.index beside it (needed where the arena is on "
+        "hugetlbfs or a device)",
+        default=None,
+        parse=str,
+        metavar="FILE",
+    )
+    cluster: str = option(
+        "name of the cluster: an arena that another one's agent has kept is refused",
+        default=ArenaOptions.cluster,
+        parse=parse_node_id,
+        metavar="NAME",
+    )
+    takeover: bool = either(
+        "take over from the agent that runs with the same --socket and --arena-keep, or start "
+        "where there is none",
+        default=False,
     )
     arena_reserve: bool = either(
         "take the arena's memory at the start, not when it is first used",
@@ -329,6 +352,12 @@ def _settle(flags: AgentFlags) -> Setup:
         raise OptionsError("--slab-bytes must be at least 1")
     if flags.arena_bytes < flags.slab_bytes:
         raise OptionsError("--arena-bytes is smaller than a slab")
+    if flags.arena_keep and flags.arena_path is None:
+        raise OptionsError("--arena-keep needs --arena-path")
+    if flags.takeover and not flags.arena_keep:
+        raise OptionsError("--takeover goes with --arena-keep")
+    if flags.index_path is not None and not flags.arena_keep:
+        raise OptionsError("--index-path goes with --arena-keep")
     if not flags.client_share:
         raise OptionsError("--client-share must be above 0 and at most 1")
     return Setup(flags, credentials_of(flags.tls))
@@ -389,6 +418,9 @@ def options_of(setup: Setup) -> Options:
             size_bytes=flags.arena_bytes // flags.slab_bytes * flags.slab_bytes,
             path=flags.arena_path,
             reserve=flags.arena_reserve,
+            keep=flags.arena_keep,
+            index_path=flags.index_path,
+            cluster=flags.cluster,
             slab_bytes=flags.slab_bytes,
             default_quota_bytes=flags.namespace_quota_bytes,
             quotas=dict(flags.quota),

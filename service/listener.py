@@ -17,7 +17,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,26 +70,18 @@ class Listener:
         self._handshakes: dict[asyncio.Task[None], str] = {}
         self._open: dict[asyncio.BaseTransport, str] = {}
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen on every address of `host`; the first, with the port that was picked for 0."""
+    async def start(
+        self, host: str, port: int, sockets: Sequence[socket.socket] = ()
+    ) -> tuple[str, int]:
+        """Listen on every address of `host`, or on sockets that listen already, which are ours
+        from now on; the first, with the port that was picked for 0."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        absent: OSError | None = None
-        for family, kind, proto, _, address in dict.fromkeys(found):
-            try:
-                sock = _listening(family, kind, proto, (address[0], port, *address[2:]))
-            except OSError as error:
-                if error.errno not in _NO_SUCH_ADDRESS:
-                    self._close_sockets()
-                    raise _cannot_listen(host, port, error) from None
-                absent = error  # a name may stand for addresses that this machine does without
-                continue
-            self._sockets.append(sock)
-            port = sock.getsockname()[1]
-        if absent is not None and not self._sockets:
-            raise _cannot_listen(host, port, absent)
+        if not sockets:
+            found = await loop.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            sockets = _listen_on_all(host, port, found)
+        self._sockets = list(sockets)
         self._accepting = [loop.create_task(self._accept(sock)) for sock in self._sockets]
         name = self._sockets[0].getsockname()
         return name[0], name[1]
@@ -184,6 +176,32 @@ class Listener:
             task = asyncio.current_task()
             assert task is not None
             self._handshakes.pop(task, None)
+
+
+def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """What `Listener.start` listens on, made beforehand, without a loop."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return _listen_on_all(host, port, found)
+
+
+def _listen_on_all(host: str, port: int, found: Iterable[Any]) -> list[socket.socket]:
+    absent: OSError | None = None
+    sockets: list[socket.socket] = []
+    for family, kind, proto, _, address in dict.fromkeys(found):
+        try:
+            sock = _listening(family, kind, proto, (address[0], port, *address[2:]))
+        except OSError as error:
+            if error.errno not in _NO_SUCH_ADDRESS:
+                for each in sockets:
+                    each.close()
+                raise _cannot_listen(host, port, error) from None
+            absent = error  # a name may stand for addresses that this machine does without
+            continue
+        sockets.append(sock)
+        port = sock.getsockname()[1]
+    if absent is not None and not sockets:
+        raise _cannot_listen(host, port, absent)
+    return sockets
 
 
 def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:

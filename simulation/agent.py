@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
@@ -27,7 +28,13 @@ from kvcast.protocol.links.control_caller import (
     ControlConnection,
     ControlOptions,
 )
-from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
+from kvcast.protocol.messages import shared
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    PoolMap,
+    Register,
+    Registered,
+)
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
@@ -39,6 +46,9 @@ from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import Alarm, World
 
 SEND_ROUND: Final = 64
+RECOVERY_PAUSE_S: Final = 0.15
+"""So long that much happens while an agent still goes through what it found."""
+_ENTRY_WORDS: Final = shared.ENTRY_BYTES // shared.WORD_BYTES
 STALLED_FRAMES: Final = 256
 """What a socket keeps for a process that stands still."""
 CONTROL: Final = ControlOptions(
@@ -102,7 +112,8 @@ CoreFactory = Callable[["SimHost", random.Random], AgentCore]
 
 def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
     """The core of a new process, as `kvcast.hostagent.agent` makes it: over the host's memory,
-    whatever is in it, with an empty index. A tier that outlives the process joins here.
+    whatever is in it, and over the index and the map that the process before has kept, if the
+    machine still has them. A tier that outlives the process joins here.
 
     Nothing happens between a client's write and its look at the index here, so the barrier has
     nothing to do; how they interleave is `tests/property/test_shared_index_property.py`'s."""
@@ -111,10 +122,21 @@ def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
         Allocator(options.arena_bytes, options.slab_bytes),
         default_quota_bytes=options.default_quota_bytes,
     )
-    host.index = memoryview(bytearray(index_bytes(buckets_for(options.arena_bytes))))
+    found = len(host.index) > 0
+    if not found:
+        host.index = memoryview(bytearray(index_bytes(buckets_for(options.arena_bytes))))
     index = Index(host.index, options.arena_bytes, host.lives)
-    shared = SharedIndex(index, store, barrier=lambda: None)
-    return AgentCore(options.agent, store, memoryview(host.memory), rng, shared)
+    shared_index = SharedIndex(index, store, barrier=lambda: None)
+    memory = memoryview(host.memory)
+    recovery = None
+    if found:
+        index.hide_namespaces()
+        recovery = Recovery(index, store, shared_index, memory)
+    core = AgentCore(options.agent, store, memory, rng, shared_index, recovery=recovery)
+    if found and host.kept_map is not None:
+        core.restore_map(host.local(), *host.kept_map)
+    core.keep_map = host.keep_map
+    return core
 
 
 class SimHost:
@@ -136,6 +158,9 @@ class SimHost:
         )
         self.index = memoryview(b"")
         """What the present process, or the last one, has written for its clients."""
+        self.kept_map: tuple[Registered, PoolMap] | None = None
+        self.memory_lives = 1
+        """How often the memory was lost, or parts of it: what it held before is owed to nobody."""
         self.network = network
         self.observer = observer
         self.process: SimAgent | None = None
@@ -149,6 +174,48 @@ class SimHost:
         self.overhear: Callable[[bytes], None] | None = None
         """A hostile host also looks at what arrives."""
         self._make_core = make_core
+
+    def keep_map(self, registered: Registered, pool_map: PoolMap) -> None:
+        """The process has a map for the one that comes after."""
+        self.kept_map = registered, pool_map
+
+    def lose_memory(self, rng: random.Random) -> None:
+        """No electricity: what lies in memory is anything, and shared files are gone."""
+        self.memory[:] = rng.randbytes(1024) * (len(self.memory) // 1024)
+        self.index = memoryview(b"")
+        self.kept_map = None
+        self.memory_lives += 1
+
+    def damage_memory(self, rng: random.Random, bits: int) -> None:
+        """A memory that fails: some bits of the arena flip, and of the index."""
+        self.memory_lives += 1
+        for memory in (memoryview(self.memory), self.index[shared.TAGS_OFFSET :]):
+            # Most of it is empty: what flips there does no harm, and shows nothing.
+            used = [at for at in range(0, len(memory), 64) if any(memory[at : at + 64])]
+            for at in rng.sample(used, min(bits, len(used))):
+                memory[at + rng.randrange(64)] ^= 1 << rng.randrange(8)
+
+    def tear_index(self, rng: random.Random, entries: int) -> None:
+        """The process dies while it writes the index: some entries are half of what they were, and
+        half of what they were to be; on memory that does not keep the order of stores, with a tag
+        and an even generation. (Between two events, where the simulation lets processes die, all
+        of it is written; so it is torn here.)"""
+        self.memory_lives += 1
+        words = self.index.cast("Q")
+        first = shared.TAGS_OFFSET // shared.WORD_BYTES
+        last = shared.entries_offset(buckets_for(self.options.arena_bytes)) // shared.WORD_BYTES
+        used = [slot for slot in range(last - first) if words[first + slot]]
+        for slot in rng.sample(used, min(entries, len(used))):
+            other = rng.choice(used)
+            word, to_be = (last + each * _ENTRY_WORDS for each in (slot, other))
+            changed = rng.randrange(_ENTRY_WORDS)
+            if rng.random() < 0.5:
+                words[first + slot] = 0
+                words[word] += 1
+            elif changed >= 2:
+                words[first + slot] = words[first + other]
+            words[word + 1 : word + 1 + changed] = words[to_be + 1 : to_be + 1 + changed]
+        words.release()
 
     # --- time -------------------------------------------------------------------------------
 
@@ -272,6 +339,15 @@ class SimAgent(Process):
     def start(self) -> None:
         self._control.start(self.now)
         self._act()
+        self._recover()
+
+    def _recover(self) -> None:
+        """As `kvcast.hostagent.agent` does: a little at a time."""
+        self.core.recover()
+        if self.core.recovery is not None:
+            self.host.world.after(
+                RECOVERY_PAUSE_S, lambda: self.host.when_running(self, self._recover)
+            )
 
     def die(self, *, machine: bool) -> None:
         """SIGKILL, or no electricity."""
@@ -395,7 +471,7 @@ class SimAgent(Process):
         return Register(
             version=CONTROL_PROTOCOL_VERSION,
             node_id=options.node_id,
-            incarnation=self.host.lives,
+            incarnation=self.host.memory_lives,
             ip=options.ip,
             mac=options.mac,
             switch_port=options.number,

@@ -259,7 +259,7 @@ class Client:
         core = self.agent.core
         if core.pool is not None and core.pool.is_home(BlockId(*name)):
             # What follows makes this host one of those that have the block.
-            model.acknowledged(host.number, host.lives, name)
+            model.acknowledged(host.number, host.memory_lives, name)
 
         def committed(reply: local.AgentReply) -> None:
             model.ends(token)

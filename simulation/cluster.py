@@ -181,7 +181,7 @@ class Cluster:
         self.model.lost(frame)
 
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None:
-        self.model.acknowledged(host, self.hosts[host].lives, (namespace, key))
+        self.model.acknowledged(host, self.hosts[host].memory_lives, (namespace, key))
 
     def _decided(self, pool_map: PoolMap) -> None:
         if pool_map is self._last_map:
@@ -304,7 +304,7 @@ class Cluster:
         copies = set()
         for number in self.model.homes_of(name):
             host = self.hosts[number]
-            if host.process is None or holders.get(number) != host.lives:
+            if host.process is None or holders.get(number) != host.memory_lives:
                 continue
             copy = host.process.core.store.peek(BlockId(*name))
             if copy is not None:
@@ -519,7 +519,7 @@ class Cluster:
         keep = [
             host.number
             for host in self.running()
-            if holders.get(host.number) == host.lives
+            if holders.get(host.number) == host.memory_lives
             and host.process is not None
             and host.process.core.store.peek(BlockId(*name)) is not None
         ]

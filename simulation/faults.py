@@ -94,6 +94,13 @@ def _two_hosts(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, 
     return tuple(rng.sample(range(1, hosts + 1), 2)), rng.random(), rng.uniform(0.2, 3.0)
 
 
+DAMAGED: Final = 0.25
+TORN: Final = 0.45
+"""Of agents that crash, by the fault's amount: those up to the first find their memory damaged,
+those up to the second an index at which the process before has died, and all others what that
+process had."""
+
+
 def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
     def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
         host = cluster.hosts.get(fault.hosts[0])
@@ -102,9 +109,15 @@ def _crash_agent(memory_lost: bool, comes_back: bool = True) -> Begin:
         if not comes_back and len(cluster.running()) <= 2:
             return None  # a pool of one host has nobody to read from
         cluster.crash_host(host.number, machine=memory_lost)
+        rng = cluster.world.stream(f"fault/{fault.number}")
         if memory_lost:
-            rng = cluster.world.stream(f"fault/{fault.number}")
-            host.memory[:] = rng.randbytes(1024) * (len(host.memory) // 1024)
+            host.lose_memory(rng)
+        elif fault.amount < DAMAGED:
+            cluster.world.counts["fault.damaged_memory"] += 1
+            host.damage_memory(rng, 1 + int(fault.amount * 200))
+        elif fault.amount < TORN:
+            cluster.world.counts["fault.torn_index"] += 1
+            host.tear_index(rng, 1 + int(fault.amount * 20))
         return (lambda: cluster.start_host(host.number)) if comes_back else None
 
     return begin

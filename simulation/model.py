@@ -358,7 +358,7 @@ class Model:
             self._invented.add(copy)
 
     def holders(self, name: Name) -> dict[int, int]:
-        """The hosts that have acknowledged the block, and in which life."""
+        """The hosts that have acknowledged the block, and in which life of their memory."""
         return self._holders[name]
 
     # --- the hosts' cables ------------------------------------------------------------------

@@ -46,7 +46,7 @@ DATA_FRAME_BYTES = FRAME_OVERHEAD_BYTES + HEADER_BYTES + CHUNK_BYTES
 """A frame with a chunk of a block, on links of an MTU of 1500, as all runners have them."""
 HTTP_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
-_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena(?:\.index)?)?")
+_LEFTOVER = re.compile(r"kvcast-(?:run|s)-(\d+)-(\d+)-\w+(?:-.+\.arena(?:\.index(?:\.map)?)?)?")
 _POLL_S = 0.1
 
 
@@ -318,7 +318,7 @@ class Pool:
         options, host = self.options, self.star.host(node_id)
         assert self._sockets_folder is not None
         arena = self._arena_folder / f"{self._sockets_folder.name}-{node_id}.arena"
-        self._arenas += [arena, Path(f"{arena}.index")]
+        self._arenas += [arena, Path(f"{arena}.index"), Path(f"{arena}.index.map")]
         return [
             *_daemon("hostagent", options),
             f"--node-id={node_id}",

@@ -13,11 +13,17 @@ import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
-from kvcast.hostagent.client.errors import AgentGoneError
+from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.messages import local
+
+RECONNECT_S: Final = 60.0
+"""How long an agent that comes after is waited for, where calls have no shorter deadline."""
+RETRY_S: Final = 0.005
+MAX_RETRY_S: Final = 0.25
+"""Between two attempts to connect to it: at first, and at last."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +53,11 @@ class AsyncClient:
         """For `connect`, which is how a client is made."""
         self._conversation = Conversation(self._post, read_only=read_only)
         self._waiting: dict[int, asyncio.Future[local.AgentReply]] = {}
+        self._asked: dict[int, local.Numbered] = {}
+        """What those that wait have asked, for the agent that comes after."""
+        self._path = ""
+        self._cut = False
+        """The connection is gone, and is being made anew."""
         self._gone = ""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -78,14 +89,10 @@ class AsyncClient:
     ) -> AsyncClient:
         """Connect to the agent at `socket_path`; arguments and errors as for `Client`."""
         client = cls(read_only=read_only)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        client._path = socket_path
         try:
-            async with asyncio.timeout(timeout_s):
-                await client._shake_hands(sock, socket_path, name)
-            client._reader, client._writer = await asyncio.open_unix_connection(sock=sock)
+            await client._shake_hands(client._conversation.hello(name), timeout_s)
         except BaseException as error:
-            sock.close()
             client._conversation.close()
             if isinstance(error, OSError):  # TimeoutError is one
                 raise AgentGoneError(f"{socket_path}: {str(error) or 'no answer'}") from error
@@ -93,22 +100,61 @@ class AsyncClient:
         client._task = asyncio.create_task(client._read())
         return client
 
-    async def _shake_hands(self, sock: socket.socket, socket_path: str, name: str) -> None:
+    async def _shake_hands(self, hello: bytes, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, socket_path)
-        await loop.sock_sendall(sock, self._conversation.hello(name))
-        while not self._conversation.welcomed(*await _receive_fds(loop, sock)):
-            pass
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.sock_connect(sock, self._path)
+                await loop.sock_sendall(sock, hello)
+                while not self._conversation.welcomed(*await _receive_fds(loop, sock)):
+                    pass
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+        except BaseException:
+            sock.close()
+            raise
 
     async def _read(self) -> None:
-        try:
-            while True:
-                for reply in self._conversation.replies(await self._reader.read(READ_BYTES)):
-                    self._answered(reply)
-        except AgentGoneError as error:
-            self._end(str(error))
-        except OSError as error:
-            self._end(f"the connection to the agent broke: {error}")
+        while True:
+            try:
+                while True:
+                    for reply in self._conversation.replies(await self._reader.read(READ_BYTES)):
+                        self._answered(reply)
+            except AgentGoneError as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"the connection to the agent broke: {error}"
+            try:
+                await self._reconnect(reason)
+            except KvcastError as error:
+                self._end(str(error))
+                return
+
+    async def _reconnect(self, why: str) -> None:
+        """Connect to the agent that comes after, and ask again what is not answered; KvcastError
+        where none comes for `RECONNECT_S`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + RECONNECT_S
+        self._cut = True
+        pause_s = RETRY_S
+        old = self._writer  # open meanwhile: by its end the agent would know that we are gone
+        while True:
+            left_s = end - loop.time()
+            if self._gone or not self._conversation.may_resume or left_s <= 0:
+                raise AgentGoneError(why)
+            try:
+                await self._shake_hands(self._conversation.hello_again(), left_s)
+            except (OSError, AgentGoneError) as error:
+                why = f"the agent does not come back: {error}"
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+            else:
+                break
+        old.close()
+        self._cut = False
+        for request in list(self._asked.values()):
+            self._writer.write(self._conversation.encode(request))
 
     def _answered(self, reply: local.AgentReply) -> None:
         future = self._waiting.pop(reply.request, None)
@@ -148,11 +194,17 @@ class AsyncClient:
         future: asyncio.Future[local.AgentReply] = asyncio.get_running_loop().create_future()
         data = self._conversation.encode(ask.request)
         self._waiting[number] = future
-        self._writer.write(data)
+        self._asked[number] = ask.request
+        if not self._cut:
+            self._writer.write(data)
         reply: local.AgentReply | None = None
         try:
             async with asyncio.timeout(ask.patience_s):
-                await self._writer.drain()
+                try:
+                    await self._writer.drain()
+                except ConnectionError:
+                    if not self._conversation.may_resume:
+                        raise
                 reply = await future
             return reply
         except TimeoutError:
@@ -161,6 +213,7 @@ class AsyncClient:
             raise AgentGoneError(f"the connection to the agent broke: {error}") from error
         finally:
             # Nobody waits for the answer any more. If it still comes, what it holds is given back.
+            self._asked.pop(number, None)
             if self._waiting.get(number) is future:
                 del self._waiting[number]
             if future.cancel() or future.cancelled():
@@ -213,6 +266,7 @@ class AsyncClient:
                     outcome.block.release()
 
     def _post(self, message: local.Request) -> None:
+        # What is released while there is no connection, the next agent hears when we are back.
         if not self._gone and not self._writer.is_closing():
             self._writer.write(self._conversation.encode(message))
 

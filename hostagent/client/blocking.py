@@ -22,6 +22,8 @@ from kvcast.protocol.messages import local
 
 _NOBODYS: Final = 0
 """A number that no request has."""
+RETRY_S: Final = 0.005
+"""Between two attempts to connect to the agent that comes after."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,21 +56,17 @@ class Client:
         self, socket_path: str, *, name: str = "", timeout_s: float = 5.0, read_only: bool = False
     ) -> None:
         self._lock = threading.Lock()
+        self._path = socket_path
         self._conversation = Conversation(self._post, read_only=read_only)
         self._replies: deque[local.AgentReply] = deque()
-        self._awaited: dict[int, local.AgentReply | None] = {}
-        """Answers that `get_each` waits for, or that have come for it."""
+        self._awaited: dict[int, tuple[local.Request, local.AgentReply | None]] = {}
+        """What `get_each` has asked, and the answers that have come for it."""
         self._posted: deque[local.Request] = deque()
+        self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._patience_s = -1.0
         try:
-            self._be_patient(timeout_s)
-            self._socket.connect(socket_path)
-            self._socket.sendall(self._conversation.hello(name))
-            while not self._conversation.welcomed(
-                *socket.recv_fds(self._socket, READ_BYTES, 4)[:2]
-            ):
-                pass
+            self._shake_hands(self._socket, self._conversation.hello(name), timeout_s)
         except OSError as error:
             self.close()
             raise AgentGoneError(f"{socket_path}: {error}") from error
@@ -81,6 +79,37 @@ class Client:
     def arena_bytes(self) -> int:
         """The size of the agent's arena."""
         return self._conversation.arena_bytes
+
+    def _shake_hands(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
+        sock.settimeout(timeout_s)
+        sock.connect(self._path)
+        sock.sendall(hello)
+        while not self._conversation.welcomed(*socket.recv_fds(sock, READ_BYTES, 4)[:2]):
+            pass
+
+    def _reconnect(self, end: float, why: Exception) -> None:
+        """Connect to the agent that comes after, until `end`; else AgentGoneError. To be called
+        with the lock."""
+        # The old connection stays open meanwhile: by its end the agent would know that we are gone.
+        with self._socket:
+            while True:
+                left_s = end - time.monotonic()
+                if self._closed or not self._conversation.may_resume or left_s <= 0:
+                    raise AgentGoneError(f"the agent does not answer: {why}") from why
+                fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    self._shake_hands(fresh, self._conversation.hello_again(), left_s)
+                except (OSError, AgentGoneError) as error:
+                    fresh.close()
+                    why = error
+                    time.sleep(min(RETRY_S, max(left_s, 0.0)))
+                except BaseException:
+                    fresh.close()
+                    raise
+                else:
+                    break
+        self._socket = fresh
+        self._replies.clear()
 
     def _run(self, call: Call[T]) -> T:
         self._conversation.check()
@@ -98,20 +127,30 @@ class Client:
 
     def _exchange(self, ask: Ask) -> local.AgentReply:
         """Ask, and wait for the answer."""
+        end = time.monotonic() + ask.patience_s
         with self._lock:
-            try:
-                self._be_patient(ask.patience_s)
-                self._send_posted()
-                self._socket.sendall(self._conversation.encode(ask.request))
-                while (reply := self._reply_to(ask.request.request)) is None:
-                    self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
-                return reply
-            except OSError as error:
-                self._socket.close()
-                raise AgentGoneError(f"the agent does not answer: {error}") from error
-            except AgentGoneError:
-                self._socket.close()
-                raise
+            patience_s = ask.patience_s
+            while True:
+                try:
+                    self._be_patient(patience_s)
+                    self._send_posted()
+                    self._socket.sendall(self._conversation.encode(ask.request))
+                    while (reply := self._reply_to(ask.request.request)) is None:
+                        self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
+                    return reply
+                except TimeoutError as error:
+                    self._socket.close()
+                    raise AgentGoneError(f"the agent does not answer: {error}") from error
+                except (OSError, AgentGoneError) as error:
+                    self._reconnect(end, error)
+                    self._ask_awaited_again()
+                    patience_s = max(end - time.monotonic(), 0.001)
+
+    def _ask_awaited_again(self) -> None:
+        """The answers that `get_each` waits for come from the agent that came after."""
+        for request, reply in self._awaited.values():
+            if reply is None:
+                self._posted.append(request)
 
     def _be_patient(self, patience_s: float) -> None:
         """How long the socket is waited for from now on; a system call, if that is another time."""
@@ -127,7 +166,8 @@ class Client:
             if reply.request == number:
                 return reply
             if reply.request in self._awaited:
-                self._awaited[reply.request] = reply
+                request, _ = self._awaited[reply.request]
+                self._awaited[reply.request] = request, reply
                 continue
             self._conversation.give_back(reply)
         return None
@@ -152,8 +192,9 @@ class Client:
         end = time.monotonic() + max((part.ask.patience_s for part in parts.values()), default=0)
         try:
             with self._lock:
-                self._awaited |= dict.fromkeys(parts)
-                self._say([part.ask.request for part in parts.values()])
+                for number, part in parts.items():
+                    self._awaited[number] = part.ask.request, None
+                self._say([part.ask.request for part in parts.values()], end)
             while arrived or parts:
                 while arrived:
                     yield arrived.popleft()
@@ -166,38 +207,42 @@ class Client:
                     outcome.block.release()
             with self._lock:
                 for number in parts:
-                    late = self._awaited.pop(number, None)
+                    _, late = self._awaited.pop(number, (None, None))
                     if late is not None:
                         conversation.give_back(late)
 
-    def _say(self, requests: list[local.Numbered]) -> None:
+    def _say(self, requests: list[local.Numbered], end: float) -> None:
         try:
             self._send_posted()
             for request in requests:
                 self._socket.sendall(self._conversation.encode(request))
-        except OSError as error:
+        except TimeoutError as error:
             self._socket.close()
             raise AgentGoneError(f"the agent does not answer: {error}") from error
+        except OSError as error:
+            self._reconnect(end, error)
+            self._ask_awaited_again()
 
     def _next_awaited(self, numbers: Iterable[int], end: float) -> local.AgentReply:
         """The next answer to one of these; AgentGoneError where none comes until `end`."""
         with self._lock:
-            try:
-                while True:
+            while True:
+                try:
                     self._reply_to(_NOBODYS)
                     for number in numbers:
-                        reply = self._awaited[number]
+                        _, reply = self._awaited[number]
                         if reply is not None:
                             del self._awaited[number]
                             return reply
                     self._be_patient(max(end - time.monotonic(), 0.001))
+                    self._send_posted()
                     self._replies += self._conversation.replies(self._socket.recv(READ_BYTES))
-            except OSError as error:
-                self._socket.close()
-                raise AgentGoneError(f"the agent does not answer: {error}") from error
-            except AgentGoneError:
-                self._socket.close()
-                raise
+                except TimeoutError as error:
+                    self._socket.close()
+                    raise AgentGoneError(f"the agent does not answer: {error}") from error
+                except (OSError, AgentGoneError) as error:
+                    self._reconnect(end, error)
+                    self._ask_awaited_again()
 
     def _post(self, message: local.Request) -> None:
         # deque.append is atomic; a garbage collector may call this in the middle of _exchange.
@@ -212,6 +257,7 @@ class Client:
 
     def _send_posted(self) -> None:
         while self._posted:
+            # An agent that comes after hears from `_held` what was released.
             self._socket.sendall(self._conversation.encode(self._posted.popleft()))
 
     get = _blocking(Conversation.get)
@@ -231,6 +277,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnect; the agent unpins all that this client held. Its blocks are useless."""
+        self._closed = True
         self._socket.close()
         self._conversation.close()
 

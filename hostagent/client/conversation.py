@@ -94,6 +94,12 @@ class Conversation:
             local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
         )
         self._numbers = itertools.count(1)
+        self._name = ""
+        self._token = b""
+        self._held: set[int] = set()
+        """Handles and tickets that the agent holds for us."""
+        self.lives = 0
+        """How many connections there have been."""
         self._fds: list[int] = []
         self._arena: Arena | None = None
         self.node_id = ""
@@ -102,10 +108,30 @@ class Conversation:
 
     def hello(self, name: str) -> bytes:
         """What to send first. `name` of this client is for the agent's log."""
-        name = (name or f"pid {os.getpid()}")[:_MAX_NAME_CHARS]
+        self._name = (name or f"pid {os.getpid()}")[:_MAX_NAME_CHARS]
         _watch_forks(self)
+        return self._hello(None)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether an agent may come after the one that is gone: worth to connect anew for."""
+        return bool(self._token) and not self._forked
+
+    def hello_again(self) -> bytes:
+        """What to send first on a connection that is made anew; `welcomed` hears the answer. Then
+        all questions without an answer are to be asked again."""
+        self._codec = MessageCodec[local.ServerMessage](
+            local.ServerMessage, max_message_bytes=MAX_LOCAL_MESSAGE_BYTES
+        )
+        while self._fds:
+            os.close(self._fds.pop())
+        return self._hello(local.Resume(self._token, list(self._held)))
+
+    def _hello(self, resume: local.Resume | None) -> bytes:
         index = membarrier.register()
-        return self.encode(local.Hello(LOCAL_PROTOCOL_VERSION, name, self._read_only, index))
+        return self.encode(
+            local.Hello(LOCAL_PROTOCOL_VERSION, self._name, self._read_only, index, resume)
+        )
 
     def welcomed(self, data: bytes, fds: Sequence[int]) -> bool:
         """Hear the first bytes of the agent, and the descriptors that came with them, which are
@@ -119,8 +145,19 @@ class Conversation:
             raise AgentRejectedError(welcome.reason)
         if not isinstance(welcome, local.Welcome):
             raise AgentGoneError(f"the agent began with {type(welcome).__name__}")
-        if len(self._fds) != (3 if welcome.index_bytes else 1) or len(messages) != 1:
+        expected = 0 if welcome.resumed else 3 if welcome.index_bytes else 1
+        if len(self._fds) != expected or len(messages) != 1:
             raise AgentGoneError("the agent's welcome is not understood")
+        if welcome.resumed and (not self._token or welcome.token != self._token):
+            raise AgentGoneError("the agent takes us for another client")
+        self.lives += 1
+        self._token = welcome.token
+        if welcome.resumed:
+            if self._local is not None:
+                self._local.resumed()
+            return True
+        self._held.clear()  # of a former agent, if there was one: nobody holds it any more
+        self._local = None
         if welcome.index_bytes:
             self._local = map_shared(
                 *(self._fds.pop(1), self._fds.pop(1)),
@@ -192,6 +229,7 @@ class Conversation:
         return self._arena.size_bytes if self._arena is not None else 0
 
     def _abort(self, tickets: list[int]) -> None:
+        self._held.difference_update(tickets)
         if tickets:
             self._post(local.Abort(next(self._numbers), tickets))
 
@@ -220,10 +258,12 @@ class Conversation:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
         data = self._memory.read(got.offset, got.size_bytes)
+        self._held.add(got.handle)
         release = functools.partial(self._release, got.handle)
         return Outcome(Block(key, data, got.digest, got.tier, release), got.status, got.reason)
 
     def _release(self, handle: int) -> None:
+        self._held.discard(handle)
         self._post(local.Release([handle]))
 
     def _local_outcomes(self, namespace: int, keys: list[bytes]) -> list[Outcome | None]:
@@ -444,6 +484,7 @@ class Conversation:
         for key, ticket, room in rooms:
             reservation.views[key] = room
             reservation.tickets[ticket] = key
+            self._held.add(ticket)
 
     def commit(self, reservation: Reservation, *, ack: Ack = "") -> Call[None]:
         """Make what was written into a reservation blocks of the pool; `ack` as in `put`. Raises
@@ -457,6 +498,7 @@ class Conversation:
                 commit = local.Commit(next(self._numbers), part, ack)
                 committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
                 del left[: len(part)]
+                self._held.difference_update(part)
                 for ticket, result in zip(part, _one_each(part, committed.blocks), strict=True):
                     if result.status != local.OK:
                         failed[tickets[ticket]] = result.status

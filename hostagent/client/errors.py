@@ -20,8 +20,10 @@ class KvcastError(Exception):
 
 class AgentGoneError(KvcastError):
     """There is no agent at the socket, it closed the connection, or it did not answer in time.
-    The client is useless from then on (blocks that it returned keep their bytes only while the
-    agent that pinned them lives); make a new one."""
+    Where the agent keeps its arena, the client has tried to come back to the one that comes after
+    until the call's deadline, with all that it holds; later calls try again. Else it is useless
+    from then on (blocks that it returned keep their bytes only while the agent that pinned them
+    lives); make a new one."""
 
 
 class AgentRejectedError(KvcastError):

@@ -94,6 +94,10 @@ class LocalBlocks:
         """The agent said what a number means: by that alone it is looked up from now on."""
         self._told[namespace] = meaning
 
+    def resumed(self) -> None:
+        """Another agent has taken the index over, and knows our region."""
+        self._incarnation = self._words[shared.INCARNATION_WORD]
+
     # --- pins -----------------------------------------------------------------------------------
 
     def take(self, namespace: int, keys: Sequence[bytes]) -> list[Found | None]:

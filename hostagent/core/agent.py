@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
+import msgspec
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.limits import Limits, RateLimit
 from kvcast.hostagent.core.metrics import Metrics
@@ -21,12 +22,14 @@ from kvcast.hostagent.core.namespace_metrics import NamespaceMetrics, explained
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.queries import Queries
 from kvcast.hostagent.core.reads import ReadOptions, Reads
+from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.tiers import policies
+from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
@@ -125,11 +128,23 @@ class AgentCore:
         memory: memoryview,
         rng: random.Random,
         shared: SharedIndex | None = None,
+        *,
+        recovery: Recovery | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.options = options
         self.store = store
         self.shared = shared
         """What clients find without asking; None = they ask for everything."""
+        self.recovery = recovery
+        """What a former agent has left here, as long as some of it may be in doubt."""
+        self.recovery_counters = recovery.counters if recovery is not None else None
+        self.ledger = ledger
+        """Where it is written down what clients hold, for the agent that comes after."""
+        self.keep_map: Callable[[Registered, PoolMap], None] = lambda _registered, _map: None
+        """Told of every map that is in force, for the agent that comes after."""
+        self._registered: Registered | None = None
+        self._last_map: PoolMap | None = None
         self.memory = memory
         self.metrics = Metrics()
         self.limits = Limits()
@@ -299,6 +314,7 @@ class AgentCore:
             self._found(message.request, message.info, local.OK, "")
             if self.pool is not None:
                 self._state_namespace(self.pool, message.info.namespace)
+                self._keep_map(self.pool)
         else:
             assert isinstance(message, GroupReply)
             self._found(message.request, message.info, local.OK, "")
@@ -312,6 +328,7 @@ class AgentCore:
         if message.read_padding_bytes not in (0, READ_PADDING_BYTES):
             raise PoolMapError(f"READs cannot carry {message.read_padding_bytes} bytes of padding")
         self._index = message.index
+        self._registered = message
         self.lease_s = message.lease_s
         self.requester.config = replace(
             self.requester.config, read_padding=message.read_padding_bytes > 0
@@ -325,13 +342,47 @@ class AgentCore:
             raise
         old = self.outbox.pool
         self.outbox.pool = pool
+        self._last_map = message
         self._use_chunking(pool.chunking)
         self._apply_settings(pool)
+        if self.recovery is not None and not self.recovery.begun:
+            self.recovery.begin(pool)
         if old is not None:
             self._hide_namespaces(old, pool)
             self._leave_old_pool(now, old, pool)
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
+        self._keep_map(pool)
+
+    def restore_map(self, now: float, registered: Registered, pool_map: PoolMap) -> None:
+        """Go on by the map that a former agent went by, until the controller sends one. LinkError
+        where it cannot be used."""
+        self.store.advance(now)  # blocks that are taken over begin to age now
+        self.registered(registered)
+        self._new_map(now, pool_map)
+
+    def _keep_map(self, pool: Pool) -> None:
+        if self._registered is not None and self._last_map is not None:
+            # What the controller has told us of since is not in its map.
+            namespaces = list(pool.namespaces.values())
+            self.keep_map(
+                self._registered, msgspec.structs.replace(self._last_map, namespaces=namespaces)
+            )
+
+    def recover(self) -> bool:
+        """Do a little of what is left to do for what a former agent has left; whether there is
+        more. To be called again and again from the first map on, with other work in between."""
+        recovery = self.recovery
+        if recovery is None or not recovery.begun:
+            return False
+        if recovery.step():
+            return True
+        self.recovery = None
+        pool = self.pool
+        assert pool is not None
+        for namespace in pool.namespaces:
+            self._state_namespace(pool, namespace)
+        return False
 
     def weight_of(self, namespace: int) -> float:
         """A namespace's share of what transfers wait for, as against the others'."""
@@ -369,9 +420,12 @@ class AgentCore:
         ask: only the agent can tell the pool's keys from an engine's."""
         if self.shared is not None:
             info = pool.namespaces[namespace]
-            allowed = bool(pool.may_use(namespace, self.options.node_id)) and not info.has_secret
-            # What a client takes by itself, nobody counts in time.
-            allowed = allowed and not self.limits.is_limited(namespace)
+            allowed = (
+                bool(pool.may_use(namespace, self.options.node_id))
+                and not info.has_secret
+                and not self.limits.is_limited(namespace)  # nobody counts what is taken there
+                and self.recovery is None  # nobody may read what is in doubt
+            )
             self.shared.state_namespace(namespace, meaning_of(info), readable=allowed)
 
     def _leave_old_pool(self, now: float, old: Pool, pool: Pool) -> None:
@@ -539,6 +593,10 @@ class AgentCore:
             # Nobody asked for these, and they were gets and hits all the same.
             values["gets_total"] += self.shared.counters.hits
             values["hits_local_total"] += self.shared.counters.hits
+        if self.recovery_counters is not None:
+            for item in fields(self.recovery_counters):
+                name = f"recovery_{item.name}" + ("_total" if item.name != "left" else "")
+                values[name] = float(getattr(self.recovery_counters, item.name))
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (
             ("requester", self.requester.counters),

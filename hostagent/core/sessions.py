@@ -8,6 +8,11 @@ The bounds, per client: `MAX_REQUESTS_IN_FLIGHT` requests without an answer, `MA
 handles, tickets and pins together, and `AgentOptions.client_share` of the arena in the bytes
 that they hold. What exceeds one of them ends as "busy", and is counted. What a client pins without
 a message (`shared_index`) counts towards its share, too.
+
+Where there is a ledger, everything that a client is told of stands there first; and a later agent
+makes the session anew from it (`restore`), and gives it to the client when that comes back
+(`resume`). Until then it holds what the client may still read or write; if the client does not
+come, whoever knows that it is gone closes the session, as any other.
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from kvcast.hostagent.core.access import ALL_TENANTS, Tenants
 from kvcast.hostagent.core.agent import AgentCore, MissingSecretError
 from kvcast.hostagent.core.reads import GetBatch
 from kvcast.hostagent.core.shared_index import Region
-from kvcast.hostagent.core.store import Copy, QuotaError, StoreError
+from kvcast.hostagent.core.store import RESERVED, Copy, QuotaError, StoreError
 from kvcast.hostagent.core.writes import PutBatch
+from kvcast.hostagent.tiers import ledger as ledgers
+from kvcast.hostagent.tiers.ledger import NO_ROW, Row
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import (
     GroupInfo,
@@ -48,17 +55,25 @@ class Session:
         tenants: Tenants = ALL_TENANTS,
         *,
         read_only: bool = False,
+        number: int = 0,
+        first_handle: int = 1,
     ) -> None:
+        """`number`: in the ledger; `first_handle`: numbers of handles and tickets count from
+        here, so that no other session's are taken for them."""
         self._core = core
         self._send = send
         self._tenants = tenants
         self._read_only = read_only
+        self.number = number
+        self._rows: dict[int, int] = {}
+        """Where in the ledger handles and tickets stand."""
+        self._pin_rows: dict[BlockId, list[int]] = {}
         self._region: Region | None = None
         self._closed = False
         self._in_flight = 0
         self._told: dict[int, tuple[str, str, str, str]] = {}
         """Namespaces that this client was given by what they stood for, and what that was."""
-        self._next_handle = 1
+        self._next_handle = first_handle
         self._handles: dict[int, Copy] = {}
         self._tickets: dict[int, Copy] = {}
         self._pins: dict[BlockId, list[Copy]] = {}
@@ -66,6 +81,117 @@ class Session:
         self._held: dict[Copy, int] = {}  # how many handles, tickets and pins name a copy
         self._held_bytes = 0
         self._max_held_bytes = int(core.options.client_share * core.store.allocator.capacity_bytes)
+
+    # --- a client that outlives its agent ---------------------------------------------------------
+
+    def restore(self, rows: list[tuple[int, Row]], region: memoryview | None) -> None:
+        """Hold what the ledger says that this client held of a former agent, and what its region
+        says that it pins. Before anything else is stored."""
+        recovery, store, shared = self._core.recovery, self._core.store, self._core.shared
+        assert recovery is not None
+        by_itself: dict[int, Copy] = {}
+        places: dict[int, int] = {}
+        for at, row in rows:
+            if row.kind == ledgers.TICKET and recovery.is_free(row.block, row.offset):
+                copy = store.adopt(row.block, row.size_bytes, row.offset, RESERVED)
+            else:
+                copy = recovery.hold(row.block, row.offset, row.size_bytes, row.digest)
+            if copy is None:
+                assert self._core.ledger is not None
+                self._core.ledger.strike(at)
+                continue
+            if row.kind == ledgers.BY_ITSELF:
+                by_itself[row.number] = copy
+                places[row.number] = at
+                continue
+            self._hold(copy)
+            if row.kind == ledgers.PIN:
+                self._pins.setdefault(row.block, []).append(copy)
+                self._pin_rows.setdefault(row.block, []).append(at)
+                self._pin_count += 1
+                continue
+            (self._tickets if row.kind == ledgers.TICKET else self._handles)[row.number] = copy
+            self._rows[row.number] = at
+            self._next_handle = max(self._next_handle, row.number + 1)
+        if region is None:
+            return
+        assert shared is not None
+        self._region = Region(region, self._max_held_bytes, lambda _: None, self.number)
+        for cell in memoryview(self._region.cells()).cast("Q"):
+            if cell and cell not in by_itself:
+                copy = recovery.hold_cell(cell)
+                if copy is not None:
+                    by_itself[cell] = copy
+        for cell, copy in by_itself.items():
+            shared.restore(self._region, cell, copy)
+        self._region.rows = places
+        shared.join(self._region)
+
+    def resume(
+        self,
+        send: Callable[[local.AgentReply], None],
+        tenants: Tenants,
+        offended: Callable[[str], None],
+        held: list[int],
+    ) -> None:
+        """The client is back, and holds `held`: handles and tickets of which it does not know were
+        in answers that it never got."""
+        self._send = send
+        self._tenants = tenants
+        if self._region is not None:
+            self._region.offended = offended
+        known = set(held)
+        for number in [n for n in self._handles if n not in known]:
+            self._give_back(number)
+        for number in [n for n in self._tickets if n not in known]:
+            self._give_back_room(self._tickets.pop(number))
+            self._strike(number)
+
+    def _note(self, number: int, kind: int, copy: Copy) -> int:
+        """Write down what the client is about to be told of; where."""
+        ledger = self._core.ledger
+        if ledger is None:
+            return NO_ROW
+        return ledger.write(
+            Row(
+                *(self.number, number, copy.block, copy.offset),
+                *(copy.size_bytes, copy.digest, kind),
+            )
+        )
+
+    def _has_row(self, number: int, kind: int, copy: Copy) -> bool:
+        """As `_note`, of a handle or ticket; False where there is no room to write it down."""
+        if self._core.ledger is None:
+            return True
+        row = self._note(number, kind, copy)
+        if row == NO_ROW:
+            self._core.metrics.local_busy_total += 1
+            return False
+        self._rows[number] = row
+        return True
+
+    def _strike(self, number: int) -> None:
+        ledger = self._core.ledger
+        if ledger is not None:
+            ledger.strike(self._rows.pop(number, NO_ROW))
+
+    def _give_back(self, handle: int) -> None:
+        copy = self._handles.pop(handle)
+        self._let_go(copy)
+        self._strike(handle)
+        self._core.store.unpin(copy)
+
+    def _give_back_room(self, copy: Copy) -> None:
+        self._let_go(copy)
+        if copy.state == RESERVED:
+            self._core.store.abort(copy)
+        else:
+            self._core.store.unpin(copy)  # a former agent had committed it
+
+    @property
+    def region(self) -> bool:
+        """Whether this client pins blocks by itself."""
+        return self._region is not None
 
     @property
     def in_flight(self) -> int:
@@ -90,30 +216,40 @@ class Session:
         why it is to be cut off, if it is."""
         assert self.may_share
         assert self._core.shared is not None
-        self._region = Region(memory, self._max_held_bytes, offended)
+        self._region = Region(memory, self._max_held_bytes, offended, self.number)
         self._core.shared.join(self._region)
 
-    def close(self) -> None:
-        """The client is gone: unpin and give back all that it held."""
+    def close(self) -> bool:
+        """The client is gone: unpin and give back all that it held; whether that was anything."""
         self._closed = True
+        held = bool(self._handles or self._tickets or self._pins)
         if self._region is not None:
             assert self._core.shared is not None
             self._core.shared.leave(self._region)
+            held |= any(self._region.cells())  # from now on it pins nothing there
             self._region.words.release()
             self._region = None
         store = self._core.store
         for copy in self._handles.values():
             store.unpin(copy)
-        for copy in self._tickets.values():
-            store.abort(copy)
+        for copy in list(self._tickets.values()):
+            self._give_back_room(copy)
         for pins in self._pins.values():
             for copy in pins:
                 store.unpin(copy)
+        for number in list(self._rows):
+            self._strike(number)
+        if self._core.ledger is not None:
+            for places in self._pin_rows.values():
+                for place in places:
+                    self._core.ledger.strike(place)
         self._handles.clear()
         self._tickets.clear()
         self._pins.clear()
+        self._pin_rows.clear()
         self._held.clear()
         self._held_bytes = 0
+        return held
 
     def handle(self, now: float, request: local.Request) -> None:
         """Do what the client asks; its reply may be sent before this returns."""
@@ -319,12 +455,16 @@ class Session:
             if copy is None:
                 blocks.append(local.GotBlock(item.status, item.reason))
                 continue
-            if self._closed or not self._may_hold(copy, copy.reserved_bytes):
+            handle = self._number()
+            if (
+                self._closed
+                or not self._may_hold(copy, copy.reserved_bytes)
+                or not self._has_row(handle, ledgers.HANDLE, copy)
+            ):
                 self._core.store.unpin(copy)
                 blocks.append(local.GotBlock(local.BUSY))
                 continue
             self._core.limits.moved(copy.block.namespace, copy.size_bytes)
-            handle = self._number()
             self._handles[handle] = copy
             self._hold(copy)
             blocks.append(
@@ -336,12 +476,10 @@ class Session:
 
     def _release(self, request: local.Release) -> None:
         for handle in request.handles:
-            copy = self._handles.pop(handle, None)
-            if copy is None:
+            if handle not in self._handles:
                 self._core.metrics.local_unknown_handles_total += 1
                 continue
-            self._let_go(copy)
-            self._core.store.unpin(copy)
+            self._give_back(handle)
 
     def _alloc(self, request: local.Alloc) -> None:
         if self._read_only:
@@ -386,8 +524,11 @@ class Session:
             return local.Extent(local.QUOTA)
         except StoreError:
             return local.Extent(local.NO_ROOM)
-        self._core.limits.moved(block.namespace, size_bytes)
         ticket = self._number()
+        if not self._has_row(ticket, ledgers.TICKET, copy):
+            store.abort(copy)
+            return local.Extent(local.BUSY)
+        self._core.limits.moved(block.namespace, size_bytes)
         self._tickets[ticket] = copy
         self._hold(copy)
         return local.Extent(local.OK, ticket, copy.offset)
@@ -408,7 +549,13 @@ class Session:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
 
+        for copy in copies:
+            if copy.state != RESERVED:  # committed by a former agent that did not live to say so
+                self._core.store.unpin(copy)
+
         def answered(batch: PutBatch) -> None:
+            for ticket in request.tickets:
+                self._strike(ticket)
             results = [result for result in batch.results if result is not None]
             self._reply(local.Committed(request.request, results))
 
@@ -419,8 +566,12 @@ class Session:
         if copies is None:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
-        for copy in copies:
-            self._core.store.abort(copy)
+        for ticket, copy in zip(request.tickets, copies, strict=True):
+            if copy.state == RESERVED:
+                self._core.store.abort(copy)
+            else:
+                self._core.store.unpin(copy)
+            self._strike(ticket)
         self._reply(local.Ack(request.request, len(copies)))
 
     def _pin(self, request: local.Pin) -> None:
@@ -431,7 +582,12 @@ class Session:
             copy = self._core.store.get(block)
             if copy is None or not self._may_hold(copy, copy.reserved_bytes):
                 continue
+            row = self._note(request.request, ledgers.PIN, copy)
+            if row == NO_ROW and self._core.ledger is not None:
+                self._core.metrics.local_busy_total += 1
+                continue
             self._core.store.pin(copy)
+            self._pin_rows.setdefault(block, []).append(row)
             self._pins.setdefault(block, []).append(copy)
             self._pin_count += 1
             self._hold(copy)
@@ -446,8 +602,12 @@ class Session:
             if not pins:
                 continue
             copy = pins.pop()
+            row = self._pin_rows[block].pop()
+            if self._core.ledger is not None:
+                self._core.ledger.strike(row)
             if not pins:
                 del self._pins[block]
+                del self._pin_rows[block]
             self._pin_count -= 1
             self._let_go(copy)
             self._core.store.unpin(copy)

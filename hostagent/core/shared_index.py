@@ -31,6 +31,7 @@ from typing import Final
 
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.tiers.index import Index
+from kvcast.hostagent.tiers.ledger import BY_ITSELF, NO_ROW, Ledger, Row
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.shared import WORD_BYTES
 
@@ -57,10 +58,19 @@ class SharedCounters:
 
 class Region:
     """One client's region. `max_bytes`: what it is cut off for pinning more than; `offended` is
-    told why, once."""
+    told why, once; `session`: the client's number in the ledger."""
 
-    def __init__(self, memory: memoryview, max_bytes: int, offended: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        max_bytes: int,
+        offended: Callable[[str], None],
+        session: int = 0,
+    ) -> None:
         assert len(memory) == shared.REGION_BYTES
+        self.session = session
+        self.rows: dict[int, int] = {}
+        """Of `held`, those that are out of the index: where in the ledger they stand."""
         self.words = memory.cast("Q")
         self.max_bytes = max_bytes
         self.offended = offended
@@ -70,7 +80,7 @@ class Region:
         """What they take of the arena."""
         self.seen = b""
         """The cells at the last look, unless something was pinned besides."""
-        self.hits = 0
+        self.hits = self.words[shared.HITS_WORD]
 
     def cells(self) -> bytes:
         """The cells in use, now."""
@@ -81,7 +91,14 @@ class Region:
 class SharedIndex:
     """The store's `PinnedElsewhere`. `barrier` is that of `kvcast.hostagent.membarrier`."""
 
-    def __init__(self, index: Index, store: Store, barrier: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        index: Index,
+        store: Store,
+        barrier: Callable[[], None],
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._ledger = ledger
         self.counters = SharedCounters()
         self._index = index
         self._store = store
@@ -109,6 +126,15 @@ class SharedIndex:
         copy.cell = cell
         self._copies[cell] = copy
 
+    def adopt(self, copy: Copy, cell: int) -> None:
+        """A copy that is in the index already is the store's now."""
+        copy.cell = cell
+        self._copies[cell] = copy
+
+    def copy_of(self, cell: int) -> Copy | None:
+        """The copy that a cell names, if it is in the index."""
+        return self._copies.get(cell)
+
     def withdraw(self, copies: Iterable[Copy]) -> None:
         """Nobody finds these any more; those that clients have pinned are pinned in the store
         now."""
@@ -128,6 +154,8 @@ class SharedIndex:
                 if cell not in region.held and _names(cells, cell):
                     self._take(region, cell, copy)
                     region.seen = b""
+                if cell in region.held:
+                    self._note(region, cell, copy)
 
     def refresh(self) -> None:
         """Bring the store's pins and its order of use up to what the regions say now."""
@@ -157,10 +185,8 @@ class SharedIndex:
         # If it lives, it must know before any of its pins fails to hold.
         region.words[shared.CLOSED_WORD] = 1
         self._barrier()
-        for copy in region.held.values():
-            self._store.unpin(copy)
-        region.held.clear()
-        region.held_bytes = 0
+        for cell in list(region.held):
+            self._let_go(region, cell)
 
     def close(self) -> None:
         """The agent ends: no region is taken notice of, and the index not written any more."""
@@ -184,8 +210,29 @@ class SharedIndex:
 
     def _take(self, region: Region, cell: int, copy: Copy) -> None:
         self._store.pin(copy)
+        self.restore(region, cell, copy)
+
+    def restore(self, region: Region, cell: int, copy: Copy) -> None:
+        """This client has that copy pinned by itself, and the store knows of it."""
         region.held[cell] = copy
         region.held_bytes += copy.reserved_bytes
+
+    def _let_go(self, region: Region, cell: int) -> None:
+        copy = region.held.pop(cell)
+        region.held_bytes -= copy.reserved_bytes
+        if self._ledger is not None:
+            self._ledger.strike(region.rows.pop(cell, NO_ROW))
+        self._store.unpin(copy)
+
+    def _note(self, region: Region, cell: int, copy: Copy) -> None:
+        """From now on the cell alone does not say which copy this is."""
+        if self._ledger is not None and cell not in region.rows:
+            region.rows[cell] = self._ledger.write(
+                Row(
+                    *(region.session, cell, copy.block, copy.offset),
+                    *(copy.size_bytes, copy.digest, BY_ITSELF),
+                )
+            )
 
     def _look(self, region: Region) -> None:
         self._count_hits(region)
@@ -195,9 +242,7 @@ class SharedIndex:
         named = set(struct.unpack(f"={len(cells) // WORD_BYTES}Q", cells))
         named.discard(0)
         for cell in region.held.keys() - named:
-            copy = region.held.pop(cell)
-            region.held_bytes -= copy.reserved_bytes
-            self._store.unpin(copy)
+            self._let_go(region, cell)
         for cell in named - region.held.keys():
             found = self._copies.get(cell)
             if found is not None:
@@ -215,7 +260,10 @@ class SharedIndex:
             present = self._index.generation(slot)
         except LookupError:
             raise _OffenceError(f"it pins slot {slot}, which does not exist") from None
-        if generation % 2 or not 0 < generation < present:
+        # What a former agent left may be pinned in the moment before its client sees that there is
+        # another, and takes the pin back.
+        last = present if self._store.recovery is not None else present - 1
+        if generation % 2 or not 0 < generation <= last:
             raise _OffenceError(f"it pins generation {generation} of a slot that is at {present}")
         self.counters.pins_stale += 1
 

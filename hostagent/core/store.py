@@ -164,6 +164,19 @@ class PinnedElsewhere(Protocol):
         ...
 
 
+class Recovery(Protocol):
+    """What is still to be had of the copies that another agent has left in the arena."""
+
+    def look(self, block: BlockId, copy: Copy | None) -> Copy | None:
+        """The copy of a block, which the store has or has not, once its bytes are known to be
+        right; None where there is none."""
+        ...
+
+    def finish(self) -> None:
+        """Let the store have all copies that it has not yet."""
+        ...
+
+
 class _NobodyElse:
     """The store's copies are found through the store alone."""
 
@@ -240,6 +253,8 @@ class Store:
     ) -> None:
         self.allocator = allocator
         self.elsewhere: PinnedElsewhere = _NobodyElse()
+        self.recovery: Recovery | None = None
+        """Set while there is something left to recover."""
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -309,7 +324,7 @@ class Store:
         return policy
 
     def _tell_policy(self, state: _Namespace, copy: Copy) -> None:
-        """The namespace's policy hears of a copy that is committed, and its age begins."""
+        """The namespace's policy hears of a copy that is committed."""
         parent = BlockId(copy.block.namespace, copy.parent) if copy.parent else None
         held = parent if parent is not None and parent in self._index else None
         state.policy.inserted(copy.block, copy.reserved_bytes, held, copy.depth)
@@ -386,10 +401,21 @@ class Store:
 
     def peek(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, which is not a use of it."""
+        copy = self._index.get(block)
+        return copy if self.recovery is None else self.recovery.look(block, copy)
+
+    def lying_at(self, offset: int) -> Copy | None:
+        """The copy, of whatever state, whose bytes begin there."""
+        return self._by_offset.get(offset)
+
+    def known(self, block: BlockId) -> Copy | None:
+        """As `peek`, of what the store has by now, whether or not its bytes are right."""
         return self._index.get(block)
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, which is not a use of them."""
+        if self.recovery is not None:
+            return [self.peek(BlockId(namespace, key)) is not None for key in keys]
         if namespace not in self._namespaces:
             return [False for _ in keys]
         # A pair is as good as a BlockId here, and quicker made.
@@ -398,7 +424,7 @@ class Store:
 
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
-        copy = self._index.get(block)
+        copy = self.peek(block)
         if copy is None:
             return None
         if copy.pins == 0:
@@ -441,13 +467,10 @@ class Store:
         """
         if not 0 < size_bytes <= MAX_BLOCK_BYTES:
             raise NoRoomError(f"a block of {size_bytes} bytes is outside 1..{MAX_BLOCK_BYTES}")
+        if self.recovery is not None:
+            self.recovery.finish()  # until then nobody knows which bytes are free
         reserved_bytes = self.allocator.extent_bytes(size_bytes)
-        state = self._namespaces.get(block.namespace)
-        if state is None:
-            rules = self._rules_of(block.namespace)
-            policy = self._make_policy(block.namespace, rules)
-            state = self._namespaces[block.namespace] = _Namespace(rules, policy)
-            self._note_kind(block.namespace, state)
+        state = self._state_of(block.namespace)
         above = self._index.get(BlockId(block.namespace, parent)) if parent else None
         if above is not None:
             self.pin(above)
@@ -482,7 +505,7 @@ class Store:
         if copy.generation < self._dropped_in.get(copy.block.namespace, 0):
             self._release_bytes(copy)
             raise StaleReservationError(f"namespace {copy.block.namespace} was dropped")
-        held = self._index.get(copy.block)
+        held = self.peek(copy.block)
         if held is not None:
             if held.digest == digest:
                 self.counters.duplicates += 1
@@ -496,17 +519,13 @@ class Store:
         copy.state = COMMITTED
         copy.digest = digest
         copy.home = home
-        copy.used_at = copy.committed_at = self._now
         self._index[copy.block] = copy
         self._gone.pop(copy.block, None)
         if pinned:
             copy.pins = 1
         else:
             self._make_evictable(copy)
-        state = self._namespaces[copy.block.namespace]
-        self._tell_policy(state, copy)
-        if state.ages_blocks:
-            state.ages[copy.block] = self._now
+        self._begins(copy, self._namespaces[copy.block.namespace])
         if copy.waits_on is not None:
             self._let_parent_go(copy)
         self.counters.commits += 1
@@ -539,7 +558,7 @@ class Store:
     def drop(self, block: BlockId) -> bool:
         """Forget a block; whether it was held."""
         self._gone.pop(block, None)
-        copy = self._index.get(block)
+        copy = self.peek(block)
         if copy is None:
             return False
         self.counters.drops += 1
@@ -549,6 +568,8 @@ class Store:
     def drop_namespace(self, namespace: int) -> int:
         """Forget every block of a namespace, and what is being written to it; how many blocks
         there were."""
+        if self.recovery is not None:
+            self.recovery.finish()
         self._generation += 1
         self._dropped_in[namespace] = self._generation
         for block in [block for block in self._gone if block.namespace == namespace]:
@@ -559,7 +580,58 @@ class Store:
             self.drop(copy.block)
         return len(gone)
 
+    # --- what another agent has left ------------------------------------------------------
+
+    def adopt(
+        self, block: BlockId, size_bytes: int, offset: int, state: int, digest: int = 0
+    ) -> Copy | None:
+        """Take over a copy whose bytes lie in the arena already: COMMITTED, or, for a client that
+        has outlived its agent, RESERVED, or DOOMED and pinned once. None where that cannot be: no
+        extent of ours lies there, it is another's, or the block is held."""
+        if state == COMMITTED and block in self._index:
+            return None
+        if not self.allocator.claim(offset, size_bytes):
+            return None
+        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        copy = Copy(block, size_bytes, offset, reserved_bytes, self._generation)
+        self._by_offset[offset] = copy
+        self._note(copy, stuck=1)
+        used = self._state_of(block.namespace)
+        used.used_bytes += reserved_bytes
+        used.copies += 1
+        copy.state = state
+        copy.digest = digest
+        if state == COMMITTED:
+            self._index[block] = copy
+            self._make_evictable(copy)
+            self._begins(copy, used)
+        elif state == DOOMED:
+            copy.pins = 1
+        return copy
+
+    def give_up(self, copy: Copy) -> None:
+        """A committed copy's bytes are wrong: nobody finds it any more."""
+        assert copy.state == COMMITTED, copy
+        self._remove(copy)
+
     # --- inside ---------------------------------------------------------------------------
+
+    def _state_of(self, namespace: int) -> _Namespace:
+        """What is known of a namespace; made where there is nothing of it yet."""
+        state = self._namespaces.get(namespace)
+        if state is None:
+            rules = self._rules_of(namespace)
+            state = _Namespace(rules, self._make_policy(namespace, rules))
+            self._namespaces[namespace] = state
+            self._note_kind(namespace, state)
+        return state
+
+    def _begins(self, copy: Copy, state: _Namespace) -> None:
+        """A copy is committed here from now on: its age begins, and its policy hears of it."""
+        copy.used_at = copy.committed_at = self._now
+        self._tell_policy(state, copy)
+        if state.ages_blocks:
+            state.ages[copy.block] = self._now
 
     def _make_evictable(self, copy: Copy) -> None:
         self._evictable[copy.block] = copy

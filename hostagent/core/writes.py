@@ -23,7 +23,7 @@ from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
-from kvcast.hostagent.core.store import COMMITTED, Copy, StaleReservationError, Store
+from kvcast.hostagent.core.store import COMMITTED, DOOMED, Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import digest_of
@@ -101,7 +101,8 @@ class Writes:
         answered: Callable[[PutBatch], None],
         ack: str = "",
     ) -> PutBatch:
-        """Make reserved copies blocks and send them home. `ack`: one of `ACKS`, "" = the agent's
+        """Make reserved copies blocks and send them home; those that are committed were made so by
+        an agent that died before it could answer. `ack`: one of `ACKS`, "" = the agent's
         choice. `answered` may be called before this returns."""
         batch = PutBatch([None] * len(copies), answered, len(copies))
         for position, copy in enumerate(copies):
@@ -115,13 +116,18 @@ class Writes:
         mine = self._metrics.by_namespace.of(copy.block.namespace)
         mine.puts += 1
         mine.put_bytes += copy.size_bytes
+        done = copy.state == COMMITTED
+        if copy.state == DOOMED:  # it was a block, and has been dropped since
+            self._answer(batch, _Put(position, copy, -1, ack, 0, copies=0), local.OK)
+            return
         digest = digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes])
         pool = self._outbox.pool
         homes = pool.homes_of(copy.block) if pool is not None else ()
         here = pool is not None and pool.index in homes
         put = _Put(position, copy, homes[0] if homes else -1, ack, len(homes), copies=int(here))
         try:
-            put.copy = copy = self._store.commit(copy, digest, home=here)
+            if not done:
+                put.copy = copy = self._store.commit(copy, digest, home=here)
         except StaleReservationError:
             self._answer(batch, put, local.UNKNOWN_NAMESPACE)
             return

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
@@ -156,9 +157,21 @@ class BulkServer:
         if name != "connections":
             self._core.metrics.bulk_connections_refused_total += 1
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; returns the address, with the port chosen where 0 was asked for."""
-        return await self._listener.start(host, port)
+    async def start(
+        self, host: str, port: int, sockets: Sequence[socket.socket] = ()
+    ) -> tuple[str, int]:
+        """Listen, or take over sockets that do; returns the address, with the port chosen where 0
+        was asked for."""
+        return await self._listener.start(host, port, sockets)
+
+    async def rest(self, patience_s: float) -> None:
+        """Take no more callers, and wait until those that there are want nothing just now."""
+        await self._listener.close()
+        end = asyncio.get_running_loop().time() + patience_s
+        while any(driver.link is not None and driver.link.busy for driver in self._drivers):
+            if asyncio.get_running_loop().time() > end:
+                return
+            await asyncio.sleep(0.002)
 
     async def close(self) -> None:
         """Stop listening and end all conversations."""

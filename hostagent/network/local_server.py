@@ -13,19 +13,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from kvcast.hostagent.core.access import AccessRules, NotAllowedError, Tenants, tenants_of
+import msgspec
+from kvcast.hostagent.core.access import (
+    ALL_TENANTS,
+    AccessRules,
+    NotAllowedError,
+    Tenants,
+    tenants_of,
+)
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.network.peer_credentials import peer_of
+from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.tiers.arena import ArenaFile
+from kvcast.hostagent.tiers.kept import KeptFile
+from kvcast.hostagent.tiers.ledger import Row
 from kvcast.hostagent.tiers.pin_region import PinRegion
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
@@ -36,6 +48,7 @@ log = logging.getLogger(__name__)
 HIGH_WATER_BYTES: Final = 1 << 20
 MAX_UNSENT_BYTES: Final = 16 << 20
 LOGGED_COMPLAINTS: Final = 100
+_RESTING_S: Final = 0.002
 _HANDSHAKE_TIMEOUT_S: Final = 5.0
 _REJECT_TIMEOUT_S: Final = 1.0
 
@@ -60,11 +73,16 @@ class LocalServer:
     def __init__(
         self,
         core: AgentCore,
-        arena: ArenaFile,
+        arena: ArenaFile | KeptFile,
         options: LocalOptions,
         core_told: Callable[[], None],
-        index: ArenaFile | None = None,
+        index: ArenaFile | KeptFile | None = None,
+        keeper: Keeper = NOBODY,
     ) -> None:
+        """`keeper`: who keeps the clients' connections for the agent that comes after."""
+        self._keeper = keeper
+        self._survivors: dict[bytes, _Waiting] = {}
+        self._numbers = itertools.count(1)
         self._core = core
         self._arena = arena
         self._index = index
@@ -75,41 +93,100 @@ class LocalServer:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._clients: set[_Client] = set()
         self._complaints = 0
+        self.cut_off_holders = False
+        """Whether clients held something when `close` cut them off."""
 
-    def start(self) -> None:
-        """Bind, listen, and accept on the running loop."""
-        path = self._options.socket_path
-        _remove_stale_socket(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    def start(self, listening: socket.socket | None = None) -> None:
+        """Listen, and accept on the running loop; or take over a socket that listens already, and
+        whose path is not ours to remove."""
+        self._keeps_path = listening is not None
+        self._socket = listening if listening is not None else listen_locally(self._options)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(self._socket))
+
+    def restore(self, survivors: Iterable[Survivor]) -> None:
+        """Hold what clients of a former agent hold, until they come back or go. The core has a
+        map, and nothing has been stored yet."""
+        ledger = self._core.ledger
+        assert ledger is not None
+        rows: dict[int, list[tuple[int, Row]]] = {}
+        for at, row in ledger.found():
+            rows.setdefault(row.session, []).append((at, row))
+        last = 0
+        for survivor in survivors:
+            last = max(last, survivor.number)
+            session = Session(
+                *(self._core, _unheard, ALL_TENANTS),
+                read_only=survivor.read_only,
+                number=survivor.number,
+                first_handle=_first_handle(),
+            )
+            region = PinRegion(survivor.region_fd) if survivor.region_fd is not None else None
+            session.restore(
+                rows.pop(survivor.number, []), region.memory if region is not None else None
+            )
+            waiting = _Waiting(survivor, session, region)
+            self._survivors[survivor.token] = waiting
+            # What it asked for will not be answered there; and it must not say more there.
+            with contextlib.suppress(OSError):
+                survivor.connection.shutdown(socket.SHUT_WR)
+            survivor.connection.setblocking(False)
+            asyncio.get_running_loop().add_reader(
+                survivor.connection.fileno(), self._survivor_readable, waiting
+            )
+        for nobodys in rows.values():
+            for at, _ in nobodys:
+                ledger.strike(at)
+        self._numbers = itertools.count(last + 1)
+
+    def _survivor_readable(self, waiting: _Waiting) -> None:
         try:
-            mask = os.umask(0o177)
-            try:
-                sock.bind(path)
-            finally:
-                os.umask(mask)
-            if self._options.access.lets_others_in:
-                # The kernel's word on the peer decides; the mode only lets the allowed reach us.
-                os.chmod(path, 0o666)
-            sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
-        self._socket = sock
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock))
+            if waiting.survivor.connection.recv(65536):
+                return  # said before it knew; it will say it again
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._forget(waiting)
+        waiting.end()
+        self._keeper.left(waiting.survivor.number)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        """Nobody waits for this client any more: it is back, or gone."""
+        asyncio.get_running_loop().remove_reader(waiting.survivor.connection.fileno())
+        waiting.survivor.connection.close()
+        del self._survivors[waiting.survivor.token]
+
+    async def rest(self, patience_s: float) -> None:
+        """Take no more clients and no more requests, and wait until what was asked is answered."""
+        assert self._accepting is not None
+        self._accepting.cancel()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience_s
+        for client in self._clients:
+            client.pause()
+        while self._handshakes or any(not client.at_rest for client in self._clients):
+            if loop.time() > end:
+                return
+            await asyncio.sleep(_RESTING_S)
 
     async def close(self) -> None:
         """Stop, cut the clients off, and remove the socket."""
+        for waiting in list(self._survivors.values()):
+            self._forget(waiting)
+            self.cut_off_holders |= waiting.end()
         if self._socket is None or self._accepting is None:
             return
         for task in (self._accepting, *self._handshakes):
             task.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
         for client in list(self._clients):
+            self.cut_off_holders |= client.end_session()
             client.cut_off()
         self._socket.close()
         self._socket = None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._options.socket_path)
+        if not self._keeps_path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._options.socket_path)
         await asyncio.sleep(0)  # lets the transports call connection_lost
 
     async def _accept(self, sock: socket.socket) -> None:
@@ -162,12 +239,22 @@ class LocalServer:
                 await self._reject(connection, codec, reason)
                 return
             log.debug("local API: %s (user %d) connects", hello.client, peer.uid)
-            client = _Client(self, self._core, codec, self._core_told, tenants, hello.read_only)
+            waiting = self._resumable(hello, tenants)
+            client = _Client(
+                *(self, self._core, codec, self._core_told, tenants, hello.read_only),
+                number=next(self._numbers),
+                waiting=waiting,
+            )
             try:
+                if waiting is not None:
+                    assert hello.resume is not None
+                    self._forget(waiting)
+                    client.resume(hello.resume.held)
                 self._welcome(connection, codec, client, hello)
                 await loop.connect_accepted_socket(lambda: client, connection)
             except BaseException:
                 client.end_session()
+                self._keeper.left(client.session.number)
                 raise
             client.start(pending)
         except FramingError as error:
@@ -181,6 +268,18 @@ class LocalServer:
             connection.close()
             raise
 
+    def _resumable(self, hello: local.Hello, tenants: Tenants) -> _Waiting | None:
+        """Whom this client was to a former agent; None where it is a new one, or may not be who it
+        was."""
+        waiting = self._survivors.get(hello.resume.token) if hello.resume is not None else None
+        if (
+            waiting is None
+            or waiting.survivor.read_only != hello.read_only
+            or (waiting.region is not None and tenants is not ALL_TENANTS)
+        ):
+            return None
+        return waiting
+
     def _welcome(
         self,
         connection: socket.socket,
@@ -190,7 +289,16 @@ class LocalServer:
     ) -> None:
         """Say Welcome, with what the client may map."""
         node_id = self._core.options.node_id
-        welcome = local.Welcome(LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes)
+        keeper, token = self._keeper, client.token
+        welcome = local.Welcome(
+            LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes, token=token
+        )
+        if client.resumed:
+            keeper.joined(client.survivor(connection))
+            client.close_region_fd()
+            welcome = msgspec.structs.replace(welcome, resumed=True)
+            connection.send(codec.encode(welcome))
+            return
         with contextlib.ExitStack() as stack:
             fds = [self._arena.open_for_client(read_only=hello.read_only)]
             stack.callback(os.close, fds[0])
@@ -200,12 +308,12 @@ class LocalServer:
                 fds.append(client.share())
                 stack.callback(os.close, fds[2])
                 welcome = local.Welcome(
-                    LOCAL_PROTOCOL_VERSION,
-                    node_id,
-                    self._arena.size_bytes,
-                    self._index.size_bytes,
-                    client.session.max_pinned_bytes,
+                    *(LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes),
+                    *(self._index.size_bytes, client.session.max_pinned_bytes),
+                    token=token,
                 )
+            if token:
+                keeper.joined(client.survivor(connection))
             # A new connection's buffer takes so few bytes whole.
             socket.send_fds(connection, [codec.encode(welcome)], fds)
 
@@ -241,6 +349,12 @@ class LocalServer:
     def left(self, client: _Client) -> None:
         """A client's connection has ended."""
         self._clients.discard(client)
+        self._keeper.left(client.session.number)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a client may come back to the agent that comes after."""
+        return self._keeper is not NOBODY
 
 
 class _Client(asyncio.Protocol):
@@ -254,13 +368,30 @@ class _Client(asyncio.Protocol):
         core_told: Callable[[], None],
         tenants: Tenants,
         read_only: bool = False,
+        *,
+        number: int = 0,
+        waiting: _Waiting | None = None,
     ) -> None:
         self._server = server
         self._core = core
         self._codec = codec
         self._core_told = core_told
-        self.session = Session(core, self._send, tenants, read_only=read_only)
+        self._tenants = tenants
+        self._read_only = read_only
         self._region: PinRegion | None = None
+        self._resting = False
+        self.resumed = waiting is not None
+        self.token = b""
+        if waiting is not None:
+            self.session, self._region = waiting.session, waiting.region
+            self.token = waiting.survivor.token
+        else:
+            first = _first_handle() if server.keeps else 1
+            self.session = Session(
+                core, self._send, tenants, read_only=read_only, number=number, first_handle=first
+            )
+            if server.keeps:
+                self.token = secrets.token_bytes(16)
         self._transport: asyncio.Transport | None = None
         self._cut_off = False
 
@@ -271,18 +402,48 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
         self._server.joined(self)
 
+    def resume(self, held: list[int]) -> None:
+        """Go on with the session of a former agent's client."""
+        self.session.resume(self._send, self._tenants, self._offends, held)
+
+    def survivor(self, connection: socket.socket) -> Survivor:
+        """What is to be kept of this client for the agent that comes after."""
+        region_fd = self._region.fd if self._region is not None else None
+        number = self.session.number
+        return Survivor(number, self.token, connection, region_fd, self._read_only)
+
+    def close_region_fd(self) -> None:
+        """Of a region that was found: the client has it, and so has whoever keeps it."""
+        if self._region is not None:
+            os.close(self._region.fd)
+
+    def pause(self) -> None:
+        """Take no more requests."""
+        self._resting = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether everything that was asked is answered, and the answers are on their way."""
+        transport = self._transport
+        return not self.session.in_flight and (
+            transport is None or transport.get_write_buffer_size() == 0
+        )
+
     def share(self) -> int:
         """Make a region for this client; its descriptor, to be sent and closed."""
         self._region = PinRegion()
         self.session.share(self._region.memory, self._offends)
         return self._region.fd
 
-    def end_session(self) -> None:
-        """Let go of what the client held."""
-        self.session.close()
+    def end_session(self) -> bool:
+        """Let go of what the client held; whether that was anything."""
+        held = self.session.close()
         if self._region is not None:
             self._region.close()
             self._region = None
+        return held
 
     def start(self, pending: list[local.ClientMessage]) -> None:
         """Handle what came together with Hello."""
@@ -318,7 +479,7 @@ class _Client(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._transport is not None:
+        if self._transport is not None and not self._resting:
             self._transport.resume_reading()
 
     def cut_off(self) -> None:
@@ -350,6 +511,52 @@ class _Client(asyncio.Protocol):
             failed = local.Failed(reply.request, local.INVALID, str(error)[:256])
             data = self._codec.encode(failed)
         transport.write(data)
+
+
+@dataclass
+class _Waiting:
+    """A client of a former agent that has not come back yet."""
+
+    survivor: Survivor
+    session: Session
+    region: PinRegion | None
+
+    def end(self) -> bool:
+        """It does not come; whether it held anything."""
+        held = self.session.close()
+        if self.region is not None:
+            self.region.close()
+        return held
+
+
+def _unheard(_reply: local.AgentReply) -> None:
+    """Of a client that is not here."""
+
+
+def _first_handle() -> int:
+    """Where a session begins to count, so that no handle of another life is taken for its own."""
+    return secrets.randbits(31) << 32 | 1
+
+
+def listen_locally(options: LocalOptions) -> socket.socket:
+    """A socket that listens at the path of the options; SocketInUseError."""
+    path = options.socket_path
+    _remove_stale_socket(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        mask = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(mask)
+        if options.access.lets_others_in:
+            # The kernel's word on the peer decides; the mode only lets the allowed reach us.
+            os.chmod(path, 0o666)
+        sock.listen(128)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _remove_stale_socket(path: str) -> None:

@@ -94,6 +94,22 @@ class _SlabRuns:
         self.free_slabs -= count
         return start
 
+    def take_at(self, start: int, count: int) -> bool:
+        """Take this very run; False where it is not all free. Steps backwards to the beginning of
+        the free run: as many slabs as that is long."""
+        first = start
+        while first >= 0 and first not in self._length:
+            first -= 1
+        if first < 0 or first + self._length[first] < start + count:
+            return False
+        length = self._remove(first)
+        if start > first:
+            self._insert(first, start - first)
+        if first + length > start + count:
+            self._insert(start + count, first + length - start - count)
+        self.free_slabs -= count
+        return True
+
     def give(self, start: int, count: int) -> None:
         """Return a run, merging it with free neighbours."""
         self.free_slabs += count
@@ -209,6 +225,44 @@ class Allocator:
         self.used_bytes += size_class.extent_bytes
         self._live.add(offset)
         return offset
+
+    def claim(self, offset: int, size_bytes: int) -> bool:
+        """Take the extent at `offset`, which another allocator of such an arena once gave for
+        `size_bytes`; False where there can be none, or it is taken."""
+        index, place = divmod(offset, self.slab_bytes)
+        if size_bytes <= 0 or not 0 <= index < self.slab_count:
+            return False
+        if size_bytes > self.slab_bytes:
+            count = -(-size_bytes // self.slab_bytes)
+            if place or index + count > self.slab_count or not self._free.take_at(index, count):
+                return False
+            self._runs[index] = count
+            self.used_bytes += count * self.slab_bytes
+            self._live.add(offset)
+            return True
+        size_class = self._class_by_grains[-(-size_bytes // GRAIN_BYTES)]
+        slot, rest = divmod(place, size_class.extent_bytes)
+        if rest or slot >= size_class.slots or offset in self._live:
+            return False
+        slab = self._slabs.get(index)
+        if slab is None:
+            if not self._free.take_at(index, 1):
+                return False
+            slab = self._slabs[index] = _Slab(size_class)
+            size_class.partial[index] = None
+        elif slab.size_class is not size_class:
+            return False
+        if slot < slab.fresh:
+            slab.freed.remove(slot)
+        else:
+            slab.freed += range(slab.fresh, slot)
+            slab.fresh = slot + 1
+        slab.live += 1
+        if slab.live == size_class.slots:
+            del size_class.partial[index]
+        self.used_bytes += size_class.extent_bytes
+        self._live.add(offset)
+        return True
 
     def free(self, offset: int) -> None:
         """Give an extent back; freeing what is not allocated is an error of ours."""

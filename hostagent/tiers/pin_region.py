@@ -15,9 +15,17 @@ from kvcast.protocol.messages.shared import REGION_BYTES
 
 
 class PinRegion:
-    """`fd` is for the client; close it when it is sent."""
+    """`fd` is for the client; close it when it is sent. `found`: a region that a former agent made,
+    and whose descriptor is ours now; OSError where it is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: int | None = None) -> None:
+        if found is not None:
+            self.fd = found
+            if not fcntl.fcntl(found, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError("a region without its seal")
+            self._map = mmap.mmap(found, REGION_BYTES)
+            self.memory = memoryview(self._map)
+            return
         self.fd = os.memfd_create("kvcast-pins", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, REGION_BYTES)

@@ -185,6 +185,11 @@ class LinkStream(Generic[M]):
         self._buffer.clear()
         self._over(now)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way, either way, as far as can be seen from here."""
+        return not self.closed and bool(self.rooms or self._out or self._buffer)
+
     # --- bytes in -----------------------------------------------------------------------------
 
     @property

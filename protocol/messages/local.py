@@ -10,6 +10,11 @@ From then on the client sends requests with numbers of its own choice, as many a
 `MAX_REQUESTS_IN_FLIGHT`, and the agent answers each exactly once, in any order, by a reply with
 the same number or by `Failed`. `Release` has no answer.
 
+An agent that may be followed by another says so in its Welcome, by a token. When its connection
+breaks, the client connects anew and says the token, and what it still holds (`Resume`): an agent
+that has taken over arena and clients answers that it has `resumed`, and passes nothing. Handles,
+tickets and the region are then as they were, and what was asked and not answered is asked again.
+
 A block that a get returns is pinned in the arena, and named by a handle, until the client
 releases the handle or disconnects. Bytes to put are written by the client itself into the
 extent that `Allocated` names, and become a block by `Commit`.
@@ -32,7 +37,7 @@ from kvcast.protocol.messages.control import (
 )
 from msgspec import Meta, Struct
 
-LOCAL_PROTOCOL_VERSION: Final = 2
+LOCAL_PROTOCOL_VERSION: Final = 3
 
 MAX_KEYS: Final = 4096
 """Keys in one request."""
@@ -71,6 +76,14 @@ Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 # --- client to agent ----------------------------------------------------------------------
 
 
+class Resume(Struct, frozen=True):
+    """A client comes back: the token of its Welcome, and the handles and tickets that it knows of;
+    what else the agent holds for it is nobody's."""
+
+    token: Annotated[bytes, Meta(max_length=64)]
+    held: Annotated[list[U64], Meta(max_length=MAX_HANDLES)]
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First message on a connection; `client` is a name for logs. `read_only`: it will not put,
     and gets an arena that it cannot write. `index`: it can find and pin blocks by itself (it has
@@ -80,6 +93,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     client: Text
     read_only: bool = False
     index: bool = False
+    resume: Resume | None = None
 
 
 class Get(Struct, frozen=True, tag="get"):
@@ -218,13 +232,16 @@ class DescribePool(Struct, frozen=True, tag="describe_pool"):
 class Welcome(Struct, frozen=True, tag="welcome"):
     """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long. With
     `index_bytes` above 0 come the index, so long, and a region, and `pinned_bytes` is how much of
-    the arena the client may pin there."""
+    the arena the client may pin there. `token`: to come back with; empty where that is no use.
+    `resumed`: the client is known, and no descriptors come."""
 
     version: U16
     node_id: Text
     arena_bytes: U64
     index_bytes: U64 = 0
     pinned_bytes: U64 = 0
+    token: bytes = b""
+    resumed: bool = False
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

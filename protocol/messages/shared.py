@@ -12,7 +12,8 @@ slots, by a hash of its name; the bucket's tags are one cache line. A tag is hal
 most lookups read one line of tags and one entry. A slot's generation is even while its entry is
 stable, and odd while it is changed; every change adds to it, for as long as the file lives. So a
 slot and an even generation name one copy of one block for ever, and both together in one word are
-a *cell*: what a client pins.
+a *cell*: what a client pins. After the entries comes a check a slot, which is for the next agent
+alone: it says that an entry is what was written there, and not what a failing memory made of it.
 
 **A region** is one client's own: a word that the agent sets when it takes no notice of the region
 any more; how many cells are in use, at most; how many hits there were; the cells of the copies
@@ -29,13 +30,20 @@ WORD_BYTES: Final = 8
 # --- the index ----------------------------------------------------------------------------------
 
 INDEX_MAGIC: Final = int.from_bytes(b"kvcastix", "little")
-INDEX_LAYOUT: Final = 1
+INDEX_LAYOUT: Final = 2
 """Version of the layout of the index and of the regions."""
 
 HEADER: Final = struct.Struct("=8Q")
 """INDEX_MAGIC, INDEX_LAYOUT, incarnation of the agent that writes (never 0), bytes of the whole
-index, bytes of the arena, buckets (a power of two), and 0 twice."""
+index, bytes of the arena, buckets (a power of two), whether the agent was stopped while no client
+held anything (1, else 0), and 0."""
 INCARNATION_WORD: Final = 2
+LET_GO_WORD: Final = 6
+KEPT: Final = struct.Struct("=4Q")
+KEPT_OFFSET: Final = HEADER.size
+"""For the agent that comes after: whose blocks these are (a hash, `tiers.kept`), the slab of the
+arena's allocator in bytes, the incarnation in the pool, and a digest of these three and of the
+sizes in the header."""
 NAMESPACES_OFFSET: Final = 4096
 NAMESPACES: Final = 1 << 16
 NAMESPACE_BYTES: Final = 2 * WORD_BYTES
@@ -50,7 +58,13 @@ known), size in bytes, namespace, state, and how much of the arena it takes. The
 written in no order: see the generation."""
 assert WORD_BYTES + FIELDS.size == ENTRY_BYTES
 HELD: Final = 1
-"""State of an entry that holds a copy, which is whole; 0 is that of an empty one."""
+"""State of an entry that holds a copy, which is whole; 0 is that of an empty one, or of one that
+was withdrawn, which else says what it said before."""
+KIND_WORD: Final = 6
+"""Which word of an entry has size, namespace and state, from below."""
+STATE_SHIFT: Final = 48
+NOT_HELD: Final = (1 << STATE_SHIFT) - 1
+"""What is left of that word without the state."""
 
 KEY_HALVES: Final = struct.Struct("=2Q")
 
@@ -93,12 +107,17 @@ def tag_of(low: int) -> int:
 
 def index_bytes(buckets: int) -> int:
     """How large an index of so many buckets is."""
-    return TAGS_OFFSET + buckets * SLOTS_A_BUCKET * (WORD_BYTES + ENTRY_BYTES)
+    return TAGS_OFFSET + buckets * SLOTS_A_BUCKET * (WORD_BYTES + ENTRY_BYTES + WORD_BYTES)
 
 
 def entries_offset(buckets: int) -> int:
     """Where its entries begin, in bytes."""
     return TAGS_OFFSET + buckets * BUCKET_BYTES
+
+
+def checks_offset(buckets: int) -> int:
+    """Where its checks begin, in bytes."""
+    return entries_offset(buckets) + buckets * SLOTS_A_BUCKET * ENTRY_BYTES
 
 
 def cell_of(slot: int, generation: int) -> int:

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from kvcast.hostagent.agent import Agent, ArenaOptions, NetworkOptions, Options
+from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.hostagent.options import ArenaOptions, NetworkOptions, Options
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,

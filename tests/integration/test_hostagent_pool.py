@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from hostagent_harness import MIB, key_of, mac_of, running_pool, until
-from kvcast.hostagent.agent import Options
 from kvcast.hostagent.client import (
     AgentGoneError,
     Block,
@@ -28,6 +27,7 @@ from kvcast.hostagent.client import (
 )
 from kvcast.hostagent.core.store import StaleReservationError
 from kvcast.hostagent.core.writes import WriteOptions
+from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.control import BlockRef as Ref
 from kvcast.protocol.messages.control import Credit, Describe, Keep
 from kvcast.protocol.messages.wire import BlockId, digest_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -198,6 +199,7 @@ INDEX_TENANTS = "learns from the index"
 INDEX_NUMBERS = "finds another namespace's blocks in the index"
 REGION = "pins the arena full"
 INDEX_FILE = "changes the index"
+COMES_BACK = "comes back as another client"
 PROBER = "test_without_the_secret_a_prober_can_address_nothing"
 ONE_TENANT = "test_a_client_of_one_tenant_does_nothing_in_anothers_namespace"
 
@@ -446,6 +448,113 @@ def _index_writable() -> AbstractContextManager[object]:
 )
 def _not_sealed() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.tiers.pin_region.fcntl.fcntl", nothing)
+
+
+@mutation(
+    "whoever says any token is the client that did not come back yet",
+    {COMES_BACK: ["test_who_guesses_a_token_is_a_new_client"]},
+    in_daemons=True,
+)
+def _any_token() -> AbstractContextManager[object]:
+    def first(self: Any, hello: Any, _tenants: Any) -> Any:
+        return next(iter(self._survivors.values()), None) if hello.resume is not None else None
+
+    return replaced("kvcast.hostagent.network.local_server.LocalServer._resumable", first)
+
+
+KEPT_BITS = "damages what an agent keeps"
+KEPT_BYTES = "has the next agent use bytes again"
+KEPT_FILES = "leaves a kept arena of another node"
+
+
+@mutation(
+    "a copy that was kept is believed without its digest",
+    {KEPT_BITS: ["test_a_copy_whose_bytes_have_changed_is_never_given_to_anybody"]},
+)
+def _kept_bytes_believed() -> AbstractContextManager[object]:
+    def believes(self: Any, copy: Any) -> bool:
+        del self._doubtful[copy]
+        return True
+
+    return replaced("kvcast.hostagent.core.recovery.Recovery._is_right", believes)
+
+
+@mutation(
+    "an entry that was kept is believed without its check",
+    {KEPT_BITS: ["test_a_damaged_index_costs_blocks_and_never_gives_wrong_ones"]},
+)
+def _kept_entries_believed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.tiers.index._check_of", lambda *_: 0)
+
+
+@mutation(
+    "clients look up what is in doubt",
+    {KEPT_BITS: ["test_clients_see_nothing_before_every_copy_is_checked"]},
+)
+def _doubtful_shown() -> AbstractContextManager[object]:
+    def shows(state: Any) -> Any:
+        def stated(self: Any, pool: Any, namespace: int) -> None:
+            with mock.patch.object(self, "recovery", None):
+                state(self, pool, namespace)
+
+        return stated
+
+    return around("kvcast.hostagent.core.agent.AgentCore._state_namespace", shows)
+
+
+@mutation(
+    "the next agent knows nothing of what clients hold",
+    {
+        KEPT_BYTES: [
+            "test_what_a_client_was_given_stays_where_it_is_for_the_next_agent",
+            "test_a_put_that_was_begun_ends_at_the_next_agent",
+        ]
+    },
+)
+def _holders_forgotten() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.sessions.Session.restore", nothing)
+
+
+@mutation(
+    "nobody knows whether clients still map the arena",
+    {KEPT_BYTES: ["test_whoever_still_maps_the_arena_keeps_it_and_finds_nothing_new"]},
+)
+def _maps_unknown() -> AbstractContextManager[object]:
+    def opens(open_for_client: Any) -> Any:
+        def unlocked(self: Any, *, read_only: bool = False) -> Any:
+            with mock.patch.object(self, "locked_by_clients", False):
+                return open_for_client(self, read_only=read_only)
+
+        return unlocked
+
+    return around("kvcast.hostagent.tiers.kept.KeptFile.open_for_client", opens)
+
+
+@mutation(
+    "an agent takes over whatever lies there",
+    {
+        KEPT_FILES: [
+            "test_what_another_has_kept_is_refused_by_name_and_stays_as_it_is",
+            "test_a_file_that_is_none_of_ours_is_refused_and_not_touched",
+        ]
+    },
+)
+def _anything_kept() -> AbstractContextManager[object]:
+    def believes(_options: Any, index_fd: int) -> int | None:
+        return 7 if os.fstat(index_fd).st_size else None
+
+    return replaced("kvcast.hostagent.tiers.kept._state_of", believes)
+
+
+@mutation(
+    "an agent takes over what others may write",
+    {KEPT_FILES: ["test_a_file_that_others_may_write_is_not_believed"]},
+)
+def _others_files_kept() -> AbstractContextManager[object]:
+    def opens(path: str) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    return replaced("kvcast.hostagent.tiers.kept._open", opens)
 
 
 @mutation(
@@ -1089,6 +1198,11 @@ def _nameless_errors() -> AbstractContextManager[object]:
         _nameless(
             "kvcast.hostagent.tiers.arena._remove_stale",
             "kvcast.hostagent.tiers.arena.ArenaError",
+            KeyError,
+        ),
+        _nameless(
+            "kvcast.hostagent.tiers.kept._try_open",
+            "kvcast.hostagent.tiers.kept.ArenaError",
             KeyError,
         ),
         around(

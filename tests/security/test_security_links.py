@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from hostagent_harness import MiniController, Pool, key_of, running_pool
 from kvcast.controller.agent_links import AgentLink
-from kvcast.hostagent.agent import Agent, Options
+from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
     BulkGet,

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from hostagent_harness import key_of, running_pool
-from kvcast.hostagent.agent import Options
 from kvcast.hostagent.core.access import (
     AccessRules,
     NotAllowedError,
@@ -27,6 +26,7 @@ from kvcast.hostagent.core.access import (
     tenants_of,
 )
 from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.options import Options
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.control import NamespaceInfo
 

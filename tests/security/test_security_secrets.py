@@ -25,7 +25,7 @@ from kvcast.controller.http.tokens import (
     new_token,
     write,
 )
-from kvcast.hostagent.agent import Options
+from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSecret, NamespaceSecrets
 from kvcast.service.logs import JsonFormatter, TextFormatter
 from kvcast.service.tls import Credentials

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import json
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -25,10 +24,12 @@ from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.reads import GetBatch, Reads
+from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
-from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
+from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
+from kvcast.hostagent.tiers import index as index_module
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
 from kvcast.protocol.links import rdma_caller, stream
@@ -36,14 +37,14 @@ from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkConnection
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.links.rdma_callee import RdmaCallee
-from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId, digest_of
+from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.failover import Candidates
 from kvcast.protocol.responder import responder
-from kvcast.simulation.agent import SimHost, agent_core
 from kvcast.simulation.cluster import Product
+from kvcast.simulation.faults import DAMAGED, TORN
 from kvcast.simulation.plan import Plan
 from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
@@ -97,20 +98,6 @@ def bug(
     return register
 
 
-def core_bug(name: str, *invariants: int, faults: Iterable[str] = ()) -> Callable[[Any], Any]:
-    """Register a function that makes the core of a new process, wrongly."""
-
-    def register(make: Callable[[SimHost, random.Random], AgentCore]) -> Any:
-        @contextmanager
-        def plant(engine: EngineMaker) -> Iterator[Product]:
-            yield Product(engine, product_program(), make)
-
-        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
-        return make
-
-    return register
-
-
 def p4_bug(
     name: str, *invariants: int, faults: Iterable[str] = ()
 ) -> Callable[[Callable[[Json], None]], Any]:
@@ -141,8 +128,19 @@ FORGERS = ["hostile_forger"]
 LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
 CUT_OFF = ["control_cut", "controller_crash", "controller_wiped", "controller_failover"]
-CRASHES = ["agent_crash", "host_crash"]
 WIPED = ["controller_wiped+hostile_forger"]
+
+
+def _damaged(plan: Plan) -> bool:
+    """An agent finds the memory of the one before damaged."""
+    return any(fault.kind == "agent_crash" and fault.amount < DAMAGED for fault in plan.faults)
+
+
+def _torn(plan: Plan) -> bool:
+    """An agent finds an index at which the one before died."""
+    return any(
+        fault.kind == "agent_crash" and DAMAGED <= fault.amount < TORN for fault in plan.faults
+    )
 
 
 def _plain(plan: Plan) -> bool:
@@ -441,40 +439,18 @@ def _batch_deadline_ignored() -> Any:
     return mock.patch.object(Reads, "handle_timer", handle)
 
 
-def _adopt(host: SimHost, core: AgentCore, *, torn: bool, verify: bool) -> None:
-    """Take the copies of the process before into the new one's index."""
-    former: Store | None = getattr(host, "former_store", None)
-    host.former_store = core.store  # type: ignore[attr-defined]
-    if former is None:
-        return
-    for old in sorted(former._by_offset.values(), key=lambda c: c.offset):
-        if old.state == DOOMED or (old.state == RESERVED and not torn):
-            continue
-        data = bytes(host.memory[old.offset : old.offset + old.size_bytes])
-        digest = digest_of(data) if old.state == RESERVED else old.digest
-        if verify and digest_of(data) != digest:
-            continue
-        if old.block in core.store._index:
-            continue
-        new = core.store.reserve(old.block, old.size_bytes)
-        host.memory[new.offset : new.offset + new.size_bytes] = data
-        core.store.commit(new, digest, home=True)
+@bug("a restarted agent believes its old index without looking at the bytes", 1, only=_damaged)
+def _unverified_arena() -> Any:
+    def is_right(self: Recovery, copy: Copy) -> bool:
+        del self._doubtful[copy]
+        return copy.state == COMMITTED
+
+    return mock.patch.object(Recovery, "_is_right", is_right)
 
 
-@core_bug("a restarted agent takes blocks that were being written for complete", 1, faults=CRASHES)
-def _torn_arena(host: SimHost, rng: random.Random) -> AgentCore:
-    core = agent_core(host, rng)
-    _adopt(host, core, torn=True, verify=True)
-    return core
-
-
-@core_bug(
-    "a restarted agent believes its old index without looking at the bytes", 1, faults=CRASHES
-)
-def _unverified_arena(host: SimHost, rng: random.Random) -> AgentCore:
-    core = agent_core(host, rng)
-    _adopt(host, core, torn=False, verify=False)
-    return core
+@bug("a restarted agent believes entries that do not prove themselves", 0, 1, 3, only=_torn)
+def _unproven_entries() -> Any:
+    return mock.patch.object(index_module, "_check_of", return_value=0)
 
 
 # --- links --------------------------------------------------------------------------------------

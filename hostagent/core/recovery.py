@@ -1,0 +1,242 @@
+"""What an agent takes over from the one before it: the copies in the arena, without touching them.
+
+Owns: which entries of the index that was found are believed, when a copy's bytes are checked, and
+in which order that is done. Must not know: files or processes, what the index looks like inside
+(`tiers.index`), or who still holds what (`sessions` restores that).
+
+An entry is taken over if it proves itself, if its namespace means to the pool what it meant to the
+former agent, and if its extent is one of the allocator's that no other entry has. All others are
+cleared away, and counted. The bytes of a copy that was taken over are *doubtful* until their digest
+has been made: it is made before the copy is given to anybody, or in the background before; a copy
+that fails is forgotten. Until nothing is doubtful, no namespace is shown to clients, who would
+read copies without asking.
+
+There is no pause at the start: a copy that is asked for is found by its name and checked alone.
+All others come in the background, a few a step: first what there is (`scan`), then each copy in
+the order of the commits, so that the least recently used one is known (`claim`), then the digests
+(`check`). Room for anything new is found only when all copies are known; who needs it at once pays
+for the rest of the claims at once (about 10 us a copy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, Copy, Store
+from kvcast.hostagent.tiers.index import Entry, Index
+from kvcast.protocol.messages.wire import BlockId, digest_of
+
+STEP_SLOTS: Final = 4096
+STEP_COPIES: Final = 128
+STEP_BYTES: Final = 8 << 20
+"""What one step scans, claims, and checks: a millisecond or two of work, each."""
+
+
+@dataclass(slots=True)
+class RecoveryCounters:
+    """Totals since the start, and `left`, which is 0 when all is done."""
+
+    copies: int = 0
+    """Copies taken over."""
+    entries_refused: int = 0
+    """Entries that did not prove themselves, overlapped others, or whose namespace is another."""
+    copies_damaged: int = 0
+    """Copies whose bytes did not have their digest; nobody got them."""
+    left: int = 1
+
+
+class Recovery:
+    """The store's `Recovery`, until nothing is doubtful any more."""
+
+    def __init__(
+        self,
+        index: Index,
+        store: Store,
+        shared: SharedIndex,
+        memory: memoryview,
+    ) -> None:
+        self.counters = RecoveryCounters()
+        self._index = index
+        self._store = store
+        self._shared = shared
+        self._memory = memory
+        self._pool: Pool | None = None
+        self._meant: dict[int, int] = {}
+        self._known = bytearray(index.slots)
+        """Slots that are taken over or cleared; 1 each."""
+        self._scanned = 0
+        self._entries: list[Entry] = []
+        self._sorted = False
+        self._greatest = 0
+        self._early: list[Copy] = []
+        self._doubtful: dict[Copy, None] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether a map has said what the namespaces mean."""
+        return self._pool is not None
+
+    def begin(self, pool: Pool) -> None:
+        """Take over what this map names; what is asked for from now on is found."""
+        assert self._pool is None
+        self._pool = pool
+        # Before anybody writes there what they mean now.
+        self._meant = {number: self._index.meaning(number) for number in pool.namespaces}
+        self._store.recovery = self
+
+    # --- the store's side -------------------------------------------------------------------------
+
+    def look(self, block: BlockId, copy: Copy | None) -> Copy | None:
+        """As `store.Recovery` says."""
+        if copy is None:
+            copy = self._find(block)
+            if copy is not None:
+                self._early.append(copy)
+        if copy is not None and copy in self._doubtful and not self._is_right(copy):
+            return None
+        return copy
+
+    def finish(self) -> None:
+        """As `store.Recovery` says."""
+        while not self._claimed:
+            self._scan_or_claim()
+
+    # --- in the background -----------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Do a little; whether there is more to do."""
+        if not self._claimed:
+            self._scan_or_claim()
+            return True
+        checked_bytes = 0
+        while self._doubtful and checked_bytes < STEP_BYTES:
+            copy = next(iter(self._doubtful))
+            checked_bytes += copy.size_bytes
+            self._is_right(copy)
+        if self._doubtful:
+            return True
+        self.counters.left = 0
+        self._store.recovery = None
+        return False
+
+    @property
+    def _claimed(self) -> bool:
+        return self._sorted and not self._entries
+
+    def _scan_or_claim(self) -> None:
+        if self._scanned < self._index.slots:
+            for slot in self._index.slots_in_use(self._scanned, STEP_SLOTS):
+                if not self._known[slot]:
+                    entry = self._believed(slot)
+                    if entry is not None:
+                        self._entries.append(entry)
+            self._scanned += STEP_SLOTS
+            return
+        if not self._sorted:
+            self._sorted = True
+            self._entries.sort(key=lambda entry: -entry.order)
+        for _ in range(min(STEP_COPIES, len(self._entries))):
+            entry = self._entries.pop()
+            if not self._known[entry.slot]:
+                self._claim(entry)
+        if not self._entries:
+            self._index.commits = max(self._index.commits, self._greatest)
+            # What was asked for meanwhile was used last.
+            for copy in self._early:
+                if copy.state == COMMITTED:
+                    self._store.get(copy.block)
+            self._early.clear()
+
+    # --- one copy --------------------------------------------------------------------------------
+
+    def is_free(self, block: BlockId, offset: int) -> bool:
+        """Whether no copy lies there, this block's least of all."""
+        if self._store.known(block) is None:
+            self._find(block)
+        return self._store.lying_at(offset) is None
+
+    def hold(self, block: BlockId, offset: int, size_bytes: int, digest: int) -> Copy | None:
+        """Pin the copy that lies there, for a client that has outlived its agent: one that is in
+        the index, or is not any more; None where something else lies there."""
+        if self._store.known(block) is None:
+            self._find(block)
+        copy = self._store.lying_at(offset)
+        if copy is None:
+            return self._store.adopt(block, size_bytes, offset, DOOMED, digest)
+        if copy.block != block or copy.state == RESERVED:
+            return None
+        self._store.pin(copy)
+        return copy
+
+    def hold_cell(self, cell: int) -> Copy | None:
+        """As `hold`, of what a client has pinned by this cell; None where that cannot be told: it
+        was overtaken, or another writes down what it had."""
+        slot = Entry.slot_of(cell)
+        if not 0 <= slot < self._index.slots:
+            return None
+        copy = self._shared.copy_of(cell)
+        if copy is None:
+            entry = self._index.entry(slot)
+            if entry is None or entry.cell != cell:
+                entry = self._index.tombstone(cell)
+            if entry is None:
+                return None
+            return self.hold(entry.block, entry.offset, entry.size_bytes, entry.digest)
+        self._store.pin(copy)
+        return copy
+
+    def _find(self, block: BlockId) -> Copy | None:
+        for slot in self._index.find(block):
+            if not self._known[slot]:
+                entry = self._believed(slot)
+                if entry is not None and entry.block == block:
+                    return self._claim(entry)
+        return None
+
+    def _believed(self, slot: int) -> Entry | None:
+        """What a slot with a tag says; where that is nothing to be believed, it is cleared."""
+        entry = self._index.entry(slot)
+        if entry is None:
+            self._refuse(slot)
+        return entry
+
+    def _refuse(self, slot: int) -> None:
+        self._known[slot] = 1
+        self.counters.entries_refused += 1
+        self._index.clear(slot)
+
+    def _claim(self, entry: Entry) -> Copy | None:
+        assert self._pool is not None
+        block, store = entry.block, self._store
+        meaning = self._pool.meaning_of(block.namespace)
+        copy = None
+        if (
+            meaning is not None
+            and meaning == self._meant.get(block.namespace)
+            and entry.reserved_bytes == store.allocator.extent_bytes(entry.size_bytes)
+        ):
+            copy = store.adopt(block, entry.size_bytes, entry.offset, COMMITTED, entry.digest)
+        if copy is None:
+            self._refuse(entry.slot)
+            return None
+        self._known[entry.slot] = 1
+        copy.home = self._pool.is_home(block)
+        self._shared.adopt(copy, entry.cell)
+        self._greatest = max(self._greatest, entry.order)
+        self._doubtful[copy] = None
+        self.counters.copies += 1
+        return copy
+
+    def _is_right(self, copy: Copy) -> bool:
+        """Make the digest of a doubtful copy; it is doubtful no more, or forgotten."""
+        del self._doubtful[copy]
+        if copy.state != COMMITTED:
+            return False
+        if digest_of(self._memory[copy.offset : copy.offset + copy.size_bytes]) == copy.digest:
+            return True
+        self.counters.copies_damaged += 1
+        self._store.give_up(copy)
+        return False

@@ -1,0 +1,93 @@
+"""What an agent is started with, as plain data.
+
+Owns: the options and their defaults. Must not know: command lines (`flags`), or what is made of
+them (`agent`, `standing`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from typing import Final
+
+from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.network.local_server import LocalOptions
+from kvcast.hostagent.tiers.arena import SLAB_BYTES
+from kvcast.protocol.links.bulk import BulkOptions
+from kvcast.protocol.links.control_caller import ControlOptions
+from kvcast.protocol.links.rdma import RdmaOptions
+from kvcast.protocol.messages.wire import UDP_PORT
+from kvcast.service.tls import Credentials
+
+RDMA_OFF: Final = "off"
+RDMA_AUTO: Final = "auto"
+RDMA_REQUIRED: Final = "required"
+RDMAS: Final = (RDMA_AUTO, RDMA_OFF, RDMA_REQUIRED)
+"""Use the card that has the node's address, if there is one; use none; or do not start without."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Where the node is on the network."""
+
+    ip: str
+    mac: str
+    switch_port: int
+    udp_port: int = UDP_PORT
+    tunnel: tuple[tuple[str, int], tuple[str, int]] | None = None
+    """(local, peer) addresses of a tunnel to a software switch; None = kernel UDP on `ip`."""
+    udp_segments: bool = False
+    """Without a tunnel: let the kernel or the network card split runs of frames (UDP_SEGMENT). On a
+    veth pair whose other end a switch in software reads by AF_PACKET they would stay unsplit."""
+    buffer_bytes: int = 8 << 20
+    """Socket buffers to ask the kernel for."""
+    mtu_bytes: int = 0
+    """The longest IPv4 packet on the way to the other nodes; 0 = as the interface of `ip` says,
+    and Ethernet's 1500 behind a tunnel."""
+    bulk_host: str = "127.0.0.1"
+    bulk_port: int = 0
+    rdma: str = RDMA_OFF
+    """One of `RDMAS`: whether blocks go by RDMA where the other node has it, too."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether runs of frames leave in one piece: if so told, and over loopback, where none but
+        the nodes' own sockets read."""
+        return self.udp_segments or IPv4Address(self.ip).is_loopback
+
+
+@dataclass(frozen=True)
+class ArenaOptions:
+    """The DRAM tier."""
+
+    size_bytes: int = 256 << 20
+    path: str | None = None
+    reserve: bool = True
+    keep: bool = False
+    """Whether the arena outlives the agent, at its path; the next one takes it over."""
+    index_path: str | None = None
+    """Where the index of a kept arena lies; None = beside it."""
+    cluster: str = "kvcast"
+    """What is kept is taken over within this cluster only."""
+    slab_bytes: int = SLAB_BYTES
+    default_quota_bytes: int = 0
+    quotas: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that an agent is started with."""
+
+    agent: AgentOptions
+    network: NetworkOptions
+    control: ControlOptions
+    local: LocalOptions
+    arena: ArenaOptions = field(default_factory=ArenaOptions)
+    bulk: BulkOptions = field(default_factory=BulkOptions)
+    rdma: RdmaOptions = field(default_factory=RdmaOptions)
+    credit_from_buffer: bool = True
+    """Lower the requester's credit to what the receive buffer holds."""
+    seed: int | None = None
+    """Of the agent's random numbers (tags, jitter); None = from the system."""
+    credentials: Credentials | None = None
+    """With them, the control link and the bulk link are TLS, both ways; without, plain."""

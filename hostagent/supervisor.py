@@ -1,0 +1,649 @@
+"""The process beside a kept arena: it has everything open, and starts an agent whenever one dies.
+
+Owns: that one agent at a time runs on what stands (`standing`), what is done when it ends, and the
+words with which one supervisor gives way to another. Must not know: what an agent does.
+
+The supervisor has imported and compiled what an agent needs, and opened the arena and all sockets;
+then it forks. So an agent that dies is followed by one in the time of a fork, and whoever connects
+meanwhile waits in a backlog. It holds a duplicate of every client's connection, and of the memory
+in which the client pins: so clients that outlive an agent are known to the next, and a client's
+end is seen whoever it was connected to. It runs no agent code itself.
+
+To upgrade: `kvcast agent --takeover`, of the new release. It asks the supervisor that runs; that
+one has its agent end what it has begun (`Agent.rest`), and hands over all descriptors
+(SCM_RIGHTS); the new one forks its agent, says that it serves, and the old one ends. Whatever fails
+before that word, the old supervisor starts its agent again: nothing is lost by trying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from kvcast.hostagent.death_watch import DeathWatch
+from kvcast.hostagent.network import lander
+from kvcast.hostagent.network.local_server import SocketInUseError
+from kvcast.hostagent.network.mover import Mover
+from kvcast.hostagent.network.survivors import Survivor
+from kvcast.hostagent.options import Options
+from kvcast.hostagent.standing import Standing, kept_options, stand_up
+from kvcast.hostagent.tiers.arena import ArenaError
+from kvcast.hostagent.tiers.kept import from_descriptors
+from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
+from kvcast.protocol.messages.shared import INDEX_LAYOUT
+from kvcast.protocol.placement import Placement
+from kvcast.service.readiness import announce_ready
+
+log = logging.getLogger("kvcast.hostagent.supervisor")
+
+QUICK_DEATH_S: Final = 1.0
+"""An agent that dies so soon may die of what it finds: after `AT_ONCE` of these in a row there is a
+pause before each, which doubles."""
+AT_ONCE: Final = 2
+MAX_PAUSE_S: Final = 5.0
+GIVE_UP_AFTER: Final = 8
+"""Agents that died quickly, one after the other; then the supervisor ends, too."""
+HAND_OVER_S: Final = 10.0
+"""How long either supervisor waits for the other."""
+READY_S: Final = HAND_OVER_S / 2
+"""How soon an agent that takes over must be ready; well before the other side gives up."""
+_STARTING_NICE: Final = -10
+"""While it starts, clients wait for it, whatever else keeps the processors busy."""
+_MAX_WORD_BYTES: Final = 65_536
+_MAX_FDS: Final = 64
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class TakeoverError(Exception):
+    """The agent that runs does not give way; the message says why."""
+
+
+class _Joined(msgspec.Struct, tag="joined"):
+    number: int
+    token: bytes
+    read_only: bool
+
+
+class _Left(msgspec.Struct, tag="left"):
+    number: int
+
+
+class _Ready(msgspec.Struct, tag="ready"):
+    """`card`: whether a card reaches into the agent's memory, which it may do until the kernel has
+    taken the process apart."""
+
+    facts: dict[str, Any]
+    card: bool
+
+
+class _Ending(msgspec.Struct, tag="ending"):
+    """The last word of an agent that is not killed."""
+
+
+_Word = msgspec.msgpack.Decoder(_Joined | _Left | _Ready | _Ending)
+
+
+class _Asked(msgspec.Struct, tag="asked"):
+    """By a new supervisor: what it would take over, and how it understands that."""
+
+    owner: str
+    arena_path: str
+    arena_bytes: int
+    slab_bytes: int
+    formats: tuple[int, int]
+
+
+class _Given(msgspec.Struct, tag="given"):
+    """By the old one, with as many descriptors: arena, index, ledger, frames, clients' listener,
+    and `bulk` listeners."""
+
+    buffer_bytes: int
+    bulk: int
+    clients: int
+
+
+class _GivenClient(msgspec.Struct, tag="client"):
+    """With its connection, and its region if it has one."""
+
+    number: int
+    token: bytes
+    read_only: bool
+
+
+class _Refused(msgspec.Struct, tag="refused"):
+    reason: str
+
+
+class _Serving(msgspec.Struct, tag="serving"):
+    """By the new one: its agent runs; the old one may go."""
+
+
+_Answer = msgspec.msgpack.Decoder(_Given | _GivenClient | _Refused)
+_Question = msgspec.msgpack.Decoder(_Asked | _Serving)
+_FORMATS: Final = (INDEX_LAYOUT, LOCAL_PROTOCOL_VERSION)
+
+Run = Callable[["Place"], Coroutine[Any, Any, int]]
+
+
+@dataclass
+class Place:
+    """Where an agent's process finds what stands, and whoever watches over it."""
+
+    standing: Standing
+    pipe: socket.socket
+    nice: int
+    """The process's priority once it serves."""
+    served: bool = False
+    """Whether the agent has come so far."""
+
+    def __post_init__(self) -> None:
+        self.standing.keeper = self
+
+    def joined(self, client: Survivor) -> None:
+        """As `Keeper.joined`."""
+        fds = [client.connection.fileno()]
+        if client.region_fd is not None:
+            fds.append(client.region_fd)
+        self._say(_Joined(client.number, client.token, client.read_only), fds)
+
+    def left(self, number: int) -> None:
+        """As `Keeper.left`."""
+        with contextlib.suppress(OSError):  # whoever watches is gone, and we are about to be
+            self._say(_Left(number))
+
+    async def ready(
+        self,
+        facts: dict[str, Any],
+        let_clients_in: Callable[[], None],
+        rest: Callable[[], Awaitable[None]],
+        stop: Callable[[], None],
+        *,
+        card: bool,
+    ) -> None:
+        """The agent can serve, and does once it is known that no other will: clients go to one
+        agent only. It rests when it is told to, and then its process ends as it is; and it stops
+        when nobody watches over it any more. `card`: whether blocks go by RDMA; then no other
+        agent is started before this one is gone whole."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.nice)
+        self._say(_Ready(facts, card))
+        loop = asyncio.get_running_loop()
+        self.pipe.setblocking(False)
+        if not await loop.sock_recv(self.pipe, _MAX_WORD_BYTES):
+            stop()
+            return
+        self.served = True
+        let_clients_in()
+
+        async def give_way() -> None:
+            await rest()
+            self._say(_Ending())
+            os._exit(0)
+
+        def readable() -> None:
+            try:
+                word = self.pipe.recv(16)
+            except BlockingIOError:
+                return
+            loop.remove_reader(self.pipe.fileno())
+            if word:
+                self._resting = loop.create_task(give_way())
+            else:
+                log.error("the supervisor is gone, and so this agent ends")
+                stop()
+
+        loop.add_reader(self.pipe.fileno(), readable)
+
+    def _say(self, word: msgspec.Struct, fds: list[int] | None = None) -> None:
+        data = msgspec.msgpack.encode(word)
+        while True:
+            try:
+                if fds:
+                    socket.send_fds(self.pipe, [data], fds)
+                else:
+                    self.pipe.send(data)
+                return
+            except BlockingIOError:  # it reads all the time: a moment
+                selector = selectors.DefaultSelector()
+                selector.register(self.pipe, selectors.EVENT_WRITE)
+                selector.select(1.0)
+                selector.close()
+
+
+@dataclass
+class _Agent:
+    """The process that runs now, and our end of its pipe."""
+
+    pid: int
+    pidfd: int
+    pipe: socket.socket
+    watch: DeathWatch
+    started_at: float
+    ready: bool = False
+    ending: bool = False
+    """It said that it ends."""
+    ended: bool = False
+    """It runs no more; its memory may still be taken apart, unless a card reaches into that."""
+    reaped: bool = False
+    code: int = -signal.SIGKILL
+    """Its exit status, or the signal that ended it, below 0."""
+
+
+@dataclass
+class Supervisor:
+    """See the module's text."""
+
+    options: Options
+    run: Run
+    standing: Standing
+    deadline: float | None = None
+    """Until when the first agent must be ready, since another supervisor waits for that."""
+    announced: bool = False
+    stopping: bool = False
+    quick_deaths: int = 0
+    _agent: _Agent | None = None
+    _asking: list[socket.socket] = field(default_factory=list)
+
+    def main(self, told: Callable[[], None] = lambda: None) -> int:
+        """Watch until the agent ends for good; the exit status. `told` is called when the first
+        agent serves."""
+        self._told = told
+        self._selector = selectors.DefaultSelector()
+        wakeup, self._signals = socket.socketpair()
+        for sock in (wakeup, self._signals):
+            sock.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, _heard)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self._door = _open_door(door_of(self.options))
+        self._selector.register(self._signals, selectors.EVENT_READ, self._signalled)
+        self._selector.register(self._door, selectors.EVENT_READ, self._asked)
+        try:
+            while True:
+                self._start()
+                agent = self._agent
+                assert agent is not None
+                while not agent.ended:
+                    if self.announced or self.deadline is None:
+                        self._wait(None)
+                        continue
+                    self._wait(max(0.0, self.deadline - time.monotonic()))
+                    if time.monotonic() > self.deadline and not self.announced:
+                        log.error("the new agent is not ready in time")
+                        os.kill(agent.pid, signal.SIGKILL)
+                        self.deadline = None
+                status = self._over(agent)
+                if status is not None:
+                    return status
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                # Who never served may have found the paths of one that goes on.
+                if self.announced and not self._handed_over:
+                    os.unlink(door_of(self.options))
+                    os.unlink(self.options.local.socket_path)
+            signal.set_wakeup_fd(-1)
+            for sock in (self._door, wakeup, self._signals):
+                sock.close()
+            self._selector.close()
+            for client in list(self.standing.survivors):
+                self._forget(client)
+            self.standing.close()
+
+    _handed_over = False
+
+    def _wait(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd in self._selector.get_map():
+                key.data()
+
+    # --- agents ---------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        watch = DeathWatch()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What is here is not looked through again by the child's collector: that would copy it all.
+        gc.collect()
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._be_the_agent(theirs, watch)
+        theirs.close()
+        self.standing.kept.found = True
+        agent = self._agent = _Agent(pid, os.pidfd_open(pid), ours, watch, time.monotonic())
+        ours.setblocking(False)
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._heard_from(agent))
+        self._selector.register(agent.pidfd, selectors.EVENT_READ, lambda: self._reap(agent))
+        self._selector.register(watch.fd, selectors.EVENT_READ, lambda: self._died(agent))
+
+    def _be_the_agent(self, pipe: socket.socket, watch: DeathWatch) -> None:
+        """In the child: never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            self._selector.close()
+            self._signals.close()
+            self._door.close()
+            watch.hold()
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            with contextlib.suppress(OSError):  # who may not is no quicker than others
+                os.setpriority(os.PRIO_PROCESS, 0, min(nice, _STARTING_NICE))
+            status = asyncio.run(self.run(Place(self.standing, pipe, nice)))
+        except BaseException:
+            log.exception("the agent failed")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                pipe.send(msgspec.msgpack.encode(_Ending()))
+            os._exit(status)
+
+    def _heard_from(self, agent: _Agent) -> None:
+        """Take what an agent says of its clients."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(agent.pipe, _MAX_WORD_BYTES, 2)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(agent.pipe)
+                return
+            word = _Word.decode(data)
+            if isinstance(word, _Ending):
+                agent.ending = True
+                continue
+            if isinstance(word, _Ready):
+                agent.ready = True
+                if not word.card:
+                    agent.watch.start()
+                self._is_ready(agent, word.facts)
+                continue
+            self._forget(word.number)
+            if isinstance(word, _Joined) and fds:  # none where we are out of descriptors
+                connection = socket.socket(fileno=fds[0])
+                region_fd = fds[1] if len(fds) > 1 else None
+                self.standing.survivors[word.number] = Survivor(
+                    word.number, word.token, connection, region_fd, word.read_only
+                )
+
+    def _is_ready(self, agent: _Agent, facts: dict[str, Any]) -> None:
+        """Let the agent serve, if nobody else does."""
+        if not self.announced:
+            try:
+                self._told()
+            except OSError as error:
+                log.error("the supervisor before has not waited for this one: %s", error)
+                os.kill(agent.pid, signal.SIGKILL)
+                return
+            self.announced = True
+            announce_ready(**{**facts, "pid": os.getpid(), "agent_pid": agent.pid})
+        with contextlib.suppress(OSError):  # it has just died
+            agent.pipe.send(b"go")
+
+    def _forget(self, number: int) -> None:
+        client = self.standing.survivors.pop(number, None)
+        if client is not None:
+            client.connection.close()
+            if client.region_fd is not None:
+                os.close(client.region_fd)
+
+    def _died(self, agent: _Agent) -> None:
+        """It runs no more."""
+        self._selector.unregister(agent.watch.fd)
+        agent.watch.close()
+        self._heard_from(agent)  # what it still said
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(agent.pipe)
+        agent.pipe.close()
+        agent.ended = True
+        if agent.ending:
+            while not agent.reaped:  # it is about to say how it ended
+                self._wait(None)
+
+    def _reap(self, agent: _Agent) -> None:
+        """Nothing is left of it."""
+        _, status = os.waitpid(agent.pid, 0)
+        agent.code = os.waitstatus_to_exitcode(status)
+        agent.reaped = True
+        self._selector.unregister(agent.pidfd)
+        os.close(agent.pidfd)
+        if not agent.ended:
+            self._died(agent)
+
+    def _over(self, agent: _Agent) -> int | None:
+        """The agent has ended: our exit status, or None to start another."""
+        code = agent.code
+        if self._handed_over:
+            return 0
+        if self.stopping or (code == 0 and not self._resting):
+            return max(code, 0)
+        if not self.announced:
+            return max(code, 1)  # it cannot start, and has said why
+        if self._resting:
+            self._resting = False
+            return None
+        log.error("the agent ended (%s): another takes over", _said(code))
+        if time.monotonic() - agent.started_at > QUICK_DEATH_S:
+            self.quick_deaths = 0
+            return None
+        self.quick_deaths += 1
+        if self.quick_deaths >= GIVE_UP_AFTER:
+            log.error("%d agents ended within %g s each", self.quick_deaths, QUICK_DEATH_S)
+            return 1
+        if self.quick_deaths <= AT_ONCE:
+            return None
+        end = time.monotonic() + min(MAX_PAUSE_S, 0.1 * 2 ** (self.quick_deaths - AT_ONCE))
+        while not self.stopping and (left := end - time.monotonic()) > 0:
+            self._wait(left)
+        return 0 if self.stopping else None
+
+    _resting = False
+
+    def _signalled(self) -> None:
+        for number in self._signals.recv(64):
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self.stopping = True
+            elif number != signal.SIGHUP:
+                continue
+            agent = self._agent
+            if agent is not None and not agent.ended:
+                os.kill(agent.pid, signal.SIGHUP if number == signal.SIGHUP else signal.SIGTERM)
+
+    # --- giving way -------------------------------------------------------------------------------
+
+    def _asked(self) -> None:
+        """Another supervisor is at the door."""
+        peer, _ = self._door.accept()
+        with peer:
+            peer.settimeout(HAND_OVER_S)
+            try:
+                self._give_way(peer)
+            except (OSError, msgspec.MsgspecError, TakeoverError) as error:
+                log.error("a takeover failed: %s", error)
+
+    def _give_way(self, peer: socket.socket) -> None:
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in (os.geteuid(), 0):
+            raise TakeoverError(f"user {uid} may not take over")
+        asked = _Question.decode(peer.recv(_MAX_WORD_BYTES))
+        if not isinstance(asked, _Asked):
+            raise TakeoverError("who is at the door does not ask")
+        reason = self._why_not(asked)
+        if reason:
+            peer.send(msgspec.msgpack.encode(_Refused(reason)))
+            return
+        agent = self._agent
+        assert agent is not None
+        self._resting = True
+        try:
+            agent.pipe.send(b"rest")
+            deadline = time.monotonic() + HAND_OVER_S
+            while not agent.ended:
+                self._wait(max(0.0, deadline - time.monotonic()))
+                if time.monotonic() > deadline:
+                    os.kill(agent.pid, signal.SIGKILL)
+                    deadline += HAND_OVER_S
+            self._hand_over(peer)
+            if not isinstance(_Question.decode(peer.recv(_MAX_WORD_BYTES)), _Serving):
+                raise TakeoverError("the new supervisor does not serve")
+        except BaseException:
+            log.error("the takeover was given up: this supervisor goes on")
+            self._selector.unregister(self._door)
+            self._door.close()
+            self._door = _open_door(door_of(self.options))
+            self._selector.register(self._door, selectors.EVENT_READ, self._asked)
+            raise
+        self._handed_over = True
+        log.info("another supervisor has taken over")
+
+    def _why_not(self, asked: _Asked) -> str:
+        mine = _question_of(self.options)
+        if asked.formats != mine.formats:
+            return (
+                f"formats {asked.formats} are not {mine.formats}: stop this agent, remove its "
+                "arena and start the new one"
+            )
+        if asked != mine:
+            return f"{asked.owner}, {asked.arena_path}: this is {mine.owner}, {mine.arena_path}"
+        if self._agent is None or self._agent.ended or not self._agent.ready:
+            return "no agent serves just now; try again"
+        return ""
+
+    def _hand_over(self, peer: socket.socket) -> None:
+        standing = self.standing
+        kept = standing.kept
+        clients = list(standing.survivors.values())
+        fds = [kept.arena.fd, kept.index.fd, kept.ledger_fd]
+        fds += [sock.fileno() for sock in (standing.frames, standing.local, *standing.bulk)]
+        given = _Given(standing.buffer_bytes, len(standing.bulk), len(clients))
+        socket.send_fds(peer, [msgspec.msgpack.encode(given)], fds)
+        for client in clients:
+            fds = [client.connection.fileno()]
+            if client.region_fd is not None:
+                fds.append(client.region_fd)
+            word = _GivenClient(client.number, client.token, client.read_only)
+            socket.send_fds(peer, [msgspec.msgpack.encode(word)], fds)
+
+
+def supervise(options: Options, run: Run, takeover: bool) -> int:
+    """Be a supervisor until the agent ends for good; the exit status."""
+    warm_up()
+    peer: socket.socket | None = None
+    try:
+        if takeover:
+            peer = _knock(door_of(options))
+        standing = stand_up(options) if peer is None else _take_over(options, peer)
+    except (ArenaError, SocketInUseError, TakeoverError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+
+    def told() -> None:
+        if peer is not None:
+            peer.send(msgspec.msgpack.encode(_Serving()))
+            peer.close()
+
+    deadline = None if peer is None else time.monotonic() + READY_S
+    return Supervisor(options, run, standing, deadline).main(told)
+
+
+def warm_up() -> None:
+    """Have what an agent compiles, or imports late, ready before it is needed."""
+    Placement(seed=1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        Mover(sock, connected=False, joins=False)
+        if lander.available():
+            lander.Lander(sock.fileno())
+
+
+def door_of(options: Options) -> str:
+    """Where a supervisor is asked to give way."""
+    return f"{options.local.socket_path}.takeover"
+
+
+def _question_of(options: Options) -> _Asked:
+    kept = kept_options(options)
+    return _Asked(kept.owner, kept.arena_path, kept.arena_bytes, kept.slab_bytes, _FORMATS)
+
+
+def _open_door(path: str) -> socket.socket:
+    """Listen there; whoever listened there before has given way, or is dead."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    mask = os.umask(0o177)
+    try:
+        door.bind(path)
+    finally:
+        os.umask(mask)
+    door.listen(1)
+    return door
+
+
+def _knock(path: str) -> socket.socket | None:
+    """A connection to the supervisor that runs; None where none does."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    peer.settimeout(2 * HAND_OVER_S)
+    try:
+        peer.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        peer.close()
+        return None
+    return peer
+
+
+def _take_over(options: Options, peer: socket.socket) -> Standing:
+    """Ask the supervisor that runs for what stands."""
+    peer.send(msgspec.msgpack.encode(_question_of(options)))
+    data, fds, _, _ = socket.recv_fds(peer, _MAX_WORD_BYTES, _MAX_FDS)
+    if not data:
+        raise TakeoverError("the agent that runs does not give way")
+    given = _Answer.decode(data)
+    if isinstance(given, _Refused):
+        raise TakeoverError(given.reason)
+    if not isinstance(given, _Given) or len(fds) != 5 + given.bulk:
+        raise TakeoverError("what the agent that runs hands over is not understood")
+    survivors: dict[int, Survivor] = {}
+    for _ in range(given.clients):
+        data, of_client, _, _ = socket.recv_fds(peer, _MAX_WORD_BYTES, 2)
+        client = _Answer.decode(data)
+        if not isinstance(client, _GivenClient) or not of_client:
+            raise TakeoverError("what the agent that runs hands over is not understood")
+        survivors[client.number] = Survivor(
+            *(client.number, client.token, socket.socket(fileno=of_client[0])),
+            *(of_client[1] if len(of_client) > 1 else None, client.read_only),
+        )
+    arena_fd, index_fd, ledger_fd, frames, local, *bulk = fds
+    kept = from_descriptors(kept_options(options), arena_fd, index_fd, ledger_fd)
+    sockets = [socket.socket(fileno=fd) for fd in (frames, local, *bulk)]
+    return Standing(kept, sockets[0], given.buffer_bytes, sockets[2:], sockets[1], survivors)
+
+
+def _heard(_number: int, _frame: object) -> None:
+    """The wake-up descriptor has it."""
+
+
+def _said(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"status {code}"

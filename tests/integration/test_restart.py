@@ -1,0 +1,423 @@
+"""Agents that keep their arena, as processes: killed, stopped, replaced, while clients go on.
+
+Oracle: the bytes that were put, and which process serves them. Cannot see: damage of what is kept
+(tests/unit/test_hostagent_recovery.py), and how long it takes (`kvcast.bench.restart`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hostagent_harness import MiniController, PlainSwitch, mac_of, until
+from kvcast.hostagent.client import AgentGoneError, AsyncClient, Client, UnavailableError
+from kvcast.hostagent.flags import options_of, parse
+from kvcast.hostagent.supervisor import GIVE_UP_AFTER, _question_of
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.framing import MessageCodec
+from test_hostagent_daemon import command, start
+
+BLOCK_BYTES = 200_000
+NAMESPACE = 1
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(BLOCK_BYTES)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Node:
+    """One node whose agent keeps its arena."""
+
+    def __init__(self, folder: Path, controller: MiniController, switch: PlainSwitch) -> None:
+        self.words = [*command(1, controller, switch, folder), "--arena-keep"]
+        self.socket = str(folder / "1.sock")
+        self.process: Process
+        self.started: list[Process] = []
+        self._switch = switch
+
+    async def start(self, *more: str) -> None:
+        self.process, ready = await start([*self.words, *more])
+        self.started.append(self.process)
+        host, port = str(ready["tunnel"]).split(":")
+        self._switch.attach(1, mac_of(1), (host, int(port)))
+
+    def agent(self) -> int:
+        """The process that serves."""
+        (pid,) = children(self.process.pid)
+        return pid
+
+    async def kill_agent(self) -> None:
+        """SIGKILL to it, and only to it; returns when its memory is gone, too."""
+        pid = self.agent()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+@contextlib.asynccontextmanager
+async def node(folder: Path) -> AsyncIterator[Node]:
+    controller, switch = MiniController(), PlainSwitch()
+    controller.add_namespace(NAMESPACE)
+    await controller.start()
+    one = Node(folder, controller, switch)
+    try:
+        await one.start()
+        await until(lambda: len(controller.renewals) == 1)
+        yield one
+    finally:
+        for process in one.started:
+            if process.returncode is None:
+                process.terminate()
+            _, said = await asyncio.wait_for(process.communicate(), 20)
+            assert b"Traceback" not in said, said.decode()
+        await controller.stop()
+        switch.close()
+
+
+async def put(client: AsyncClient, *numbers: int) -> None:
+    for number in numbers:
+        await client.put(NAMESPACE, {key(number): content(number)})
+
+
+async def check(client: AsyncClient, *numbers: int) -> None:
+    for number in numbers:
+        (block,) = await client.get(NAMESPACE, [key(number)], 10.0)
+        assert block is not None, number
+        with block:
+            assert bytes(block.data) == content(number)
+
+
+async def test_an_agent_that_is_killed_is_followed_by_one_that_serves_the_same(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(20))
+        before = one.agent()
+        (held,) = await client.get(NAMESPACE, [key(3)], 1.0)
+        assert held is not None
+        for _ in range(3):
+            await one.kill_agent()
+            await check(client, *range(20))
+        assert one.agent() != before
+        assert bytes(held.data) == content(3)
+        # What is held is kept where it lies, whatever comes.
+        await put(client, *range(100, 160))
+        assert bytes(held.data) == content(3)
+        assert held.verify()
+        stats = await client.stats()
+        assert stats["arena_held_bytes"] > 0
+        held.release()
+        await until_released(client)
+
+
+async def until_it_serves(client: AsyncClient) -> None:
+    async def serves() -> bool:
+        with contextlib.suppress(UnavailableError):
+            await client.exists(NAMESPACE, [key(1)], 5.0)
+            return True
+        return False
+
+    await until(serves)
+
+
+async def until_released(client: AsyncClient) -> None:
+    async def free() -> bool:
+        return (await client.stats())["arena_held_bytes"] == 0
+
+    await until(free)
+
+
+async def test_a_client_that_is_killed_with_its_agent_holds_nothing_any_more(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        other = await AsyncClient.connect(one.socket)
+        assert await other.pin(NAMESPACE, [key(1), key(2)]) == 2
+        os.kill(one.agent(), signal.SIGSTOP)  # it does not see the other go
+        await other.close()
+        await one.kill_agent()
+        await check(client, *range(5))
+        await until_released(client)
+
+
+async def test_who_guesses_a_token_is_a_new_client(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, 1, 2)
+        assert await client.pin(NAMESPACE, [key(1), key(2)]) == 2
+        before = one.agent()
+        os.kill(one.process.pid, signal.SIGSTOP)  # nobody starts another yet
+        guesser = asyncio.create_task(asyncio.to_thread(_guess, one.socket))
+        os.kill(before, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        os.kill(one.process.pid, signal.SIGCONT)
+        welcome = await guesser
+        assert not welcome.resumed
+        assert await client.unpin(NAMESPACE, [key(1), key(2)]) == 2
+
+
+def _guess(path: str) -> local.Welcome:
+    """Say Hello with a token that nobody was given, to the agent that comes."""
+    codec: MessageCodec[local.ServerMessage] = MessageCodec(local.ServerMessage)
+    resume = local.Resume(bytes(16), [])
+    for _ in range(1000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(20)
+            sock.connect(path)
+            sock.sendall(
+                codec.encode(local.Hello(local.LOCAL_PROTOCOL_VERSION, "guess", resume=resume))
+            )
+            data, fds, _, _ = socket.recv_fds(sock, 65536, 4)
+            for fd in fds:
+                os.close(fd)
+            if data:
+                (welcome,) = codec.feed(data)
+                assert isinstance(welcome, local.Welcome)
+                return welcome
+    raise AssertionError("no agent came")
+
+
+async def test_a_get_and_a_put_that_are_under_way_end_at_the_next_agent(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, 1)
+        reservation = await client.reserve(NAMESPACE, {key(7): BLOCK_BYTES})
+        os.kill(one.agent(), signal.SIGSTOP)
+        asked = [
+            asyncio.create_task(client.exists(NAMESPACE, [key(1)], 10.0)),
+            asyncio.create_task(client.stats()),
+        ]
+        await asyncio.sleep(0.05)
+        reservation.views[key(7)][:1000] = content(7)[:1000]
+        await one.kill_agent()
+        assert await asked[0] == 1
+        await asked[1]
+        reservation.views[key(7)][1000:] = content(7)[1000:]
+        await client.commit(reservation, ack="local")
+        await check(client, 1, 7)
+        await until_released(client)
+
+
+def _use_blocking(path: str, kill: list[int]) -> None:
+    with Client(path) as client:
+        client.put(NAMESPACE, {key(number): content(number) for number in range(4)}, ack="local")
+        held = client.get(NAMESPACE, [key(0), key(1)])
+        os.kill(kill[0], signal.SIGKILL)
+        with client.reserve(NAMESPACE, {key(9): BLOCK_BYTES}) as reservation:
+            reservation.views[key(9)][:] = content(9)
+            client.commit(reservation, ack="local")
+        for number, outcome in client.get_each(NAMESPACE, [key(n) for n in (0, 1, 2, 3, 9)], 10.0):
+            assert outcome.block is not None
+            assert bytes(outcome.block.data) == content((0, 1, 2, 3, 9)[number])
+            outcome.block.release()
+        for number, block in enumerate(held):
+            assert block is not None
+            assert bytes(block.data) == content(number)
+            block.release()
+
+
+async def test_the_blocking_client_comes_back_by_itself(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        await asyncio.to_thread(_use_blocking, one.socket, [one.agent()])
+
+
+async def test_an_agent_is_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(10))
+        (held,) = await client.get(NAMESPACE, [key(3)], 1.0)
+        assert held is not None
+        stop = asyncio.Event()
+
+        async def load() -> int:
+            turns = 0
+            while not stop.is_set():
+                await check(client, turns % 10)
+                await put(client, 100 + turns % 5)
+                turns += 1
+            return turns
+
+        loads = [asyncio.create_task(load()) for _ in range(3)]
+        old = one.process
+        await one.start("--takeover")
+        assert await asyncio.wait_for(old.wait(), 20) == 0
+        await asyncio.sleep(0.1)
+        stop.set()
+        assert min(await asyncio.gather(*loads)) > 0
+        assert bytes(held.data) == content(3)
+        held.release()
+        await check(client, *range(10))
+        assert one.agent() in children(one.process.pid)
+
+
+async def test_a_takeover_by_who_wants_another_arena_is_refused_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, 1)
+        before = one.agent()
+        other = await asyncio.create_subprocess_exec(
+            *[word for word in one.words if not word.startswith("--arena-bytes")],
+            "--arena-bytes=16M",
+            "--takeover",
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(other.communicate(), 20)
+        assert other.returncode == 1
+        assert b"cannot start" in said
+        assert one.agent() == before
+        await check(client, 1)
+
+
+async def test_a_takeover_whose_new_side_dies_is_given_up(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        before = one.agent()
+        options = options_of(parse(one.words[5:]))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.connect(f"{one.socket}.takeover")
+            peer.send(msgspec.msgpack.encode(_question_of(options)))
+            assert peer.recv(65536)  # what stands, with its descriptors: it takes none of them
+        await check(client, *range(5))
+        await until(lambda: children(one.process.pid) not in ([], [before]))
+        await check(client, *range(5))
+        await one.start("--takeover")
+        await check(client, *range(5))
+
+
+async def test_a_release_that_cannot_serve_leaves_the_node_to_the_old_one(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(5))
+        held = await client.get(NAMESPACE, [key(1), key(2)], 1.0)
+        assert await client.pin(NAMESPACE, [key(3)]) == 1
+        held_bytes = (await client.stats())["arena_held_bytes"]
+        metrics = socket.socket()  # the new one cannot listen there
+        metrics.bind(("127.0.0.1", 0))
+        metrics.listen()
+        words = [word for word in one.words if not word.startswith("--metrics-addr")]
+        taken = f"--metrics-addr=127.0.0.1:{metrics.getsockname()[1]}"
+        new = await asyncio.create_subprocess_exec(
+            *words, taken, "--takeover", stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(new.communicate(), 30)
+        metrics.close()
+        assert new.returncode == 1
+        assert b"cannot serve metrics" in said
+        await check(client, *range(5))
+        assert (await client.stats())["arena_held_bytes"] == held_bytes
+        for number, block in zip((1, 2), held, strict=True):
+            assert block is not None
+            assert bytes(block.data) == content(number)
+            block.release()
+        assert await client.unpin(NAMESPACE, [key(3)]) == 1
+        async with await AsyncClient.connect(one.socket) as another:
+            await check(another, *range(5))
+        await one.start("--takeover")
+        await check(client, *range(5))
+
+
+async def test_a_stopped_agents_blocks_are_there_when_it_is_started_again(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        async with await AsyncClient.connect(one.socket) as client:
+            await put(client, *range(10))
+        one.process.terminate()
+        assert await asyncio.wait_for(one.process.wait(), 20) == 0
+        assert not Path(one.socket).exists()
+        await one.start()
+        async with await AsyncClient.connect(one.socket) as client:
+            await check(client, *range(10))
+
+
+async def test_a_stopped_agents_blocks_are_there_for_clients_that_held_none(tmp_path: Path) -> None:
+    async with node(tmp_path) as one, await AsyncClient.connect(one.socket) as client:
+        await put(client, *range(10))
+        await check(client, *range(10))
+        one.process.terminate()
+        assert await asyncio.wait_for(one.process.wait(), 20) == 0
+        await one.start()
+        await until_it_serves(client)
+        await check(client, *range(10))
+        # One that holds something keeps the arena, and the next begins anew.
+        (held,) = await client.get(NAMESPACE, [key(3)], 1.0)
+        assert held is not None
+        one.process.terminate()
+        assert await asyncio.wait_for(one.process.wait(), 20) == 0
+        await one.start()
+        await until_it_serves(client)
+        assert await client.get(NAMESPACE, [key(4)], 0.5) == [None]
+        assert bytes(held.data) == content(3)
+
+
+async def test_whoever_maps_the_arena_when_everything_dies_keeps_its_bytes(tmp_path: Path) -> None:
+    """Without a supervisor nobody knows what a client pins, so nothing of it may be used again."""
+    async with node(tmp_path) as one:
+        client = await AsyncClient.connect(one.socket)
+        await put(client, *range(10))
+        (held,) = await client.get(NAMESPACE, [key(3)], 1.0)
+        assert held is not None
+        agent = one.agent()
+        one.process.kill()
+        await one.process.wait()
+        await until(lambda: not Path(f"/proc/{agent}").exists())
+        await one.start()
+        await until_it_serves(client)
+        await put(client, *range(20, 40))  # it is back, at an agent with an empty arena
+        await check(client, *range(20, 40))
+        assert await client.get(NAMESPACE, [key(4)], 0.5) == [None]
+        assert bytes(held.data) == content(3)
+        held.release()
+        await client.close()
+
+
+async def test_agents_that_die_at_once_are_not_started_for_ever(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        killed: set[int] = set()
+        while one.process.returncode is None:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for pid in set(children(one.process.pid)) - killed:
+                    killed.add(pid)
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.005)
+        assert one.process.returncode == 1
+        assert len(killed) <= GIVE_UP_AFTER + 1
+
+
+async def test_an_agent_ends_when_nobody_watches_over_it(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        agent = one.agent()
+        one.process.kill()
+        await one.process.wait()
+        await until(lambda: not Path(f"/proc/{agent}").exists())
+
+
+async def test_an_agent_that_never_keeps_is_not_waited_for(tmp_path: Path) -> None:
+    async with node(tmp_path) as one:
+        words = [word for word in one.words if word != "--arena-keep"]
+        one.process.terminate()
+        await one.process.wait()
+        for path in tmp_path.glob("1.arena*"):
+            path.unlink()
+        process, _ = await start(words)
+        client = await AsyncClient.connect(one.socket)
+        process.kill()
+        await process.communicate()
+        begun = time.monotonic()
+        with pytest.raises(AgentGoneError):
+            await client.exists(NAMESPACE, [key(1)], 20.0)
+        assert time.monotonic() - begun < 10
+        await client.close()

@@ -1,0 +1,624 @@
+"""What an agent takes over from the one before it, in plain memory: index, arena, ledger, clients.
+
+Oracle: what the former agent had committed, block by block, and its bytes. Cannot see: files, locks
+and processes (tests/unit/test_hostagent_kept.py, tests/integration/test_restart.py).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.recovery import Recovery
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.shared_index import Region, SharedIndex
+from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, NoRoomError, Store
+from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
+from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, NO_ROW, ROWS, Ledger, Row
+from kvcast.protocol.messages import local, shared
+from kvcast.protocol.messages.bulk import meaning_of
+from kvcast.protocol.messages.control import (
+    CONTROL_PROTOCOL_VERSION,
+    NamespaceInfo,
+    NodeInfo,
+    PoolMap,
+    Registered,
+)
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
+
+ARENA_BYTES = 1 << 20
+SLAB_BYTES = 64 * 1024
+NAMESPACES = [NamespaceInfo(number, "t", "m", str(number), "l") for number in (1, 2)]
+REGISTERED = Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0)
+NODE = NodeInfo(1, "node-1", "10.0.0.1", "02:00:00:00:00:01", 1, 4791, "127.0.0.1", 1)
+
+
+def pool_map(namespaces: list[NamespaceInfo] = NAMESPACES) -> PoolMap:
+    return PoolMap(1, [NODE], [[1]] * BUCKETS, namespaces, [])
+
+
+def block(number: int, namespace: int = 1) -> BlockId:
+    return BlockId(namespace, number.to_bytes(16, "big"))
+
+
+def content(number: int, size_bytes: int) -> bytes:
+    return random.Random(number).randbytes(size_bytes)
+
+
+class Machine:
+    """What outlives a process, and the agent that is on it now."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(ARENA_BYTES))
+        self.index_memory = memoryview(bytearray(shared.index_bytes(buckets_for(ARENA_BYTES))))
+        self.ledger_memory = memoryview(bytearray(LEDGER_BYTES))
+        self.lives = 0
+        self.start()
+
+    def start(self, namespaces: list[NamespaceInfo] = NAMESPACES) -> AgentCore:
+        """Another agent, over what there is."""
+        self.lives += 1
+        store = Store(Allocator(ARENA_BYTES, SLAB_BYTES))
+        ledger = Ledger(self.ledger_memory)
+        self.index = Index(self.index_memory, ARENA_BYTES, self.lives)
+        index = SharedIndex(self.index, store, lambda: None, ledger)
+        recovery = None
+        if self.lives > 1:
+            self.index.hide_namespaces()
+            recovery = Recovery(self.index, store, index, self.memory)
+        self.core = AgentCore(
+            *(AgentOptions("node-1"), store, self.memory, random.Random(1), index),
+            recovery=recovery,
+            ledger=ledger,
+        )
+        self.core.restore_map(0.0, REGISTERED, pool_map(namespaces))
+        return self.core
+
+    @property
+    def store(self) -> Store:
+        return self.core.store
+
+    def put(self, number: int, size_bytes: int = 4096, namespace: int = 1) -> None:
+        data = content(number, size_bytes)
+        copy = self.store.reserve(block(number, namespace), size_bytes)
+        self.memory[copy.offset : copy.offset + size_bytes] = data
+        self.store.commit(copy, digest_of(data), home=False)
+
+    def recover(self) -> None:
+        while self.core.recover():
+            pass
+        self.store.check()
+
+    def held(self) -> dict[int, bytes]:
+        """All blocks, by number, with their bytes."""
+        found = {}
+        for held in self.store.blocks():
+            copy = self.store.peek(held)
+            assert copy is not None
+            number = int.from_bytes(held.key, "big")
+            found[number] = bytes(self.memory[copy.offset : copy.offset + copy.size_bytes])
+        return found
+
+    def values(self) -> dict[str, float]:
+        return self.core.values()
+
+
+def readable(machine: Machine, namespace: int = 1) -> bool:
+    word = (shared.NAMESPACES_OFFSET + namespace * shared.NAMESPACE_BYTES) // 8 + 1
+    return machine.index_memory.cast("Q")[word] == 1
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3 * SLAB_BYTES), max_size=60),
+    dropped=st.sets(st.integers(0, 59)),
+    asked=st.lists(st.integers(0, 59), max_size=10),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_restart_keeps_every_committed_copy_and_its_place(
+    sizes: list[int], dropped: set[int], asked: list[int]
+) -> None:
+    machine = Machine()
+    for number, size_bytes in enumerate(sizes):
+        machine.put(number, size_bytes)
+    for number in dropped:
+        machine.store.drop(block(number))
+    before = machine.held()
+    places = {n: machine.store.peek(block(n)).offset for n in before}  # type: ignore[union-attr]
+    machine.start()
+    for number in asked:  # before anything was gone through
+        copy = machine.store.get(block(number))
+        assert (copy is not None) == (number in before)
+    machine.recover()
+    assert machine.held() == before
+    assert {n: machine.store.peek(block(n)).offset for n in before} == places  # type: ignore[union-attr]
+    assert machine.values()["recovery_copies_total"] == len(before)
+    assert machine.values()["recovery_left"] == 0
+
+
+def test_what_was_used_last_is_evicted_last_after_a_restart() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    machine.start()
+    assert machine.store.get(block(3)) is not None
+    machine.recover()
+    machine.put(100, SLAB_BYTES)
+    machine.put(101, SLAB_BYTES)
+    assert set(machine.held()) == {*range(2, 16), 100, 101}
+    machine.put(102, SLAB_BYTES)
+    machine.put(103, SLAB_BYTES)
+    assert 3 in machine.held()
+    assert 2 not in machine.held()
+
+
+def test_room_is_given_only_where_no_copy_lies_however_early_it_is_asked_for() -> None:
+    machine = Machine()
+    for number in range(12):
+        machine.put(number, SLAB_BYTES)
+    before = machine.held()
+    machine.start()
+    for number in range(100, 104):
+        machine.put(number, SLAB_BYTES)
+    machine.recover()
+    assert {n: data for n, data in machine.held().items() if n < 100} == before
+    assert machine.values()["store_evictions_total"] == 0
+
+
+def test_a_copy_whose_bytes_have_changed_is_never_given_to_anybody() -> None:
+    machine = Machine()
+    for number in range(10):
+        machine.put(number)
+    for number in (2, 7):
+        copy = machine.store.peek(block(number))
+        assert copy is not None
+        machine.memory[copy.offset + 100] ^= 1
+    machine.start()
+    assert machine.store.get(block(2)) is None
+    machine.recover()
+    assert set(machine.held()) == {0, 1, 3, 4, 5, 6, 8, 9}
+    assert machine.values()["recovery_copies_damaged_total"] == 2
+
+
+def test_clients_see_nothing_before_every_copy_is_checked() -> None:
+    machine = Machine()
+    machine.put(1)
+    assert readable(machine)
+    machine.start()
+    assert not readable(machine)
+    machine.recover()
+    assert readable(machine)
+
+
+def test_what_belongs_to_another_meaning_of_its_namespace_is_cleared_away() -> None:
+    machine = Machine()
+    machine.put(1)
+    machine.put(2, namespace=2)
+    machine.start([NAMESPACES[0], NamespaceInfo(2, "other", "m", "2", "l")])
+    machine.recover()
+    assert set(machine.held()) == {1}
+    assert machine.values()["recovery_entries_refused_total"] == 1
+    machine.start()
+    machine.recover()
+    assert set(machine.held()) == {1}, "it comes back with its old meaning"
+
+
+def test_without_a_map_nothing_is_taken_over_until_there_is_one() -> None:
+    machine = Machine()
+    machine.put(1)
+    store = Store(Allocator(ARENA_BYTES, SLAB_BYTES))
+    index = Index(machine.index_memory, ARENA_BYTES, 77)
+    recovery = Recovery(index, store, SharedIndex(index, store, lambda: None), machine.memory)
+    core = AgentCore(
+        AgentOptions("node-1"), store, machine.memory, random.Random(1), recovery=recovery
+    )
+    assert not core.recover()
+    assert store.get(block(1)) is None
+    core.registered(REGISTERED)
+    core.control_message(0.0, pool_map())
+    assert store.get(block(1)) is not None
+
+
+@given(seed=st.integers(0, 10**9), changes=st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_index_costs_blocks_and_never_gives_wrong_ones(seed: int, changes: int) -> None:
+    """Whatever words of tags, entries, checks and arena are changed: what is there afterwards is
+    what was put under that name."""
+    machine = Machine()
+    for number in range(40):
+        machine.put(number, 1000 + 137 * number)
+    before = machine.held()
+    rng = random.Random(seed)
+    words = machine.index_memory.cast("Q")
+    first = shared.TAGS_OFFSET // 8
+    used = [at for at in range(first, len(words)) if words[at]]
+    for _ in range(changes):
+        kind = rng.randrange(4)
+        at = rng.choice(used)
+        if kind == 0:
+            words[at] ^= 1 << rng.randrange(64)
+        elif kind == 1:
+            words[at] = words[rng.choice(used)]  # of another entry, perhaps
+        elif kind == 2:
+            words[rng.randrange(first, len(words))] = rng.getrandbits(64)
+        else:
+            machine.memory[rng.randrange(ARENA_BYTES)] ^= 1 << rng.randrange(8)
+    machine.start()
+    for number in rng.sample(range(40), 10):
+        machine.store.get(block(number))
+    machine.recover()
+    after = machine.held()
+    assert after.items() <= before.items()
+    machine.put(1000)  # and the agent goes on
+    assert machine.held()[1000] == content(1000, 4096)
+    machine.start()
+    machine.recover()
+    assert machine.held().items() >= after.items()
+
+
+@given(number=st.integers(0, 30), step=st.integers(0, 12))
+@settings(max_examples=80, deadline=None)
+def test_a_writer_that_dies_between_two_stores_leaves_an_index_that_holds(
+    number: int, step: int
+) -> None:
+    """Every change of the index is cut off after `step` stores of a word, for a publish, and for a
+    withdrawal."""
+    machine = Machine()
+    for each in range(20):
+        machine.put(each)
+    before = machine.held()
+    dying = _Dying(machine.index_memory, step)
+    machine.index._words = dying  # type: ignore[assignment]
+    machine.index._memory = dying  # type: ignore[assignment]
+    try:
+        if number < 20:
+            machine.store.drop(block(number))
+        else:
+            machine.put(number)
+    except _DeadError:
+        pass
+    machine.start()
+    machine.recover()
+    after = machine.held()
+    assert set(before) - {number} <= set(after) <= set(before) | {number}
+    for each, data in after.items():
+        assert data == content(each, 4096)
+    machine.put(number + 100)
+    machine.start()
+    machine.recover()
+    assert number + 100 in machine.held()
+
+
+class _DeadError(Exception):
+    """The writer was killed."""
+
+
+class _Dying:
+    """Memory whose writer is killed after so many stores."""
+
+    def __init__(self, memory: memoryview, stores: int) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._left = stores
+
+    def __getitem__(self, at: Any) -> Any:
+        return (
+            self._memory[at]
+            if isinstance(at, slice) and at.start > len(self._words)
+            else (self._words[at])
+        )
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        if isinstance(at, slice):
+            for word in range(at.start // 8, at.stop // 8):
+                start = word * 8 - at.start
+                self[word] = int.from_bytes(value[start : start + 8], "little")
+            return
+        if self._left == 0:
+            raise _DeadError
+        self._left -= 1
+        self._words[at] = value
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+
+# --- the allocator --------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_claims_in_any_order_make_the_allocator_that_gave_the_extents(data: st.DataObject) -> None:
+    giver = Allocator(16 * SLAB_BYTES, SLAB_BYTES)
+    sizes = data.draw(st.lists(st.integers(1, 3 * SLAB_BYTES), max_size=40))
+    given_ = {giver.allocate(size): size for size in sizes}
+    given_.pop(None, None)
+    for offset in data.draw(st.sets(st.sampled_from(sorted(given_)))) if given_ else ():
+        giver.free(offset)  # type: ignore[arg-type]
+        del given_[offset]
+    taker = Allocator(16 * SLAB_BYTES, SLAB_BYTES)
+    for offset in data.draw(st.permutations(sorted(given_))):  # type: ignore[type-var]
+        assert taker.claim(offset, given_[offset])  # type: ignore[arg-type]
+        assert not taker.claim(offset, given_[offset])  # type: ignore[arg-type]
+    taker.check()
+    assert taker.used_bytes == giver.used_bytes
+    assert taker.free_slabs == giver.free_slabs
+
+
+@given(offset=st.integers(-SLAB_BYTES, 20 * SLAB_BYTES), size=st.integers(-5, 5 * SLAB_BYTES))
+@settings(max_examples=200, deadline=None)
+def test_no_claim_breaks_the_allocators_books(offset: int, size: int) -> None:
+    allocator = Allocator(16 * SLAB_BYTES, SLAB_BYTES)
+    for each in (1000, 70_000, 5000):
+        allocator.allocate(each)
+    if allocator.claim(offset, size):
+        assert offset % GRAIN_BYTES == 0
+        assert offset >= 0
+        assert offset + size <= allocator.capacity_bytes
+    allocator.check()
+
+
+# --- clients that outlive their agent -------------------------------------------------------------
+
+
+class Guest:
+    """A client of the machine's agent, with a region, that may outlive it."""
+
+    def __init__(self, machine: Machine, number: int = 1) -> None:
+        self.machine = machine
+        self.number = number
+        self.replies: list[local.AgentReply] = []
+        self.region = memoryview(bytearray(shared.REGION_BYTES))
+        self.session = Session(machine.core, self.replies.append, number=number, first_handle=100)
+        self.session.share(self.region, lambda _: None)
+
+    def ask(self, request: local.Request) -> Any:
+        self.session.handle(0.0, request)
+        return self.replies.pop() if self.replies else None
+
+    def get(self, number: int) -> local.GotBlock:
+        got: local.GotBlock = self.ask(local.Get(1, 1, [block(number).key], 1.0)).blocks[0]
+        assert got.status == local.OK
+        return got
+
+    def pin_by_itself(self, number: int) -> None:
+        copy = self.machine.store.peek(block(number))
+        assert copy is not None
+        words = self.region.cast("Q")
+        place = words[shared.CELLS_USED_WORD]
+        words[shared.CELLS_WORD + place] = copy.cell
+        words[shared.CELLS_USED_WORD] = place + 1
+
+    def reborn(self, held: list[int] | None = None) -> None:
+        """The client is back, at the agent that runs now."""
+        rows = [
+            (at, row)
+            for at, row in self.machine.core.ledger.found()  # type: ignore[union-attr]
+            if row.session == self.number
+        ]
+        self.session = Session(
+            self.machine.core, lambda _: None, number=self.number, first_handle=1 << 40
+        )
+        self.session.restore(rows, self.region)
+        if held is not None:
+            self.session.resume(self.replies.append, self.session._tenants, lambda _: None, held)
+
+
+def test_what_a_client_was_given_stays_where_it_is_for_the_next_agent() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    guest = Guest(machine)
+    got = guest.get(3)
+    guest.pin_by_itself(5)
+    machine.start()
+    guest.reborn([got.handle])
+    machine.recover()
+    for number in range(100, 120):
+        machine.put(number, SLAB_BYTES)
+    assert machine.held().get(3) == content(3, SLAB_BYTES)
+    assert machine.held().get(5) == content(5, SLAB_BYTES)
+    assert 4 not in machine.held()
+    guest.ask(local.Release([got.handle]))
+    guest.region.cast("Q")[shared.CELLS_WORD] = 0
+    for number in range(200, 216):
+        machine.put(number, SLAB_BYTES)
+    assert not {3, 5} & set(machine.held())
+    guest.session.close()
+    assert machine.store.held_bytes == 0
+
+
+def test_a_block_that_was_dropped_under_its_reader_keeps_its_bytes_for_the_next_agent() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    guest = Guest(machine)
+    got = guest.get(3)
+    guest.pin_by_itself(5)
+    machine.store.drop(block(3))
+    machine.store.drop(block(5))
+    machine.start()
+    guest.reborn([got.handle])
+    machine.recover()
+    for number in range(100, 130):
+        machine.put(number, SLAB_BYTES)
+    assert bytes(machine.memory[got.offset : got.offset + SLAB_BYTES]) == content(3, SLAB_BYTES)
+    doomed = [c for c in machine.store._by_offset.values() if c.state == DOOMED]
+    assert {int.from_bytes(c.block.key, "big") for c in doomed} == {3, 5}
+    guest.session.close()
+    assert machine.store.held_bytes == 0
+
+
+def test_a_copy_withdrawn_in_the_moment_of_death_is_known_by_its_tombstone() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    guest = Guest(machine)
+    guest.pin_by_itself(5)
+    copy = machine.store.peek(block(5))
+    assert copy is not None
+    machine.index.withdraw(copy.cell)  # and here it died: nothing is written down
+    machine.start()
+    guest.reborn([])
+    machine.recover()
+    for number in range(100, 130):
+        machine.put(number, SLAB_BYTES)
+    data = machine.memory[copy.offset : copy.offset + SLAB_BYTES]
+    assert bytes(data) == content(5, SLAB_BYTES)
+
+
+def test_a_put_that_was_begun_ends_at_the_next_agent() -> None:
+    machine = Machine()
+    guest = Guest(machine)
+    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
+    data = content(9, 5000)
+    machine.memory[extent.offset : extent.offset + 2000] = data[:2000]
+    machine.start()
+    guest.reborn([extent.ticket])
+    assert machine.store.get(block(9)) is None
+    for number in range(100, 130):
+        machine.put(number, SLAB_BYTES)
+    machine.memory[extent.offset + 2000 : extent.offset + 5000] = data[2000:]
+    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    assert isinstance(committed, local.Committed)
+    assert [result.status for result in committed.blocks] == [local.OK]
+    assert machine.held()[9] == data
+    assert machine.core.ledger is not None
+    assert not list(Ledger(machine.ledger_memory).found())
+
+
+def test_a_commit_that_was_not_answered_may_be_asked_for_again() -> None:
+    machine = Machine()
+    guest = Guest(machine)
+    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
+    machine.memory[extent.offset : extent.offset + 5000] = content(9, 5000)
+    copy = guest.session._tickets[extent.ticket]
+    machine.store.commit(copy, digest_of(content(9, 5000)), home=True)  # and here it died
+    machine.start()
+    guest.reborn([extent.ticket])
+    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    assert [result.status for result in committed.blocks] == [local.OK]
+    machine.recover()
+    assert machine.held()[9] == content(9, 5000)
+    assert machine.store.held_bytes == 0
+
+
+def test_what_the_client_never_heard_of_is_given_back_when_it_returns() -> None:
+    machine = Machine()
+    machine.put(1)
+    guest = Guest(machine)
+    guest.get(1)
+    guest.ask(local.Alloc(1, 1, [block(9).key], [5000]))
+    machine.start()
+    guest.reborn([])
+    machine.recover()
+    assert machine.store.held_bytes == 0
+    states = {copy.state for copy in machine.store._by_offset.values()}
+    assert states == {COMMITTED}
+    assert RESERVED not in states
+
+
+def test_a_client_that_is_overtaken_while_it_pins_is_not_cut_off() -> None:
+    machine = Machine()
+    machine.put(1)
+    copy = machine.store.peek(block(1))
+    assert copy is not None
+    cell = copy.cell
+    machine.start()
+    guest = Guest(machine)
+    words = guest.region.cast("Q")
+    words[shared.CELLS_WORD], words[shared.CELLS_USED_WORD] = cell, 1
+    machine.store.elsewhere.refresh()
+    words[shared.CELLS_WORD] = 0
+    machine.recover()
+    assert machine.values()["index_offences_total"] == 0
+    words[shared.CELLS_WORD] = cell + (2 << shared.SLOT_BITS)
+    machine.store.elsewhere.refresh()
+    assert machine.values()["index_offences_total"] == 1
+
+
+def test_pins_by_name_outlive_the_agent() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    guest = Guest(machine)
+    assert guest.ask(local.Pin(1, 1, [block(3).key])).count == 1
+    machine.start()
+    guest.reborn([])
+    for number in range(100, 130):
+        machine.put(number, SLAB_BYTES)
+    assert machine.store.peek(block(3)) is not None
+    assert guest.ask(local.Unpin(1, 1, [block(3).key])).count == 1
+    machine.recover()
+    assert machine.store.held_bytes == 0
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def row(number: int) -> Row:
+    return Row(7, number, block(number), number * 1024, 1000, 5, HANDLE)
+
+
+def test_rows_are_found_again_and_a_torn_one_is_none() -> None:
+    memory = memoryview(bytearray(LEDGER_BYTES))
+    ledger = Ledger(memory)
+    places = [ledger.write(row(number)) for number in range(5)]
+    ledger.strike(places[1])
+    memory[places[3] * 64 + 20] ^= 1
+    found = dict(Ledger(memory).found())
+    assert found == {places[number]: row(number) for number in (0, 2, 4)}
+
+
+def test_a_full_ledger_says_so_and_takes_rows_again_when_some_are_struck() -> None:
+    ledger = Ledger(memoryview(bytearray(LEDGER_BYTES)))
+    places = [ledger.write(row(number)) for number in range(ROWS)]
+    assert places.count(NO_ROW) == 1
+    ledger.strike(places[10])
+    assert ledger.write(row(1)) == places[10]
+    assert ledger.write(row(1)) == NO_ROW
+
+
+def test_a_client_is_told_busy_where_there_is_no_row_left() -> None:
+    machine = Machine()
+    machine.put(1)
+    assert machine.core.ledger is not None
+    while machine.core.ledger.write(row(1)) != NO_ROW:
+        pass
+    guest = Guest(machine)
+    assert guest.ask(local.Get(1, 1, [block(1).key], 1.0)).blocks[0].status == local.BUSY
+    assert guest.ask(local.Alloc(1, 1, [block(2).key], [10])).extents[0].status == local.BUSY
+    assert guest.ask(local.Pin(1, 1, [block(1).key])).count == 0
+    assert machine.store.held_bytes == 0
+
+
+def test_a_store_that_recovers_knows_when_there_is_no_room() -> None:
+    machine = Machine()
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    guest = Guest(machine)
+    for number in range(4):
+        guest.get(number)
+    machine.start()
+    guest.reborn(list(range(100, 120)))
+    with pytest.raises(NoRoomError):
+        machine.store.reserve(block(99), ARENA_BYTES)
+    machine.recover()
+
+
+def test_meanings_in_the_index_are_those_of_the_map() -> None:
+    machine = Machine()
+    assert machine.index.meaning(1) == meaning_of(NAMESPACES[0])
+
+
+def test_a_region_of_another_life_counts_no_old_hits() -> None:
+    memory = memoryview(bytearray(shared.REGION_BYTES))
+    memory.cast("Q")[shared.HITS_WORD] = 12
+    assert Region(memory, 1, lambda _: None).hits == 12
