@@ -62,7 +62,7 @@ HEAVY = {
     "scapy",
 }
 NEEDED = {
-    "controller": {"aiohttp", "cryptography", "finsy", "grpc", "prometheus_client"},
+    "controller": {"aiohttp", "cryptography", "finsy", "grpc", "numpy", "prometheus_client"},
     "demo": {"numpy"},
     "switch": {"finsy", "grpc", "llvmlite"},
 }
