@@ -16,7 +16,7 @@ rates:
 | prefix | look-ups that found the block and all before it in their prompt: what an engine can use |
 | compute | the same, each counted by what the block costs to compute (`policies/value.py`) |
 
-libCacheSim (PyPI `libcachesim`, extra `peers`) runs the policies that both have, on the same
+libCacheSim (PyPI `libcachesim`, extra `policies`) runs the policies that both have, on the same
 look-ups with objects of size 1: in its ARC the target moves by units of size, so that is the size
 at which it is the published one. Belady evicts what is asked for last; like the others it puts
 everything in.
@@ -262,7 +262,7 @@ def measure(
         "tokens_a_block": trace.tokens_a_block,
         "ttl_s": ttl_s,
         "peer": f"libcachesim {version}" if version else None,
-        "peer_missing": None if version else "libcachesim is not installed (extra `peers`)",
+        "peer_missing": None if version else "libcachesim is not installed (extra `policies`)",
         "peer_max_difference_points": None,
         "results": [],
         "provenance": provenance.provenance(),

@@ -53,7 +53,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast demo`."""
-    listed = "".join(f"  {name:8}  {text}\n" for name, text in generators.DESCRIPTIONS.items())
+    listed = "".join(f"  {name:14}  {text}\n" for name, text in generators.DESCRIPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="kvcast demo",
         description=_DESCRIPTION + listed,

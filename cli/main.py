@@ -34,13 +34,16 @@ EXTRAS = {
     "switch": ("finsy", "google.protobuf", "grpc", "llvmlite"),
 }
 """What is imported from each extra of pyproject.toml."""
-EXTRAS["bench"] = tuple(sorted({"matplotlib"}.union(*EXTRAS.values())))
+EXTRAS["bench"] = tuple(sorted({"matplotlib", "networkx"}.union(*EXTRAS.values())))
 
 
 COMMANDS = {
     "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast", "bench"),
     "bench": Command(
         "kvcast.cli.bench", "measure one thing: incast, incast-simulation, hostile, soak", "bench"
+    ),
+    "plan": Command(
+        "kvcast.cli.plan", "what kvcast would bring to a pool, and what to switch on", "bench"
     ),
     "switch": Command(
         "kvcast.switchsim.daemon", "run a software switch (P4Runtime server)", "switch"

@@ -29,7 +29,7 @@ _DESCRIPTION = """\
 Tokens for the controller's HTTP API. A token is shown once, when it is made; the file keeps only
 its hash. A controller that runs with --tokens FILE takes changes into use by itself.
 
-  viewer    may read: /v1/status, /v1/decisions, /metrics
+  viewer    may read: /v1/status, /v1/decisions, /v1/worth, /metrics
   operator  may also change: pin and unpin blocks
 """
 

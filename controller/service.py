@@ -216,6 +216,10 @@ class ControllerService:
             },
         }
 
+    def worth(self) -> dict[str, Any]:
+        """/v1/worth."""
+        return self._pool.worth()
+
     def decisions(self) -> list[dict[str, Any]]:
         """/v1/decisions."""
         return self._pool.decisions(time.monotonic())

@@ -95,6 +95,8 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
     ],
     "deleted": lambda s: list(enumerate(s.deleted)),
 }  # fmt: skip
+_PARTS = {"settings": "namespaces"}
+"""Of tables, the part of the state that they come from, where it has another name."""
 
 
 class Store:
@@ -188,7 +190,7 @@ class Store:
         changed = {
             table: rows
             for table, rows_of in _TABLES.items()
-            if self._saved is None or getattr(state, table) is not getattr(self._saved, table)
+            if not self._has_saved(_PARTS.get(table, table), state)
             if (rows := rows_of(state)) != self._written.get(table)
         }
         if not changed:
@@ -209,6 +211,10 @@ class Store:
         self._written.update(changed)
         self._saved = state
         return True
+
+    def _has_saved(self, part: str, state: SavedState) -> bool:
+        """Whether that part is the very one that was saved last, which spares looking into it."""
+        return self._saved is not None and getattr(state, part) is getattr(self._saved, part)
 
     def close(self) -> None:
         self._db.close()

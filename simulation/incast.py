@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -57,7 +57,6 @@ LEASE_S: Final = 0.01
 NAMESPACE: Final = 1
 DEADLINE_S: Final = 60.0
 _LINK_S: Final = LINK_DELAY_NS / 1e9
-_TO_CORE_S: Final = (LINK_DELAY_NS + CARD_DELAY_NS) / 1e9
 _CARD_FRAMES: Final = 8
 """What a card takes of the home's answers at once."""
 
@@ -90,7 +89,7 @@ class SimulationOptions:
             raise PoolError("the gather time is 0 to 255 ms, and the spread is not negative")
 
 
-class _Held:
+class Held:
     """A block of the home's."""
 
     def __init__(self, data: bytes) -> None:
@@ -102,7 +101,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Room:
+class Room:
     """Memory of a reader's for one block."""
 
     view: memoryview
@@ -111,22 +110,33 @@ class _Room:
         pass
 
 
-class _Switch:
+class Switch:
     """The switch: program, tables, and the compiled loop with its ports, in the world's time.
 
     Whatever leaves a port takes a cable's delay to its host. So the loop may lag by as much, and is
     run once for all that came within that time: nobody hears of a frame too late.
     """
 
-    def __init__(self, world: World, star: Star, options: SimulationOptions, *, plain: bool):
+    def __init__(
+        self,
+        world: World,
+        star: Star,
+        options: SimulationOptions,
+        *,
+        plain: bool,
+        homes: Sequence[Sequence[str]] | None = None,
+        link_s: float = _LINK_S,
+    ) -> None:
+        homes = homes or [[star.hosts[0].node_id]] * BUCKETS
         self.hosts: dict[int, Callable[[bytes], None]] = {}
         """By port: who hears what leaves there."""
         self._world = world
+        self._link_s = link_s
         self._alarm = Alarm(world, self._turn)
         # This holds the engine and writes its tables; frames pass through the loop's ports.
         self._tables = SimSwitch(world, CompiledSwitch, product_program(), 0.0)
         self._tables.push()
-        for change in diff(SwitchState(), _tables_of(star, enabled=not plain)).upserts:
+        for change in diff(SwitchState(), _tables_of(star, homes, enabled=not plain)).upserts:
             assert self._tables.make(change), change
         port_options = PortOptions(
             queue_depth=QUEUE_FRAMES,
@@ -145,14 +155,14 @@ class _Switch:
         """A frame has come by `port`."""
         if not self._loop.inject(port, frame, round(self._world.now * 1e9)):
             raise PoolError("the simulation's ring is full")
-        self._alarm.set(self._world.now + _LINK_S)
+        self._alarm.set(self._world.now + self._link_s)
 
     def _turn(self) -> None:
         for sent in self._loop.run_until(round(self._world.now * 1e9)):
             hear = functools.partial(self.hosts[sent.port], sent.frame)
-            self._world.at(sent.time_ns / 1e9 + _TO_CORE_S, hear)
+            self._world.at(sent.time_ns / 1e9 + self._link_s + CARD_DELAY_NS / 1e9, hear)
         if any(self._loop.egress_backlog(port.number) for port in self._ports):
-            self._alarm.set(self._world.now + _LINK_S)
+            self._alarm.set(self._world.now + self._link_s)
 
     @property
     def queue_drops(self) -> int:
@@ -163,8 +173,8 @@ class _Switch:
         self._loop.close()
 
 
-def _tables_of(star: Star, *, enabled: bool) -> SwitchState:
-    """What the controller would write; every bucket is at home at the first host."""
+def _tables_of(star: Star, homes: Sequence[Sequence[str]], *, enabled: bool) -> SwitchState:
+    """What the controller would write; `homes`: the homes of every bucket."""
     hosts = [
         SwitchHost(h.node_id, Address(h.ip, h.mac, h.switch_port, h.udp_port, h.ip, 1))
         for h in star.hosts
@@ -177,7 +187,7 @@ def _tables_of(star: Star, *, enabled: bool) -> SwitchState:
             heat_threshold=0xFFFFFFFF,
         ),
         hosts,
-        [[hosts[0].node_id]] * BUCKETS,
+        homes,
         [NamespaceInfo(NAMESPACE, "bench", "incast", "1", "bytes")],
         [],
         [],
@@ -209,12 +219,12 @@ class _Host:
         run.switch.hosts[port] = self._receive
         self.requester = Requester(
             RequesterConfig(),
-            allocate=lambda _block, size: _Room(memoryview(bytearray(size))),
+            allocate=lambda _block, size: Room(memoryview(bytearray(size))),
             rng=run.world.stream(str(index)),
         )
         self.responder = Responder(ResponderConfig(), lookup=self._lookup)
 
-    def _lookup(self, block: BlockId) -> _Held | None:
+    def _lookup(self, block: BlockId) -> Held | None:
         return self._run.blocks.get(block) if self.index == 0 else None
 
     def begin(self) -> None:
@@ -281,10 +291,10 @@ class _Incast:
             chain(b"incast-simulation", (options.seed, number)) for number in range(options.blocks)
         ]
         self.blocks = {
-            BlockId(NAMESPACE, key): _Held(content.block_bytes(key, options.block_bytes))
+            BlockId(NAMESPACE, key): Held(content.block_bytes(key, options.block_bytes))
             for key in self.keys
         }
-        self.switch = _Switch(self.world, star, options, plain=plain)
+        self.switch = Switch(self.world, star, options, plain=plain)
         self.hosts = [_Host(self, index, h.switch_port) for index, h in enumerate(star.hosts)]
         starts = self.world.stream("start")
         for host in self.hosts[1:]:

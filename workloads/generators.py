@@ -294,6 +294,70 @@ def _chat(make: _Arrivals) -> Iterator[Request]:
             open_chats.append((name, keys, number))
 
 
+def _prompt_rollout(make: _Arrivals) -> Iterator[Request]:
+    """A new system prompt: one node computes it; the others meet it with their next user's turn."""
+    options, rng = make.options, make.rng
+    for at, prompt in zip(make.times(), itertools.count(), strict=False):
+        nodes = rng.sample(range(options.nodes), options.nodes)
+        keys = chained((), (make.kind, options.seed, prompt), make.blocks(1.0))
+        first = next(make.numbers)
+        yield Request(first, at, nodes[0], keys, make.kind)
+        for user, node in enumerate(nodes[1:]):
+            yield Request(
+                next(make.numbers),
+                at,
+                node,
+                chained(keys, (make.kind, prompt, user), 1),
+                make.kind,
+                after=first,
+                jitter_s=min(2.0, rng.expovariate(1 / 0.4)),
+            )
+
+
+def _model_load(make: _Arrivals) -> Iterator[Request]:
+    """A version's weights, all of them on every node, as cold nodes start together."""
+    options, rng = make.options, make.rng
+    for at, version in zip(make.times(), itertools.count(), strict=False):
+        nodes = rng.sample(range(options.nodes), options.nodes)
+        keys = chained((), (make.kind, options.seed, version), 4 * options.prefix_blocks)
+        first = next(make.numbers)
+        yield Request(first, at, nodes[0], keys, make.kind)
+        for node in nodes[1:]:
+            yield Request(
+                next(make.numbers),
+                at,
+                node,
+                keys,
+                make.kind,
+                writes=False,
+                after=first,
+                jitter_s=min(0.05, rng.expovariate(1 / 0.01)),
+                gather_ms=STORM_GATHER_MS,
+            )
+
+
+def _prefill_decode(make: _Arrivals) -> Iterator[Request]:
+    """A prefill node hands a prompt to the ranks of a decode engine on up to four other nodes."""
+    options, rng = make.options, make.rng
+    ranks = max(1, min(TENSOR_PARALLEL_RANKS, options.nodes - 1))
+    for at, prompt in zip(make.times(), itertools.count(), strict=False):
+        nodes = rng.sample(range(options.nodes), min(options.nodes, ranks + 1))
+        keys = chained((), (make.kind, options.seed, prompt), make.blocks(1.0))
+        first, group = next(make.numbers), tuple(nodes[1:]) or tuple(nodes)
+        yield Request(first, at, nodes[0], keys, make.kind)
+        yield Request(
+            next(make.numbers),
+            at,
+            group[0],
+            keys,
+            make.kind,
+            writes=False,
+            after=first,
+            group=group,
+            gather_ms=TP_MLA_GATHER_MS,
+        )
+
+
 _MIX = (("chat", 0.40), ("tp-mla", 0.25), ("fan-out", 0.15), ("rollout", 0.15), ("storm", 0.05))
 """Shares of the arriving prompts; a storm is one prompt here, though it makes dozens of reads."""
 
@@ -323,6 +387,9 @@ _GENERATORS: dict[str, Callable[[_Arrivals], Iterator[Request]]] = {
     "rollout": _rollout,
     "fan-out": _fan_out,
     "storm": _storm,
+    "prompt-rollout": _prompt_rollout,
+    "model-load": _model_load,
+    "prefill-decode": _prefill_decode,
     "chat": _chat,
     "mix": _mix,
 }
@@ -349,7 +416,16 @@ DESCRIPTIONS = {
         "independent multi-turn chats, spread over the nodes by --dispatch; reads hardly ever "
         "coincide, so this is what kvcast does not help with"
     ),
-    "mix": "all of the above at once (the default): " + ", ".join(f"{s:.0%} {k}" for k, s in _MIX),
+    "prompt-rollout": (
+        "a new system prompt: one node computes it, and every other node wants it with the next "
+        "user's turn there, within a second or two"
+    ),
+    "model-load": "the weights of a new version: cold nodes want all of its blocks at once",
+    "prefill-decode": (
+        f"a prefill node hands each prompt to a decode engine of {TENSOR_PARALLEL_RANKS} ranks on "
+        "other nodes, which read it at once"
+    ),
+    "mix": "many kinds at once (the default): " + ", ".join(f"{s:.0%} {k}" for k, s in _MIX),
 }
 NAMES = tuple(_GENERATORS)
 

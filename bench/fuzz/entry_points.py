@@ -660,7 +660,7 @@ class HttpHarness(LoopHarness):
     def corpus(self) -> list[bytes]:
         body = f'{{"namespace": 1, "key": "{KEY.hex()}"}}'
         head = "HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kvcast_x\r\nConnection: close\r\n"
-        paths = ("/healthz", "/v1/status", "/v1/decisions", "/metrics", "/v1/pin")
+        paths = ("/healthz", "/v1/status", "/v1/decisions", "/v1/worth", "/metrics", "/v1/pin")
         requests = [f"GET {path} {head}\r\n" for path in paths]
         for method, said in (("POST", body), ("DELETE", body), ("POST", body[:-1])):
             requests.append(f"{method} /v1/pin {head}Content-Length: {len(said)}\r\n\r\n{said}")

@@ -39,6 +39,7 @@ from kvcast.controller.core.placement import Placement, place
 from kvcast.controller.core.reconcile import SwitchState
 from kvcast.controller.core.residency import Residency, SavedResident
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, Outgoing, Tiers
+from kvcast.controller.core.worth import judge
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     MAX_RESIDENTS,
@@ -646,6 +647,13 @@ class Pool:
             "counts": dict(sorted((self.counts + self.tiers.counts).items())),
             "agents": self.agent_counters,
         }
+
+    def worth(self) -> dict[str, Any]:
+        """What the switch has brought so far; see `worth`'s module."""
+        totals: Counter[str] = Counter()
+        for counters in self.agent_counters.values():
+            totals.update(counters)
+        return judge(totals, groups=len(self.namespaces.groups))
 
     def decisions(self, now: float) -> list[dict[str, Any]]:
         """The last decisions, newest first, with reasons; `age_s` in seconds."""

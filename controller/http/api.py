@@ -8,6 +8,7 @@ asks a `Service`), or what bounds a client (`kvcast.service.http`).
 | GET /healthz | nobody | 200 `{"ok": true}` while the control loop runs; 503 with why otherwise |
 | GET /v1/status | viewer | the pool, the switch's counters, the controller (see docs) |
 | GET /v1/decisions | viewer | the last admissions, evictions and refusals, newest first |
+| GET /v1/worth | viewer | what the switch has brought so far, and whether it pays |
 | GET /metrics | viewer | Prometheus text |
 | POST /v1/pin `{"namespace": n, "key": hex}` | operator | 200 resident; 409, 404 or 503 with why |
 | DELETE /v1/pin, the same body | operator | 200; 404 if it was not pinned |
@@ -66,6 +67,7 @@ _MAX_TOKEN_CHARS = 256
 _ROLES = {
     "/v1/status": VIEWER,
     "/v1/decisions": VIEWER,
+    "/v1/worth": VIEWER,
     "/metrics": VIEWER,
     "/v1/pin": OPERATOR,
     "/v1/namespaces": OPERATOR,
@@ -139,6 +141,8 @@ class Service(Protocol):
 
     def decisions(self) -> list[dict[str, Any]]: ...
 
+    def worth(self) -> dict[str, Any]: ...
+
     def metrics(self) -> Iterable[Metric]: ...
 
     def derived(self, block: BlockId) -> BlockId:
@@ -181,6 +185,7 @@ class HttpApi:
             "/healthz": {"GET": self._healthz},
             "/v1/status": {"GET": self._status},
             "/v1/decisions": {"GET": self._decisions},
+            "/v1/worth": {"GET": self._worth},
             "/metrics": {"GET": self._metrics},
             "/v1/pin": {"POST": self._pin, "DELETE": self._unpin},
             "/v1/namespaces": {
@@ -264,6 +269,9 @@ class HttpApi:
 
     async def _decisions(self, _request: web.BaseRequest) -> web.Response:
         return json_answer({"decisions": self._service.decisions()})
+
+    async def _worth(self, _request: web.BaseRequest) -> web.Response:
+        return json_answer(self._service.worth())
 
     async def _metrics(self, _request: web.BaseRequest) -> web.Response:
         return metrics_answer(self._service.metrics())

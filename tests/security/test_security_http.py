@@ -56,6 +56,9 @@ class FakeService:
     def decisions(self) -> list[dict[str, Any]]:
         return []
 
+    def worth(self) -> dict[str, Any]:
+        return {"advice": "wait"}
+
     def metrics(self) -> list[Metric]:
         return []
 
@@ -120,7 +123,7 @@ def tokens(tmp_path: Path) -> tuple[TokensFile, str, str]:
     return TokensFile(path), viewer, operator
 
 
-READS = ("/v1/status", "/v1/decisions", "/metrics")
+READS = ("/v1/status", "/v1/decisions", "/v1/worth", "/metrics")
 
 
 async def test_roles_decide_who_may_read_and_who_may_change(

@@ -119,7 +119,8 @@ def test_report_has_every_policy_at_every_size_and_nobody_beats_belady(tmp_path:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("libcachesim") is None, reason="libcachesim (extra peers) is not here"
+    importlib.util.find_spec("libcachesim") is None,
+    reason="libcachesim (extra policies) is not here",
 )
 def test_policies_that_libcachesim_has_too_hit_as_its_do(tmp_path: Path) -> None:
     for workload in ("mix", "chat"):

@@ -62,8 +62,9 @@ HEAVY = {
     "scapy",
 }
 NEEDED = {
-    "controller": {"aiohttp", "cryptography", "finsy", "grpc", "prometheus_client"},
+    "controller": {"aiohttp", "cryptography", "finsy", "grpc", "numpy", "prometheus_client"},
     "demo": {"numpy"},
+    "plan": {"networkx", "numpy"},
     "switch": {"finsy", "grpc", "llvmlite"},
 }
 """Of them, what a command may import to say what it does: what it cannot start without."""

@@ -1,0 +1,200 @@
+"""The question: when does an in-network pool pay? All of it: `python -m kvcast.bench.evaluate`.
+
+Owns: which parts run, in which order, and the report's fields. Must not know: how a flow travels
+(`kvcast.simulation.flows`), or how the document looks (`evaluate_document`).
+
+Its parts, each a question: is the simulation right (calibration, against the packet-level pool in
+virtual time and, unless `--no-pool`, against real agents and a real switch over emulated links);
+how large a pool can it say something about (scale); what belongs in the switch's memory (memory);
+what else would do (alternatives); where is the frontier; and what is it sensitive to.
+
+Fields: `calibration_error_max` (largest relative error of home egress or fetch time, over all
+workloads; `calibration_error_max_virtual` and `_pool` say it of either pool alone),
+`value_over_optimum_min` (bytes of hits over those of an optimum that knows the future),
+`value_over_best_online_min` (over those of the best policy that does not), `hosts_max`,
+`seconds_per_simulated_hour_10k`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.bench import evaluate_document
+from kvcast.bench.replay import Replay, ReplayOptions, links_to
+from kvcast.service import provenance, reports
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK
+from kvcast.simulation.flows import questions
+from kvcast.simulation.flows.demand import demand_of
+from kvcast.simulation.flows.scenarios import WORKLOADS
+from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.star import Star
+from kvcast.workloads.generators import WorkloadError
+from kvcast.workloads.traces import TraceLine, read_trace
+
+Numbers = dict[str, Any]
+PARTS = (
+    "calibration",
+    "pool",
+    "alternatives",
+    "sizes",
+    "frontier",
+    "sensitivity",
+    "memory",
+    "layers",
+    "scale",
+)
+_POOL_READS = 80
+_ARENA_BYTES = 192 << 20
+
+
+async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
+    """Every workload on real agents and a real switch, plain and kvcast, beside the flows."""
+    rows = []
+    for plain in (True, False):
+        star = Star.of(questions.CALIBRATION_NODES)
+        options = PoolOptions(
+            plain=plain,
+            admit="off",
+            link_rate_bits_per_s=questions.EMULATED_BITS_PER_S,
+            arena_bytes=_ARENA_BYTES,
+        )
+        async with Pool(star, options) as pool:
+            sockets = [pool.sockets[host.node_id] for host in star.hosts]
+            async with links_to(sockets) as links:
+                for workload in WORKLOADS:
+                    requests = questions.calibration_requests(workload, reads)
+                    replay = Replay(
+                        requests,
+                        links,
+                        [host.node_id for host in star.hosts],
+                        ReplayOptions(
+                            block_bytes=questions.CALIBRATION_BLOCK_BYTES,
+                            in_flight=256,
+                            budget_s=60.0,
+                            gather=not plain,
+                            reader_groups=False,
+                            namespace_tag=workload,
+                        ),
+                    )
+                    tally = await replay.run()
+                    if tally.misses or tally.wrong_bytes or tally.skipped_requests:
+                        raise RuntimeError(f"{workload}: misses, wrong bytes or skipped requests")
+                    demand = demand_of(requests, len(star.hosts), questions.CALIBRATION_BLOCK_BYTES)
+                    flows = questions.flows_of_calibration(
+                        demand, plain=plain, bits_per_s=questions.EMULATED_BITS_PER_S
+                    )
+                    distinct = len(tally.fetched) * questions.CALIBRATION_BLOCK_BYTES
+                    row = questions.compare(
+                        workload,
+                        "real pool, emulated links",
+                        flows,
+                        tally.egress_bytes / max(1, distinct),
+                        sum(tally.fetch_ms) / max(1, len(tally.fetch_ms)),
+                    )
+                    rows.append(row | {"switch": "plain" if plain else "kvcast"})
+    return rows
+
+
+def evaluate(
+    traces: dict[str, list[TraceLine]],
+    *,
+    parts: Sequence[str] = PARTS,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Numbers:
+    """Run the parts; their numbers by name, and what they come to at the top."""
+    report: Numbers = {"bench": "evaluate", "traces": list(traces), "took_s": {}, "load": {}}
+    lines = max((questions.chat_lines(), *traces.values()), key=_per_second)
+    run: dict[str, Callable[[], Any]] = {
+        "calibration": questions.calibrate,
+        "pool": lambda: asyncio.run(beside_pool()),
+        "scale": lambda: questions.scale(lines),
+        "memory": lambda: questions.memory(traces),
+        "layers": lambda: questions.layers(traces or {"chat": lines}),
+        "sizes": questions.real_sizes,
+        "alternatives": lambda: questions.alternatives(traces),
+        "frontier": questions.frontier,
+        "sensitivity": questions.sensitivity,
+    }
+    for part in parts:
+        say(f"{part} …")
+        began = time.monotonic()
+        report[part] = run[part]()
+        report["load"][part] = round(os.getloadavg()[0], 1)
+        report["took_s"][part] = round(time.monotonic() - began, 1)
+        say(f"{part}: {report['took_s'][part]} s")
+    return report | headline(report) | provenance.provenance()
+
+
+def _per_second(lines: list[TraceLine]) -> float:
+    """How dense a trace is; the densest is what ten thousand hosts are given."""
+    return len(lines) / max(1e-3, (lines[-1].timestamp - lines[0].timestamp) / 1000)
+
+
+def headline(report: Numbers) -> Numbers:
+    """The fields at the top, of the parts that were run."""
+    top: Numbers = {}
+    worst = {
+        part: max(max(abs(r["egress_error"]), abs(r["fetch_error"])) for r in report[part])
+        for part in ("calibration", "pool")
+        if report.get(part)
+    }
+    if worst:
+        top["calibration_error_max"] = max(worst.values())
+        top["calibration_error_max_virtual"] = worst.get("calibration")
+        top["calibration_error_max_pool"] = worst.get("pool")
+    if memory := report.get("memory"):
+        top["value_over_optimum_min"] = min(row["value_over_optimum"] for row in memory)
+        top["value_over_best_online_min"] = min(row["value_over_best_online"] for row in memory)
+    if scale := report.get("scale"):
+        top["hosts_max"] = scale["hosts"]
+        top["seconds_per_simulated_hour_10k"] = scale["seconds_per_hour"]
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m kvcast.bench.evaluate`; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.evaluate", description="When does an in-network pool pay?"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the report")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a trace in Mooncake's JSONL form, evaluated beside the workloads; may be repeated",
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
+    parser.add_argument("--no-pool", action="store_true", help="start no real pool")
+    parser.add_argument(
+        "--docs", type=Path, metavar="DIR", help="write evaluation.md and its pictures there"
+    )
+    args = parser.parse_args(argv)
+    parts = [part for part in args.parts.split(",") if not (args.no_pool and part == "pool")]
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    try:
+        traces = {path.stem: read_trace(path) for path in args.trace}
+    except WorkloadError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
+    report = evaluate(traces, parts=parts, say=lambda text: print(text, file=sys.stderr))
+    if args.json:
+        reports.write_json(args.json, report)
+    if args.docs:
+        evaluate_document.write(report, args.docs)
+    for name, value in headline(report).items():
+        print(f"{name}: {value}")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

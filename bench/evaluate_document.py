@@ -1,0 +1,649 @@
+"""docs/evaluation.md and its pictures, from a report of `kvcast.bench.evaluate`.
+
+Owns: which numbers are shown, and how. Must not know: how they came about; it reads the report
+(plain data) alone. What the first page says is chosen by the numbers, not written beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.bench.plotting import drawn
+
+Numbers = dict[str, Any]
+_PLAIN, _KVCAST, _OTHER = "#8a94a6", "#0f7b6c", "#d97706"
+_CLEARLY = 1.10
+"""Times as fast, from which on the text says that something pays."""
+_COMPRESSED_TOO_FAR = 10.0
+_OWN_TERMS = ("recomputation", "single flight at hosts of 4", "prefix-aware routing")
+"""Ways that change what is asked for, and are not compared in the picture."""
+
+
+def write(report: Numbers, folder: Path) -> None:
+    """Write evaluation.md and the pictures of the parts that were run into that folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = [_first_page(report)]
+    pictures = {
+        "calibration": (_calibration, _calibration_picture),
+        "alternatives": (_alternatives, _alternatives_picture),
+        "sizes": (_sizes, _sizes_picture),
+        "frontier": (_frontier, _frontier_picture),
+        "memory": (_memory, _memory_picture),
+        "layers": (_layers, None),
+        "sensitivity": (_sensitivity, _sensitivity_picture),
+        "scale": (_scale, None),
+    }
+    for part, (text, picture) in pictures.items():
+        if not report.get(part):
+            continue
+        sections.append(text(report))
+        if picture is not None:
+            name = f"evaluation-{part}.png"
+            (folder / name).write_bytes(picture(report))
+            sections.append(f"![{part}]({name})")
+    sections.append(_how(report))
+    (folder / "evaluation.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _ways(report: Numbers) -> dict[str, dict[str, Numbers]]:
+    """Workload to way to numbers."""
+    found: dict[str, dict[str, Numbers]] = {}
+    for row in report.get("alternatives", []):
+        found.setdefault(row["workload"], {})[row["way"]] = row
+    return found
+
+
+def _at_their_pace(report: Numbers) -> dict[str, dict[str, Numbers]]:
+    """Without traces whose time had to be compressed so far that they are other loads by now."""
+    return {
+        workload: ways
+        for workload, ways in _ways(report).items()
+        if ways["kvcast"]["time_compression"] <= _COMPRESSED_TOO_FAR
+    }
+
+
+def beaten(report: Numbers) -> list[tuple[str, str, float]]:
+    """(workload, way, times as fast as kvcast) where a way that serves the same demand has a mean
+    at least 5 % below kvcast's, best first in each workload."""
+    found = []
+    for workload, ways in _at_their_pace(report).items():
+        ours = ways["kvcast"]["mean_ms"]
+        better = [
+            (workload, way, ours / row["mean_ms"])
+            for way, row in ways.items()
+            if way not in (*_OWN_TERMS, "kvcast") and 0 < row["mean_ms"] < 0.95 * ours
+        ]
+        found += sorted(better, key=lambda item: -item[2])
+    return found
+
+
+def pays(report: Numbers) -> tuple[list[str], list[str]]:
+    """Workloads in which kvcast is clearly faster than the plain pool, and those in which not."""
+    yes: list[str] = []
+    no: list[str] = []
+    for workload, ways in _at_their_pace(report).items():
+        gain = ways["plain pool"]["mean_ms"] / max(1e-9, ways["kvcast"]["mean_ms"])
+        sent = ways["kvcast"]["home_egress_ratio"] / max(
+            1e-9, ways["plain pool"]["home_egress_ratio"]
+        )
+        told = f"`{workload}` ({gain:.2f} times; homes send {sent:.2f} of the bytes)"
+        (yes if gain >= _CLEARLY else no).append(told)
+    return yes, no
+
+
+def _first_page(report: Numbers) -> str:
+    lines = [
+        "# When an in-network pool pays",
+        "",
+        "This page is written by `python -m kvcast.bench.evaluate --docs docs`, whose flow "
+        "simulator is measured against the packet-level pool first. All that follows is simulated "
+        "unless it says otherwise.",
+    ]
+    if report.get("alternatives"):
+        if better := beaten(report):
+            first: dict[str, tuple[str, float]] = {}
+            for workload, way, times in better:
+                first.setdefault(workload, (way, times))
+            told = "; ".join(
+                f"in `{workload}` {way}, {times:.2f} times as fast"
+                for workload, (way, times) in first.items()
+            )
+            lines += ["", f"**Where something else is faster than kvcast:** {told}."]
+        yes, no = pays(report)
+        lines += [
+            "",
+            "**For whom it pays** (mean time of a get, plain pool over kvcast, 32 hosts of "
+            "100 Gb/s): " + (", ".join(yes) or "nobody") + ".",
+            "",
+            "**For whom it does not:** " + (", ".join(no) or "nobody") + ".",
+        ]
+        dense = [
+            f"`{workload}` {ways['kvcast']['time_compression']:,.0f} times"
+            for workload, ways in _ways(report).items()
+            if ways["kvcast"]["time_compression"] > _COMPRESSED_TOO_FAR
+        ]
+        if dense:
+            lines += [
+                "",
+                "Chats and traces as they are leave such links nearly idle, and their reads hardly "
+                "ever meet (the table of ten thousand hosts below): nothing is gained. The traces' "
+                f"tables below are compressed in time ({'; '.join(dense)}): they say what such "
+                "prompts would do to full links, not what they do.",
+            ]
+    if frontier := report.get("frontier"):
+        joint = frontier["spread_by_group"]
+        close = [r for r in joint if r["spread_us"] <= 10 and r["speedup"] >= _CLEARLY]
+        if close:
+            size = min(r["group"] for r in close)
+            widest = {
+                g: max(
+                    (r["spread_us"] for r in joint if r["group"] == g and r["speedup"] >= 1.5),
+                    default=0.0,
+                )
+                for g in sorted({r["group"] for r in joint})
+            }
+            reach = ", ".join(f"{g} readers {us:,.0f} µs" for g, us in widest.items() if us)
+            lines += [
+                "",
+                f"**From which size on:** groups of {size} readers that start within 10 µs are "
+                "faster than through a plain switch. What decides is not the size of the cluster, "
+                "but how far apart the readers of one block are beside the time that the block "
+                f"takes on a link (2 MiB at 100 Gb/s: 0.17 ms). One and a half times as fast: "
+                f"{reach} apart at most, of the distances tried.",
+            ]
+    if sensitivity := report.get("sensitivity"):
+        cases = {r["case"]: r for r in sensitivity}
+        one, many = cases["as in the text"], cases["gets of 16 blocks"]
+        lines += [
+            "",
+            "**Gets of many blocks gain less:** eight readers of one block are "
+            f"{one['speedup']:.1f} times as fast, of sixteen blocks that lie on as many homes "
+            f"{many['speedup']:.2f} times, since each reader's own link is the limit then. What "
+            f"homes send falls all the same (to {many['egress']:.2f} of it).",
+        ]
+    if layers := report.get("layers"):
+        first = max(
+            (r for r in layers if r["what"].startswith("first")), key=lambda r: r["reads_answered"]
+        )
+        whole = next(
+            r
+            for r in layers
+            if r["what"] == "whole blocks"
+            and (r["trace"], r["slots"]) == (first["trace"], first["slots"])
+        )
+        lines += [
+            "",
+            f"**Early layers are what fits:** on `{first['trace']}` the {first['what']} of blocks "
+            f"in {first['slots']} slots would begin {first['reads_answered']:.0%} of all reads "
+            f"from the switch, whole blocks in the same memory {whole['reads_answered']:.1%}. (The "
+            "switch keeps whole blocks today.)",
+        ]
+    if memory := report.get("memory"):
+        worst = min(memory, key=lambda row: row["value_over_best_online"])
+        lines += [
+            "",
+            "**The switch's memory** is a small part of it: the controller's policy gets "
+            f"{min(r['value_over_optimum'] for r in memory):.2f} to "
+            f"{max(r['value_over_optimum'] for r in memory):.2f} of what an optimum that knows the "
+            f"future would, and {worst['value_over_best_online']:.2f} of the best policy that does "
+            f"not in its worst case (`{worst['stream']}`, {worst['slots']} slots).",
+        ]
+    return "\n".join(lines)
+
+
+def _calibration(report: Numbers) -> str:
+    rows = [*report["calibration"], *report.get("pool", [])]
+    text = [
+        "## How right the simulation is",
+        "",
+        "Home egress ratio and mean time of a get, flows beside packets. *Packets, virtual time*: "
+        "the real requester and responder cores, P4 program and frames. *Real pool*: agents, "
+        "controller and software switch as processes, links of 5 Mb/s. Largest error: "
+        f"{report.get('calibration_error_max')} (virtual time alone: "
+        f"{report.get('calibration_error_max_virtual')}; real pool alone: "
+        f"{report.get('calibration_error_max_pool')}, at a load of "
+        f"{report.get('load', {}).get('pool')}: where other work keeps two cores busy, readers "
+        "start further apart and all take longer, which the simulation does not know).",
+        "",
+        table(
+            ("workload", "switch", "against", "egress: packets", "flows", "error",
+             "get, ms: packets", "flows", "error"),
+            (
+                (
+                    r["workload"], r["switch"], r["against"], f"{r['packet_egress']:.3f}",
+                    f"{r['flow_egress']:.3f}", f"{r['egress_error']:+.1%}",
+                    f"{r['packet_fetch_ms']:.4g}", f"{r['flow_fetch_ms']:.4g}",
+                    f"{r['fetch_error']:+.1%}",
+                )
+                for r in rows
+            ),
+        ),
+    ]  # fmt: skip
+    return "\n".join(text)
+
+
+def _calibration_picture(report: Numbers) -> bytes:
+    rows = [*report["calibration"], *report.get("pool", [])]
+
+    def fill(figure: Any) -> None:
+        panels = figure.subplots(1, 2)
+        for axes, what, title in (
+            (panels[0], "egress_error", "Error of home egress, %"),
+            (panels[1], "fetch_error", "Error of the time of a get, %"),
+        ):
+            names = list(dict.fromkeys(r["workload"] for r in rows))
+            for against, colour, marker in (
+                ("packets, virtual time", _KVCAST, "o"),
+                ("real pool, emulated links", _OTHER, "s"),
+            ):
+                mine = [r for r in rows if r["against"] == against]
+                for switch, filled in (("plain", False), ("kvcast", True)):
+                    chosen = [r for r in mine if r["switch"] == switch]
+                    axes.scatter(
+                        [100 * r[what] for r in chosen],
+                        [names.index(r["workload"]) for r in chosen],
+                        color=colour,
+                        facecolor=colour if filled else "none",
+                        marker=marker,
+                        label=f"{against}: {switch}" if chosen else None,
+                    )
+            axes.axvspan(-10, 10, color=_KVCAST, alpha=0.08)
+            axes.axvline(0, color=_PLAIN, linewidth=0.8)
+            axes.set_yticks(range(len(names)), names)
+            axes.set_title(title)
+        panels[0].legend(frameon=False, fontsize=8)
+
+    return drawn(fill, (12, 4.6), dpi=110)
+
+
+def _alternatives(report: Numbers) -> str:
+    text = [
+        "## The alternatives",
+        "",
+        "The same requests, 32 hosts of 100 Gb/s on one switch, DeepSeek-V3's latent KV in fp8, "
+        "blocks of 64 tokens (2.1 MiB), the plain pool's links 30 % full. Egress: times that a "
+        "distinct byte leaves its home (and, for peers, another node). Replicas: three homes of "
+        "every block, chosen by hash, or, where the switch routes, in turn; what it costs to write "
+        "them is left out. Single flight: four engines to a host, whose card is four times as "
+        "fast. Recomputation: 20,000 tokens a second. Traces are compressed in time until they "
+        "fill links as far, by the factor said; so they are far denser here than they were.",
+    ]
+    for workload, ways in _ways(report).items():
+        compression = next(iter(ways.values()))["time_compression"]
+        told = f" (compressed {compression:,.0f} times)" if compression != 1 else ""
+        text += [
+            "",
+            f"### {workload}{told}",
+            "",
+            table(
+                ("way", "mean, ms", "p50", "p99", "home egress", "peers' egress", "", "unsettled"),
+                (
+                    (
+                        way, f"{r['mean_ms']:.3g}", f"{r['p50_ms']:.3g}", f"{r['p99_ms']:.3g}",
+                        f"{r['home_egress_ratio']:.2f}", f"{r['peer_egress_ratio']:.2f}",
+                        r["note"], f"{r['unsettled']:.1%}",
+                    )
+                    for way, r in ways.items()
+                ),
+            ),
+        ]  # fmt: skip
+    return "\n".join(text)
+
+
+def _alternatives_picture(report: Numbers) -> bytes:
+    found = _ways(report)
+    names = [way for way in next(iter(found.values())) if way not in (*_OWN_TERMS, "plain pool")]
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots(1, 1)
+        width = 0.8 / len(names)
+        for place, way in enumerate(names):
+            gains = [
+                ways["plain pool"]["mean_ms"] / max(1e-9, ways[way]["mean_ms"])
+                for ways in found.values()
+            ]
+            axes.bar(
+                [x + place * width for x in range(len(found))],
+                gains,
+                width=width,
+                label=way,
+                color=_KVCAST if way == "kvcast" else None,
+                alpha=1.0 if way == "kvcast" else 0.55,
+            )
+        axes.axhline(1, color=_PLAIN, linewidth=1)
+        axes.set_xticks([x + 0.3 for x in range(len(found))], list(found), rotation=20, ha="right")
+        axes.set_title("Times as fast as a plain pool (mean of a get); below 1: slower")
+        axes.legend(frameon=False, fontsize=8, ncols=3)
+
+    return drawn(fill, (12, 4.6), dpi=110)
+
+
+def _sizes(report: Numbers) -> str:
+    return "\n".join(
+        [
+            "## Workloads at real sizes",
+            "",
+            "32 hosts, blocks of 2.1 MiB, prefixes of about eight blocks, links of several rates; "
+            "jitter between readers is the workload's own, in milliseconds, on all of them. A get "
+            "of many blocks comes from many homes, and its reader's own link is the limit then: "
+            "that is why gets gain less here than homes.",
+            "",
+            table(
+                ("workload", "Gb/s", "times as fast", "p99", "bytes that homes send", "gathers"),
+                (
+                    (
+                        r["workload"],
+                        r["gbps"],
+                        f"{r['speedup']:.2f}",
+                        f"{r['p99_speedup']:.2f}",
+                        f"{r['egress']:.2f}",
+                        "yes" if r["gathers"] else "",
+                    )
+                    for r in report["sizes"]
+                ),
+            ),
+        ]
+    )
+
+
+def _sizes_picture(report: Numbers) -> bytes:
+    rows = report["sizes"]
+
+    def fill(figure: Any) -> None:
+        panels = figure.subplots(1, 2)
+        names = list(dict.fromkeys(r["workload"] for r in rows))
+        rates = sorted({r["gbps"] for r in rows})
+        for axes, what, title, limits in (
+            (panels[0], "speedup", "Times as fast as a plain pool", (0, 2)),
+            (panels[1], "egress", "Bytes that homes send, of a plain pool's", (1, 0)),
+        ):
+            grid = [
+                [next(r[what] for r in rows if (r["workload"], r["gbps"]) == (n, g)) for g in rates]
+                for n in names
+            ]
+            low, high = min(limits), max(limits)
+            colours = "BrBG" if limits[0] < limits[1] else "BrBG_r"
+            axes.imshow(grid, cmap=colours, vmin=low, vmax=high, aspect="auto")
+            for j, line in enumerate(grid):
+                for i, value in enumerate(line):
+                    axes.text(i, j, f"{value:.2f}", ha="center", va="center", fontsize=9)
+            axes.set_xticks(range(len(rates)), [f"{rate} Gb/s" for rate in rates])
+            axes.set_yticks(range(len(names)), names)
+            axes.set_title(title)
+
+    return drawn(fill, (12, 4.6), dpi=110)
+
+
+def _layers(report: Numbers) -> str:
+    return "\n".join(
+        [
+            "### Whole blocks, compressed ones, or first layers",
+            "",
+            "DeepSeek-V3's latent KV in fp8, blocks as the traces have them, the controller's "
+            "policy. *Reads answered* begin at once, or are whole; *bytes saved* are of all that "
+            "is read. With the first layers in the switch the others stream behind compute.",
+            "",
+            table(
+                ("trace", "tokens", "what", "KiB", "slots", "fit", "reads answered", "bytes saved"),
+                (
+                    (
+                        r["trace"],
+                        r["block_tokens"],
+                        r["what"],
+                        r["bytes"] >> 10,
+                        r["slots"],
+                        r["blocks_that_fit"],
+                        f"{r['reads_answered']:.1%}",
+                        f"{r['bytes_saved']:.1%}",
+                    )
+                    for r in report["layers"]
+                ),
+            ),
+        ]
+    )
+
+
+def _frontier(report: Numbers) -> str:
+    frontier = report["frontier"]
+    text = [
+        "## The frontier",
+        "",
+        "Groups of nodes read one block of 2 MiB at about the same time, 64 hosts of 100 Gb/s "
+        "on one switch, links 30 % full; what each part below changes, it says. "
+        "*Times as fast*: mean of a get, plain over kvcast (with the gather time where one is "
+        "said, if that is faster). *Bytes*: what homes send, of the plain pool's.",
+        "",
+        "Clusters and topologies (with all switches joining):",
+        "",
+        table(
+            ("hosts", "topology", "readers", "times as fast", "p99", "bytes"),
+            (
+                (r["hosts"], r["topology"], r["group"], r["speedup"], r["p99_speedup"], r["egress"])
+                for r in frontier["cluster"]
+            ),
+        ),
+        "",
+        "Share of reads that have company, by load:",
+        "",
+        table(
+            ("joint reads", "load", "times as fast", "bytes"),
+            (
+                (f"{r['correlated']:.0%}", r["load"], r["speedup"], r["egress"])
+                for r in frontier["correlation"]
+            ),
+        ),
+        "",
+        "Readers 100 µs apart, by block and link; 1 ms is the shortest time to gather:",
+        "",
+        table(
+            ("Gb/s", "block, KiB", "may gather, ms", "times as fast", "bytes"),
+            (
+                (r["gbps"], r["block_bytes"] >> 10, r["gather_ms"], r["speedup"], r["egress"])
+                for r in frontier["block_by_link"]
+            ),
+        ),
+    ]
+    return "\n".join(text)
+
+
+def _frontier_picture(report: Numbers) -> bytes:
+    frontier = report["frontier"]
+
+    def heat(axes: Any, rows: list[Numbers], x: str, y: str, title: str, labels: Any) -> None:
+        xs, ys = sorted({r[x] for r in rows}), sorted({r[y] for r in rows})
+        grid = [[0.0] * len(xs) for _ in ys]
+        for r in rows:
+            grid[ys.index(r[y])][xs.index(r[x])] = r["speedup"]
+        axes.imshow(grid, origin="lower", cmap="BrBG", vmin=-2, vmax=4, aspect="auto")
+        for j, line in enumerate(grid):
+            for i, value in enumerate(line):
+                shade = "white" if value > 3 else "black"
+                axes.text(i, j, f"{value:.1f}", ha="center", va="center", fontsize=9, color=shade)
+        axes.set_xticks(range(len(xs)), [labels[0](v) for v in xs])
+        axes.set_yticks(range(len(ys)), [labels[1](v) for v in ys])
+        axes.set_title(title)
+
+    def fill(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        heat(
+            left,
+            frontier["spread_by_group"],
+            "spread_us",
+            "group",
+            "Times as fast: readers, and how far apart they start",
+            (lambda v: f"{v:g} µs", lambda v: f"{v} readers"),
+        )
+        heat(
+            right,
+            [r for r in frontier["block_by_link"] if r["gather_ms"] == 0],
+            "gbps",
+            "block_bytes",
+            "Times as fast: 8 readers 100 µs apart, no gathering",
+            (lambda v: f"{v} Gb/s", lambda v: f"{v >> 10} KiB"),
+        )
+
+    return drawn(fill, (12, 4.4), dpi=110)
+
+
+def _memory(report: Numbers) -> str:
+    rows = report["memory"]
+    names = list(rows[0]["hit_share"])
+    return "\n".join(
+        [
+            "## What belongs in the switch's memory",
+            "",
+            "Share of the bytes read that the memory would answer, blocks of one segment, 16 nodes "
+            "that each keep what they have read; reads that share an answer anyway (within 100 ms) "
+            "are left out. *value* is the controller's code, with its reports, ticks and fills. "
+            "The others see each read at once and fill in no time. *static* and *optimum* know the "
+            "future: the best fixed set, and Belady's rule with the right to let blocks pass.",
+            "",
+            "*Told at once*: the same code, with reports and decisions every 50 ms instead of each "
+            "second and half second. What that closes of the gap is the control loop's: a burst is "
+            "over before a block is let in. What it leaves open, where a policy that sees every "
+            "read does well, is mostly the fill: a block that is let in after its first read is "
+            "filled by its second, and answers the third; these blocks are read two or three "
+            "times. No policy that cannot see the future comes near the optimum on the traces.",
+            "",
+            table(
+                ("stream", "slots", "reads", *names, "value/optimum", "value/best that is online"),
+                (
+                    (
+                        r["stream"],
+                        r["slots"],
+                        r["reads"],
+                        *(f"{r['hit_share'][n]:.3f}" for n in names),
+                        f"{r['value_over_optimum']:.2f}",
+                        f"{r['value_over_best_online']:.2f}",
+                    )
+                    for r in rows
+                ),
+            ),
+        ]
+    )
+
+
+def _memory_picture(report: Numbers) -> bytes:
+    rows = [r for r in report["memory"] if r["slots"] == 128]
+    names = [n for n in rows[0]["hit_share"] if n != "none"]
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots(1, 1)
+        for place, name in enumerate(names):
+            axes.bar(
+                [x + place * 0.8 / len(names) for x in range(len(rows))],
+                [r["hit_share"][name] for r in rows],
+                width=0.8 / len(names),
+                label=name,
+                color={"value": _KVCAST, "optimum": _OTHER}.get(name),
+                alpha=1.0 if name in ("value", "optimum") else 0.5,
+            )
+        axes.set_xticks(
+            [x + 0.35 for x in range(len(rows))],
+            [r["stream"] for r in rows],
+            rotation=20,
+            ha="right",
+        )
+        axes.set_title("Share of bytes answered from 128 slots (8 MiB)")
+        axes.legend(frameon=False, fontsize=8, ncols=4)
+
+    return drawn(fill, (12, 4.4), dpi=110)
+
+
+def _sensitivity(report: Numbers) -> str:
+    return "\n".join(
+        [
+            "## What it depends on",
+            "",
+            "The middle case (8 of 64 hosts read 2 MiB within 10 µs, 100 Gb/s, links 30 % full), "
+            "with one thing changed at a time:",
+            "",
+            table(
+                ("case", "times as fast", "p99", "bytes"),
+                (
+                    (r["case"], r["speedup"], r["p99_speedup"], r["egress"])
+                    for r in report["sensitivity"]
+                ),
+            ),
+        ]
+    )
+
+
+def _sensitivity_picture(report: Numbers) -> bytes:
+    rows = report["sensitivity"]
+    middle = rows[0]["speedup"]
+    changed = sorted(rows[1:], key=lambda r: r["speedup"])
+
+    def fill(figure: Any) -> None:
+        axes = figure.subplots(1, 1)
+        axes.barh(
+            [r["case"] for r in changed],
+            [r["speedup"] - middle for r in changed],
+            left=middle,
+            color=[_KVCAST if r["speedup"] >= middle else _OTHER for r in changed],
+        )
+        axes.axvline(middle, color=_PLAIN)
+        axes.axvline(1, color="#c2410c", linestyle=":")
+        axes.set_title(f"Times as fast as a plain pool; as in the text: {middle:.2f}")
+
+    return drawn(fill, (9, 4.6), dpi=110)
+
+
+def _scale(report: Numbers) -> str:
+    s = report["scale"]
+    return "\n".join(
+        [
+            "## Ten thousand hosts",
+            "",
+            f"{s['hosts']:,} hosts of 100 Gb/s behind leaves of 32 and eight spines, each as busy "
+            f"as one of 16 hosts with the trace alone; {s['simulated_s']:,.0f} s simulated in "
+            f"{s['took_s']:,.0f} s (an hour would take {s['seconds_per_hour']:,.0f} s, "
+            f"{s['processor_seconds_per_hour']:,.0f} s of one processor's time).",
+            "",
+            table(
+                ("", ""),
+                (
+                    ("requests", f"{s['requests']:,}"),
+                    ("blocks read", f"{s['reads']:,}"),
+                    ("of them joined", f"{s['joined']:,}"),
+                    ("bytes that homes sent", f"{s['home']:,}"),
+                    ("frames into switches", f"{s['passes']:,}"),
+                    ("pending segments at once, busiest switch", f"{s['pending_peak']:,}"),
+                    ("collisions of pending entries", f"{s['collisions']:,}"),
+                    ("busiest link", f"{s['busiest_link']:.1%}"),
+                    ("mean of a get, ms", s["kvcast_mean_ms"]),
+                    (
+                        "the same, first slice: plain, kvcast",
+                        f"{s['plain_mean_ms']}, {s['kvcast_first_slice_mean_ms']}",
+                    ),
+                ),
+            ),
+        ]
+    )
+
+
+def _how(report: Numbers) -> str:
+    machine = report.get("machine", {})
+    took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in report["took_s"].items())
+    return "\n".join(
+        [
+            "## How it was made",
+            "",
+            f"Parts: {took}. Machine: {machine.get('processor')}, {machine.get('cores')} cores, "
+            f"load {machine.get('load')}. Traces: {', '.join(report['traces']) or 'none'}.",
+            "",
+            "What the simulation leaves out: losses, homes that hold answers back for readers "
+            "behind (`protocol/responder/catchup.py`), processors' time beyond what "
+            "`FlowOptions` says, and what a node evicts. Trees of switches and stars of more than "
+            "32 hosts are simulated, not built.",
+        ]
+    )

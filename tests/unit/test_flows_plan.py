@@ -1,0 +1,181 @@
+"""What `kvcast plan` recommends, what the controller says of its own pool, and the document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcast.bench import evaluate, evaluate_document
+from kvcast.cli import plan as plan_command
+from kvcast.controller.core.worth import ENOUGH_READS, judge
+from kvcast.simulation.flows import questions
+from kvcast.simulation.flows.plan import plan, recommend
+from kvcast.simulation.flows.scenarios import (
+    WORKLOADS,
+    Scenario,
+    ScenarioError,
+    requests_of,
+    serve_all,
+)
+
+
+def ranges(**changed: Any) -> dict[str, Any]:
+    return {
+        "times_as_fast": (1.0, 1.01),
+        "home_egress": (0.99, 1.0),
+        "reads_from_switch_memory": 0.0,
+        "times_as_fast_with_replicas": (1.0, 1.0),
+    } | changed
+
+
+def test_what_brings_nothing_is_left_off() -> None:
+    assert recommend(ranges(), "chat")[0] == ["off"]
+
+
+def test_readers_known_beforehand_get_groups_and_others_coalescing() -> None:
+    joined = ranges(times_as_fast=(1.3, 2.0), home_egress=(0.3, 0.4))
+    assert recommend(joined, "tp-mla")[0] == ["reader groups"]
+    assert recommend(joined, "storm")[0] == ["coalescing only"]
+    assert recommend(joined, "tp-mla", generated=False)[0] == ["coalescing only"]
+
+
+def test_homes_that_send_less_are_reason_enough_if_nobody_waits_longer() -> None:
+    spared = ranges(times_as_fast=(0.99, 1.2), home_egress=(0.3, 0.5))
+    assert recommend(spared, "storm")[0] == ["coalescing only"]
+    slower = ranges(times_as_fast=(0.9, 1.2), home_egress=(0.3, 0.5))
+    assert recommend(slower, "storm")[0] == ["off"]
+
+
+def test_memory_and_replicas_are_recommended_where_they_bring_more() -> None:
+    assert recommend(ranges(reads_from_switch_memory=0.2), "chat")[0] == ["residency"]
+    both = ranges(times_as_fast=(1.2, 1.3), reads_from_switch_memory=0.2)
+    assert recommend(both, "storm")[0] == ["coalescing and residency"]
+    better = ranges(times_as_fast=(1.2, 1.3), times_as_fast_with_replicas=(2.0, 3.0))
+    assert recommend(better, "storm")[0] == ["replicas", "coalescing only"]
+
+
+def test_a_plan_has_ranges_and_is_the_same_again() -> None:
+    scenario = Scenario(workload="prefill-decode", hosts=8, reads=60, prefix_blocks=2)
+    report = plan(scenario, seeds=2)
+    assert report == plan(scenario, seeds=2)
+    low, high = report["times_as_fast"]
+    assert 0 < low <= high
+    assert report["recommendation"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"hosts": 1}, "two hosts"),
+        ({"load": 1.5}, "between 0 and 1"),
+        ({"topology": "ring"}, "no topology"),
+        ({"model": "GPT-9"}, "no model"),
+        ({"link_gbps": 0.0}, "positive rate"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScenarioError, match=said):
+        Scenario(**wrong)
+
+
+def test_the_command_prints_a_plan_and_judges_a_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--hosts", "8", "--workload", "chat", "--reads", "40", "--prefix-blocks", "2"]
+    assert plan_command.main(words) == 0
+    assert "recommendation: " in capsys.readouterr().out
+    status = tmp_path / "status.json"
+    counters = {"hits_shared_total": 900.0, "hits_home_total": 600.0}
+    status.write_text(json.dumps({"agents": {"node-1": counters}, "groups": []}))
+    assert plan_command.main(["--status", str(status)]) == 0
+    assert "advice: coalescing" in capsys.readouterr().out
+    status.write_text("[]")
+    assert plan_command.main(["--status", str(status)]) == 1
+    status.write_text("{")
+    assert plan_command.main(["--status", str(status)]) == 1
+    assert plan_command.main(["--hosts", "1"]) == 1
+
+
+def test_the_controller_judges_by_what_was_shared_and_spared() -> None:
+    few = judge({"hits_shared_total": ENOUGH_READS - 1.0})
+    assert few["advice"] == "wait"
+    shared = {
+        "hits_shared_total": 700.0,
+        "hits_home_total": 300.0,
+        "payload_bytes_received_udp_total": 1000.0,
+        "payload_bytes_sent_udp_total": 400.0,
+    }
+    judged = judge(shared)
+    assert judged["advice"] == "coalescing"
+    assert judged["spared_bytes"] == 600
+    assert judge(shared, groups=1)["advice"] == "reader groups"
+    assert judge({"hits_home_total": 5000.0})["advice"] == "off"
+    assert judge({"hits_switch_total": 500.0, "hits_home_total": 5000.0})["advice"] == "residency"
+    assert judge({})["home_egress_over_received"] is None
+
+
+def test_every_way_serves_every_workload() -> None:
+    for workload in WORKLOADS:
+        scenario = Scenario(workload=workload, hosts=8, reads=40, prefix_blocks=2)
+        ways, demand = serve_all(scenario, requests_of(scenario))
+        assert {"plain pool", "kvcast", "hot replicas", "recomputation"} <= set(ways)
+        assert ways["kvcast"].home_bytes <= ways["plain pool"].home_bytes
+        assert ways["peers' chain"].home_bytes == demand.distinct_bytes
+
+
+def test_the_headline_is_the_worst_case() -> None:
+    report = {
+        "calibration": [
+            {"egress_error": 0.01, "fetch_error": -0.04},
+            {"egress_error": 0.02, "fetch_error": 0.0},
+        ],
+        "pool": [{"egress_error": -0.07, "fetch_error": 0.01}],
+        "memory": [
+            {"value_over_optimum": 0.5, "value_over_best_online": 0.9},
+            {"value_over_optimum": 1.0, "value_over_best_online": 1.2},
+        ],
+    }
+    top = evaluate.headline(report)
+    assert top["calibration_error_max"] == 0.07
+    assert top["calibration_error_max_virtual"] == 0.04
+    assert top["value_over_optimum_min"] == 0.5
+
+
+def test_the_document_says_first_where_something_else_is_faster(tmp_path: Path) -> None:
+    def way(name: str, mean: float) -> dict[str, Any]:
+        return {
+            "workload": "storm",
+            "way": name,
+            "note": "",
+            "time_compression": 1.0,
+            "unsettled": 0.0,
+            "mean_ms": mean,
+            "p50_ms": mean,
+            "p99_ms": mean,
+            "home_egress_ratio": 1.0,
+            "peer_egress_ratio": 0.0,
+        }
+
+    report = {
+        "alternatives": [way("plain pool", 4.0), way("kvcast", 2.0), way("hot replicas", 1.0)],
+        "took_s": {},
+        "traces": [],
+    }
+    evaluate_document.write(report, tmp_path)
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "in `storm` hot replicas, 2.00 times as fast" in text
+    assert text.index("something else is faster") < text.index("For whom it pays")
+    assert "`storm` (2.00 times; homes send 1.00 of the bytes)" in text
+    assert (tmp_path / "evaluation-alternatives.png").stat().st_size > 1000
+
+
+def test_an_hour_of_many_hosts_is_simulated_in_slices() -> None:
+    report = questions.scale(
+        questions.chat_lines(300.0), hosts=512, seconds=40.0, slice_s=20.0, budget_s=60.0
+    )
+    assert report["hosts"] == 512
+    assert report["simulated_s"] == 40.0
+    assert report["reads"] > 1000
+    assert report["unsettled"] < 0.01

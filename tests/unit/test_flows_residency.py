@@ -1,0 +1,88 @@
+"""Policies of the switch's memory beside oracles: an exhaustive search, and each other.
+
+The controller's policy runs as it is; its own decisions are tested in test_controller_admission.py.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcast.protocol.messages.wire import SEGMENT_BYTES
+from kvcast.simulation.flows import residency
+from kvcast.simulation.flows.demand import NS
+from kvcast.simulation.flows.residency import Stream
+
+
+def stream(blocks: list[int], step_s: float = 1.0, sizes: list[int] | None = None) -> Stream:
+    count = max(blocks, default=0) + 1
+    return Stream(
+        (np.arange(len(blocks)) * step_s * NS).astype(np.int64),
+        np.array(blocks, np.int64),
+        np.arange(len(blocks)) % 8,
+        np.array(sizes or [SEGMENT_BYTES] * count, np.int64),
+    )
+
+
+def best_possible(blocks: list[int], room: int) -> int:
+    """Hits of the best of all schedules, by trying all that may be kept after each read."""
+    states = {frozenset[int](): 0}
+    for block in blocks:
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in states.items():
+            now = hits + (block in kept)
+            offered = sorted(kept | {block})
+            for size in range(min(room, len(offered)) + 1):
+                for choice in combinations(offered, size):
+                    key = frozenset(choice)
+                    after[key] = max(after.get(key, 0), now)
+        states = after
+    return max(states.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 3))
+def test_belady_is_the_best_of_all_schedules(blocks: list[int], room: int) -> None:
+    found = int(residency.belady(stream(blocks), room * SEGMENT_BYTES).sum())
+    assert found == best_possible(blocks, room)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.integers(1, 4))
+def test_nothing_beats_the_bound_and_nobody_the_optimum(blocks: list[int], room: int) -> None:
+    reads = stream(blocks)
+    capacity = room * SEGMENT_BYTES
+    optimum = residency.optimum_bytes(reads, capacity)
+    assert optimum <= residency.bound_bytes(reads, capacity)
+    for name in residency.others():
+        hits = residency.other(name)(reads, capacity)
+        assert int(reads.bytes[hits].sum()) <= optimum
+    assert int(reads.bytes[residency.value(reads, room)].sum()) <= optimum
+    assert residency.static_bytes(reads, capacity) <= optimum
+
+
+def test_the_controllers_policy_serves_a_block_that_is_read_again_and_again() -> None:
+    hits = residency.value(stream([0] * 40), slots=1)
+    assert hits[:2].sum() == 0
+    assert hits[6:].all()
+
+
+def test_a_block_larger_than_the_memory_is_never_served() -> None:
+    reads = stream([0] * 20, sizes=[3 * SEGMENT_BYTES])
+    assert not residency.value(reads, slots=2).any()
+    assert residency.optimum_bytes(reads, 2 * SEGMENT_BYTES) == 0
+
+
+def test_reads_that_share_an_answer_are_not_memorys() -> None:
+    reads = stream([0, 0, 0, 1, 0, 0], step_s=0.04)
+    alone = reads.without_joins(100_000_000)
+    # The second and third join the first; the fifth comes 160 ms after it, the sixth joins that.
+    assert alone.block.tolist() == [0, 1, 0]
+
+
+def test_no_reads_at_all() -> None:
+    empty = stream([])
+    assert residency.compared(empty, 4)["optimum"] == 0
+    assert not len(empty.without_joins(1).at)
