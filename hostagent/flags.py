@@ -137,8 +137,8 @@ class MemoryFlags:
         default=ArenaOptions.keep,
     )
     index_path: str | None = option(
-        "the index of a kept arena; by default FILE.index beside it (needed where the arena is on "
-        "hugetlbfs or a device)",
+        "the index of a kept arena; by default FILE.index beside it, or in /dev/shm where the "
+        "arena is on hugetlbfs (needed where it is a device)",
         default=None,
         parse=str,
         metavar="FILE",

@@ -398,7 +398,7 @@ async def test_an_arena_on_huge_pages_has_its_index_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # hugetlbfs's blocks are huge pages; here every file system's are taken for such.
-    monkeypatch.setattr("kvcast.hostagent.agent._HUGE_PAGE_BYTES", 1)
+    monkeypatch.setattr("kvcast.hostagent.standing._HUGE_PAGE_BYTES", 1)
     async with pool_of_two(tmp_path) as (pool, client):
         index = pool.agents[1].index_file
         assert index is not None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvcast.hostagent.standing import KeptMap
+from kvcast.hostagent.standing import KeptMap, index_beside
 from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError
 from kvcast.hostagent.tiers.index import Index
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, from_descriptors, open_kept
@@ -84,6 +84,18 @@ def test_what_another_has_kept_is_refused_by_name_and_stays_as_it_is(
     with pytest.raises(ArenaError, match=said):
         open_kept(replace(options, **change), 8)  # type: ignore[arg-type]
     assert Path(options.index_path).read_bytes() == before
+
+
+def test_the_index_of_an_arena_on_huge_pages_lies_elsewhere_unless_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arena = str(tmp_path / "arena")
+    assert index_beside(arena) == f"{arena}.index"
+    # hugetlbfs's blocks are huge pages; here every file system's are taken for such.
+    monkeypatch.setattr("kvcast.hostagent.standing._HUGE_PAGE_BYTES", 1)
+    elsewhere = index_beside(arena)
+    assert Path(elsewhere).parent == Path("/dev/shm")
+    assert elsewhere != index_beside(f"{arena}2")
 
 
 def test_an_index_of_another_format_is_refused(options: KeptOptions) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.shared_index import Region, SharedIndex
-from kvcast.hostagent.core.store import COMMITTED, DOOMED, RESERVED, NoRoomError, Store
+from kvcast.hostagent.core.store import COMMITTED, DOOMED, EXPIRED, RESERVED, NoRoomError, Store
+from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import GRAIN_BYTES, Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.ledger import HANDLE, LEDGER_BYTES, NO_ROW, ROWS, Ledger, Row
@@ -25,6 +27,7 @@ from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     NamespaceInfo,
+    NamespaceSettings,
     NodeInfo,
     PoolMap,
     Registered,
@@ -60,8 +63,8 @@ class Machine:
         self.lives = 0
         self.start()
 
-    def start(self, namespaces: list[NamespaceInfo] = NAMESPACES) -> AgentCore:
-        """Another agent, over what there is."""
+    def start(self, namespaces: list[NamespaceInfo] = NAMESPACES, *, now: float = 0.0) -> AgentCore:
+        """Another agent, over what there is, at that time of its clock."""
         self.lives += 1
         store = Store(Allocator(ARENA_BYTES, SLAB_BYTES))
         ledger = Ledger(self.ledger_memory)
@@ -76,7 +79,7 @@ class Machine:
             recovery=recovery,
             ledger=ledger,
         )
-        self.core.restore_map(0.0, REGISTERED, pool_map(namespaces))
+        self.core.restore_map(now, REGISTERED, pool_map(namespaces))
         return self.core
 
     @property
@@ -111,6 +114,14 @@ class Machine:
 def readable(machine: Machine, namespace: int = 1) -> bool:
     word = (shared.NAMESPACES_OFFSET + namespace * shared.NAMESPACE_BYTES) // 8 + 1
     return machine.index_memory.cast("Q")[word] == 1
+
+
+def with_settings(**settings: Any) -> list[NamespaceInfo]:
+    """The namespaces, of which the first has these settings."""
+    return [
+        msgspec.structs.replace(NAMESPACES[0], settings=NamespaceSettings(**settings)),
+        NAMESPACES[1],
+    ]
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -195,6 +206,51 @@ def test_clients_see_nothing_before_every_copy_is_checked() -> None:
     assert not readable(machine)
     machine.recover()
     assert readable(machine)
+
+
+@pytest.mark.parametrize("policy", sorted(policies.BY_NAME))
+def test_policies_choose_among_what_was_taken_over_as_among_what_was_put(policy: str) -> None:
+    machine = Machine()
+    namespaces = with_settings(policy=policy, ttl_s=60.0 if policy == "ttl" else 0.0)
+    for number in range(16):
+        machine.put(number, SLAB_BYTES)
+    machine.start(namespaces, now=1000.0)
+    machine.recover()
+    assert len(machine.held()) == 16
+    for number in range(8):
+        assert machine.store.get(block(number)) is not None
+    machine.put(16, SLAB_BYTES)
+    machine.store.check()
+    assert len(machine.held()) == 16
+    assert machine.store.counters.policy_faults == 0
+    assert machine.store.counters.evictions == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "ttl"])
+def test_what_was_taken_over_begins_to_age_when_the_agent_starts(policy: str) -> None:
+    machine = Machine()
+    machine.put(1)
+    machine.put(2)
+    # Clocks of machines that have run for long are far from 0, where a store begins.
+    machine.start(with_settings(policy=policy, ttl_s=10.0), now=5000.0)
+    assert machine.store.peek(block(1)) is not None  # before the others are known
+    machine.recover()
+    machine.store.advance(5009.0)
+    assert set(machine.held()) == {1, 2}
+    assert machine.store.next_expiry() == 5010.0
+    machine.store.advance(5010.5)
+    machine.store.check()
+    assert machine.held() == {}
+    assert machine.store.why_gone(block(1)) == EXPIRED
+
+
+def test_a_question_finds_copies_of_a_namespace_of_which_nothing_is_known_yet() -> None:
+    machine = Machine()
+    machine.put(1)
+    machine.start()
+    assert machine.store.namespace_bytes(1) == 0
+    assert machine.store.holds(1, [block(1).key, block(2).key]) == [True, False]
+    assert machine.store.namespace_bytes(1) > 0
 
 
 def test_what_belongs_to_another_meaning_of_its_namespace_is_cleared_away() -> None:
@@ -508,6 +564,23 @@ def test_a_commit_that_was_not_answered_may_be_asked_for_again() -> None:
     machine.recover()
     assert machine.held()[9] == content(9, 5000)
     assert machine.store.held_bytes == 0
+
+
+def test_a_commit_that_was_not_answered_ends_even_if_the_block_was_dropped_since() -> None:
+    machine = Machine()
+    guest = Guest(machine)
+    (extent,) = guest.ask(local.Alloc(1, 1, [block(9).key], [5000])).extents
+    machine.memory[extent.offset : extent.offset + 5000] = content(9, 5000)
+    copy = guest.session._tickets[extent.ticket]
+    machine.store.commit(copy, digest_of(content(9, 5000)), home=True)  # and here it died
+    machine.start()
+    guest.reborn([extent.ticket])
+    assert machine.store.drop(block(9))
+    committed = guest.ask(local.Commit(2, [extent.ticket], "local"))
+    assert [result.status for result in committed.blocks] == [local.OK]
+    machine.recover()
+    assert machine.held() == {}
+    assert machine.store.used_bytes == 0
 
 
 def test_what_the_client_never_heard_of_is_given_back_when_it_returns() -> None:
