@@ -109,6 +109,7 @@ class Client:
                 else:
                     break
         self._socket = fresh
+        self._patience_s = -1.0
         self._replies.clear()
 
     def _run(self, call: Call[T]) -> T:
