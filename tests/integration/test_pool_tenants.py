@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kvcast.hostagent.client import BusyError
+from kvcast.service.addresses import format_host_port
 from pool_harness import BLOCK_BYTES, eventually, get, keys_for, put, running_pool
 
 
@@ -32,7 +33,7 @@ async def _namespace(*words: str) -> tuple[int, str, str]:
 
 async def test_an_operator_makes_limits_and_deletes_a_namespace(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 2) as (pool, links):
-        http = ["--http", pool.http_url]
+        http = ["--http", format_host_port(pool.network.http_address)]
         parts = ["tests", "tenants", "1", "bytes"]
         code, out, error = await _namespace("make", *parts, *http, "--policy", "lfu")
         assert (code, error) == (0, "")
