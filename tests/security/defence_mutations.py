@@ -1117,6 +1117,12 @@ def _nameless_errors() -> AbstractContextManager[object]:
             KeyError,
         ),
         _nameless("kvcast.switchsim.flags.parse", "builtins.SystemExit", KeyError),
+        _nameless(
+            "kvcast.routing.core.kv_events.decode_batch",
+            "kvcast.routing.core.kv_events.EventError",
+            KeyError,
+        ),
+        _nameless("kvcast.routing.prompts.body_of", "kvcast.routing.prompts.PromptError", KeyError),
     )
 
 
