@@ -625,6 +625,7 @@ _SERVICE: Final = cast(
         health=lambda: None,
         status=lambda: {"nodes": []},
         decisions=list,
+        worth=dict,
         metrics=list,
         derived=lambda block: block,
         pin=_pinned,

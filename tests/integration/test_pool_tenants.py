@@ -33,7 +33,7 @@ async def _namespace(*words: str) -> tuple[int, str, str]:
 
 async def test_an_operator_makes_limits_and_deletes_a_namespace(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 2) as (pool, links):
-        http = ["--http", f"http://{format_host_port(pool.network.http_address)}"]
+        http = ["--http", format_host_port(pool.network.http_address)]
         parts = ["tests", "tenants", "1", "bytes"]
         code, out, error = await _namespace("make", *parts, *http, "--policy", "lfu")
         assert (code, error) == (0, "")

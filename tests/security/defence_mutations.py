@@ -1182,11 +1182,10 @@ def _nameless_errors() -> AbstractContextManager[object]:
     class NoFramingError(Exception):
         """Nobody raises it, so a handler of it handles nothing."""
 
-    async def pin_body(request: Any) -> Any:
+    async def body(request: Any, kind: Any) -> Any:
         import msgspec
-        from kvcast.controller.http.api import PinBody
 
-        return msgspec.json.decode(await request.read(), type=PinBody)
+        return msgspec.json.decode(await request.read(), type=kind)
 
     return all_of(
         replaced("kvcast.bench.fuzz.engine._SHRINK_TRIES", 5),  # what is found need not be small
@@ -1218,7 +1217,7 @@ def _nameless_errors() -> AbstractContextManager[object]:
             "kvcast.hostagent.core.pool.PoolMapError",
             KeyError,
         ),
-        replaced("kvcast.controller.http.api._pin_body", pin_body),
+        replaced("kvcast.controller.http.api._body", body),
         _nameless("kvcast.switchsim.loader.load", "kvcast.switchsim.ir.ProgramError", KeyError),
         replaced("kvcast.switchsim.p4runtime.errors.P4RuntimeError", RuntimeError),
         _nameless(
@@ -1232,6 +1231,12 @@ def _nameless_errors() -> AbstractContextManager[object]:
             KeyError,
         ),
         _nameless("kvcast.switchsim.flags.parse", "builtins.SystemExit", KeyError),
+        _nameless(
+            "kvcast.routing.core.kv_events.decode_batch",
+            "kvcast.routing.core.kv_events.EventError",
+            KeyError,
+        ),
+        _nameless("kvcast.routing.prompts.body_of", "kvcast.routing.prompts.PromptError", KeyError),
     )
 
 
