@@ -249,8 +249,8 @@ def _entry_point_derives(
     cores: dict[int, AgentCore] = {}
     init = AgentCore.__init__
 
-    def remembers(self: Any, *arguments: Any) -> None:
-        init(self, *arguments)
+    def remembers(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
         cores[id(self.serving)] = self
 
     def derives(serve: Any) -> Any:
@@ -528,6 +528,22 @@ def _maps_unknown() -> AbstractContextManager[object]:
         return unlocked
 
     return around("kvcast.hostagent.tiers.kept.KeptFile.open_for_client", opens)
+
+
+@mutation(
+    "the next agent does not wait until no card writes for the one before",
+    {KEPT_BYTES: ["test_nobody_follows_an_agent_whose_memory_a_card_may_still_write[True]"]},
+)
+def _cards_forgotten() -> AbstractContextManager[object]:
+    import msgspec
+
+    def says(say: Any) -> Any:
+        def cardless(self: Any, word: Any, fds: list[int] | None = None) -> None:
+            say(self, msgspec.structs.replace(word, card=False) if word.card else word, fds)
+
+        return cardless
+
+    return around("kvcast.hostagent.supervisor.Place._say", says)
 
 
 @mutation(
