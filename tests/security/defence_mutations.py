@@ -481,7 +481,7 @@ def _kept_bytes_believed() -> AbstractContextManager[object]:
 
 @mutation(
     "an entry that was kept is believed without its check",
-    {KEPT_BITS: ["test_a_damaged_index_costs_blocks_and_never_gives_wrong_ones"]},
+    {KEPT_BITS: ["test_an_entry_with_a_flipped_bit_is_not_another_blocks"]},
 )
 def _kept_entries_believed() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.tiers.index._check_of", lambda *_: 0)

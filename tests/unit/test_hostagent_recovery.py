@@ -282,6 +282,24 @@ def test_without_a_map_nothing_is_taken_over_until_there_is_one() -> None:
     assert store.get(block(1)) is not None
 
 
+def test_an_entry_with_a_flipped_bit_is_not_another_blocks() -> None:
+    """Every bit of the words around what says something of the one copy that there is."""
+    machine = Machine()
+    empty = bytes(machine.index_memory)
+    machine.put(1)
+    first = shared.TAGS_OFFSET
+    kept = bytes(machine.index_memory)
+    lines = {at // 64 * 64 for at in range(first, len(kept)) if kept[at] != empty[at]}
+    assert len(lines) >= 2
+    for at in (line + byte for line in sorted(lines) for byte in range(64)):
+        for bit in range(8):
+            machine.index_memory[:] = kept
+            machine.index_memory[at] ^= 1 << bit
+            machine.start()
+            machine.recover()
+            assert machine.held() in ({}, {1: content(1, 4096)}), (at - first, bit)
+
+
 @given(seed=st.integers(0, 10**9), changes=st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_index_costs_blocks_and_never_gives_wrong_ones(seed: int, changes: int) -> None:
