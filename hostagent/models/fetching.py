@@ -36,7 +36,7 @@ from kvcast.hostagent.models.manifest import (
 
 Progress = Callable[[int, bool], None]
 """Told of every piece that is right: its size in bytes, and whether it was there already."""
-AT_ONCE: Final = 16
+AT_ONCE: Final = 8
 """Blocks that are asked for at the same time."""
 AT_ONCE_BYTES: Final = 64 << 20
 GET_DEADLINE_S: Final = 10.0
