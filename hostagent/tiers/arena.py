@@ -377,7 +377,7 @@ class ArenaFile:
         """Unlink the file and let go of the mapping; harmless when repeated."""
         if self._fd < 0:
             return
-        if _is_at(self.path, self._fd):
+        if is_at(self.path, self._fd):
             os.unlink(self.path)
         os.close(self._fd)
         self._fd = -1
@@ -401,7 +401,7 @@ def _create(path: str, size_bytes: int, reserve: bool) -> int:
         if reserve:
             os.posix_fallocate(fd, 0, size_bytes)
     except BaseException:
-        if _is_at(path, fd):
+        if is_at(path, fd):
             os.unlink(path)
         os.close(fd)
         raise
@@ -418,7 +418,7 @@ def _make_locked(path: str) -> int:
         except FileExistsError:
             _remove_stale(path)
             continue
-        if _lock(fd) and _is_at(path, fd):
+        if try_lock(fd) and is_at(path, fd):
             return fd
         os.close(fd)
     raise ArenaInUseError(f"{path} is being taken by other agents")
@@ -433,15 +433,16 @@ def _remove_stale(path: str) -> None:
     try:
         if not stat.S_ISREG(os.fstat(old).st_mode):
             raise ArenaError(f"{path} exists and is no regular file")
-        if not _lock(old):
+        if not try_lock(old):
             raise ArenaInUseError(f"{path} belongs to a running agent")
-        if _is_at(path, old):
+        if is_at(path, old):
             os.unlink(path)
     finally:
         os.close(old)
 
 
-def _lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Lock an open file; whether nobody else has."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -449,7 +450,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _is_at(path: str, fd: int) -> bool:
+def is_at(path: str, fd: int) -> bool:
     """Whether the path still names the file that `fd` has open."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import xxhash
-from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError
+from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, try_lock
 from kvcast.hostagent.tiers.index import buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES
 from kvcast.protocol.messages import shared
@@ -130,15 +130,15 @@ def from_descriptors(options: KeptOptions, arena_fd: int, index_fd: int, ledger_
 def _try_open(options: KeptOptions, new_incarnation: int) -> Kept | None:
     index_fd = _open(options.index_path)
     try:
-        if not _lock(index_fd):
+        if not try_lock(index_fd):
             raise ArenaInUseError(f"{options.index_path} belongs to a running agent")
-        if not _is_at(options.index_path, index_fd):
+        if not is_at(options.index_path, index_fd):
             os.close(index_fd)
             return None
         owned = _state_of(options, index_fd)
         arena_fd = _open(options.arena_path)
         try:
-            if not _lock(arena_fd) and not _let_go(index_fd):
+            if not try_lock(arena_fd) and not _let_go(index_fd):
                 _leave_to_clients(options, index_fd, arena_fd)
                 os.close(arena_fd)
                 os.close(index_fd)
@@ -320,21 +320,6 @@ def _size_of(fd: int) -> int:
     """In bytes; a device is as long as can be mapped of it."""
     found = os.fstat(fd)
     return found.st_size if stat.S_ISREG(found.st_mode) else 1 << 63
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(path: str, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
-    except FileNotFoundError:
-        return False
 
 
 def _close_quietly(fd: int) -> None:

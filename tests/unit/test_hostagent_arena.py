@@ -382,7 +382,7 @@ def test_an_agent_that_is_overtaken_leaves_the_others_file_alone(
 ) -> None:
     """Between a file's making and its lock another agent may have taken it for a dead one's."""
     path = os.path.join(tmp_path, "a.arena")
-    real = arena_module._lock
+    real = arena_module.try_lock
     others: list[ArenaFile] = []
 
     def lock(fd: int) -> bool:
@@ -391,7 +391,7 @@ def test_an_agent_that_is_overtaken_leaves_the_others_file_alone(
             others[0] = ArenaFile(1 << 20, path)
         return real(fd)
 
-    monkeypatch.setattr(arena_module, "_lock", lock)
+    monkeypatch.setattr(arena_module, "try_lock", lock)
     with pytest.raises(ArenaInUseError):
         ArenaFile(1 << 20, path)
     (other,) = others
