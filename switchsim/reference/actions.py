@@ -83,9 +83,14 @@ class Actions:
     # --- whole actions ----------------------------------------------------------------------
 
     def action(self, action: ir.Action) -> Step:
+        if any(isinstance(s, (ir.Jump, ir.JumpIfZero)) for s in action.body):
+            return self._with_jumps(action.body)
+        return sequence([self.statement(s) for s in action.body if not isinstance(s, ir.NoOp)])
+
+    def _with_jumps(self, body: tuple[ir.Statement, ...]) -> Step:
         # Each step gives the number of the next statement, or -1 for the one that follows.
         steps: list[Callable[[Phv, Arguments], int]] = []
-        for s in action.body:
+        for s in body:
             if isinstance(s, ir.Jump):
                 steps.append(_jump(s.target))
             elif isinstance(s, ir.JumpIfZero):
@@ -210,8 +215,43 @@ class Actions:
         return lambda value: value & mask
 
     def assign(self, target: ir.LValue, value: ir.DataExpr) -> Step:
-        store, x = self.setter(target), self.expressions.data(value)
-        return lambda p, a: store(p, a, x(p, a))
+        if not isinstance(target, ir.FieldRef):
+            store, x = self.setter(target), self.expressions.data(value)
+            return lambda p, a: store(p, a, x(p, a))
+        layout = self.layout
+        slot, width, signed = layout.slot(target), layout.width(target), layout.signed(target)
+        if isinstance(value, ir.Const):
+            return _store(slot, self.wrap(target)(value.value))
+        bits = self.expressions.bits(value)
+        fits = bits is not None and bits <= (width - 1 if signed else width)
+        if isinstance(value, ir.FieldRef):
+            source = layout.slot(value)
+            same = signed and layout.signed(value) and layout.width(value) <= width
+            if fits or same:
+
+                def copy(p: Phv, a: Arguments) -> None:
+                    p[slot] = p[source]
+
+                return copy
+        x = self.expressions.data(value)
+        if signed and not fits:
+
+            def assign_signed(p: Phv, a: Arguments) -> None:
+                p[slot] = to_signed(x(p, a), width)
+
+            return assign_signed
+        if fits:
+
+            def assign_as_it_is(p: Phv, a: Arguments) -> None:
+                p[slot] = x(p, a)
+
+            return assign_as_it_is
+        mask = (1 << width) - 1
+
+        def assign(p: Phv, a: Arguments) -> None:
+            p[slot] = x(p, a) & mask
+
+        return assign
 
     def assign_varbit(self, target: ir.FieldRef, source: ir.FieldRef) -> Step:
         layout = self.layout
@@ -231,6 +271,22 @@ class Actions:
         return assign
 
     # --- headers ----------------------------------------------------------------------------
+
+    def set_valid(self, header: int) -> Callable[[Phv], None]:
+        slot, siblings = self.layout.valid[header], self.layout.siblings[header]
+        if not siblings:
+
+            def set_valid(p: Phv) -> None:
+                p[slot] = 1
+
+            return set_valid
+
+        def set_valid_in_union(p: Phv) -> None:
+            for sibling in siblings:
+                p[sibling] = 0
+            p[slot] = 1
+
+        return set_valid_in_union
 
     def _copy_header(self, p: Phv, to: int, from_: int) -> None:
         layout = self.layout
@@ -333,6 +389,18 @@ class Actions:
             p[layout.valid[h]] = 1
             p[PACKET_LENGTH] += self._header_bytes(p, h)
 
+        if isinstance(header, ir.HeaderOf) and not layout.siblings[header.header]:
+            number = header.header
+            valid, start, end = layout.valid[number], layout.valid[number], layout.end[number]
+            fresh = [1] + [0] * (end - start - 1)
+            length = self.program.headers[number].fixed_bits // 8
+
+            def add_known(p: Phv, a: Arguments) -> None:
+                if not p[valid]:
+                    p[start:end] = fresh
+                    p[PACKET_LENGTH] += length
+
+            return add_known
         return add
 
     def _remove_header(self, header: ir.HeaderExpr) -> Step:
@@ -481,6 +549,30 @@ class Actions:
             p[group] = 0
 
         return mark_to_drop
+
+
+def sequence(steps: Sequence[Step]) -> Step:
+    """One step that runs all of them in order."""
+    match steps:
+        case []:
+            return lambda p, a: None
+        case [only]:
+            return only
+        case [first, second]:
+
+            def run_two(p: Phv, a: Arguments) -> None:
+                first(p, a)
+                second(p, a)
+
+            return run_two
+        case _:
+            frozen = tuple(steps)
+
+            def run(p: Phv, a: Arguments) -> None:
+                for step in frozen:
+                    step(p, a)
+
+            return run
 
 
 def _store(slot: int, value: int) -> Step:

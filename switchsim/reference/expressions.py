@@ -2,7 +2,8 @@
 
 Every expression of a program becomes a function of (phv, arguments), where the arguments are
 the runtime data of the action that it stands in. Names were resolved by the loader and become
-slot numbers here, once; running an expression looks nothing up.
+slot numbers here, once; running an expression looks nothing up. The common shapes (field
+against constant, field against field) get functions of their own, which is most of the speed.
 
 Arithmetic is exact, as in BMv2. Where BMv2 would stop the process (division by zero, a stack
 index out of range), the value is 0, as the P4 specification allows.
@@ -11,8 +12,8 @@ index out of range), the value is 0, as the P4 specification allows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from kvcast.switchsim import ir
 from kvcast.switchsim.control_plane.externs import RegisterArray
@@ -24,6 +25,8 @@ Data: TypeAlias = Callable[[Phv, Arguments], int]
 Bool: TypeAlias = Callable[[Phv, Arguments], bool]
 HeaderAt: TypeAlias = Callable[[Phv, Arguments], int]
 """Number of a header, or -1 where a stack has no such element."""
+_DataOf: TypeAlias = dict[str, Callable[..., Data]]
+_BoolOf: TypeAlias = dict[str, Callable[..., Bool]]
 
 
 def _divide(left: int, right: int) -> int:
@@ -77,6 +80,21 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 }
 
 
+def _written_out(operators: Iterable[str], source: str) -> dict[str, Any]:
+    """By operator, the function whose source this is with @ for the operator: written out it saves
+    a call for each packet."""
+    return {op: eval(source.replace("@", op)) for op in operators}
+
+
+_FIELD_CONST: _DataOf = _written_out("+-&|^", "lambda i, c: lambda p, a: p[i] @ c")
+_FIELD_FIELD: _DataOf = _written_out("+-&|^", "lambda i, j: lambda p, a: p[i] @ p[j]")
+_GENERAL: _DataOf = _written_out("+-&|^", "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
+_MASKED: _DataOf = _written_out("+-&|", "lambda x, c: lambda p, a: x(p, a) @ c")
+_COMPARE_CONST: _BoolOf = _written_out(_COMPARE, "lambda i, c: lambda p, a: p[i] @ c")
+_COMPARE_FIELD: _BoolOf = _written_out(_COMPARE, "lambda i, j: lambda p, a: p[i] @ p[j]")
+_COMPARE_GENERAL: _BoolOf = _written_out(_COMPARE, "lambda x, y: lambda p, a: x(p, a) @ y(p, a)")
+
+
 class Expressions:
     """Builds functions for the expressions of one program over one layout."""
 
@@ -104,8 +122,7 @@ class Expressions:
             case ir.RegisterLoad(array, index_expr):
                 return self._register_load(array, index_expr)
             case ir.Binary(op, left, right):
-                apply, x, y = _BINARY[op], self.data(left), self.data(right)
-                return lambda p, a: apply(x(p, a), y(p, a))
+                return self._binary(op, left, right)
             case ir.Invert(operand):
                 x = self.data(operand)
                 return lambda p, a: ~x(p, a)
@@ -121,6 +138,32 @@ class Expressions:
             case ir.ChooseData(condition, if_true, if_false):
                 b, x, y = self.boolean(condition), self.data(if_true), self.data(if_false)
                 return lambda p, a: x(p, a) if b(p, a) else y(p, a)
+
+    def _binary(self, op: str, left: ir.DataExpr, right: ir.DataExpr) -> Data:
+        slot = self.layout.slot
+        apply = _BINARY[op]
+        if isinstance(left, ir.Const) and isinstance(right, ir.Const):
+            folded = apply(left.value, right.value)
+            return lambda p, a: folded
+        if isinstance(left, ir.FieldRef):
+            if isinstance(right, ir.Const) and op in _FIELD_CONST:
+                return _FIELD_CONST[op](slot(left), right.value)
+            if isinstance(right, ir.FieldRef) and op in _FIELD_FIELD:
+                return _FIELD_FIELD[op](slot(left), slot(right))
+        x = self.data(left)
+        if isinstance(right, ir.Const):
+            c = right.value
+            if op in _MASKED:
+                return _MASKED[op](x, c)
+            if op == ">>" and c >= 0:
+                return lambda p, a: x(p, a) >> c
+            if op == "<<" and 0 <= c <= MAX_SHIFT:
+                return lambda p, a: x(p, a) << c
+            return lambda p, a: apply(x(p, a), c)
+        y = self.data(right)
+        if op in _GENERAL:
+            return _GENERAL[op](x, y)
+        return lambda p, a: apply(x(p, a), y(p, a))
 
     def _register_load(self, array: int, index_expr: ir.DataExpr) -> Data:
         cells = self.registers[array].cells
@@ -164,8 +207,7 @@ class Expressions:
             case ir.BoolConst(value):
                 return lambda p, a: value
             case ir.Compare(op, left, right):
-                holds, d, d2 = _COMPARE[op], self.data(left), self.data(right)
-                return lambda p, a: holds(d(p, a), d2(p, a))
+                return self._compare(op, left, right)
             case ir.Logic(op, left_b, right_b):
                 x, y = self.boolean(left_b), self.boolean(right_b)
                 if op == "and":
@@ -178,6 +220,9 @@ class Expressions:
                 b = self.boolean(operand)
                 return lambda p, a: not b(p, a)
             case ir.DataToBool(operand_d):
+                if isinstance(operand_d, ir.FieldRef):
+                    slot = self.layout.slot(operand_d)
+                    return lambda p, a: p[slot] != 0
                 d = self.data(operand_d)
                 return lambda p, a: d(p, a) != 0
             case ir.HeaderValid(header):
@@ -192,8 +237,24 @@ class Expressions:
                 b, x, y = self.boolean(condition), self.boolean(if_true), self.boolean(if_false)
                 return lambda p, a: x(p, a) if b(p, a) else y(p, a)
 
+    def _compare(self, op: str, left: ir.DataExpr, right: ir.DataExpr) -> Bool:
+        slot = self.layout.slot
+        if isinstance(left, ir.Const) and isinstance(right, ir.Const):
+            folded = _COMPARE[op](left.value, right.value)
+            return lambda p, a: folded
+        if isinstance(left, ir.FieldRef):
+            if isinstance(right, ir.Const):
+                return _COMPARE_CONST[op](slot(left), right.value)
+            if isinstance(right, ir.FieldRef):
+                return _COMPARE_FIELD[op](slot(left), slot(right))
+        return _COMPARE_GENERAL[op](self.data(left), self.data(right))
+
     def _header_valid(self, header: ir.HeaderExpr) -> Bool:
-        valid, at = self.layout.valid, self.header(header)
+        valid = self.layout.valid
+        if isinstance(header, ir.HeaderOf):
+            slot = valid[header.header]
+            return lambda p, a: p[slot] != 0
+        at = self.header(header)
 
         def is_valid(p: Phv, a: Arguments) -> bool:
             h = at(p, a)
@@ -282,3 +343,25 @@ class Expressions:
             return elements[i] if 0 <= i < len(elements) else -1
 
         return element
+
+    # --- what a value can be ----------------------------------------------------------------
+
+    def bits(self, e: ir.DataExpr) -> int | None:
+        """If e is surely not negative: how many bits it can have. Else None."""
+        match e:
+            case ir.Const(value):
+                return value.bit_length() if value >= 0 else None
+            case ir.FieldRef():
+                return None if self.layout.signed(e) else self.layout.width(e)
+            case ir.BoolToData():
+                return 1
+            case ir.Binary("&", left, right):
+                known = [b for b in (self.bits(left), self.bits(right)) if b is not None]
+                return min(known) if known else None
+            case ir.Binary("|" | "^", left, right) | ir.ChooseData(_, left, right):
+                x, y = self.bits(left), self.bits(right)
+                return None if x is None or y is None else max(x, y)
+            case ir.Binary(">>", left, _):
+                return self.bits(left)
+            case _:
+                return None

@@ -263,8 +263,9 @@ class _Run:
 
     def apply(self, number: int | None, phv: Phv) -> None:
         """Run a control from this node on."""
+        nodes = self.pipeline.nodes
         while number is not None:
-            number = self.pipeline.nodes[number](phv)
+            number = nodes[number](phv)
             if phv[EXIT]:
                 phv[EXIT] = 0
                 return

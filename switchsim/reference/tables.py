@@ -3,9 +3,9 @@
 This module owns the way from a packet's key to an action and to the number of the next node. The
 entries and the control plane's rules are `control_plane.tables`. Actions are only functions here.
 
-A key is looked up as one integer, its fields side by side. The entries of an exact table are a
-dictionary; those of the others are tried one after the other, the best first: the one with the
-longest prefix, or else with the lowest priority.
+A key is looked up as one integer, its fields side by side. An exact table is one dictionary; lpm
+and ternary have one for each mask, those with the best entry (the longest prefix, the lowest
+priority) first; the entries of a range table are tried one after the other.
 """
 
 from __future__ import annotations
@@ -64,12 +64,55 @@ class _Exact:
         del self._entries[value]
 
 
-class _Ordered:
-    """Lpm, ternary and range: the entries are tried, the best first."""
+class _Masked:
+    """Lpm and ternary: for each mask, the entries by their value, the best first."""
 
-    def __init__(self, key: Sequence[KeyField], *, longest_first: bool) -> None:
-        self._fields = _field_positions(key)
+    def __init__(self, *, longest_first: bool) -> None:
         self._longest_first = longest_first
+        self._by_mask: dict[int, dict[int, list[_Ranked]]] = {}
+        self._order: list[tuple[_Rank, int, dict[int, list[_Ranked]]]] | None = None
+        """(rank of its best entry, mask, entries), the best first; None: to be made anew."""
+
+    def find(self, key: int) -> Entry | None:
+        if self._order is None:
+            self._order = sorted(
+                (min(ranked[0][0] for ranked in values.values()), mask, values)
+                for mask, values in self._by_mask.items()
+            )
+        found: Entry | None = None
+        rank = _LAST
+        for best, mask, values in self._order:
+            if best > rank:
+                break
+            ranked = values.get(key & mask)
+            if ranked is not None and ranked[0][0] < rank:
+                rank, found = ranked[0]
+        return found
+
+    def add(self, entry: Entry, value: int, mask: int) -> None:
+        ranked = self._by_mask.setdefault(mask, {}).setdefault(value, [])
+        insort(ranked, (self._rank(entry, mask), entry))
+        self._order = None
+
+    def remove(self, entry: Entry, value: int, mask: int) -> None:
+        values = self._by_mask[mask]
+        values[value].remove((self._rank(entry, mask), entry))
+        if not values[value]:
+            del values[value]
+        if not values:
+            del self._by_mask[mask]
+        self._order = None
+
+    def _rank(self, entry: Entry, mask: int) -> _Rank:
+        """Masks of an lpm table are prefixes of one field, so the greatest is the longest."""
+        return (-mask if self._longest_first else entry.priority), entry.handle
+
+
+class _Ranges:
+    """The entries are tried, that with the lowest priority first."""
+
+    def __init__(self, key: Sequence[KeyField]) -> None:
+        self._fields = _field_positions(key)
         self._order: list[tuple[Entry, int, int, tuple[tuple[int, int, int, int], ...]]] = []
 
     def find(self, key: int) -> Entry | None:
@@ -86,18 +129,17 @@ class _Ordered:
             for v, (shift, full) in zip(entry.key, self._fields, strict=True)
             if isinstance(v, Range)
         )
-        insort(self._order, (entry, value, mask, ranges), key=self._rank)
+        item = (entry, value, mask, ranges)
+        insort(self._order, item, key=lambda item: (item[0].priority, item[0].handle))
 
     def remove(self, entry: Entry, value: int, mask: int) -> None:
         self._order = [item for item in self._order if item[0] is not entry]
 
-    def _rank(self, item: tuple[Entry, int, int, object]) -> tuple[int, int]:
-        """Masks of an lpm table are prefixes of one field, so the greatest is the longest."""
-        entry, _, mask, _ = item
-        return (-mask if self._longest_first else entry.priority), entry.handle
 
-
-_Index: TypeAlias = _Exact | _Ordered
+_Rank: TypeAlias = tuple[int, int]
+_Ranked: TypeAlias = tuple[_Rank, Entry]
+_LAST: _Rank = (1 << 62, 0)
+_Index: TypeAlias = _Exact | _Masked | _Ranges
 
 
 class Table(tables.Table):
@@ -116,33 +158,45 @@ class Table(tables.Table):
     ) -> None:
         """`runs`: what each of the program's `actions` does; `meter`: what a direct meter counts,
         and where it says its colour."""
-        super().__init__(spec, actions, profile)
-        self._runs = {actions[n].name: runs[n] for n in spec.actions}
+        self._plans = {
+            actions[n].name: (runs[n], spec.next_hit if spec.by_hit else following)
+            for n, following in zip(spec.actions, spec.next_by_action, strict=True)
+        }
+        """By action of an entry that was hit: what it does, and the number of the next node."""
         self._program_default_run = None if spec.default is None else runs[spec.default.action]
         self._chooser = profile
         self._key_of = _key_function(layout, spec.key)
-        self._next_by_action = dict(zip(self._names, spec.next_by_action, strict=True))
         self._meter = meter
+        self._missed: tuple[Step, Sequence[int], int | None] = (_nothing, (), spec.next_miss)
+        """What a miss does: step, its arguments, the number of the next node."""
+        super().__init__(spec, actions, profile)
+        self._counts = self.has_counters or meter is not None or spec.support_timeout
 
     # --- the data plane ---------------------------------------------------------------------
 
     def apply(self, phv: Phv) -> int | None:
         """Look up, run the action, and give the number of the next node."""
-        spec, action, runs = self.spec, self._default, self._runs
         entry = self._index.find(self._key_of(phv)) if self.entries else None
-        if entry is not None:
+        if entry is None:
+            run, arguments, following = self._missed
+            run(phv, arguments)
+            return following
+        if self._counts:
             self._count(entry, phv)
-            action = entry.action
-            if self._chooser is not None:
-                action, runs = self._chooser.chosen(phv, entry), self._chooser.runs
-        if action is None:  # no default entry; or an empty group, which is a miss for `by_action`
-            return spec.next_hit if entry is not None and spec.by_hit else spec.next_miss
-        run = self._program_default_run if action is self._program_default else runs[action.name]
-        assert run is not None
+        if self._chooser is not None:
+            return self._indirect(entry, phv, self._chooser)
+        action = entry.action
+        assert action is not None
+        run, following = self._plans[action.name]
         run(phv, action.arguments)
-        if spec.by_hit:
-            return spec.next_hit if entry is not None else spec.next_miss
-        return self._next_by_action.get(action.name, spec.next_miss)
+        return following
+
+    def _indirect(self, entry: Entry, phv: Phv, profile: Profile) -> int | None:
+        action = profile.chosen(phv, entry)
+        if action is None:  # an empty group, which is a miss for `by_action`
+            return self.spec.next_hit if self.spec.by_hit else self.spec.next_miss
+        profile.runs[action.name](phv, action.arguments)
+        return self._plans[action.name][1]
 
     def _count(self, entry: Entry, phv: Phv) -> None:
         if self.has_counters:
@@ -161,10 +215,28 @@ class Table(tables.Table):
     def _new_index(self) -> _Index:
         if self.spec.match == "exact":
             return _Exact()
-        return _Ordered(self.spec.key, longest_first=self.spec.match == "lpm")
+        if self.spec.match == "range":
+            return _Ranges(self.spec.key)
+        return _Masked(longest_first=self.spec.match == "lpm")
 
     def _new_entry(self, handle: int, key: tuple[MatchValue, ...], priority: int) -> Entry:
         return Entry(handle, key, priority, meter=Meter())
+
+    def _default_changed(self) -> None:
+        default, following = self._default, self.spec.next_miss
+        if default is None:
+            self._missed = _nothing, (), following
+            return
+        run = self._program_default_run
+        if default is not self._program_default or run is None:
+            run, _ = self._plans[default.name]
+        if not self.spec.by_hit and default.name in self._plans:
+            _, following = self._plans[default.name]
+        self._missed = run, default.arguments, following
+
+
+def _nothing(phv: Phv, arguments: Sequence[int]) -> None:
+    """A miss in a table without a default entry."""
 
 
 def _field_positions(key: Sequence[KeyField]) -> list[tuple[int, int]]:
@@ -183,8 +255,15 @@ def _key_function(layout: Layout, key: Sequence[KeyField]) -> Callable[[Phv], in
     for k, (shift, ones) in zip(key, _field_positions(key), strict=True):
         mask = ones if k.mask is None else ones & k.mask
         parts.append((layout.slot(k.field), layout.valid[k.field.header], shift, mask))
+    if len(parts) == 1:
+        slot, valid, _, mask = parts[0]
+        return lambda p: p[slot] & mask if p[valid] else 0
 
     def key_of(p: Phv) -> int:
-        return sum((p[slot] & mask) << shift for slot, valid, shift, mask in parts if p[valid])
+        value = 0
+        for slot, valid, shift, mask in parts:
+            if p[valid]:
+                value |= (p[slot] & mask) << shift
+        return value
 
     return key_of

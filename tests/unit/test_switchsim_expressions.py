@@ -221,6 +221,14 @@ def test_assignment_cuts_to_the_field(tree: ir.DataExpr, values: list[int], targ
     assert phv == others
 
 
+@settings(max_examples=300, deadline=None)
+@given(tree=TREES, values=VALUES)
+def test_known_width_of_an_expression_is_true(tree: ir.DataExpr, values: list[int]) -> None:
+    bits = ACTIONS.expressions.bits(tree)
+    if bits is not None:
+        assert 0 <= data(tree, packet(values)) < 2**bits
+
+
 def test_shift_by_a_huge_amount_takes_no_memory() -> None:
     tree = ir.Binary("<<", ir.Const(1), ir.Local(2))
     assert ACTIONS.expressions.data(tree)(packet([0] * len(FIELDS)), LOCALS) == 0
