@@ -57,7 +57,7 @@ from kvcast.protocol.messages.wire import (
     segment_index,
 )
 from kvcast.protocol.pacing import TokenBucket
-from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig
+from kvcast.protocol.responder.catchup import CatchUp, CatchUpConfig, CopyTime
 from msgspec.structs import replace
 
 
@@ -309,6 +309,7 @@ class Responder:
         self._bypassed = 0  # how often in a row the first of the turns has waited
         self._heat: BoundedMap[BlockId, _Heat] = BoundedMap(config.heat_blocks)
         self._catch_up = CatchUp(config.catch_up)
+        self._copy_time = CopyTime()
 
     def receive(self, now: float, reader: int, frame: Frame) -> None:
         """Take a READ, as `wire.decode` made it, that came from node `reader`."""
@@ -368,6 +369,7 @@ class Responder:
             if reader.queue:
                 turns.append(index)
         self._bucket.take(allowed - left)
+        self._copy_time.took(now, allowed - left, more=self._ready > 0)
         return answers
 
     def get_timer(self, now: float) -> float | None:
@@ -490,12 +492,19 @@ class Responder:
             return True
         hold_s = min(frame.gather, self.config.max_gather_ms) / 1000
         if shared is not None and not frame.flags & FLAG_RETRY:
-            job.behind = self._catch_up.read(now, reader, block, frame.segment)
+            frame_s = 1 / self._bucket.rate if self._bucket.rate else self._copy_time.frame_s
+            job.behind = self._catch_up.read(
+                now,
+                reader,
+                block,
+                frame.segment,
+                copy_s=frame_s * wanted.bit_count(),
+                left=chunking.segments_of(size) - index,
+            )
             if job.behind:
                 self.counters.reads_behind += 1
             else:
-                catch_up = self._catch_up
-                until_together_s = catch_up.hold_s if frame.gather else catch_up.hold_alone_s
+                until_together_s = self._catch_up.hold_of(reader, gathers=frame.gather > 0)
                 if until_together_s > hold_s:
                     self.counters.segments_held_back += 1
                     hold_s = until_together_s

@@ -295,13 +295,14 @@ def test_readers_at_once_cost_the_home_one_answer_a_segment(
 
 
 def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUpConfig) -> float:
-    """Copies of each block that the home sends to readers that begin within `apart_s`."""
-    blocks = 128
+    """Copies of each block that the home sends to readers that begin within `apart_s`. A copy
+    takes 133 µs."""
+    blocks = 320
     network = Network(
         seed,
         faults=replace(IN_ORDER, delay_s=0.001),
         middle=CoalescingSwitch(lease_s=4.0),
-        responder=ResponderConfig(catch_up=catch_up),
+        responder=ResponderConfig(rate_frames_per_s=15_000, burst_frames=16, catch_up=catch_up),
     )
     store = network.add_responder(HOME_A)
     for number in range(blocks):
@@ -323,13 +324,12 @@ def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUp
     return network.responders[HOME_A].counters.payload_bytes / (blocks * 2048)
 
 
-@pytest.mark.parametrize("readers", [2, 5])
-@pytest.mark.parametrize("apart_s", [0.006, 0.012])
-def test_readers_a_moment_apart_come_to_share_answers(readers: int, apart_s: float) -> None:
-    alone = copies_read_apart(1, readers, apart_s, CatchUpConfig(max_hold_s=0.0))
-    copies = copies_read_apart(1, readers, apart_s, CatchUpConfig())
+@pytest.mark.parametrize("seed", [1, 2])
+def test_readers_a_moment_apart_come_to_share_answers(seed: int) -> None:
+    alone = copies_read_apart(seed, 2, 0.008, CatchUpConfig(max_hold_s=0.0))
+    copies = copies_read_apart(seed, 2, 0.008, CatchUpConfig())
     assert alone > 1.9
-    assert copies - 1 < (alone - 1) / 2  # it takes some of the 16 windows to bring them together
+    assert copies - 1 < (alone - 1) / 2  # it takes some of the 40 windows to bring them together
 
 
 @settings(max_examples=40, deadline=None)

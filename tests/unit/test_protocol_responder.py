@@ -375,7 +375,7 @@ class Pair:
 
     def __init__(self, **catch_up: Any) -> None:
         self.held = Held(BYTES[:1024])
-        config = ResponderConfig(catch_up=CatchUpConfig(**catch_up))
+        config = ResponderConfig(rate_frames_per_s=20, catch_up=CatchUpConfig(**catch_up))
         self.core = Responder(config, lookup=self.lookup)
         for number in range(10):
             now = 1.0 + number / 100
