@@ -43,6 +43,7 @@ from kvcast.hostagent.options import Options
 from kvcast.hostagent.standing import Standing, kept_options, stand_up
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.kept import from_descriptors
+from kvcast.protocol import lane
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION
 from kvcast.protocol.messages.shared import INDEX_LAYOUT
 from kvcast.protocol.placement import Placement
@@ -571,6 +572,7 @@ def supervise(options: Options, run: Run, takeover: bool) -> int:
 def warm_up() -> None:
     """Have what an agent compiles, or imports late, ready before it is needed."""
     Placement(seed=1)
+    lane.compiled()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         Mover(sock, connected=False, joins=False)
         if lander.available():

@@ -77,18 +77,7 @@ from kvcast.protocol.messages.wire import (
 
 ARRIVALS: Final = 64
 """Arrivals that are kept until Python takes them; at the bound it is asked to."""
-
-
-def _at(header: Header, name: str) -> int:
-    """Where a field begins, in bytes."""
-    bits = 0
-    for field in header.fields:
-        if field.name == name:
-            return bits // 8
-        bits += field.bits
-    raise KeyError(name)
-
-
+_at: Final = Header.offset_of
 _VERSION_AT: Final = _at(KVCAST, "version")
 _OP_AT: Final = _at(KVCAST, "op")
 _FLAGS_AT: Final = _at(KVCAST, "flags")
@@ -121,10 +110,11 @@ _FULL: Final = (1 << 64) - 1
 _INDEX: Final = (1 << SEGMENT_INDEX_BITS) - 1
 _NOBODY: Final = 0xFFFF_FFFF
 
-# What `place` returns.
-_ALL_PLACED: Final = 0
-_ARRIVALS_FULL: Final = 1
-_FRAME_FOR_PYTHON: Final = 2
+# What `place` returns: all pieces are used up; Python is to take what there is, and to call again;
+# the same, and to look at a frame.
+ALL_PLACED: Final = 0
+GO_ON: Final = 1
+FRAME_FOR_PYTHON: Final = 2
 
 
 class Piece(Struct):
@@ -568,7 +558,7 @@ def place(t: Table, pieces: Ptr[Piece], count: U32) -> U32:
         piece = pieces[t.piece]
         while True:
             if t.arrival_count == ARRIVALS:
-                return _ARRIVALS_FULL
+                return GO_ON
             left = piece.length - t.offset
             length = 0 + piece.stride
             if length == 0 or length > left:
@@ -580,11 +570,11 @@ def place(t: Table, pieces: Ptr[Piece], count: U32) -> U32:
                 t.piece += 1
                 t.offset = 0
                 if stops:
-                    return _FRAME_FOR_PYTHON
+                    return FRAME_FOR_PYTHON
                 break
             if stops:
-                return _FRAME_FOR_PYTHON
-    return _ALL_PLACED
+                return FRAME_FOR_PYTHON
+    return ALL_PLACED
 
 
 # --- Python's side ----------------------------------------------------------------------------
@@ -789,19 +779,23 @@ class Placement:
         count: int,
         arrived: Callable[[list[Arrived]], None],
         frame: Callable[[int, bytes], None],
+        *,
+        instead: Callable[[int, int, int], int] | None = None,
     ) -> None:
         """Take `count` pieces, which lie at the address `pieces`. `arrived` is told of what was put
         in its place, and `frame` (node, datagram) of what Python is to look at, in the order in
-        which they came."""
-        table, code, address = self._table, self._code, self._address
+        which they came. `instead` is called instead of the compiled `place`, and does what that
+        does, and more."""
+        table, address = self._table, self._address
+        code = self._code.place if instead is None else instead
         table.piece = table.offset = 0
         while True:
-            why = code.place(address, pieces, count)
+            why = code(address, pieces, count)
             if table.arrival_count:
                 arrived(self._take_arrivals())
-            if why == _ALL_PLACED:
+            if why == ALL_PLACED:
                 return
-            if why == _FRAME_FOR_PYTHON:
+            if why == FRAME_FOR_PYTHON:
                 frame(table.frame_source, ctypes.string_at(table.frame, table.frame_length))
 
     def place_bytes(
@@ -812,11 +806,12 @@ class Placement:
         *,
         stride: int = 0,
         sender: int = 0,
+        instead: Callable[[int, int, int], int] | None = None,
     ) -> None:
         """The same for one piece that lies anywhere."""
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         piece = ctypes_of(Piece)(ctypes.addressof(buffer), len(data), stride, sender)
-        self.place(ctypes.addressof(piece), 1, arrived, frame)
+        self.place(ctypes.addressof(piece), 1, arrived, frame, instead=instead)
 
     def take_counts(self) -> Counts:
         """Frames since the last time."""

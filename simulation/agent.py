@@ -23,6 +23,7 @@ from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.protocol.lane import datagrams_of
 from kvcast.protocol.links.control_caller import (
     ControlCaller,
     ControlConnection,
@@ -46,6 +47,8 @@ from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import Alarm, World
 
 SEND_ROUND: Final = 64
+LANE_ROUND: Final = 65
+"""A segment of small chunks and its OFFER."""
 RECOVERY_PAUSE_S: Final = 0.15
 """So long that much happens while an agent still goes through what it found."""
 _ENTRY_WORDS: Final = shared.ENTRY_BYTES // shared.WORD_BYTES
@@ -330,6 +333,8 @@ class SimAgent(Process):
         self._wrap: dict[int, Encapsulation] = {}
         self._placement = core.requester.placement
         self._placement.unwrap_for(host.options.endpoint)
+        if core.lane is not None:
+            core.lane.send = self._send_jobs
         self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -380,10 +385,12 @@ class SimAgent(Process):
         """As `TunnelTransport` takes a frame, by the same compiled code."""
         core, metrics = self.core, self.core.metrics
         self._follow_pool()
+        lane = core.open_lane(self.now, LANE_ROUND)
         self._placement.place_bytes(
             frame,
             lambda arrivals: core.placed(self.now, arrivals),
             lambda source, datagram: core.receive(self.now, source, decode(datagram)),
+            instead=None if lane is None else lane.place,
         )
         counts = self._placement.take_counts()
         metrics.frames_received_total += counts.frames
@@ -417,13 +424,21 @@ class SimAgent(Process):
             self.bulk.dispatch()
         self._follow_pool()
         for node, frame in core.frames_to_send(self.now, SEND_ROUND):
-            wrap = self._wrap.get(node)
-            if wrap is None:
-                core.metrics.frames_addressee_left_total += 1
-            else:
-                core.metrics.frames_sent_total += 1
-                self.host.send(wrap.wrap(encode(frame)))
+            self._send(node, encode(frame))
         self._set_timer()
+
+    def _send_jobs(self, jobs: int, count: int) -> None:
+        """As the mover does."""
+        for node, datagram in datagrams_of(jobs, count):
+            self._send(node, datagram)
+
+    def _send(self, node: int, datagram: bytes) -> None:
+        wrap = self._wrap.get(node)
+        if wrap is None:
+            self.core.metrics.frames_addressee_left_total += 1
+        else:
+            self.core.metrics.frames_sent_total += 1
+            self.host.send(wrap.wrap(datagram))
 
     def _set_timer(self) -> None:
         when = self.core.get_timer(self.now)

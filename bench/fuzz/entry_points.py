@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import finsy as fy
 import grpc
+import msgspec
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError, Message
@@ -55,10 +56,14 @@ from kvcast.hostagent.core.access import Tenants
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network import local_server
 from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.p4 import artefact
+from kvcast.protocol import lane
+from kvcast.protocol.lane import datagrams_of
 from kvcast.protocol.links import bulk_callee, bulk_caller, control_callee, control_caller, stream
 from kvcast.protocol.links.bulk import (
     BulkCall,
@@ -88,6 +93,7 @@ from kvcast.protocol.messages.ethernet import (
     unwrap,
 )
 from kvcast.protocol.messages.framing import MessageCodec
+from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.protocol.requester import requester
 from kvcast.protocol.responder import responder
@@ -161,10 +167,10 @@ class _Transport(asyncio.Transport):
 def agent_of_two() -> AgentCore:
     """An agent's core with a map of two nodes and one namespace."""
     memory = memoryview(bytearray(SLABS * SLAB))
-    agent = AgentCore(
-        AgentOptions(node_id="node-1"), Store(Allocator(SLABS * SLAB, SLAB)), memory,
-        random.Random(1),
-    )  # fmt: skip
+    store = Store(Allocator(SLABS * SLAB, SLAB))
+    index = memoryview(bytearray(index_bytes(buckets_for(len(memory)))))
+    shared = SharedIndex(Index(index, len(memory), 1), store, barrier=lambda: None)
+    agent = AgentCore(*(AgentOptions(node_id="node-1"), store, memory, random.Random(1), shared))
     agent.registered(Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0))
     agent.control_message(0.0, pool_map())
     return agent
@@ -201,6 +207,7 @@ def check_store(store: Store) -> None:
     core,
     requester,
     responder,
+    lane,
 )
 class DataPortHarness(Harness):
     """An agent that asks for one block and holds another, as datagrams reach it through a tunnel;
@@ -222,8 +229,11 @@ class DataPortHarness(Harness):
         self._good = [
             self._capsule.wrap(datagram)
             for key in (KEY, _HELD_KEY)
-            for datagram in seed_datagrams(1, key)
+            for datagram in (*seed_datagrams(1, key), *self._plain_reads(key))
         ]
+        assert self._agent.lane is not None
+        self._lane = self._agent.lane
+        self._lane.send = self._check_lane
 
     def corpus(self) -> list[bytes]:
         answer = [frame for frame in self._good if len(frame) > wire.CHUNK_BYTES]
@@ -264,11 +274,13 @@ class DataPortHarness(Harness):
         for length, frames in itertools.groupby(frames_of(data), len):
             some = list(frames)
             malformed += sum(map(self._is_malformed, some))
+            agent.open_lane(now, 256)
             self._placement.place_bytes(
                 b"".join(some),
                 lambda arrivals: agent.placed(now, arrivals),
                 lambda source, datagram: agent.receive(now, source, wire.decode(datagram)),
                 stride=length,
+                instead=self._lane.place,
             )
             agent.after_receiving(now)
             agent.requester.check()
@@ -289,6 +301,31 @@ class DataPortHarness(Harness):
         assert held is not None
         assert agent.serving.view(held) == self._held, "the bytes of another block have changed"
         assert len(self._placement) == agent.requester.fetches_in_flight == 0
+
+    def _plain_reads(self, key: bytes) -> list[bytes]:
+        """READs that need no decision."""
+        read = wire.Frame(wire.OP_READ, 1, key, wanted=wire.FULL_SEGMENT)
+        segments = (0, 1, wire.CHUNKINGS[3].number(0), wire.CHUNKINGS[1].number(1))
+        return [
+            wire.encode(msgspec.structs.replace(read, segment=segment, flags=flags))
+            for segment, flags in zip(segments, (0, wire.FLAG_SHARED) * 2, strict=True)
+        ]
+
+    def _check_lane(self, jobs: int, count: int) -> None:
+        """What compiled code answers is of a block that is held, and of nothing else."""
+        for node, datagram in datagrams_of(jobs, count):
+            frame = wire.decode(datagram)
+            held = self._agent.store.peek(frame.block)
+            assert held is not None, "a block that is not held was sent"
+            assert node == 2
+            assert (frame.size, frame.digest) == (held.size_bytes, held.digest)
+            if frame.op == wire.OP_DATA:
+                chunking = wire.chunking_of(frame.segment)
+                at = chunking.start_of(wire.segment_index(frame.segment))
+                at += frame.chunk * chunking.chunk_bytes
+                view = self._agent.serving.view(held)[at : at + chunking.chunk_bytes]
+                sent = bytes(frame.payload)
+                assert sent == bytes(view).ljust(len(sent), b"\0"), "other bytes were sent"
 
     def _is_malformed(self, frame: bytes) -> bool:
         try:

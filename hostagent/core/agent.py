@@ -30,6 +30,7 @@ from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
+from kvcast.protocol.lane import Answered, Lane
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
@@ -63,6 +64,7 @@ from kvcast.protocol.messages.wire import (
     Chunking,
     Frame,
     Offer,
+    encode_offer,
 )
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.placement import Arrived, Placement
@@ -166,6 +168,14 @@ class AgentCore:
             rng=rng,
             placement=Placement(seed=options.placement_seed),
         )
+        self._now = 0.0
+        self.lane: Lane | None = None
+        """Answers READs that need no decision; None where there is no index to find blocks in."""
+        if shared is not None:
+            self.lane = Lane(
+                shared.memory, memory, max_chunk_bytes=options.responder.max_chunk_bytes
+            )
+            self.lane.told = self._answered
         self.reads = Reads(
             options.reads,
             options.node_id,
@@ -199,6 +209,8 @@ class AgentCore:
         """A frame that came from node `source` of the present map."""
         self.store.advance(now)
         if frame.op == OP_READ:
+            if self.lane is not None:
+                self.lane.close()  # what comes after it in this round may meet it in its queue
             pool = self.outbox.pool
             assert pool is not None  # there are no node indices without it
             if pool.may_use(frame.namespace, pool.nodes[source].node_id):
@@ -209,6 +221,28 @@ class AgentCore:
         self.metrics.frames_answers_total += 1
         self.requester.receive(now, source, frame)
 
+    def open_lane(self, now: float, budget: int) -> Lane | None:
+        """A round of frames comes: the lane, which may answer READs among them by up to `budget`
+        frames, if there is nothing to decide about these. It is closed by the first that goes to
+        `receive`, and in `after_receiving`."""
+        lane = self.lane
+        if lane is not None:
+            self.store.advance(now)
+            self._now = now
+            # Of what a former agent has left, only Python knows what is right.
+            frames = self.responder.lane_frames(now, budget) if self.recovery is None else 0
+            lane.open(frames, takes_marked=not self.responder.holds_back)
+        return lane
+
+    def _answered(self, answered: list[Answered]) -> None:
+        """The lane has answered these READs, and sent the answers."""
+        assert self.shared is not None
+        for each in answered:
+            copy = self.shared.copy_of(each.cell)
+            if copy is not None:
+                self.store.get(copy.block)
+                self.responder.answered(self._now, copy.block, copy.size_bytes, copy.digest, each)
+
     def placed(self, now: float, arrivals: list[Arrived]) -> None:
         """DATA that `requester.placement` has put in place."""
         self.metrics.frames_answers_total += sum(arrived.frames for arrived in arrivals)
@@ -216,6 +250,9 @@ class AgentCore:
 
     def after_receiving(self, now: float) -> None:
         """Act on what the frames since the last call have brought about."""
+        if self.lane is not None:
+            self.lane.close()
+            self.responder.counters.reads_beyond_lane += self.lane.take_full()
         self.store.advance(now)
         self.reads.drain(now)
 
@@ -261,7 +298,11 @@ class AgentCore:
         """The bulk link. It needs no token, since it asks every caller who it is, and what it may
         use; and readers connect to where the map says, whatever is written here."""
         pool = self.outbox.pool
-        node = pool.nodes.get(pool.index) if pool is not None else None
+        return None if pool is None else self._offer_of(pool)
+
+    @staticmethod
+    def _offer_of(pool: Pool) -> Offer | None:
+        node = pool.nodes.get(pool.index)
         if node is None:
             return None
         try:
@@ -314,6 +355,7 @@ class AgentCore:
             self._found(message.request, message.info, local.OK, "")
             if self.pool is not None:
                 self._state_namespace(self.pool, message.info.namespace)
+                self._state_lane(self.pool)
                 self._keep_map(self.pool)
         else:
             assert isinstance(message, GroupReply)
@@ -352,7 +394,20 @@ class AgentCore:
             self._leave_old_pool(now, old, pool)
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
+        self._state_lane(pool)
         self._keep_map(pool)
+
+    def _state_lane(self, pool: Pool) -> None:
+        """Who may have which namespaces' blocks without asking us."""
+        if self.lane is not None:
+            offer = self._offer_of(pool)
+            self.lane.use(
+                {
+                    namespace: pool.nodes_of(info) if info.nodes else None
+                    for namespace, info in pool.namespaces.items()
+                },
+                b"" if offer is None else encode_offer(offer),
+            )
 
     def restore_map(self, now: float, registered: Registered, pool_map: PoolMap) -> None:
         """Go on by the map that a former agent went by, until the controller sends one. LinkError
@@ -659,6 +714,8 @@ class AgentCore:
 
     def close(self) -> None:
         """Let go of everything that is held for others."""
+        if self.lane is not None:
+            self.lane.shut()
         if self.shared is not None:
             self.shared.close()
         self.control_lost()

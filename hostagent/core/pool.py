@@ -100,6 +100,10 @@ class Pool:
             return None
         return not info.nodes or node_id in info.nodes
 
+    def nodes_of(self, info: NamespaceInfo) -> list[int]:
+        """The indices of the nodes that a namespace is for, where it names some."""
+        return [self.nodes_by_id[node].index for node in info.nodes if node in self.nodes_by_id]
+
     def meaning_of(self, namespace: int) -> int | None:
         """What a namespace means (`bulk.meaning_of`); None if there is no such namespace."""
         info = self.namespaces.get(namespace)

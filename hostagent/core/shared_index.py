@@ -131,6 +131,11 @@ class SharedIndex:
         copy.cell = cell
         self._copies[cell] = copy
 
+    @property
+    def memory(self) -> memoryview:
+        """The index, as clients map it."""
+        return self._index.memory
+
     def copy_of(self, cell: int) -> Copy | None:
         """The copy that a cell names, if it is in the index."""
         return self._copies.get(cell)

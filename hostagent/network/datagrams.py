@@ -90,6 +90,8 @@ class Transport(ABC):
         self._mover = mover
         self._joins = mover.joins
         self._placement = core.requester.placement
+        if core.lane is not None:
+            core.lane.send = mover.send_jobs
         self._metrics = core.metrics
         self._pool: Pool | None = None
         self._now = 0.0
@@ -141,12 +143,14 @@ class Transport(ABC):
         self._follow_pool()
         now = self._now = self._loop.time()
         metrics, mover, placement = self._metrics, self._mover, self._placement
+        lane = self._core.open_lane(now, 0 if mover.waiting else SEND_ROUND)
+        instead = None if lane is None else lane.place
         taken = 0
         while taken < RECEIVE_ROUND:
             pieces = mover.receive()
             if not pieces:
                 break
-            placement.place(mover.pieces, pieces, self._placed, self._frame)
+            placement.place(mover.pieces, pieces, self._placed, self._frame, instead=instead)
             counts = placement.take_counts()
             taken += counts.frames
             metrics.frames_malformed_total += counts.malformed
@@ -154,8 +158,8 @@ class Transport(ABC):
             metrics.frames_unknown_source_total += counts.unknown_source
         metrics.frames_received_total += taken
         metrics.frames_dropped_receiving_total = _kernel_drops(self._socket)
-        if not taken:
-            self._count_sent()  # it was an error that woke us
+        # What the lane has sent; or it was an error that woke us.
+        self._count_sent()
         self._core.after_receiving(now)
         self.pump()
 

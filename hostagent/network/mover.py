@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, NamedTuple
@@ -58,6 +57,7 @@ from kvcast.native.subset import (
     size_of,
     unsigned,
 )
+from kvcast.protocol.lane import JOB, OFFER_CODE, Job
 from kvcast.protocol.messages.ethernet import FRAME_OVERHEAD_BYTES, Encapsulation
 from kvcast.protocol.messages.wire import (
     CHUNK_BYTES,
@@ -66,6 +66,7 @@ from kvcast.protocol.messages.wire import (
     FLAG_LAST,
     HEADER_BYTES,
     MAX_DATAGRAM_BYTES,
+    OFFER_BYTES,
     Frame,
     encode,
     header_of,
@@ -104,27 +105,9 @@ class Peer(Struct):
     known: U32
     padding: U32
     address: Annotated[Ptr[SockAddrIn], Inline(1)]
-    leads: Annotated[Ptr[U8], Inline(192)]
-    """By code of the chunks, 48 bytes: what goes in front of a DATA datagram, if frames are
-    wrapped."""
-
-
-class Job(Struct):
-    """Chunks of a segment, or one datagram as it is."""
-
-    header: Annotated[Ptr[U8], Inline(52)]
-    """Of all frames; chunk and FLAG_LAST are put in."""
-    node: U32
-    address: U64
-    """The segment's first byte, or the datagram's."""
-    length: U64
-    """Of the block from there on, or of the datagram."""
-    chunks: U64
-    """0: a datagram."""
-    last: U64
-    """Whether the last frame carries FLAG_LAST."""
-    chunk_code: U64
-    """How long the chunks are (`wire.Chunking`)."""
+    leads: Annotated[Ptr[U8], Inline(240)]
+    """By code of the chunks, and for an OFFER, 48 bytes: what goes in front of such a datagram, if
+    frames are wrapped."""
 
 
 class Made(Struct):
@@ -275,6 +258,19 @@ def make_data(m: Moves, job: Job, chunk: U64, last: U64) -> None:
 
 
 @native
+def make_offer(m: Moves, job: Job) -> None:
+    """Make the frame of an OFFER, whose payload lies where the job says."""
+    at = m.headers + m.made_count * _SLOT_BYTES
+    if m.lead != 0:
+        copy(at, address_of(m.peers[job.node].leads) + OFFER_CODE * _LEAD_ROOM, _LEAD)
+    copy(at + m.lead, address_of(job.header), HEADER_BYTES)
+    copy(at + m.lead + HEADER_BYTES, job.address, OFFER_BYTES)
+    begin_frame(m, job.node)
+    part(m, at, m.lead + HEADER_BYTES + OFFER_BYTES)
+    end_frame(m)
+
+
+@native
 def send(m: Moves, count: U32) -> None:
     """Send what `count` jobs say, or let it wait."""
     for i in range(count):
@@ -283,12 +279,14 @@ def send(m: Moves, count: U32) -> None:
         if known:
             known = m.peers[job.node].known != 0
         if job.chunks == 0:
-            if known:
+            if not known:
+                m.left += 1
+            elif job.chunk_code == OFFER_CODE:
+                make_offer(m, job)
+            else:
                 begin_frame(m, job.node)
                 part(m, job.address, job.length)
                 end_frame(m)
-            else:
-                m.left += 1
         chunks = 0 + job.chunks
         for chunk in range(CHUNKS_PER_SEGMENT):
             bit = 1 << chunk
@@ -431,9 +429,7 @@ def push(m: Moves) -> U64:
 
 # --- Python's side ----------------------------------------------------------------------------
 
-_JOB: Final = struct.Struct("=52sIQQQQQ")
-assert _JOB.size == ctypes.sizeof(ctypes_of(Job))
-assert _LEAD + HEADER_BYTES <= _SLOT_BYTES
+assert _LEAD + HEADER_BYTES + OFFER_BYTES <= _SLOT_BYTES
 
 
 class Moved(NamedTuple):
@@ -491,8 +487,8 @@ class Mover:
         moves.waiting_bytes = self._bytes(WAITING_FRAMES * moves.frame_bytes)
         self._raw = bytearray(_RAW_BYTES)
         self._raw_address = address_of_buffer(self._raw)
-        self._jobs = bytearray(_JOB.size * BATCH)
-        moves.jobs = address_of_buffer(self._jobs)
+        self._jobs = bytearray(JOB.size * BATCH)
+        self._jobs_address = moves.jobs = address_of_buffer(self._jobs)
         self.know({}, {})
 
     def _array(self, struct_type: type[Struct], count: int) -> int:
@@ -552,6 +548,8 @@ class Mover:
             for chunking in CHUNKINGS:
                 lead = wrap.wrap(bytes(HEADER_BYTES + chunking.chunk_bytes))[:_LEAD]
                 ctypes.memmove(leads + chunking.code * _LEAD_ROOM, lead, _LEAD)
+            lead = wrap.wrap(bytes(HEADER_BYTES + OFFER_BYTES))[:_LEAD]
+            ctypes.memmove(leads + OFFER_CODE * _LEAD_ROOM, lead, _LEAD)
         self._peers = peers
         self._wraps = dict(wraps)
         self._moves.peers = ctypes.addressof(peers)
@@ -566,7 +564,7 @@ class Mover:
         """Send frames to their nodes, or let them wait; nothing of them is needed afterwards."""
         views = []  # stay until all is sent
         raw = count = 0
-        pack, jobs = _JOB.pack_into, self._jobs
+        pack, jobs = JOB.pack_into, self._jobs
         for node, answer in answers:
             if count == BATCH or raw + _LEAD + MAX_DATAGRAM_BYTES > _RAW_BYTES:
                 self._code.send(self._address, count)
@@ -577,14 +575,14 @@ class Mover:
                     datagram = self._wraps[node].wrap(datagram)
                 self._raw[raw : raw + len(datagram)] = datagram
                 at = self._raw_address + raw
-                pack(jobs, count * _JOB.size, b"", node, at, len(datagram), 0, 0, 0)
+                pack(jobs, count * JOB.size, b"", node, at, len(datagram), 0, 0, 0)
                 raw += len(datagram)
             else:
                 segment = answer.segment
                 views.append(segment)
                 pack(
                     jobs,
-                    count * _JOB.size,
+                    count * JOB.size,
                     header_of(answer.frame),
                     node,
                     address_of_buffer(segment),
@@ -595,6 +593,14 @@ class Mover:
                 )
             count += 1
         self._code.send(self._address, count)
+
+    def send_jobs(self, jobs: int, count: int) -> None:
+        """Send the frames of so many jobs (`kvcast.protocol.lane.Job`), at most `BATCH`, which lie
+        at an address, or let them wait; nothing of them is needed afterwards."""
+        moves = self._moves
+        moves.jobs = jobs
+        self._code.send(self._address, count)
+        moves.jobs = self._jobs_address
 
     def send_waiting(self) -> None:
         """Send some of what waits, as far as the socket takes it."""

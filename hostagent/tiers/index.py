@@ -67,7 +67,8 @@ class Index:
         self._buckets = buckets
         self._arena_bytes = arena_bytes
         self._bits = buckets.bit_length() - 1
-        self._memory = memory
+        self.memory = memory
+        """All of it, for whoever reads it in this process."""
         self._words = memory.cast("Q")
         self._tags_word = shared.TAGS_OFFSET // WORD_BYTES
         self._entries = shared.entries_offset(buckets)
@@ -126,7 +127,7 @@ class Index:
         """Write an entry, odd while that lasts."""
         start = self._entries + slot * ENTRY_BYTES
         self._words[start // WORD_BYTES] = generation + 1
-        self._memory[start + WORD_BYTES : start + ENTRY_BYTES] = fields
+        self.memory[start + WORD_BYTES : start + ENTRY_BYTES] = fields
         self._words[self._checks_word + slot] = _check_of(slot, generation + 2, fields)
         self._words[start // WORD_BYTES] = generation + 2
 
@@ -184,7 +185,7 @@ class Index:
 
     def hide_namespaces(self) -> None:
         """Clients look nothing up, in any namespace, until it is stated anew."""
-        words = bytes(self._memory[shared.NAMESPACES_OFFSET : shared.TAGS_OFFSET])
+        words = bytes(self.memory[shared.NAMESPACES_OFFSET : shared.TAGS_OFFSET])
         at = words.find(1)
         while at >= 0:
             if at % shared.NAMESPACE_BYTES == WORD_BYTES:
@@ -193,7 +194,7 @@ class Index:
 
     def _fields(self, slot: int) -> bytes:
         start = self._entries + slot * ENTRY_BYTES
-        return bytes(self._memory[start + WORD_BYTES : start + ENTRY_BYTES])
+        return bytes(self.memory[start + WORD_BYTES : start + ENTRY_BYTES])
 
     def _proven(self, slot: int, generation: int, fields: bytes) -> Entry | None:
         if (

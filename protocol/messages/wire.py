@@ -108,6 +108,15 @@ class Header(NamedTuple):
         """Length on the wire; every header is a whole number of bytes."""
         return sum(field.bits for field in self.fields) // 8
 
+    def offset_of(self, name: str) -> int:
+        """Where a field begins, in bytes."""
+        bits = 0
+        for field in self.fields:
+            if field.name == name:
+                return bits // 8
+            bits += field.bits
+        raise KeyError(name)
+
 
 ETHERNET: Final = Header(
     "ethernet_h",

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.lane import Answered
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKINGS,
@@ -123,6 +124,10 @@ class ResponderCounters:
     reads_partial: int = 0
     reads_answered: int = 0
     """READs that got an answer of their own to be sent."""
+    reads_by_lane: int = 0
+    """Of them, those that compiled code answered (`kvcast.protocol.lane`)."""
+    reads_beyond_lane: int = 0
+    """READs that it left, since it had sent as much as may go out in one round."""
     reads_collapsed: int = 0
     """READs that asked only for what was already waiting to be sent to the same reader."""
     reads_merged: int = 0
@@ -404,6 +409,39 @@ class Responder:
         for reader in list(self._readers):
             self.drop_reader(reader)
         self._replies.clear()
+
+    # --- the lane ---------------------------------------------------------------------------
+
+    def lane_frames(self, now: float, budget: int) -> int:
+        """How many frames, up to `budget`, may be sent by now for READs that this never sees (see
+        `kvcast.protocol.lane`): none while anything waits here."""
+        if self._job_count or self._replies:
+            return 0
+        return self._bucket.available(now, budget)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether answers to marked READs wait for readers behind."""
+        return self._catch_up.hold_s > 0 or self._catch_up.hold_alone_s > 0
+
+    def answered(
+        self, now: float, block: BlockId, size: int, digest: int, answered: Answered
+    ) -> None:
+        """A READ of a whole segment of this copy was answered by the lane."""
+        counters = self.counters
+        counters.reads += 1
+        counters.reads_answered += 1
+        counters.reads_by_lane += 1
+        counters.segments_full += 1
+        counters.data_frames += answered.frames
+        counters.payload_bytes += answered.payload_bytes
+        counters.offers += answered.offers
+        self._bucket.take(answered.frames + answered.offers)
+        cells = CELLS.segments_of(answered.payload_bytes)
+        self.note_heat(answered.reader, block, size, digest, cells)
+        if answered.marked and self._catch_up.read(now, answered.reader, block, answered.segment):
+            counters.reads_behind += 1
+        self._catch_up.sent(now)
 
     @property
     def segments_waiting(self) -> int:

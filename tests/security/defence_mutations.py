@@ -132,14 +132,15 @@ def around(target: str, make: Callable[[Any], Any]) -> AbstractContextManager[ob
 
 
 def recompiled(function: str, by: str) -> AbstractContextManager[object]:
-    """Compile placement with one of its functions replaced by one of `native_mutations`."""
+    """Compile placement, or the lane, with one of its functions replaced by one of
+    `native_mutations`."""
     import native_mutations
-    from kvcast.protocol import placement
+    from kvcast.protocol import lane, placement
 
-    module = placement.__name__
+    module = lane if hasattr(lane, function) else placement
     return all_of(
-        replaced(f"{module}.{function}", getattr(native_mutations, by)),
-        replaced(f"{module}.compiled", placement.compiled.__wrapped__),
+        replaced(f"{module.__name__}.{function}", getattr(native_mutations, by)),
+        replaced(f"{module.__name__}.compiled", module.compiled.__wrapped__),
     )
 
 
@@ -349,6 +350,14 @@ def _namespace_guard_open(data: Json) -> None:
 )
 def _reads_of_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.pool.Pool.may_use", yes)
+
+
+@mutation(
+    "compiled code answers READs of any node",
+    {FOREIGN_NODE: ["test_compiled_code_answers_no_node_that_a_namespace_is_not_for"]},
+)
+def _any_reader_compiled() -> AbstractContextManager[object]:
+    return recompiled("may_use", "any_reader")
 
 
 @mutation(

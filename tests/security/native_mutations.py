@@ -4,6 +4,7 @@ those that do."""
 from __future__ import annotations
 
 from kvcast.native.subset import U64, native
+from kvcast.protocol.lane import NativeLane
 from kvcast.protocol.placement import Copy
 
 
@@ -14,4 +15,9 @@ def any_node(_of: Copy, _node: U64) -> bool:
 
 @native
 def any_copy(_to: Copy, _at: U64) -> bool:
+    return True
+
+
+@native
+def any_reader(_lane: NativeLane, _namespace: U64, _node: U64) -> bool:
     return True

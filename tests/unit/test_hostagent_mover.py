@@ -14,9 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 from kvcast.hostagent.network.mover import BATCH, WAITING_FRAMES, Mover
+from kvcast.protocol.lane import JOB, OFFER_CODE, datagrams_of
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint
+from kvcast.protocol.placement import address_of_buffer
 from kvcast.protocol.responder import Answer, Responder, ResponderConfig
+from msgspec.structs import replace
 
 SIZE = 2 * wire.SEGMENT_BYTES + 5 * 1024 + 77
 BYTES = random.Random(3).randbytes(SIZE)
@@ -130,6 +133,45 @@ def test_a_tunnel_wraps_them(joins: bool) -> None:
         expected = [WRAPS[to].wrap(wire.encode(frame)) for to, frame in frames_of(sent)]
         mover.send(sent)
         assert all_of(switch) == expected
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_lanes_jobs_leave_as_the_datagrams_that_python_would_make(wrapped: bool) -> None:
+    ours, theirs = unix_pair()
+    payload, segment = bytearray(range(wire.OFFER_BYTES)), bytearray(BYTES[:65000])
+    data = wire.Frame(wire.OP_DATA, *BLOCK, digest=5, size=SIZE, tag=9)
+    offer = replace(data, op=wire.OP_OFFER, payload=bytes(payload))
+    jobs = bytearray(
+        JOB.pack(wire.header_of(offer), 7, address_of_buffer(payload), 24, 0, 0, OFFER_CODE)
+        + JOB.pack(wire.header_of(data), 7, address_of_buffer(segment), 65000, 0b1001, 1, 0)
+        + JOB.pack(wire.header_of(data), 2, address_of_buffer(segment), 65000, 1 << 63, 0, 0)
+    )
+    frames = [
+        (7, offer),
+        (7, replace(data, payload=segment[:1024])),
+        (7, replace(data, chunk=3, flags=wire.FLAG_LAST, payload=segment[3072:4096])),
+        (2, replace(data, chunk=63, payload=segment[63 * 1024 :])),
+    ]
+    expected = [(node, wire.encode(frame)) for node, frame in frames]
+    address = address_of_buffer(jobs)
+    assert list(datagrams_of(address, 3)) == expected
+    with ours, theirs, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as node:
+        if wrapped:
+            mover = Mover(ours, connected=True, joins=False)
+            mover.know({}, WRAPS)
+            mover.send_jobs(address, 3)
+            assert all_of(theirs) == [WRAPS[to].wrap(datagram) for to, datagram in expected]
+        else:
+            node.bind(("127.0.0.1", 0))
+            node.setblocking(False)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                mover = Mover(sock, connected=False, joins=True)
+                mover.know(dict.fromkeys((2, 7), node.getsockname()), {})
+                mover.send_jobs(address, 3)
+                assert all_of(node) == [datagram for _, datagram in expected]
+                mover.send([(2, READ)])  # its own jobs are where they were
+                assert all_of(node) == [wire.encode(READ)]
+                assert mover.take_counts() == (5, 0, 0, 0)
 
 
 def test_larger_chunks_leave_as_they_lie(

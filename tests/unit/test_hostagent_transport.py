@@ -74,6 +74,11 @@ class Recorder:
         self.to_send: list[tuple[int, wire.Frame | Answer]] = []
         self.arrived = asyncio.Event()
 
+    lane = None
+
+    def open_lane(self, _now: float, _budget: int) -> None:
+        pass
+
     def receive(self, _now: float, source: int, frame: wire.Frame) -> None:
         self.frames.append((source, frame))
 
