@@ -439,8 +439,8 @@ class Responder:
         self._bucket.take(answered.frames + answered.offers)
         cells = CELLS.segments_of(answered.payload_bytes)
         self.note_heat(answered.reader, block, size, digest, cells)
-        if answered.marked and self._catch_up.read(now, answered.reader, block, answered.segment):
-            counters.reads_behind += 1
+        if answered.marked:
+            self._is_behind(now, answered.reader, block, answered.segment, answered.frames, size)
         self._catch_up.sent(now)
 
     @property
@@ -530,18 +530,10 @@ class Responder:
             return True
         hold_s = min(frame.gather, self.config.max_gather_ms) / 1000
         if shared is not None and not frame.flags & FLAG_RETRY:
-            frame_s = 1 / self._bucket.rate if self._bucket.rate else self._copy_time.frame_s
-            job.behind = self._catch_up.read(
-                now,
-                reader,
-                block,
-                frame.segment,
-                copy_s=frame_s * wanted.bit_count(),
-                left=chunking.segments_of(size) - index,
+            job.behind = self._is_behind(
+                now, reader, block, frame.segment, wanted.bit_count(), size
             )
-            if job.behind:
-                self.counters.reads_behind += 1
-            else:
+            if not job.behind:
                 until_together_s = self._catch_up.hold_of(reader, gathers=frame.gather > 0)
                 if until_together_s > hold_s:
                     self.counters.segments_held_back += 1
@@ -552,6 +544,22 @@ class Responder:
         else:
             self._make_ready(reader, state, job)
         return True
+
+    def _is_behind(
+        self, now: float, reader: int, block: BlockId, segment: int, frames: int, size: int
+    ) -> bool:
+        """Whether a marked READ, whose answer is of so many frames, is behind another reader's."""
+        frame_s = 1 / self._bucket.rate if self._bucket.rate else self._copy_time.frame_s
+        behind = self._catch_up.read(
+            now,
+            reader,
+            block,
+            segment,
+            copy_s=frame_s * frames,
+            left=chunking_of(segment).segments_of(size) - segment_index(segment),
+        )
+        self.counters.reads_behind += behind
+        return behind
 
     def _not_yet_coming(
         self, reader: int, frame: Frame, block: BlockId, held: HeldBlock, wanted: int
