@@ -1,44 +1,35 @@
-"""The thread on which a connector talks to its agent.
+"""What a connector that plans an engine's loads and saves does on its link to the agent.
 
-Owns: the connection and when it is made again, the namespace's number and the reader group's, and
-how a chain is looked up, blocks are read into an engine's memory and written from there. Must not
-know: engines; what is to be done comes from `planner` and `loads`, the engine's memory is behind
-`EngineMemory`.
+Owns: the reader group's number, and how a chain is looked up, blocks are read into an engine's
+memory and written from there. Must not know: engines; what is to be done comes from `planner` and
+`loads`, the engine's memory is behind `EngineMemory`; when there is a connection (`agent_link`).
 
-Everything here happens in one thread with an event loop of its own, so that no step of an engine
-waits for the pool. Work is bounded by those who ask for it (`planner`), and each piece by its
-deadline.
+Work is bounded by those who ask for it (`planner`), and each piece by its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kvcast.hostagent.client import (
     AsyncClient,
     Block,
     KvcastError,
     PutError,
-    UnknownNamespaceError,
 )
 from kvcast.hostagent.client.conversation import Ack
+from kvcast.hostagent.connectors.agent_link import AgentLink, UnreachableError
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
-from kvcast.hostagent.connectors.naming import HASHING_KEY, NamespaceName, keys_of
+from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 
-CONNECT_S: Final = 1.0
-"""How long a connection to the agent may take; it is on this node."""
-RECONNECT_S: Final = 1.0
-"""How long after a connection that failed none is tried."""
 GROUP_HEAD_START_S: Final = 0.01
 """How much later than the others of its reader group asks the one that asks for all: an answer that
 comes before a node expects it is lost to that node. All ranks of an engine hear of a load in one
@@ -92,33 +83,18 @@ class LinkOptions:
     ack: Ack = "home"
 
 
-class _UnreachableError(Exception):
-    """The agent cannot be reached, or the namespace is not to be had."""
-
-
-class Link:
-    """One worker's or scheduler's way to the pool; the thread begins with the first thing to do.
-    Its methods may be called in any thread."""
+class Link(AgentLink):
+    """One worker's or scheduler's way to the pool."""
 
     def __init__(self, options: LinkOptions, counters: Counters) -> None:
+        super().__init__(options.socket, options.name)
         self._options = options
         self._counters = counters
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._client: AsyncClient | None = None
-        self._connecting: asyncio.Lock | None = None
         self._saves: asyncio.Semaphore | None = None
-        self._retry_at = 0.0
         self._namespace_name: NamespaceName | None = None
-        self._namespace = -1
         self._nodes: tuple[str, ...] = ()
         self._group = 0
         self._prefetches = False
-        self._closed = False
-
-    # --- the thread -----------------------------------------------------------------------------
 
     def use(
         self, namespace: NamespaceName, nodes: Sequence[str] = (), *, prefetch: bool = False
@@ -129,129 +105,18 @@ class Link:
         self._namespace_name = namespace
         self._prefetches = prefetch
         self._nodes = tuple(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else ()
-        self._namespace = -1
         self._group = 0
-
-    def node_id(self, timeout_s: float = CONNECT_S + 1.0) -> str:
-        """The name of the agent's node; "" where it cannot be reached just now."""
-
-        async def ask() -> str:
-            return (await self._connected()).node_id
-
-        try:
-            future = asyncio.run_coroutine_threadsafe(ask(), self._running_loop())
-            return future.result(timeout_s)
-        except (_UnreachableError, KvcastError, concurrent.futures.TimeoutError):
-            return ""
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._loop,), name="kvcast-connector", daemon=True
-                )
-                self._thread.start()
-            return self._loop
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
-
-    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Run `work` on the thread; False once the link is closed."""
-        if self._closed:
-            return False
-        loop = self._running_loop()
-
-        def begin() -> None:
-            task = loop.create_task(work())
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-
-        try:
-            loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # the loop was closed in this moment
-            return False
-        return True
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("kvcast's connector has failed", exc_info=task.exception())
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """End all work, disconnect, and end the thread."""
-        self._closed = True
-        with self._lock:
-            loop, thread = self._loop, self._thread
-        if loop is None or thread is None or not thread.is_alive():
-            return
-
-        async def end() -> None:
-            tasks = [task for task in self._tasks if not task.done()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._disconnect()
-
-        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(end(), loop).result(timeout_s)
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout_s)
-
-    # --- the connection -------------------------------------------------------------------------
-
-    async def _connected(self) -> AsyncClient:
-        if self._connecting is None:
-            self._connecting = asyncio.Lock()
-        async with self._connecting:
-            if self._client is not None and self._client.connected:
-                return self._client
-            if time.monotonic() < self._retry_at:
-                raise _UnreachableError(f"{self._options.socket} could not be reached a moment ago")
-            await self._disconnect()
-            try:
-                self._client = await AsyncClient.connect(
-                    self._options.socket, name=self._options.name, timeout_s=CONNECT_S
-                )
-            except KvcastError as error:
-                self._retry_at = time.monotonic() + RECONNECT_S
-                _log.warning("kvcast's agent cannot be reached: %s", error)
-                raise _UnreachableError(str(error)) from error
-            return self._client
 
     async def _ready(self) -> tuple[AsyncClient, int]:
         """A client, and the namespace's number."""
         client = await self._connected()
-        if self._namespace < 0:
-            name = self._namespace_name
-            assert name is not None, "use() comes first"
-            self._namespace = await client.namespace(
-                name.tenant, name.model, name.version, name.layout
-            )
-            if self._nodes:
-                self._group = await client.group(self._namespace, list(self._nodes))
-        return client, self._namespace
-
-    async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        self._namespace = -1
-        if client is not None:
-            await client.close()
-
-    @contextlib.contextmanager
-    def _remembered(self) -> Iterator[None]:
-        """A number that means something else by now is asked for again next time."""
-        try:
-            yield
-        except UnknownNamespaceError:
-            self._namespace = -1
-            raise
+        name = self._namespace_name
+        assert name is not None, "use() comes first"
+        known = name in self._numbers
+        number = await self._number(client, name)
+        if self._nodes and not (known and self._group):
+            self._group = await client.group(number, list(self._nodes))
+        return client, number
 
     # --- lookups --------------------------------------------------------------------------------
 
@@ -270,7 +135,7 @@ class Link:
                         client, namespace = await self._ready()
                         keys = [keys_of(one, groups)[probe] for one in lookup.hashes]
                         held = await client.exists(namespace, keys, lookup.left_s)
-            except (KvcastError, _UnreachableError, TimeoutError) as error:
+            except (KvcastError, UnreachableError, TimeoutError) as error:
                 _log.debug("a lookup has failed: %r", error)
             finally:
                 answered(held)
@@ -282,29 +147,14 @@ class Link:
     async def _prefetch(self, hashes: Sequence[bytes], groups: int) -> None:
         keys = [key for one in hashes for key in keys_of(one, groups)][:PREFETCH_KEYS]
         if keys:
-            with contextlib.suppress(KvcastError, _UnreachableError):
+            with contextlib.suppress(KvcastError, UnreachableError):
                 client, namespace = await self._ready()
                 await client.prefetch(namespace, keys)
 
-    # --- hashing --------------------------------------------------------------------------------
-
     def agree(self, facts: bytes, differs: Callable[[bytes], None]) -> None:
-        """Leave word of how this engine hashes; `differs` is called where another has left another
-        word. `facts`: see `naming.hashing_facts`."""
-
-        async def compare() -> None:
-            with contextlib.suppress(KvcastError, _UnreachableError):
-                client, namespace = await self._ready()
-                [block] = await client.get(namespace, [HASHING_KEY], 1.0)
-                if block is None:
-                    await client.put(namespace, {HASHING_KEY: facts})
-                    return
-                with block:
-                    theirs = bytes(block.data)
-                if theirs != facts:
-                    differs(theirs)
-
-        self._do(compare)
+        """As `compare`, in the namespace that is used."""
+        assert self._namespace_name is not None, "use() comes first"
+        self.compare(self._namespace_name, facts, differs)
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -324,7 +174,7 @@ class Link:
                 reason = ""
             except TimeoutError:
                 reason = "deadline"
-            except (KvcastError, _UnreachableError) as error:
+            except (KvcastError, UnreachableError) as error:
                 _log.debug("a load has failed: %r", error)
             finally:
                 try:
@@ -446,7 +296,7 @@ class Link:
                 failed = min(error.failed.values(), default="unavailable")
             except KvcastError as error:
                 failed = error.status or "unavailable"
-            except _UnreachableError:
+            except UnreachableError:
                 failed = "unavailable"
             finally:
                 memory.settle()

@@ -104,6 +104,16 @@ def keys_of(block_hash: bytes, groups: int) -> list[bytes]:
     ]
 
 
+def key_of(*parts: bytes) -> bytes:
+    """The key of a block that an engine names by several parts, whatever their lengths. Two
+    different names meet only where 128 bits of two hashes do."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
 HASHING_KEY: Final = hashlib.sha256(b"kvcast: how this namespace's engines hash").digest()[
     :KEY_BYTES
 ]

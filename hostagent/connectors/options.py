@@ -75,6 +75,49 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.socket or os.environ.get(SOCKET_VARIABLE, "") or DEFAULT_SOCKET
 
 
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of adapters through which an engine stores and loads blocks that it names itself
+    (`block_link`)."""
+
+    socket: str = ""
+    """As in `ConnectorOptions`; so `tenant`, `model`, `version`, `verify` and `ack`."""
+    tenant: str = "default"
+    model: str = ""
+    revision: str = ""
+    """The model's revision, where the engine does not tell its adapters."""
+    version: str = ""
+    lookup_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.25
+    """The longest that a question what the pool holds may take; what is not known by then counts
+    as not held."""
+    load_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
+    """The longest that a load may take; what has not come by then is computed."""
+    save_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
+    """The longest that a save may take, until its memory is given back."""
+    retry_s: Seconds = 5.0
+    """How long a block that could not be had counts as not held."""
+    window_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
+    """Blocks that one load or save has in the arena at once, in bytes (at most an eighth of it)."""
+    waiting_bytes: Annotated[int, Meta(ge=1024)] = 1 << 30
+    """Bytes of loads, and of saves, that may be under way; what exceeds it is not loaded, or not
+    saved."""
+    prefetch: bool = True
+    """Whether the agent begins to fetch what it was asked about."""
+    verify: bool = True
+    ack: Literal["home", "replicas", "local"] = "home"
+
+    @property
+    def agent_socket(self) -> str:
+        return self.socket or os.environ.get(SOCKET_VARIABLE, "") or DEFAULT_SOCKET
+
+
+def parse_store_options(extra: Mapping[str, Any] | None) -> StoreOptions:
+    """As `parse_options`."""
+    try:
+        return msgspec.convert(dict(extra or {}), StoreOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"kvcast's adapter: {error}") from error
+
+
 def parse_options(extra: Mapping[str, Any] | None) -> ConnectorOptions:
     """The options in an engine's configuration; ConfigurationError names what is wrong."""
     try:

@@ -1646,6 +1646,55 @@ def _hints_for_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.reads.Reads.refusal", nothing)
 
 
+# === pool against engine ==========================================================================
+
+OTHER_BLOCK = "has an engine take a block of another layout"
+OTHERS_MEMORY = "writes into, or stores from, memory"
+ENGINE_WAITS = "keeps an engine waiting"
+LINK = "kvcast.hostagent.connectors.block_link"
+
+
+@mutation(
+    "an engine takes a block of any size and digest",
+    {
+        OTHER_BLOCK: [
+            "test_namespaces_and_sizes_are_never_mixed",
+            "test_bytes_that_changed_are_not_loaded_and_can_be_saved_anew",
+        ]
+    },
+)
+def _any_block() -> AbstractContextManager[object]:
+    return replaced(f"{LINK}._wrong", lambda *_: "")
+
+
+@mutation(
+    "a transfer touches memory after its report",
+    {OTHERS_MEMORY: ["test_nothing_touches_the_engines_memory_after_the_report"]},
+)
+def _copies_late() -> AbstractContextManager[object]:
+    def copy(_: Any, do: Callable[[], None]) -> bool:
+        do()
+        return True
+
+    return replaced("kvcast.hostagent.connectors.transfers.Transfer.copy", copy)
+
+
+@mutation(
+    "a pool that does not answer is asked all the same",
+    {ENGINE_WAITS: ["test_a_pool_that_hangs_costs_its_deadlines_and_is_then_left_alone"]},
+)
+def _never_left_alone() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.connectors.health.Health.may_ask", yes)
+
+
+@mutation(
+    "an adapter has as much under way as is asked for",
+    {ENGINE_WAITS: ["test_an_allowance_bounds_count_and_bytes_and_lets_one_of_any_size_go_alone"]},
+)
+def _no_allowance() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.connectors.transfers.Allowance.take", yes)
+
+
 # === operators' mistakes ==========================================================================
 
 OPEN = "listens or connects beyond loopback"

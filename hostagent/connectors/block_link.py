@@ -1,0 +1,416 @@
+"""What an adapter does on its link to the agent whose engine names each block and its memory.
+
+Owns: how blocks are asked about, read into an engine's memory and written from there, one by one,
+and that each such task is reported once, within its time. Must not know: engines; what a key or a
+place in memory means there.
+
+Every task ends by its deadline, and none waits for another's. While the pool does not answer it is
+left alone (`health`), and beyond a bound tasks are refused at once (`transfers.Allowance`): both
+are reported as any other end, with their reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from kvcast.hostagent.client import AsyncClient, Block, KvcastError, PutError
+from kvcast.hostagent.connectors.agent_link import AgentLink, UnreachableError
+from kvcast.hostagent.connectors.counters import Counters
+from kvcast.hostagent.connectors.health import Health
+from kvcast.hostagent.connectors.naming import NamespaceName
+from kvcast.hostagent.connectors.options import StoreOptions
+from kvcast.hostagent.connectors.transfers import (
+    BUSY,
+    CAME,
+    CLOSED,
+    DEADLINE,
+    FAILED,
+    LEFT_ALONE,
+    NOT_HELD,
+    POOL_FAILED,
+    UNAVAILABLE,
+    Allowance,
+    Transfer,
+)
+from kvcast.protocol.bounded_map import BoundedMap
+
+MOST_TASKS: Final = 1024
+"""Questions, loads, and saves, of each kind, that may be under way."""
+SAVES_AT_ONCE: Final = 4
+ARENA_SHARE: Final = 8
+"""One load or save has at most an eighth of the arena at once."""
+GAPS: Final = 16
+"""Blocks that are missing, behind which the rest of a question is still asked about; after so many
+the rest counts as not held. Engines ask for prefixes, so mostly there is one."""
+MISSING_KEPT: Final = 65_536
+"""Blocks that could not be had, of which the last are remembered."""
+PREFETCH_KEYS: Final = 4096
+"""Keys of one question that are fetched ahead, at most."""
+CORRUPT: Final = "corrupt"
+WRONG_SIZE: Final = "wrong_size"
+
+_log = logging.getLogger("kvcast.connector")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A block's name in the pool: its namespace, and its key of 16 bytes."""
+
+    namespace: NamespaceName
+    key: bytes
+
+
+Room: TypeAlias = memoryview
+"""A block's place in the engine's memory: contiguous, format "B", shape (size in bytes,)."""
+Done: TypeAlias = Callable[[Transfer], None]
+"""Called once when a transfer was reported, in any thread; it must not block."""
+
+
+class BlockLink(AgentLink):
+    """An adapter's way to the pool. Its methods do not wait, and may be called in any thread."""
+
+    def __init__(self, options: StoreOptions, name: str, counters: Counters) -> None:
+        super().__init__(options.agent_socket, name)
+        self._options = options
+        self._counters = counters
+        self._health = Health()
+        self._missing: BoundedMap[Named, float] = BoundedMap(MISSING_KEPT)
+        """Until when blocks that could not be had count as not held."""
+        self._open: set[Transfer] = set()
+        self._state_lock = threading.Lock()
+        self._questions = Allowance(MOST_TASKS, MOST_TASKS)
+        self._loads = Allowance(MOST_TASKS, options.waiting_bytes)
+        self._saves = Allowance(MOST_TASKS, options.waiting_bytes)
+        self._saving: asyncio.Semaphore | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether the pool is not being left alone."""
+        with self._state_lock:
+            return self._health.well
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """How many questions, loads and saves there are."""
+        return {
+            "questions": self._questions.count,
+            "loads": self._loads.count,
+            "saves": self._saves.count,
+        }
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[Named], done: Done) -> Transfer:
+        """Which of these blocks the pool holds: a transfer of nothing, in whose outcomes `CAME`
+        stands for one that is held."""
+
+        def counted(transfer: Transfer) -> None:
+            failed = [one for one in transfer.outcomes if one not in (CAME, NOT_HELD, FAILED)]
+            if failed:
+                self._counters.add("lookups_failed", reason=failed[0])
+            for reason in (NOT_HELD, FAILED):
+                self._counters.add("miss_blocks", transfer.outcomes.count(reason), reason=reason)
+            done(transfer)
+
+        now = time.monotonic()
+        self._counters.add("lookups")
+        transfer = Transfer(len(names), 0, now + self._options.lookup_s, counted)
+        with self._state_lock:
+            for index, name in enumerate(names):
+                if self._missing.get(name, 0.0) > now:
+                    transfer.settle(index, FAILED)
+
+        async def ask() -> None:
+            for namespace, indices in _by_namespace(names):
+                wanted = [at for at in indices if not transfer.is_settled(at)]
+                client = await self._connected()
+                number = await self._number(client, namespace)
+                keys = [names[at].key for at in wanted]
+                found = await self._held(client, number, keys, transfer.deadline, GAPS)
+                for at, is_held in zip(wanted, found, strict=True):
+                    transfer.settle(at, CAME if is_held else NOT_HELD)
+                held = [key for key, one in zip(keys, found, strict=True) if one]
+                if self._options.prefetch and held:  # the answer does not wait for it
+                    self._do(functools.partial(self._prefetch, namespace, held))
+
+        self._run_task(self._questions, transfer, ask)
+        return transfer
+
+    async def _held(
+        self, client: AsyncClient, number: int, keys: list[bytes], deadline: float, gaps: int
+    ) -> list[bool]:
+        held = [False] * len(keys)
+        at = passed = 0
+        while at < len(keys) and passed <= gaps:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            count = await client.exists(number, keys[at:], left_s)
+            held[at : at + count] = [True] * count
+            at += count + 1
+            passed += 1
+        return held
+
+    async def _prefetch(self, namespace: NamespaceName, keys: list[bytes]) -> None:
+        with contextlib.suppress(KvcastError, UnreachableError):
+            client = await self._connected()
+            number = await self._number(client, namespace)
+            await client.prefetch(number, keys[:PREFETCH_KEYS], self._options.load_s)
+
+    # --- loads ----------------------------------------------------------------------------------
+
+    def load(self, names: Sequence[Named], rooms: Sequence[Room], done: Done) -> Transfer:
+        """Bring blocks into the engine's memory, which is not written to once it was reported."""
+        began = time.monotonic()
+
+        def counted(transfer: Transfer) -> None:
+            now = time.monotonic()
+            self._counters.add_load_time(now - began)
+            reasons = [one for one in transfer.outcomes if one != CAME]
+            with self._state_lock:
+                for name, outcome in zip(names, transfer.outcomes, strict=True):
+                    if outcome not in (CAME, BUSY, LEFT_ALONE, CLOSED):
+                        self._missing[name] = now + self._options.retry_s
+            for reason in set(reasons):
+                self._counters.add("miss_blocks", reasons.count(reason), reason=reason)
+            if reasons:
+                self._counters.add("failed_loads", reason=reasons[0])
+            done(transfer)
+
+        self._counters.add("loads")
+        size_bytes = sum(len(room) for room in rooms)
+        transfer = Transfer(len(names), size_bytes, began + self._options.load_s, counted)
+
+        async def bring() -> None:
+            for namespace, indices in _by_namespace(names):
+                client = await self._connected()
+                number = await self._number(client, namespace)
+                for some in self._windows(client, indices, rooms):
+                    await self._bring(client, number, names, rooms, some, transfer)
+
+        self._run_task(self._loads, transfer, bring)
+        return transfer
+
+    async def _bring(
+        self,
+        client: AsyncClient,
+        number: int,
+        names: Sequence[Named],
+        rooms: Sequence[Room],
+        some: list[int],
+        transfer: Transfer,
+    ) -> None:
+        keys = [names[at].key for at in some]
+        left_s = max(transfer.deadline - time.monotonic(), 0.001)
+        bad: list[bytes] = []
+        async with contextlib.aclosing(client.get_each(number, keys, left_s)) as arrivals:
+            async for place, outcome in arrivals:
+                at = some[place]
+                if outcome.block is None:
+                    reason = outcome.reason or outcome.status
+                    transfer.settle(at, reason)
+                else:
+                    reason = self._take(outcome.block, rooms[at], transfer, at)
+                if reason in (CORRUPT, WRONG_SIZE):
+                    bad.append(keys[place])
+                if transfer.reported:
+                    break
+        if bad:  # forgotten, so that they can be saved again
+            with contextlib.suppress(KvcastError):
+                await client.drop(number, bad)
+
+    def _take(self, block: Block, room: Room, transfer: Transfer, at: int) -> str:
+        """Copy a block into the engine's memory; why not, else ""."""
+        with block:
+            reason = _wrong(block, room, self._options.verify)
+            if reason == CORRUPT:
+                self._counters.add("corrupt_blocks")
+            if not reason and not transfer.copy(lambda: _copy(block.data, room)):
+                return DEADLINE
+            transfer.settle(at, reason or CAME)
+            if not reason:
+                self._counters.add("load_blocks", tier=block.tier)
+                self._counters.add("load_bytes", block.size_bytes)
+            return reason
+
+    # --- saves ----------------------------------------------------------------------------------
+
+    def save(self, names: Sequence[Named], rooms: Sequence[Room], done: Done) -> Transfer:
+        """Put blocks into the pool, each whole or not at all, from the engine's memory, which is
+        not read once it was reported. What the pool holds of them, from the first without a gap, is
+        left as it is."""
+
+        def counted(transfer: Transfer) -> None:
+            outcomes = transfer.outcomes
+            for reason in set(outcomes) - {CAME}:
+                self._counters.add("save_failures", outcomes.count(reason), reason=reason)
+            with self._state_lock:
+                for name, outcome in zip(names, outcomes, strict=True):
+                    if outcome == CAME:
+                        self._missing.pop(name, None)
+            done(transfer)
+
+        size_bytes = sum(len(room) for room in rooms)
+        due = time.monotonic() + self._options.save_s
+        transfer = Transfer(len(names), size_bytes, due, counted)
+
+        async def put() -> None:
+            if self._saving is None:
+                self._saving = asyncio.Semaphore(SAVES_AT_ONCE)
+            async with self._saving:
+                for namespace, indices in _by_namespace(names):
+                    client = await self._connected()
+                    number = await self._number(client, namespace)
+                    keys = [names[at].key for at in indices]
+                    held = await self._held(client, number, keys, transfer.deadline, gaps=0)
+                    for at, is_held in zip(indices, held, strict=True):
+                        if is_held:
+                            transfer.settle(at, CAME)
+                    left = [at for at in indices if not transfer.is_settled(at)]
+                    for some in self._windows(client, left, rooms):
+                        await self._put(client, number, names, rooms, some, transfer)
+
+        self._run_task(self._saves, transfer, put)
+        return transfer
+
+    async def _put(
+        self,
+        client: AsyncClient,
+        number: int,
+        names: Sequence[Named],
+        rooms: Sequence[Room],
+        some: list[int],
+        transfer: Transfer,
+    ) -> None:
+        """Write blocks straight into the arena, and commit them."""
+        first = {names[at].key: at for at in reversed(some)}
+        failed: dict[bytes, str] = {}
+        with await client.reserve(number, {key: len(rooms[at]) for key, at in first.items()}) as (
+            reservation
+        ):
+            for key, view in reservation.views.items():
+                room = rooms[first[key]]
+                if not transfer.copy(functools.partial(_copy, room, view)):
+                    return  # what was reserved is given back
+            try:
+                await client.commit(reservation, ack=self._options.ack)
+            except PutError as error:
+                failed = error.failed
+        for at in some:
+            key = names[at].key
+            transfer.settle(at, failed.get(key, CAME))
+            if key not in failed and first[key] == at:
+                self._counters.add("save_blocks")
+                self._counters.add("save_bytes", len(rooms[at]))
+
+    # --- tasks ----------------------------------------------------------------------------------
+
+    def _run_task(
+        self,
+        allowance: Allowance,
+        transfer: Transfer,
+        work: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Do `work` until the transfer's deadline, and report the transfer; at once where the pool
+        is left alone or too much is under way."""
+        with self._state_lock:
+            if not self._health.may_ask(time.monotonic()):
+                refused = LEFT_ALONE
+            elif not allowance.take(transfer.size_bytes):
+                refused = BUSY
+            else:
+                refused = ""
+                self._open.add(transfer)
+        if refused:
+            transfer.end(refused)
+            return
+
+        async def run() -> None:
+            reason = UNAVAILABLE
+            try:
+                async with asyncio.timeout_at(transfer.deadline):
+                    with self._remembered():
+                        await work()
+                reason = NOT_HELD
+            except TimeoutError:
+                reason = DEADLINE
+            except asyncio.CancelledError:
+                reason = CLOSED
+                raise
+            except KvcastError as error:
+                reason = error.status or UNAVAILABLE
+                _log.debug("a task has failed: %r", error)
+            except UnreachableError as error:
+                _log.debug("a task has failed: %r", error)
+            finally:
+                self._finish(allowance, transfer, reason)
+
+        if not self._do(run):
+            self._finish(allowance, transfer, CLOSED)
+
+    def _finish(self, allowance: Allowance, transfer: Transfer, reason: str) -> None:
+        allowance.give(transfer.size_bytes)
+        with self._state_lock:
+            self._open.discard(transfer)
+            if reason in POOL_FAILED:
+                self._health.failed(time.monotonic())
+            elif reason != CLOSED:
+                self._health.succeeded()
+        transfer.end(reason)
+
+    def end_due(self) -> None:
+        """Report what is over its deadline, in case the link's thread has not come to it."""
+        now = time.monotonic()
+        with self._state_lock:
+            due = [one for one in self._open if now >= one.deadline]
+        for transfer in due:
+            transfer.end(DEADLINE)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """As `AgentLink.close`; whatever is under way is reported."""
+        super().close(timeout_s)
+        with self._state_lock:
+            left = list(self._open)
+        for transfer in left:
+            transfer.end(CLOSED)
+
+    def _windows(
+        self, client: AsyncClient, indices: Sequence[int], rooms: Sequence[Room]
+    ) -> Iterator[list[int]]:
+        """As many blocks at once as a task may have in the arena."""
+        most_bytes = min(self._options.window_bytes, client.arena_bytes // ARENA_SHARE)
+        some: list[int] = []
+        total_bytes = 0
+        for at in indices:
+            if some and total_bytes + len(rooms[at]) > most_bytes:
+                yield some
+                some, total_bytes = [], 0
+            some.append(at)
+            total_bytes += len(rooms[at])
+        if some:
+            yield some
+
+
+def _by_namespace(names: Sequence[Named]) -> list[tuple[NamespaceName, list[int]]]:
+    """Positions in `names`, by namespace, in order."""
+    groups: dict[NamespaceName, list[int]] = {}
+    for at, name in enumerate(names):
+        groups.setdefault(name.namespace, []).append(at)
+    return list(groups.items())
+
+
+def _wrong(block: Block, room: Room, verify: bool) -> str:
+    """What is wrong with a block, else ""."""
+    if block.size_bytes != len(room):
+        return WRONG_SIZE
+    return CORRUPT if verify and not block.verify() else ""
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source

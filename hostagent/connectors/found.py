@@ -1,0 +1,69 @@
+"""What an engine knows of the pool that asks again and again, a block at a time, until it is told.
+
+Owns: which blocks are to be asked about, what was answered, and that a block that could not be
+loaded is not promised again to who asked for it. Must not know: engines, sockets, clocks.
+
+An answer is kept as long as a request that asked for it is there: a promise that is broken and
+then repeated makes an engine go round in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Known:
+    held: bool | None = None
+    generation: int = 0
+    requests: set[str] = field(default_factory=set)
+
+
+class Found:
+    """Answers by block name. One thread calls it."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Known] = {}
+        self._names: dict[str, set[bytes]] = {}
+        self._to_ask: dict[bytes, int] = {}
+        self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def ask(self, request: str, name: bytes) -> bool | None:
+        """Whether the pool holds a block; None as long as that is not known."""
+        known = self._known.get(name)
+        if known is None:
+            self._generation += 1
+            known = self._known[name] = _Known(generation=self._generation)
+            self._to_ask[name] = known.generation
+        known.requests.add(request)
+        self._names.setdefault(request, set()).add(name)
+        return known.held
+
+    def take_questions(self) -> dict[bytes, int]:
+        """What is to be asked, in order, each with a number that goes with its answer."""
+        questions, self._to_ask = self._to_ask, {}
+        return {name: number for name, number in questions.items() if name in self._known}
+
+    def answered(self, name: bytes, number: int, held: bool) -> None:
+        """The answer to a question; the first word holds, and nobody may wait for it any more."""
+        known = self._known.get(name)
+        if known is not None and known.generation == number and known.held is None:
+            known.held = held
+
+    def failed(self, names: Iterable[bytes]) -> None:
+        """These could not be loaded: they are not there for those who have asked."""
+        for name in names:
+            if name in self._known:
+                self._known[name].held = False
+
+    def finished(self, request: str) -> None:
+        """A request has ended; what only it has asked for is forgotten."""
+        for name in self._names.pop(request, ()):
+            known = self._known[name]
+            known.requests.discard(request)
+            if not known.requests:
+                del self._known[name]
