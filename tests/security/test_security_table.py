@@ -17,6 +17,7 @@ GROUPS = (
     "host against pool",
     "network",
     "whoever loads a folder against who fetches it",
+    "pool against engine",
     "operators' mistakes",
 )
 
