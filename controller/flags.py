@@ -15,11 +15,13 @@ from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions
 from kvcast.controller.core.program import Settings
+from kvcast.controller.core.replicas import ReplicaOptions
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.controller.http.tokens import TokensError, TokensFile
 from kvcast.controller.switch.connection import SwitchTls
 from kvcast.p4 import TargetProfile, artefact, profiles
 from kvcast.p4.targets import MAX_PORTS
+from kvcast.protocol.messages.control import MAX_REPLICAS
 from kvcast.protocol.messages.ethernet import unicast_mac
 from kvcast.protocol.messages.wire import CHUNKINGS
 from kvcast.service.addresses import is_loopback
@@ -159,6 +161,18 @@ class PoolFlags:
         default=PoolOptions.replicas,
         unit="nodes",
         high=3,
+    )
+    hot_replicas: bool = either(
+        "have further nodes answer for blocks whose homes are read too much, and take them back "
+        "when they are not any more",
+        default=ReplicaOptions.enabled,
+    )
+    hot_copies: int = count(
+        "nodes that may so hold a block beside those of its bucket",
+        default=ReplicaOptions.max_copies,
+        unit="nodes",
+        low=1,
+        high=MAX_REPLICAS,
     )
     max_chunk_bytes: int = choice(
         "READs are for chunks of at most so many bytes; at most what the nodes' MTUs take (1500: "
@@ -349,6 +363,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         lease_s=flags.lease_s,
         rebalance_after_s=flags.rebalance_after_s,
         replicas=flags.replicas,
+        hot=ReplicaOptions(enabled=flags.hot_replicas, max_copies=flags.hot_copies),
         max_chunk_bytes=flags.max_chunk_bytes,
         admit=flags.admit,
         value=ValueOptions(

@@ -27,7 +27,11 @@ from kvcast.hostagent.network.datagrams import (
     UdpTransport,
     credit_of_buffer,
 )
-from kvcast.hostagent.network.interfaces import ETHERNET_MTU_BYTES, interface_mtu
+from kvcast.hostagent.network.interfaces import (
+    ETHERNET_MTU_BYTES,
+    interface_bits_per_s,
+    interface_mtu,
+)
 from kvcast.hostagent.network.local_server import LocalServer
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.survivors import NOBODY
@@ -205,6 +209,8 @@ class Agent:
             arena_bytes=options.arena.size_bytes,
             mtu_bytes=self.mtu_bytes,
             rdma_port=self.rdma_port,
+            link_bits_per_s=network.link_bits_per_s
+            or (interface_bits_per_s(network.ip) if network.tunnel is None else 0),
         )
         self._control = ControlLink(
             self.core, options.control, register, rng, self.transport.pump, options.credentials

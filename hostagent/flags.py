@@ -97,6 +97,16 @@ class NetworkFlags:
         parse=whole_number(1280, 65535),
         metavar="BYTES",
     )
+    link_rate_bits_per_s: int = option(
+        "what the link to the switch carries each way, by which it is told how loaded this node"
+        " is; 0 = as the interface that has --ip says; where that does not know, this node's blocks"
+        " are not replicated for being read much",
+        default=NetworkOptions.link_bits_per_s,
+        parse=whole_number(0, 10**13),
+        metavar="BITS",
+        unit="bits/s",
+        flag="link-rate",
+    )
     udp_segments: bool = either(
         "let the kernel or the card split runs of frames (--transport udp), as it does over"
         " loopback: less work, but a switch in software that takes frames off a veth pair would"
@@ -404,6 +414,7 @@ def options_of(setup: Setup) -> Options:
             udp_segments=flags.udp_segments,
             buffer_bytes=flags.socket_buffer_bytes,
             mtu_bytes=flags.mtu_bytes,
+            link_bits_per_s=flags.link_rate_bits_per_s,
             bulk_host=flags.bulk_addr[0],
             bulk_port=flags.bulk_addr[1],
             rdma=flags.rdma,

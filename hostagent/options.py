@@ -44,6 +44,9 @@ class NetworkOptions:
     mtu_bytes: int = 0
     """The longest IPv4 packet on the way to the other nodes; 0 = as the interface of `ip` says,
     and Ethernet's 1500 behind a tunnel."""
+    link_bits_per_s: int = 0
+    """What the link to the switch carries each way; 0 = as the interface of `ip` says, and not
+    known behind a tunnel."""
     bulk_host: str = "127.0.0.1"
     bulk_port: int = 0
     rdma: str = RDMA_OFF

@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -91,6 +92,8 @@ class PoolOptions:
     """Further flags of `kvcast controller`."""
     agent_flags: tuple[str, ...] = ()
     """Further flags of every `kvcast agent`."""
+    node_flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further flags of single agents, by node id."""
 
 
 def find_simple_switch() -> str | None:
@@ -122,7 +125,11 @@ def link_flags(rate_bits_per_s: float) -> list[str]:
     card is busy keeps them waiting; the switch's port is the link itself, which carries all frames
     that way no faster. Nothing is read by TCP, which would pass the link by."""
     rate_frames_per_s = rate_bits_per_s / (8 * DATA_FRAME_BYTES)
-    return [f"--responder-rate={rate_frames_per_s:g}", "--lone-reads=reads"]
+    return [
+        f"--responder-rate={rate_frames_per_s:g}",
+        "--lone-reads=reads",
+        f"--link-rate={rate_bits_per_s:.0f}",
+    ]
 
 
 def _behind_the_hosts(part: str, options: PoolOptions) -> list[str]:
@@ -336,6 +343,7 @@ class Pool:
             *(link_flags(options.link_rate_bits_per_s) if options.link_rate_bits_per_s else []),
             *self.network.agent_flags(host),
             *options.agent_flags,
+            *options.node_flags.get(node_id, ()),
         ]
 
     async def _start_part(self, name: str, deadline: float) -> None:

@@ -70,6 +70,8 @@ class Node(SavedNode):
     mtu_bytes: int = ETHERNET_MTU_BYTES
     """The longest IPv4 packet that its network takes; of one that has not registered with us yet
     the least is assumed."""
+    link_bits_per_s: int = 0
+    """What its link carries each way; 0 = not known."""
     connection: int | None = None
     lease_until: float = 0.0
     live: bool = False
@@ -215,6 +217,7 @@ class Membership:
             node.live, node.live_since = True, now
         node.arena_bytes = message.arena_bytes
         node.mtu_bytes = message.mtu_bytes
+        node.link_bits_per_s = message.link_bits_per_s
         node.connection = connection
         node.lease_until = now + self._lease_s
         return node, changed

@@ -37,8 +37,16 @@ from kvcast.controller.core.multicast_groups import MulticastGroups
 from kvcast.controller.core.namespaces import Group, NamespaceError, Namespaces, TenantRules
 from kvcast.controller.core.placement import Placement, place
 from kvcast.controller.core.reconcile import SwitchState
+from kvcast.controller.core.replicas import (
+    FIRST_REQUEST,
+    HotReplicas,
+    Listed,
+    NodeView,
+    ReplicaOptions,
+)
+from kvcast.controller.core.requests import Outgoing
 from kvcast.controller.core.residency import Residency, SavedResident
-from kvcast.controller.core.tiers import AdmitMode, HeatSample, Outgoing, Tiers
+from kvcast.controller.core.tiers import AdmitMode, HeatSample, Tiers
 from kvcast.controller.core.worth import judge
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
@@ -50,6 +58,7 @@ from kvcast.protocol.messages.control import (
     GroupRequest,
     Kept,
     Leave,
+    Loads,
     NamespaceInfo,
     NamespaceReply,
     NamespaceRequest,
@@ -60,6 +69,8 @@ from kvcast.protocol.messages.control import (
     Register,
     Registered,
     Renew,
+    Replica,
+    Replicas,
     Residents,
 )
 from kvcast.protocol.messages.wire import (
@@ -75,6 +86,13 @@ from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 MAX_COUNTERS = 256
 MAX_HOT = 256
 MAX_WAITING_REPLIES = 1024
+GUARD_ENTRIES = 8192
+"""Of the switch's table of who may answer for which bucket (BUCKET_HOMES in p4/sizes.p4)."""
+SENT_COUNTERS = "payload_bytes_sent_"
+"""How the agents' totals of what they send begin."""
+TOLD_LOAD_PERCENT = 20
+"""Readers are told of loads from here on: below, it does not matter whom they ask."""
+LOADS_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,7 @@ class PoolOptions:
     refresh_s: float = 10.0
     port_sets: int = 64
     tenants: TenantRules = field(default_factory=TenantRules)
+    hot: ReplicaOptions = field(default_factory=ReplicaOptions)
     max_chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
     """READs are for chunks of at most so many bytes, whatever the nodes' networks take."""
     max_nodes: int = MAX_LIVE_NODES
@@ -152,6 +171,7 @@ class Plan:
     groups: frozenset[tuple[int, int]]
     draining: frozenset[int]
     residents: tuple[BlockId, ...]
+    replicas: Listed
 
 
 def _random_secret() -> bytes:
@@ -202,6 +222,9 @@ class Pool:
             may_hold=self.may_be_resident,
         )
         self.tiers.pins.update(saved.pins)
+        self.hot = HotReplicas(
+            options.hot, lambda block: self.placement[bucket_of(block.key)], self._may_use
+        )
         self._map_changed = self.namespaces.apply_rules()
         self._forget_has_secret(now)
         self.multicast_groups = MulticastGroups(options.port_sets)
@@ -220,6 +243,11 @@ class Pool:
         self._published_namespaces: frozenset[int] = frozenset()
         self._published_groups: frozenset[tuple[int, int]] = frozenset()
         self._published_residents: tuple[BlockId, ...] = ()
+        self._published_replicas: Listed = {}
+        self._answering: Placement = self._placement
+        self._answering_of: tuple[object, object] | None = None
+        self._told_loads: list[tuple[int, int]] = []
+        self._loads_at = 0.0
 
     # --- agents -----------------------------------------------------------------------------
 
@@ -234,6 +262,12 @@ class Pool:
         match message:
             case Renew():
                 return self._renew(node, message, connection, now)
+            case Described() if message.request >= FIRST_REQUEST:
+                self.hot.described(message, node.node_id, now)
+                return []
+            case Kept() if message.request >= FIRST_REQUEST:
+                self.hot.kept(message, node.node_id, now)
+                return []
             case Described():
                 self.tiers.described(message, node.node_id, now)
                 return []
@@ -304,15 +338,26 @@ class Pool:
             counters = dict(list(counters.items())[:MAX_COUNTERS])
         self.agent_counters[node.node_id] = counters
         self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
-        placement = self.placement
+        answered_for = []
         for report in message.hot[:MAX_HOT]:
             block = BlockId(report.namespace, report.key)
-            home = node.node_id in placement[bucket_of(block.key)]
-            if home and self.may_be_resident(block.namespace) and report.size_bytes:
+            answers = self._answers_for(node.node_id, block)
+            if answers:
+                answered_for.append(report)
+            if answers and self.may_be_resident(block.namespace) and report.size_bytes:
                 self.tiers.heard_report(report, now)
             else:
                 self.counts["reports_ignored"] += 1
+        sent_bytes = sum(v for name, v in counters.items() if name.startswith(SENT_COUNTERS))
+        self.hot.heard(node.node_id, sent_bytes, answered_for, now)
         return []
+
+    def _answers_for(self, node_id: str, block: BlockId) -> bool:
+        """Whether a node's word counts on how much the block is read."""
+        return block.namespace in self.namespaces.by_number and (
+            node_id in self.placement[bucket_of(block.key)]
+            or node_id in self.hot.listed.get(block, ())
+        )
 
     def _namespace(self, connection: int, message: NamespaceRequest, now: float) -> list[Action]:
         try:
@@ -332,6 +377,7 @@ class Pool:
 
     def _forget_has_secret(self, now: float) -> None:
         """What was known of a namespace before it had a secret names nothing any more."""
+        self.hot.forget(self.namespaces.newly_secret, now, "the namespace was given a secret")
         self.tiers.forget(self.namespaces.newly_secret, now, "the namespace was given a secret")
         self.namespaces.newly_secret.clear()
 
@@ -361,6 +407,12 @@ class Pool:
         self.namespaces.delete(namespace)
         self._map_changed = True
         self.tiers.forget((namespace,), now, "the namespace was deleted")
+        self.hot.forget((namespace,), now, "the namespace was deleted")
+
+    def _may_use(self, namespace: int, node_id: str) -> bool:
+        """Whether a node may use a namespace."""
+        info = self.namespaces.by_number.get(namespace)
+        return info is not None and (not info.nodes or node_id in info.nodes)
 
     def may_be_resident(self, namespace: int) -> bool:
         """Whether a namespace's blocks may be in the switch."""
@@ -425,13 +477,51 @@ class Pool:
         self._map_changed |= self.membership.advance(now)
         for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
             del self.agent_counters[node_id]
+        actions = self._to_nodes(self.hot.advance(self._views(), self._guard_room, now))
+        actions += self._tell_loads(now)
         if not self.options.settings.enabled:
+            return actions
+        return actions + self._to_nodes(self.tiers.advance(now))
+
+    def _views(self) -> list[NodeView]:
+        """The nodes that could be given replicas."""
+        return [
+            NodeView(n.node_id, n.link_bits_per_s / 8, n.arena_bytes, n.arena_used_bytes)
+            for n in self.membership.nodes.values()
+            if n.placed and n.connection is not None
+        ]
+
+    @property
+    def _guard_room(self) -> int:
+        """How many entries the switch's guard has left for replicas."""
+        if not self.options.settings.enabled:
+            return GUARD_ENTRIES
+        return GUARD_ENTRIES - sum(map(len, self.placement))
+
+    def _tell_loads(self, now: float) -> list[Action]:
+        """Readers choose among a block's holders by what these have to do."""
+        if now < self._loads_at + LOADS_PERIOD_S:
             return []
-        return self._to_nodes(self.tiers.advance(now))
+        self._loads_at = now
+        percents = {n: min(200, round(100 * load)) for n, load in self.hot.loads().items()}
+        nodes = self.membership.nodes
+        told = sorted(
+            (nodes[n].index, percent)
+            for n, percent in percents.items()
+            if percent >= TOLD_LOAD_PERCENT
+        )
+        if told == self._told_loads:
+            return []
+        self._told_loads = told
+        return [Send(connection, Loads(told)) for connection in sorted(self._nodes_of)]
 
     def next_deadline(self) -> float | None:
         """When `advance` has something to do without an event."""
-        times = (self.membership.next_deadline(), self.tiers.next_deadline())
+        times = (
+            self.membership.next_deadline(),
+            self.tiers.next_deadline(),
+            self.hot.next_deadline(),
+        )
         return min((t for t in times if t is not None), default=None)
 
     @property
@@ -443,6 +533,21 @@ class Pool:
                 self._placement = place(placed, self.options.replicas + 1)
             self._placement_of = placed
         return self._placement
+
+    @property
+    def answering(self) -> Placement:
+        """For each bucket, who may answer for it: its homes, and who replicates a block of it."""
+        of = (self.placement, self.hot.guarded)
+        if self._answering_of is None or any(
+            a is not b for a, b in zip(of, self._answering_of, strict=True)
+        ):
+            self._answering_of = of
+            lists = list(self.placement)
+            for bucket, node_id in sorted(self.hot.guarded):
+                if node_id not in lists[bucket] and node_id in self.membership.nodes:
+                    lists[bucket] = (*lists[bucket], node_id)
+            self._answering = tuple(lists)
+        return self._answering
 
     def plan(self) -> Plan:
         """What should be now; begins a new epoch if the map changed."""
@@ -456,7 +561,7 @@ class Pool:
         residents = self.tiers.residency.residents.values()
         inputs = (
             views.addresses,
-            self.placement,
+            self.answering,
             frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
             frozenset(self.namespaces.groups),
             tuple((resident.block, resident.generation) for resident in residents),
@@ -467,7 +572,7 @@ class Pool:
             self._desired = program.desired_state(
                 self.options.settings,
                 [program.Host(node_id, address) for node_id, address in views.addresses],
-                self.placement,
+                self.answering,
                 self.namespaces.by_number.values(),
                 self.namespaces.groups.values(),
                 residents,
@@ -483,6 +588,7 @@ class Pool:
             groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),
             residents=tuple(sorted(resident.block for resident in residents)),
+            replicas=self.hot.listed,
         )
         self._map_due.clear()
         self._replies.clear()
@@ -499,7 +605,8 @@ class Pool:
             if secrets:
                 actions.append(Send(connection, NamespaceSecrets(secrets)))
             actions.append(Send(connection, plan.map))
-        return [*actions, *self._tell_residents(plan), *plan.replies]
+        told = [*self._tell_residents(plan), *self._tell_replicas(plan)]
+        return [*actions, *told, *plan.replies]
 
     def _tell_residents(self, plan: Plan) -> list[Action]:
         """Who would ask for these blocks by TCP, or for larger chunks than the switch keeps, must
@@ -513,6 +620,27 @@ class Pool:
             return []
         message = Residents([BlockRef(*block) for block in plan.residents[:MAX_RESIDENTS]])
         return [Send(connection, message) for connection in sorted(told)]
+
+    def _tell_replicas(self, plan: Plan) -> list[Action]:
+        """Who answers for a block beside its homes, now that the switch lets it."""
+        changed = plan.replicas != self._published_replicas
+        self._published_replicas = plan.replicas
+        told = self._nodes_of.keys() if changed else plan.map_to if plan.replicas else ()
+        news: list[Action] = []
+        if self._told_loads:
+            loads = Loads(self._told_loads)
+            news += [Send(connection, loads) for connection in sorted(plan.map_to)]
+        if not told:
+            return news
+        index = {n.node_id: n.index for n in self.membership.nodes.values()}
+        message = Replicas(
+            [
+                Replica(block.namespace, block.key, [index[n] for n in nodes if n in index])
+                for block, nodes in plan.replicas.items()
+                if any(n in index for n in nodes)
+            ]
+        )
+        return news + [Send(connection, message) for connection in sorted(told)]
 
     def derived(self, block: BlockId) -> BlockId:
         """An engine's block as the pool knows it: secret, where the namespace is."""
@@ -604,6 +732,7 @@ class Pool:
                     "epoch": node.epoch,
                     "lease_left_s": round(max(0.0, node.lease_until - now), 3),
                     "mtu_bytes": node.mtu_bytes,
+                    "load": round(self.hot.load_of(node.node_id), 3),
                     "arena_bytes": node.arena_bytes,
                     "arena_used_bytes": node.arena_used_bytes,
                     "blocks": node.blocks,
@@ -634,6 +763,10 @@ class Pool:
                 }
                 for r in residency.residents.values()
             ],
+            "replicas": [
+                {"namespace": b.namespace, "key": b.key.hex(), "nodes": list(nodes)}
+                for b, nodes in self.hot.listed.items()
+            ],
             "pins": [
                 {"namespace": b.namespace, "key": b.key.hex()} for b in sorted(self.tiers.pins)
             ],
@@ -644,7 +777,7 @@ class Pool:
             },
             "candidates": len(self.tiers.heat),
             "port_sets": len(self.multicast_groups.places),
-            "counts": dict(sorted((self.counts + self.tiers.counts).items())),
+            "counts": dict(sorted((self.counts + self.tiers.counts + self.hot.counts).items())),
             "agents": self.agent_counters,
         }
 
@@ -657,14 +790,19 @@ class Pool:
 
     def decisions(self, now: float) -> list[dict[str, Any]]:
         """The last decisions, newest first, with reasons; `age_s` in seconds."""
+        made = [(d.at, d.verb, d.block, d.value, d.reason) for d in self.tiers.decisions]
+        made += [
+            (d.at, f"{d.verb} replica", d.block, self.tiers.heat.value(d.block, now), d.text)
+            for d in self.hot.decisions
+        ]
         return [
             {
-                "age_s": round(now - d.at, 3),
-                "decision": d.verb,
-                "namespace": d.block.namespace,
-                "key": d.block.key.hex(),
-                "value": round(d.value, 1),
-                "reason": d.reason,
+                "age_s": round(now - at, 3),
+                "decision": verb,
+                "namespace": block.namespace,
+                "key": block.key.hex(),
+                "value": round(value, 1),
+                "reason": reason,
             }
-            for d in reversed(self.tiers.decisions)
+            for at, verb, block, value, reason in sorted(made, key=lambda d: -d[0])
         ]

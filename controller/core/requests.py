@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 from kvcast.protocol.messages.wire import BlockId
 
+Outgoing = list[tuple[str, msgspec.Struct]]
+"""(node id, message): what is to be said to agents."""
 MAX_OPEN = 128
 """Beyond it a question is not asked now; the tick that wanted it will want it again."""
 
@@ -30,9 +33,10 @@ class Request:
 class OpenRequests:
     """Open questions by number; numbers never repeat, 0 is none's."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
+        """`first`: the number of the first question; who asks beside others counts elsewhere."""
         self._open: dict[int, Request] = {}
-        self._last = 0
+        self._last = first - 1
 
     def __len__(self) -> int:
         return len(self._open)
@@ -58,6 +62,10 @@ class OpenRequests:
         if request is None or request.node_id != node_id:
             return None
         return self._open.pop(number)
+
+    def open(self, number: int) -> Request:
+        """An open question."""
+        return self._open[number]
 
     def expired(self, now: float) -> list[Request]:
         """Close and return the questions that were not answered in time."""

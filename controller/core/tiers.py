@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from kvcast.controller.core.admission import (
     Choice,
     Contender,
@@ -26,7 +25,7 @@ from kvcast.controller.core.admission import (
     ValueOptions,
     choose,
 )
-from kvcast.controller.core.requests import OpenRequests
+from kvcast.controller.core.requests import OpenRequests, Outgoing
 from kvcast.controller.core.residency import Residency, Resident
 from kvcast.protocol.messages.control import (
     BlockRef,
@@ -57,8 +56,6 @@ MAX_PINS = 1024
 
 Homes = Callable[[BlockId], Sequence[str]]
 """The node ids that own a block, home first, of those that are connected."""
-Outgoing = list[tuple[str, msgspec.Struct]]
-"""(node id, message): what is to be said to agents."""
 
 
 class AdmitMode(enum.Enum):

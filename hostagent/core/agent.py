@@ -26,6 +26,7 @@ from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.tiers import policies
@@ -46,6 +47,7 @@ from kvcast.protocol.messages.control import (
     HotBlock,
     Keep,
     Kept,
+    Loads,
     NamespaceInfo,
     NamespaceReply,
     NamespaceRequest,
@@ -54,6 +56,7 @@ from kvcast.protocol.messages.control import (
     Refused,
     Registered,
     Renew,
+    Replicas,
     Residents,
 )
 from kvcast.protocol.messages.wire import (
@@ -152,7 +155,8 @@ class AgentCore:
         self.limits = Limits()
         self.outbox = BulkOutbox()
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
-        self.queries = Queries(store, self.outbox)
+        self.spread = Spread(rng)
+        self.queries = Queries(store, self.outbox, self.spread.replicas_of)
         self.responder = Responder(
             options.responder, lookup=self._lookup, make_offer=self._make_offer
         )
@@ -184,6 +188,7 @@ class AgentCore:
             self.requester,
             self.outbox,
             self.metrics,
+            self.spread,
         )
         self.connected = False
         self.lease_s = 3.0
@@ -317,6 +322,7 @@ class AgentCore:
         """A connection to the controller stands, and took our registration; `tell` sends."""
         self._tell = tell
         self.connected = True
+        self.spread.reset()
         self._asked_again.clear()
 
     def control_lost(self) -> None:
@@ -340,6 +346,10 @@ class AgentCore:
             self._new_secrets(message)
         elif isinstance(message, Residents):
             self.reads.residents = frozenset(BlockId(b.namespace, b.key) for b in message.blocks)
+        elif isinstance(message, Replicas):
+            self._replicas_are(message)
+        elif isinstance(message, Loads):
+            self.spread.loads_are(message)
         elif isinstance(message, Describe):
             self._describe(message)
         elif isinstance(message, Keep):
@@ -491,6 +501,7 @@ class AgentCore:
             for index, node in old.nodes.items()
             if index not in pool.nodes or pool.nodes[index].node_id != node.node_id
         }
+        self.spread.keep_nodes(pool.nodes, gone)
         if gone:
             for index in sorted(gone):
                 self.responder.drop_reader(index)
@@ -597,11 +608,23 @@ class AgentCore:
                 held.append((reference.namespace, reference.key, copy.size_bytes, copy.digest))
         self._say(Described(message.request, held))
 
+    def _replicas_are(self, message: Replicas) -> None:
+        """What was given here and is taken back makes room at once; but what has become this node's
+        own stays."""
+        pool = self.pool
+        for block in self.spread.replicas_are(message, self._index):
+            copy = self.store.peek(block)
+            if copy is not None and not copy.home and not (pool and pool.is_home(block)):
+                self.store.drop(block)
+
     def _keep(self, now: float, message: Keep) -> None:
         self.metrics.keeps_total += 1
+        new = self.store.peek(BlockId(message.namespace, message.key)) is None
 
         def kept(held: bool) -> None:
             self.metrics.keeps_failed_total += not held
+            if held and new and self.pool is not None and not self.pool.is_home(block):
+                self.spread.given_one(block)
             self._say(Kept(message.request, message.namespace, message.key, held))
 
         block = BlockId(message.namespace, message.key)
@@ -676,6 +699,7 @@ class AgentCore:
         values["segments_in_flight"] = float(self.requester.segments_in_flight)
         values["answers_waiting"] = float(self.responder.segments_waiting)
         values["replications_waiting"] = float(self.writes.replications)
+        values["replicas_here"] = float(self.spread.given)
         values["epoch"] = float(self.pool.epoch if self.pool is not None else 0)
         values["connected"] = float(self.connected)
         return values

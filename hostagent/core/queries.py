@@ -10,7 +10,7 @@ costs a recomputation, a wrong hit costs the engine its plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.store import Store
@@ -22,9 +22,16 @@ from kvcast.protocol.messages.wire import BlockId
 class Queries:
     """Makes `exists` and `drop` out of bulk requests."""
 
-    def __init__(self, store: Store, outbox: BulkOutbox) -> None:
+    def __init__(
+        self,
+        store: Store,
+        outbox: BulkOutbox,
+        replicas_of: Callable[[BlockId], Iterable[int]] = lambda _block: (),
+    ) -> None:
+        """`replicas_of`: who answers for a block beside its homes."""
         self._store = store
         self._outbox = outbox
+        self._replicas_of = replicas_of
 
     def exists(
         self,
@@ -51,7 +58,7 @@ class Queries:
             block = BlockId(namespace, key)
             self._store.drop(block)
             if pool is not None:
-                for node in pool.other_homes_of(block):
+                for node in {*pool.homes_of(block), *self._replicas_of(block)} - {pool.index}:
                     by_node.setdefault(node, []).append(key)
         kept: set[bytes] = set()
         left = len(by_node)

@@ -23,7 +23,7 @@ for any more goes on to its own, and its block is then simply cached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -32,6 +32,7 @@ from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
+from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
@@ -137,8 +138,10 @@ class Reads:
         requester: Requester,
         outbox: BulkOutbox,
         metrics: Metrics,
+        spread: Spread,
     ) -> None:
         self._options = options
+        self._spread = spread
         self._node_id = node_id
         self._store = store
         self._reservations = reservations
@@ -267,20 +270,19 @@ class Reads:
         pool = self._outbox.pool
         if pool is None:
             return None
-        homes = pool.homes_of(block)
-        probe = probes.by_homes.get(homes)
+        others = tuple(self._spread.order(block, pool.other_homes_of(block), company=False))
+        probe = probes.by_homes.get(others)
         if probe is None:
-            others = [node for node in homes if node != pool.index]
             if not others:
                 return None
             home = self.requester.first_home(now, others)
             probe = probes.by_home.get(home)
             if probe is not None:
-                probes.by_homes[homes] = probe
+                probes.by_homes[others] = probe
         if probe is None:
-            probe = self._join(now, block, deadline, None, 0, False)
+            probe = self._join(now, block, deadline, None, 0, False, order=others)
             probe.home = home
-            probes.by_home[home] = probes.by_homes[homes] = probe
+            probes.by_home[home] = probes.by_homes[others] = probe
             return probe
         self._metrics.fetches_total += 1
         fetch = self._fetches[block] = _Fetch(block, deadline, now)
@@ -297,6 +299,7 @@ class Reads:
         expect: bool,
         expect_size: int | None = None,
         recall_digest: int = 0,
+        order: Sequence[int] | None = None,
     ) -> _Fetch:
         fetch = self._fetches.get(block)
         if fetch is not None:
@@ -307,7 +310,11 @@ class Reads:
             return fetch
         self._metrics.fetches_total += 1
         pool = self._outbox.pool
-        homes = pool.other_homes_of(block) if pool is not None else []
+        homes: Sequence[int] = pool.other_homes_of(block) if pool is not None else ()
+        if order is None:
+            company = bool(gather_ms or group or expect) or self.requester.shares(now)
+            order = self._spread.order(block, homes, company=company)
+        homes = order
         digest = 0
         chunking = CELLS if pool is None or block in self.residents else pool.chunking
         if pool is not None and not homes:
@@ -529,7 +536,7 @@ class Reads:
         if pool is None:
             self.requester.bulk_done(now, fetch_id, None)
             return
-        others = pool.other_homes_of(block)
+        others = self._spread.order(block, pool.other_homes_of(block), company=True)
         homes = [first, *(home for home in others if home != first)]
         named = deque((home, pool.nodes[home].node_id) for home in homes if home in pool.nodes)
         self._bulk_get(now, fetch_id, block, named)

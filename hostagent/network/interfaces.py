@@ -1,6 +1,6 @@
 """What the kernel knows of this node's network interfaces.
 
-Owns: which interface has an address, and its MTU. Must not know: what the MTU is for.
+Owns: which interface has an address, its MTU and its speed. Must not know: what they are for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import socket
 import struct
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Final
 
 ETHERNET_MTU_BYTES: Final = 1500
@@ -32,6 +33,20 @@ def interface_mtu(ip: str) -> int:
         request = struct.pack("16si20x", name.encode(), 0)
         (mtu_bytes,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFMTU, request), 16)
     return min(int(mtu_bytes), _LARGEST_MTU_BYTES)
+
+
+def interface_bits_per_s(ip: str) -> int:
+    """What the interface that has the address `ip` carries each way; 0 where the kernel does not
+    know, as of loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        name = None if IPv4Address(ip).is_loopback else _interface_of(sock, ip)
+    if name is None:
+        return 0
+    try:
+        megabits_per_s = int(Path("/sys/class/net", name, "speed").read_text())
+    except (OSError, ValueError):  # EINVAL where the link is down, or has no speed
+        return 0
+    return max(0, megabits_per_s) * 1_000_000
 
 
 def _interface_of(sock: socket.socket, ip: str) -> str | None:

@@ -20,7 +20,7 @@ import msgspec
 from kvcast.protocol.node_ids import NODE_ID_PATTERN
 from msgspec import Meta, Struct
 
-CONTROL_PROTOCOL_VERSION = 3
+CONTROL_PROTOCOL_VERSION = 4
 
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
@@ -28,6 +28,10 @@ U64 = Annotated[int, Meta(ge=0)]
 Mtu = Annotated[int, Meta(ge=1280, le=65535)]
 MAX_RESIDENTS = 4096
 """Blocks in the switch, at most; it has fewer slots."""
+MAX_REPLICATED = 4096
+"""Blocks that nodes answer for beside those of the bucket map, at most."""
+MAX_REPLICAS = 32
+"""Nodes that do so for one block, at most."""
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NodeId = Annotated[str, Meta(max_length=64, pattern=rf"\A{NODE_ID_PATTERN}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
@@ -137,6 +141,7 @@ class Register(Struct, frozen=True, tag="register"):
 
     `incarnation` changes with every start of the agent (its arena is empty again), not with
     every connection. `mtu_bytes`: the longest IPv4 packet that the node sends and takes.
+    `link_bits_per_s`: what its link to the switch carries each way (0 = not known).
     """
 
     version: U16
@@ -151,6 +156,7 @@ class Register(Struct, frozen=True, tag="register"):
     arena_bytes: U64
     mtu_bytes: Mtu = 1500
     rdma_port: U16 = 0
+    link_bits_per_s: U64 = 0
 
 
 class HotBlock(Struct, frozen=True, array_like=True):
@@ -272,6 +278,28 @@ class Residents(Struct, frozen=True, tag="residents"):
     blocks: Annotated[list[BlockRef], Meta(max_length=MAX_RESIDENTS)]
 
 
+class Replica(Struct, frozen=True, array_like=True):
+    """A block and the nodes, by index, that answer for it beside those of the bucket map."""
+
+    namespace: U16
+    key: Key
+    nodes: Annotated[list[U16], Meta(min_length=1, max_length=MAX_REPLICAS)]
+
+
+class Replicas(Struct, frozen=True, tag="replicas"):
+    """The blocks that further nodes answer for, since their homes are read too much. All of them,
+    each time that they change; a node that is not named any more forgets what it was given."""
+
+    blocks: Annotated[list[Replica], Meta(max_length=MAX_REPLICATED)]
+
+
+class Loads(Struct, frozen=True, tag="loads"):
+    """How much of what their links carry nodes send: node index and percent. Nodes that are not
+    named have little to do."""
+
+    percents: Annotated[list[tuple[U16, U16]], Meta(max_length=256)]
+
+
 class NamespaceSecret(Struct, frozen=True, array_like=True):
     """The secret of a namespace: a secret, which no log shows."""
 
@@ -303,7 +331,8 @@ class Credit(Struct, frozen=True, tag="credit"):
 
 class Keep(Struct, frozen=True, tag="keep"):
     """Make sure that this block lives in the node's DRAM: recall it from the switch or a
-    replica if it must be (READs for its own block, addressed to the home as usual)."""
+    replica if it must be (READs for its own block, addressed to the home as usual). A node that is
+    no home of it is to be a replica, as soon as `Replicas` says so."""
 
     request: U64
     namespace: U16
@@ -328,6 +357,8 @@ ControllerMessage = (
     | Refused
     | PoolMap
     | Residents
+    | Replicas
+    | Loads
     | NamespaceSecrets
     | Describe
     | Credit

@@ -50,6 +50,8 @@ class HomeEvent(IntEnum):
     """The assembly starts anew, with whatever copy there is."""
     FORGIVE = 4
     """Its bytes were wrong, and it gets a second chance."""
+    YIELD = 6
+    """Others who read the same are answered by another home: go on there."""
     FORGET = 5
     """It is no home of the block any more."""
 
@@ -65,6 +67,7 @@ TRANSITIONS: Final[dict[Standing, dict[HomeEvent, Standing]]] = {
         _E.FORGET: _S.FORGOTTEN,
     },
     _S.ASKED: {
+        _E.YIELD: _S.UNTRIED,
         _E.LACKS_COPY: _S.OTHER_COPY,
         _E.JUDGE: _S.LEFT,
         _E.RESTART: _S.UNTRIED,
@@ -164,6 +167,11 @@ class Candidates:
         self.current = home
         if self.strict:
             self.sources = frozenset((home,))
+
+    def yield_to(self, now: float, home: int) -> None:
+        """Go on at `home` rather than where the fetch is now, which stays good for later."""
+        self.happen(now, self.current, HomeEvent.YIELD)
+        self.ask(now, home)
 
     def judge(self, now: float, home: int, verdict: MissReason) -> None:
         """`home` cannot serve this fetch."""

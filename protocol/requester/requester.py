@@ -72,9 +72,7 @@ from kvcast.protocol.requester.events import (
     RequesterConfig,
     RequesterCounters,
 )
-from kvcast.protocol.requester.failover import (
-    Candidates,
-)
+from kvcast.protocol.requester.failover import Candidates, Standing
 from kvcast.protocol.requester.fetch import (
     IN_BULK,
     Deadline,
@@ -187,6 +185,10 @@ class Requester:
     def may_probe(self, now: float) -> bool:
         """Whether a fetch that begins now, and looks for no company, would take an offer."""
         return bool(self.config.usable_offer_kinds) and not self._asker.shares(now)
+
+    def shares(self, now: float) -> bool:
+        """Whether most answers of late went to others, too."""
+        return self._asker.shares(now)
 
     def first_home(self, now: float, homes: Sequence[int]) -> int:
         """Which of these homes, of which there is at least one, a fetch would ask first."""
@@ -627,6 +629,15 @@ class Requester:
             return
         fetch.offer = offer
 
+    def _meet(self, now: float, fetch: Fetch) -> None:
+        """Whoever shared the first segment goes on at the home that has answered it, so that the
+        rest is shared, too, although each may have asked another home."""
+        homes = fetch.homes
+        if fetch.saw_shared and len(homes.contributors) == 1 and not homes.strict:
+            (home,) = homes.contributors
+            if home != homes.current and homes.standing.get(home) is Standing.UNTRIED:
+                homes.yield_to(now, home)
+
     def _after_first_segment(self, now: float, fetch: Fetch, assembly: Assembly) -> None:
         """Take the rest the way offered, if nobody shares the reads; else by READs."""
         offer = fetch.offer
@@ -653,6 +664,7 @@ class Requester:
         if offer is not None:
             self.counters.offers_ignored += 1
         self._life.end_probe(fetch)
+        self._meet(now, fetch)
         fetch.may_probe = False
         if fetch.state is FetchState.PROBING:
             fetch.happen(now, FetchEvent.READ_ALL)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.requests import Outgoing
 from kvcast.controller.core.residency import Residency
-from kvcast.controller.core.tiers import AdmitMode, Outgoing, Tiers
+from kvcast.controller.core.tiers import AdmitMode, Tiers
 from kvcast.protocol.messages.control import Credit, Describe, Described, HotBlock, Keep, Kept
 from kvcast.protocol.messages.wire import CELLS, SEGMENT_BYTES, BlockId
 from kvcast.simulation.flows.demand import NS, Demand

@@ -320,6 +320,54 @@ def _secrets_for_all() -> AbstractContextManager[object]:
     return replaced("kvcast.controller.core.namespaces.Namespaces.secrets_for", for_all)
 
 
+FOREIGN_REPLICA = "is given blocks of a namespace that it is not for"
+LOUD = "has others hold its blocks"
+
+
+@mutation(
+    "replicas are given to whoever has room",
+    {FOREIGN_REPLICA: ["test_who_may_not_use_the_namespace_gets_nothing_and_keeps_nothing"]},
+)
+def _replicas_for_all() -> AbstractContextManager[object]:
+    def lenient(make: Any) -> Any:
+        def made(self: Any, options: Any, homes: Any, _may_use: Any) -> None:
+            make(self, options, homes, lambda _namespace, _node_id: True)
+
+        return made
+
+    return around("kvcast.controller.core.replicas.HotReplicas.__init__", lenient)
+
+
+@mutation(
+    "a node is believed whatever it says is read",
+    {LOUD: ["test_reports_of_blocks_that_a_node_does_not_answer_for_make_nothing_hot"]},
+)
+def _believed_of_all() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.controller.core.pool.Pool._answers_for", lambda _self, _node, _block: True
+    )
+
+
+@mutation(
+    "replicas take what room there is, and more",
+    {
+        LOUD: [
+            "test_no_node_gives_more_of_its_arena_than_its_share",
+            "test_nobody_displaces_blocks_of_its_own_for_replicas",
+        ]
+    },
+)
+def _replicas_without_bounds() -> AbstractContextManager[object]:
+    def roomy(advance: Any) -> Any:
+        def with_room(self: Any, nodes: Any, guard_room: int, now: float) -> Any:
+            views = [replace(node, arena_bytes=1 << 60, arena_used_bytes=0) for node in nodes]
+            return advance(self, views, guard_room, now)
+
+        return with_room
+
+    return around("kvcast.controller.core.replicas.HotReplicas.advance", roomy)
+
+
 @mutation(
     "agents keep what they held before the secret",
     {BEFORE_SECRET: ["test_what_was_kept_before_the_secret_is_forgotten"]},

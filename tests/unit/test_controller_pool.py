@@ -34,6 +34,7 @@ from kvcast.protocol.messages.control import (
     Keep,
     Kept,
     Leave,
+    Loads,
     NamespaceReply,
     NamespaceRequest,
     PoolMap,
@@ -41,6 +42,7 @@ from kvcast.protocol.messages.control import (
     Register,
     Registered,
     Renew,
+    Replicas,
     Residents,
 )
 from kvcast.protocol.messages.wire import CHUNKINGS, SEGMENT_BYTES, BlockId, bucket_of
@@ -69,6 +71,8 @@ class Driver:
         self.heard: dict[int, list[msgspec.Struct]] = {}
         self.closed: dict[int, str] = {}
         self.writes = 0
+        self.sent: dict[int, int] = {}
+        """By connection: what its node says that it has sent, in bytes."""
         self._requests = itertools.count(1)
 
     def say(self, connection: int, message: AgentMessage) -> None:
@@ -803,3 +807,113 @@ def test_heat_of_large_chunks_counts_as_that_of_what_the_switch_would_keep() -> 
     assert heat.value(large, driver.now) == heat.value(small, driver.now) > 0
     driver.pool.heat([HeatSample(large, CHUNKINGS[3].number(0), 0b110, 1)], driver.now)
     assert heat.value(large, driver.now) > heat.value(small, driver.now), "it is no larger for that"
+
+
+# --- hot replicas ---------------------------------------------------------------------------
+
+
+def hot_pool() -> tuple[Driver, BlockId, int]:
+    """A pool of three nodes without replicas, one of which sends all that its link carries; the
+    block, and the connection of its home."""
+    driver = Driver(dataclasses.replace(OPTIONS, replicas=0))
+    for number in (1, 2, 3):
+        driver.say(
+            number,
+            msgspec.structs.replace(
+                register(number), link_bits_per_s=8_000_000, arena_bytes=64 << 20
+            ),
+        )
+    driver.round()
+    block = BlockId(driver.namespace(), key(7))
+    return driver, block, driver.home_of(block)
+
+
+def report(driver: Driver, connection: int, block: BlockId, sent_bytes: int) -> None:
+    size = SEGMENT_BYTES
+    hot = [HotBlock(*block, sent_bytes // size, 2, 0, size, 99)] if sent_bytes else []
+    total = driver.sent[connection] = driver.sent.get(connection, 0) + sent_bytes
+    counters = {"payload_bytes_sent_udp_total": float(total)}
+    driver.say(connection, renew(counters=counters, hot=hot))
+
+
+def be_hot(driver: Driver, block: BlockId, home: int, seconds: int) -> None:
+    for _ in range(2 * seconds):
+        for connection in (1, 2, 3):
+            report(driver, connection, block, 500_000 if connection == home else 0)
+        driver.round(0.5)
+
+
+def test_a_replica_answers_for_its_bucket_before_anybody_is_told_of_it() -> None:
+    driver, block, home = hot_pool()
+    be_hot(driver, block, home, 5)
+    asked = {c: m for c in (1, 2, 3) for m in driver.take(c, Keep)}
+    assert asked
+    assert home not in asked
+    (replica, keep) = next(iter(asked.items()))
+    assert driver.switch is not None
+    entry = ("bucket_home", (bucket_of(block.key), replica))
+    assert entry not in driver.switch.entries
+    assert not any(driver.take(c, Replicas) for c in (1, 2, 3))
+    driver.say(replica, Kept(keep.request, *block, held=True))
+    plan = driver.pool.plan()
+    assert entry in plan.desired.entries
+    driver.round()
+    assert entry in driver.switch.entries
+    index = driver.pool.membership.nodes[f"node-{replica}"].index
+    for connection in (1, 2, 3):
+        (told,) = driver.take(connection, Replicas)
+        assert [(b.key, b.nodes) for b in told.blocks] == [(block.key, [index])]
+    assert driver.pool.status(driver.now)["replicas"][0]["nodes"] == [f"node-{replica}"]
+    assert {m.percents[0][0] for m in driver.take(1, Loads)} == {
+        driver.pool.membership.nodes[f"node-{home}"].index
+    }
+
+
+def test_a_replica_is_taken_back_for_readers_first_and_in_the_guard_later() -> None:
+    driver, block, home = hot_pool()
+    be_hot(driver, block, home, 5)
+    ((replica, keep),) = [(c, m) for c in (1, 2, 3) for m in driver.take(c, Keep)][:1]
+    driver.say(replica, Kept(keep.request, *block, held=True))
+    driver.round()
+    entry = ("bucket_home", (bucket_of(block.key), replica))
+    driver.pool.delete_namespace(block.namespace, driver.now)
+    for connection in (1, 2, 3):
+        driver.take(connection, Replicas)
+    driver.round()
+    assert all(m.blocks == [] for c in (1, 2, 3) for m in driver.take(c, Replicas))
+    assert driver.switch is not None
+    assert entry in driver.switch.entries, "a READ may be on its way"
+    driver.round(2.0)
+    assert entry not in driver.switch.entries
+
+
+def test_a_replica_that_dies_is_gone_from_the_guard_and_the_rest_stays() -> None:
+    driver, block, home = hot_pool()
+    be_hot(driver, block, home, 5)
+    ((replica, keep),) = [(c, m) for c in (1, 2, 3) for m in driver.take(c, Keep)][:1]
+    driver.say(replica, Kept(keep.request, *block, held=True))
+    driver.round()
+    driver.say(replica, Leave())
+    driver.round()
+    assert not driver.pool.hot.listed
+    assert driver.home_of(block) == home
+
+
+def test_reports_of_blocks_that_a_node_does_not_answer_for_make_nothing_hot() -> None:
+    driver, block, home = hot_pool()
+    liar = next(c for c in (1, 2, 3) if c != home)
+    be_hot(driver, block, liar, 10)
+    assert not any(driver.take(c, Keep) for c in (1, 2, 3))
+
+
+def test_a_node_that_comes_back_hears_of_replicas_and_loads() -> None:
+    driver, block, home = hot_pool()
+    be_hot(driver, block, home, 5)
+    ((replica, keep),) = [(c, m) for c in (1, 2, 3) for m in driver.take(c, Keep)][:1]
+    driver.say(replica, Kept(keep.request, *block, held=True))
+    driver.round()
+    driver.pool.disconnected(home)
+    driver.say(9, msgspec.structs.replace(register(home), link_bits_per_s=8_000_000))
+    driver.round()
+    assert driver.take(9, Replicas)[0].blocks
+    assert driver.take(9, Loads)

@@ -1136,6 +1136,26 @@ def test_who_looks_for_company_takes_no_offer(company: dict[str, Any]) -> None:
     assert bench.core.counters.offers == 0
 
 
+def test_who_shared_the_first_segment_goes_on_where_it_was_answered() -> None:
+    """Readers of the same moment may each have asked another holder; the rest they ask of one."""
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    bench.whole(0.001, 0, source=REPLICA, flags=wire.FLAG_SHARED)
+    assert bench.core.frames_to_send()[0][0] == REPLICA
+    bench.whole(0.002, 1, source=REPLICA)
+    bench.whole(0.002, 2, source=REPLICA)
+    assert isinstance(bench.events()[-1], Fetched)
+
+
+def test_an_answer_from_elsewhere_that_nobody_shares_moves_nobody() -> None:
+    bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
+    bench.fetch(homes=(HOME, REPLICA))
+    bench.reads()
+    bench.whole(0.001, 0, source=REPLICA)
+    assert bench.core.frames_to_send()[0][0] == HOME
+
+
 def test_a_probe_that_goes_on_at_another_home_says_so() -> None:
     bench = Bench(usable_offer_kinds=frozenset({wire.OFFER_TCP}))
     bench.fetch(homes=(HOME, REPLICA))

@@ -1,0 +1,256 @@
+"""Eight readers of one home's blocks, at different moments: does the pool adapt, and back again?
+
+Two pools of separate processes, over emulated links: one home, readers, and nodes that have nothing
+to do. Each reader goes through the same blocks in an order of its own, and passes over those that
+another reads at that moment: nothing coalesces, and every byte of every read leaves some node once
+more. The readers' arenas are too small for what they read, so that next to nothing is found there.
+
+- **before**: hot replicas are off; the home's link is all there is.
+- **after**: they are on. Measured when the pool has adapted: no replica was given for a while.
+
+Then the load ends, and it is timed until the blocks have one copy again: the controller lists no
+replica, and no node that was idle before holds a block.
+
+`throughput_after_over_before` compares bytes that came over the network a second; every byte is
+compared with what its key demands (`wrong_bytes`).
+
+    python -m kvcast.bench.replicas --json replicas.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvcast.bench.incast import home_keys
+from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.service.provenance import provenance
+from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.star import Star
+from kvcast.workloads import content
+
+HOME: Final = "node-1"
+LOCAL: Final = "local"
+GET_DEADLINE_S: Final = 60.0
+ADAPTED_AFTER_S: Final = 6.0
+"""No replica was given or taken for so long: the pool has adapted."""
+ADAPTS_WITHIN_S: Final = 90.0
+ONE_COPY_WITHIN_S: Final = 120.0
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run."""
+
+    readers: int
+    spares: int
+    blocks: int
+    block_bytes: int
+    link_rate: float
+    measure_s: float
+    seed: int
+
+
+@dataclass
+class Load:
+    """What the readers have got, by now."""
+
+    remote_bytes: int = 0
+    local_bytes: int = 0
+    gets: int = 0
+    misses: int = 0
+    wrong_bytes: int = 0
+    errors: list[str] = field(default_factory=list)
+    stopped: bool = False
+    reading: set[bytes] = field(default_factory=set)
+    """What some reader reads at this moment."""
+
+    async def read(self, client: AsyncClient, namespace: int, keys: list[bytes]) -> None:
+        """One reader's turn through the blocks, again and again."""
+        waiting = deque(keys)
+        while not self.stopped:
+            while waiting[0] in self.reading:
+                waiting.rotate(-1)
+            key = waiting[0]
+            waiting.rotate(-1)
+            self.gets += 1
+            self.reading.add(key)
+            try:
+                (block,) = await client.get(namespace, [key], GET_DEADLINE_S)
+            except KvcastError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            finally:
+                self.reading.discard(key)
+            if block is None:
+                self.misses += 1
+                continue
+            with block:
+                size = len(block.data)
+                self.wrong_bytes += content.wrong_bytes(key, size, block.data)
+                if block.tier == LOCAL:
+                    self.local_bytes += size
+                else:
+                    self.remote_bytes += size
+
+    async def measure(self, seconds: float) -> float:
+        """Bytes a second over the network, from now on."""
+        begun, before = time.perf_counter(), self.remote_bytes
+        await asyncio.sleep(seconds)
+        return (self.remote_bytes - before) / (time.perf_counter() - begun)
+
+
+def _pool(options: Options, *, hot: bool) -> Pool:
+    nodes = 1 + options.readers + options.spares
+    held = options.blocks * options.block_bytes
+    reader_arena = max(_MIB, held // 4 // _MIB * _MIB)
+    readers = [f"node-{2 + number}" for number in range(options.readers)]
+    return Pool(
+        Star.of(nodes),
+        PoolOptions(
+            replicas=0,
+            admit="off",
+            seed=options.seed,
+            arena_bytes=8 * held,
+            link_rate_bits_per_s=options.link_rate,
+            controller_flags=() if hot else ("--no-hot-replicas",),
+            node_flags=dict.fromkeys(readers, (f"--arena-bytes={reader_arena}",)),
+            log_level="warning",
+        ),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _loaded(pool: Pool, options: Options) -> AsyncIterator[Load]:
+    """The home has its blocks, and the readers read them."""
+    keys = home_keys(pool, HOME, options.blocks, options.seed)
+    async with contextlib.AsyncExitStack() as stack:
+        home = await stack.enter_async_context(await AsyncClient.connect(str(pool.sockets[HOME])))
+        namespace = await home.namespace("bench", "m", "1", "replicas")
+        for key in keys:
+            data = content.block_bytes(key, options.block_bytes)
+            await home.put(namespace, {key: data})
+        load = Load()
+        tasks = []
+        for number in range(options.readers):
+            path = str(pool.sockets[f"node-{2 + number}"])
+            client = await stack.enter_async_context(await AsyncClient.connect(path))
+            order = random.Random(f"{options.seed}/{number}").sample(keys, len(keys))
+            tasks.append(asyncio.create_task(load.read(client, namespace, order)))
+        try:
+            yield load
+        finally:
+            load.stopped = True
+            await asyncio.gather(*tasks)
+
+
+async def _before(options: Options) -> tuple[Load, float]:
+    async with _pool(options, hot=False) as pool, _loaded(pool, options) as load:
+        await asyncio.sleep(3.0)
+        return load, await load.measure(options.measure_s)
+
+
+async def _adapted(pool: Pool) -> tuple[float, int]:
+    """Wait until no replica comes any more; seconds, and how many there are."""
+    begun = changed = time.perf_counter()
+    former: Any = []
+    while time.perf_counter() < begun + ADAPTS_WITHIN_S:
+        await asyncio.sleep(0.5)
+        replicas = (await pool.status())["replicas"]
+        if replicas != former:
+            former, changed = replicas, time.perf_counter()
+        elif former and time.perf_counter() > changed + ADAPTED_AFTER_S:
+            break
+    return changed - begun, sum(len(each["nodes"]) for each in former)
+
+
+async def _one_copy(pool: Pool, spares: set[str]) -> float:
+    """Seconds until there is one copy of every block again; infinity if that takes too long."""
+    begun = time.perf_counter()
+    while (took := time.perf_counter() - begun) < ONE_COPY_WITHIN_S:
+        status = await pool.status()
+        held = sum(node["blocks"] for node in status["nodes"] if node["node_id"] in spares)
+        if not status["replicas"] and not held:
+            return took
+        await asyncio.sleep(0.5)
+    return float("inf")
+
+
+async def run(options: Options) -> dict[str, Any]:
+    """Both pools; the report."""
+    plain, before = await _before(options)
+    say(f"one copy: {before / 1e6:.2f} MB/s")
+    spares = {f"node-{2 + options.readers + number}" for number in range(options.spares)}
+    async with _pool(options, hot=True) as pool:
+        async with _loaded(pool, options) as load:
+            took, replicas = await _adapted(pool)
+            say(f"{replicas} replicas of {options.blocks} blocks after {took:.1f} s")
+            after = await load.measure(options.measure_s)
+            loads = {n["node_id"]: n["load"] for n in (await pool.status())["nodes"]}
+            counts = (await pool.status())["counts"]
+        say(f"with replicas: {after / 1e6:.2f} MB/s")
+        back = await _one_copy(pool, spares)
+        say(f"one copy again after {back:.1f} s")
+        pool.check_alive()
+    return {
+        "bench": "replicas",
+        "throughput_after_over_before": after / before,
+        "seconds_to_one_copy": back,
+        "wrong_bytes": plain.wrong_bytes + load.wrong_bytes,
+        "misses": plain.misses + load.misses,
+        "errors": sorted({*plain.errors, *load.errors})[:5],
+        "before_bytes_per_s": before,
+        "after_bytes_per_s": after,
+        "local_bytes": plain.local_bytes + load.local_bytes,
+        "seconds_to_adapt": took,
+        "replicas": replicas,
+        "loads": loads,
+        "counts": {k: v for k, v in counts.items() if k.startswith("replica")},
+        "parameters": vars(options),
+        "provenance": provenance(),
+    }
+
+
+def say(text: str) -> None:
+    """What has become of it so far."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--spares", type=int, default=4, help="nodes that have nothing to do")
+    parser.add_argument("--blocks", type=int, default=64, help="blocks of the one home")
+    parser.add_argument("--block-bytes", type=int, default=64 << 10)
+    parser.add_argument("--link-rate", type=float, default=10e6, help="of every link, bits/s")
+    parser.add_argument("--measure", type=float, default=10.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the report here, too")
+    given = parser.parse_args()
+    if given.blocks <= 2 * given.readers:
+        parser.error("there must be more than two blocks a reader, or readers meet")
+    options = Options(
+        *(given.readers, given.spares, given.blocks, given.block_bytes),
+        *(given.link_rate, given.measure, given.seed),
+    )
+    report = asyncio.run(run(options))
+    text = json.dumps(report, indent=2)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text + "\n")
+    return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
