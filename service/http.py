@@ -2,7 +2,8 @@
 
 Owns: how many connections, requests and bytes a client may have, how long it may take, what an
 error looks like, and what is counted. Must not know: what the routes do, or who may use them
-(`admit` is asked). Answers are JSON objects or Prometheus text; an error is `{"error": "why"}`.
+(`admit` is asked). Answers are JSON objects, Prometheus text or files; an error is
+`{"error": "why"}`.
 
 Everything is counted (`counts`): connections, and those not let in; `requests`, and `malformed` for
 what is no HTTP and the library answers by itself; and for both the answers by status
@@ -73,6 +74,13 @@ def metrics_answer(families: Iterable[Metric]) -> web.Response:
             return families
 
     return _Answer(body=generate_latest(Families()), headers={"Content-Type": _METRICS_TYPE})
+
+
+def file_answer(body: bytes, content_type: str, headers: Mapping[str, str]) -> web.Response:
+    """A text file in UTF-8 as the answer."""
+    answer = _Answer(body=body, content_type=content_type, charset="utf-8")
+    answer.headers.update(headers)
+    return answer
 
 
 def too_many(reason: str, wait_s: float) -> HttpError:

@@ -5,6 +5,7 @@ asks a `Service`), or what bounds a client (`kvcast.service.http`).
 
 | request | role | answer |
 |---|---|---|
+| GET / | nobody | a page that shows the pool (`page`); it asks the routes below |
 | GET /healthz | nobody | 200 `{"ok": true}` while the control loop runs; 503 with why otherwise |
 | GET /v1/status | viewer | the pool, the switch's counters, the controller (see docs) |
 | GET /v1/decisions | viewer | the last admissions, evictions and refusals, newest first |
@@ -39,6 +40,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
+from kvcast.controller.http.page import page_routes
 from kvcast.controller.http.tokens import OPERATOR, VIEWER, TokensFile
 from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings, Text
 from kvcast.protocol.messages.wire import BlockId
@@ -182,6 +184,7 @@ class HttpApi:
         self._sleep = sleep
         self._slowed = 0
         routes: Routes = {
+            **page_routes(),
             "/healthz": {"GET": self._healthz},
             "/v1/status": {"GET": self._status},
             "/v1/decisions": {"GET": self._decisions},

@@ -1053,6 +1053,7 @@ ANSWERS = "answers for buckets"
 CONNECTIONS = "floods an entry point with connections"
 NONSENSE = "floods an entry point with nonsense"
 REQUESTS = "floods the HTTP API"
+PAGE = "gives itself a name that is markup"
 STALE = "serves a stale copy"
 READS = "floods a home with READs"
 ENTRIES = "fills the switch's pending entries"
@@ -1338,6 +1339,14 @@ def _offences_not_counted() -> AbstractContextManager[object]:
 )
 def _no_rate() -> AbstractContextManager[object]:
     return replaced("kvcast.service.http_limits.RateLimit.wait_s", lambda *_: 0.0)
+
+
+@mutation(
+    "the page may load and ask whatever it likes",
+    {PAGE: ["test_the_files_of_the_page_may_only_ask_their_controller"]},
+)
+def _page_without_a_policy() -> AbstractContextManager[object]:
+    return replaced("kvcast.controller.http.page.HEADERS", {})
 
 
 @mutation("a body may be of any length", {REQUESTS: ["test_a_body_beyond_the_bound_is_refused"]})
