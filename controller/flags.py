@@ -174,6 +174,12 @@ class PoolFlags:
         low=1,
         high=MAX_REPLICAS,
     )
+    homes: tuple[str, ...] = many(
+        "a node that keeps blocks for others; where any are named, the others only read and put",
+        parse=parse_node_id,
+        metavar="NODE",
+        flag="home",
+    )
     max_chunk_bytes: int = choice(
         "READs are for chunks of at most so many bytes; at most what the nodes' MTUs take (1500: "
         "1024, 9000: 8192). Lower it where a switch on the way takes less than the nodes do",
@@ -364,6 +370,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         rebalance_after_s=flags.rebalance_after_s,
         replicas=flags.replicas,
         hot=ReplicaOptions(enabled=flags.hot_replicas, max_copies=flags.hot_copies),
+        homes=frozenset(flags.homes),
         max_chunk_bytes=flags.max_chunk_bytes,
         admit=flags.admit,
         value=ValueOptions(

@@ -69,6 +69,8 @@ class PoolOptions:
     """Which blocks the controller puts into the switch."""
     replicas: int = 1
     """Further nodes that keep each block, beside its home."""
+    homes: tuple[str, ...] = ()
+    """The nodes that keep blocks for others; all, if none is named."""
     lease_s: float = 3.0
     """A node that has not renewed for so long is dead."""
     tick_s: float = 0.5
@@ -317,6 +319,7 @@ class Pool:
             f"--tick={options.tick_s:g}",
             f"--admit={options.admit}",
             f"--replicas={options.replicas}",
+            *(f"--home={node}" for node in options.homes),
             *(["--plain"] if options.plain else []),
             *options.controller_flags,
         ]
@@ -486,7 +489,8 @@ class Pool:
             self.check_alive(except_for=without)
             try:
                 status = await self.status()
-                missing = what_is_missing(status, wanted)
+                homes = wanted & set(self.options.homes) if self.options.homes else wanted
+                missing = what_is_missing(status, wanted, homes)
                 if not missing and self.options.runner != "machines":  # sockets inside
                     missing = await self._late_maps(status["epoch"], wanted)
             except (OSError, PoolError) as error:
@@ -518,14 +522,16 @@ class Pool:
         return f"the map of epoch {epoch} at {', '.join(late)}" if late else ""
 
 
-def what_is_missing(status: dict[str, Any], wanted: set[str]) -> str:
-    """What /v1/status lacks for these nodes to be usable; "" if nothing."""
+def what_is_missing(status: dict[str, Any], wanted: set[str], homes: set[str] | None = None) -> str:
+    """What /v1/status lacks for these nodes to be usable; "" if nothing. `homes`: those of them
+    that keep blocks for others (None: all)."""
     nodes = {node["node_id"]: node for node in status.get("nodes", [])}
     absent = sorted(wanted - nodes.keys())
     if absent:
         return f"the registration of {', '.join(absent)}"
     for what in ("alive", "connected", "placed", "programmed"):
-        lacking = sorted(name for name in wanted if not nodes[name].get(what))
+        of_them = wanted if what != "placed" or homes is None else homes
+        lacking = sorted(name for name in of_them if not nodes[name].get(what))
         if lacking:
             return f"{', '.join(lacking)} to be {what}"
     return ""

@@ -97,6 +97,8 @@ class Views(NamedTuple):
     """Every known node's."""
     placed: frozenset[str]
     """Those that buckets may name."""
+    readers: frozenset[str]
+    """Live ones that are no homes, and never will be."""
 
 
 def checked_address(message: Register, max_port: int) -> Address:
@@ -130,10 +132,17 @@ class Membership:
     """The nodes by id. Methods return whether the pool's map changed by them."""
 
     def __init__(
-        self, *, lease_s: float, rebalance_after_s: float, max_nodes: int = MAX_LIVE_NODES
+        self,
+        *,
+        lease_s: float,
+        rebalance_after_s: float,
+        max_nodes: int = MAX_LIVE_NODES,
+        homes: frozenset[str] = frozenset(),
     ) -> None:
-        """`max_nodes`: live ones, and the switch's ports for them."""
+        """`max_nodes`: live ones, and the switch's ports for them. `homes`: the nodes that are ever
+        placed; all, if none is named."""
         self._max_nodes = max_nodes
+        self._homes = homes
         self._lease_s = lease_s
         self._rebalance_after_s = rebalance_after_s
         self.nodes: dict[str, Node] = {}
@@ -148,17 +157,23 @@ class Membership:
         lease_s: float,
         rebalance_after_s: float,
         max_nodes: int = MAX_LIVE_NODES,
+        homes: frozenset[str] = frozenset(),
     ) -> Membership:
         """The membership as a former controller left it.
 
         Placed nodes are given two leases to find the new controller, so that its start moves no
         bucket.
         """
-        membership = cls(lease_s=lease_s, rebalance_after_s=rebalance_after_s, max_nodes=max_nodes)
-        for node in saved:
-            membership.nodes[node.node_id] = Node(
-                **vars(node), live=node.placed, live_since=now, lease_until=now + 2 * lease_s
-            )
+        membership = cls(
+            lease_s=lease_s,
+            rebalance_after_s=rebalance_after_s,
+            max_nodes=max_nodes,
+            homes=homes,
+        )
+        for one in saved:
+            node = Node(**vars(one), live_since=now, lease_until=now + 2 * lease_s)
+            node.live = node.placed = one.placed and membership._may_be_home(node)
+            membership.nodes[node.node_id] = node
         return membership
 
     @property
@@ -173,6 +188,7 @@ class Membership:
                 ),
                 addresses=tuple((n.node_id, n.address) for n in known),
                 placed=frozenset(n.node_id for n in known if n.placed),
+                readers=frozenset(n.node_id for n in known if n.live and not self._may_be_home(n)),
             )
         return self._views
 
@@ -272,8 +288,11 @@ class Membership:
                 changed = True
         return changed
 
+    def _may_be_home(self, node: Node) -> bool:
+        return not self._homes or node.node_id in self._homes
+
     def _may_be_placed(self, node: Node, now: float) -> bool:
-        return (
+        return self._may_be_home(node) and (
             node.newcomer
             or now >= node.live_since + self._rebalance_after_s  # as in `next_deadline`
             or not any(n.placed for n in self.nodes.values())
@@ -292,7 +311,7 @@ class Membership:
         times += [
             n.live_since if n.newcomer else n.live_since + self._rebalance_after_s
             for n in self.nodes.values()
-            if n.live and not n.placed
+            if n.live and not n.placed and self._may_be_home(n)
         ]
         return min(times, default=None)
 

@@ -121,6 +121,8 @@ class PoolOptions:
     """READs are for chunks of at most so many bytes, whatever the nodes' networks take."""
     max_nodes: int = MAX_LIVE_NODES
     """Live nodes; no switch has ports for more than the default."""
+    homes: frozenset[str] = frozenset()
+    """The nodes that keep blocks for others; all, if none is named."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class Pool:
             lease_s=options.lease_s,
             rebalance_after_s=options.rebalance_after_s,
             max_nodes=options.max_nodes,
+            homes=options.homes,
         )
         self.namespaces = Namespaces(
             {info.namespace: info for info in saved.namespaces},
@@ -583,7 +586,7 @@ class Pool:
             map=self._map,
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),
-            nodes=views.placed,
+            nodes=views.placed | views.readers,
             namespaces=frozenset(self.namespaces.by_number),
             groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),

@@ -48,6 +48,32 @@ def test_a_new_node_is_placed_at_the_next_advance() -> None:
     assert not membership.advance(0.1)
 
 
+def test_where_homes_are_named_no_other_node_is_placed() -> None:
+    def restored(*homes: str) -> Membership:
+        return Membership.restore(
+            list(membership.views.saved),
+            10.0,
+            lease_s=LEASE_S,
+            rebalance_after_s=STABLE_S,
+            homes=frozenset(homes),
+        )
+
+    membership = Membership(
+        lease_s=LEASE_S, rebalance_after_s=STABLE_S, homes=frozenset({"node-2"})
+    )
+    membership.register(register_message(1), 1, 0.0)
+    assert not membership.advance(0.0)
+    assert not membership.advance(STABLE_S)
+    assert membership.next_deadline() == LEASE_S  # and not at once, again and again
+    membership.register(register_message(2), 2, STABLE_S)
+    assert membership.advance(STABLE_S)
+    assert placed(membership) == {"node-2"}
+    assert membership.nodes["node-1"].live
+    assert membership.views.readers == {"node-1"}
+    assert placed(restored("node-2")) == {"node-2"}
+    assert placed(restored("node-1")) == set()
+
+
 def test_a_lease_that_runs_out_unplaces_the_node_but_keeps_its_index() -> None:
     membership = new()
     membership.register(register_message(1), 1, 0.0)
