@@ -2105,3 +2105,141 @@ def _arena_of_whatever() -> AbstractContextManager[object]:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     return replaced("kvcast.hostagent.tiers.arena._make_locked", open_it)
+
+
+# --- engines' connectors --------------------------------------------------------------------------
+
+_CONNECTORS = "kvcast.hostagent.connectors"
+
+
+@mutation(
+    "an engine's namespace is named by its model alone",
+    {
+        "has an engine compute with another's bytes": [
+            "test_every_fact_that_decides_what_bytes_mean_makes_another_namespace"
+        ]
+    },
+)
+def _named_by_model() -> AbstractContextManager[object]:
+    from kvcast.hostagent.connectors.naming import NamespaceName
+
+    def name(*, model: str, **_facts: object) -> NamespaceName:
+        return NamespaceName("t", model[:256], "-", "-")
+
+    return replaced(f"{_CONNECTORS}.naming.namespace_name", name)
+
+
+@mutation(
+    "all layers of an engine's block have one key",
+    {"has an engine take one group": ["test_parts_of_blocks_have_keys_of_their_own"]},
+)
+def _one_key() -> AbstractContextManager[object]:
+    return replaced(
+        f"{_CONNECTORS}.naming.keys_of", lambda one, groups: [one[:16] for _ in range(groups)]
+    )
+
+
+@mutation(
+    "engines do not say how they hash",
+    {
+        "has engines hash prompts alike": [
+            "test_engines_that_hash_otherwise_are_told",
+            "test_seeds_are_told_apart_without_being_told",
+        ]
+    },
+)
+def _hashing_untold() -> AbstractContextManager[object]:
+    return replaced(f"{_CONNECTORS}.naming.hashing_facts", lambda _algorithm, _seed: b"any")
+
+
+@mutation(
+    "an engine takes bytes as they lie in the arena",
+    {
+        "changes bytes in an agent's memory": [
+            "test_bytes_that_changed_in_the_arena_are_not_loaded_and_make_room_for_right_ones"
+        ]
+    },
+)
+def _arena_believed() -> AbstractContextManager[object]:
+    return replaced(f"{_CONNECTORS}.link.Block.verify", yes)
+
+
+@mutation(
+    "an engine waits for as long as the pool takes",
+    {
+        "holds an engine's requests up": [
+            "test_a_pool_that_does_not_answer_holds_a_request_no_longer_than_a_lookup_may_take",
+            "test_the_deadline_counts_from_the_engines_first_question",
+        ]
+    },
+)
+def _engines_wait() -> AbstractContextManager[object]:
+    def timeless(matched: Any) -> Any:
+        def match(self: Any, now: float, name: str, *rest: Any) -> Any:
+            if (request := self._requests.get(name)) is not None:
+                request.wanted_since = now
+            return matched(self, now, name, *rest)
+
+        return match
+
+    return around(f"{_CONNECTORS}.planner.Planner.matched", timeless)
+
+
+@mutation(
+    "what failed is forgotten",
+    {
+        "has engines try for ever": [
+            "test_a_failed_load_is_not_tried_again_for_that_request_nor_its_block_by_others",
+            "test_a_dead_pool_is_left_alone_and_asked_again_later",
+        ]
+    },
+)
+def _failures_forgotten() -> AbstractContextManager[object]:
+    def until(_self: Any, _now: float, _hashes: Any, _here: int, most: int) -> int:
+        return most
+
+    return all_of(
+        replaced(f"{_CONNECTORS}.planner.Planner._there", until),
+        replaced(f"{_CONNECTORS}.health.Health.failed", nothing),
+    )
+
+
+@mutation(
+    "what comes late is written all the same",
+    {
+        "sends bytes late": [
+            "test_nothing_is_written_once_a_load_was_reported",
+            "test_nothing_is_written_after_the_report",
+        ]
+    },
+)
+def _written_late() -> AbstractContextManager[object]:
+    def write(_self: Any, _part: int, copy: Callable[[], None]) -> bool:
+        copy()
+        return True
+
+    return replaced(f"{_CONNECTORS}.loads.OpenLoad.write", write)
+
+
+@mutation(
+    "engines ask and save without bounds",
+    {
+        "has an engine keep its memory": [
+            "test_saves_beyond_the_bound_wait_and_leave_no_gap",
+            "test_questions_are_bounded",
+        ]
+    },
+)
+def _engines_unbounded() -> AbstractContextManager[object]:
+    class Uncounted(dict[int, str]):
+        def __len__(self) -> int:
+            return 0
+
+    def unbounded(begin: Any) -> Any:
+        def init(self: Any, options: Any, counters: Any) -> None:
+            begin(self, replace(options, most_saving=1 << 30), counters)
+            self._lookups_out = Uncounted()
+
+        return init
+
+    return around(f"{_CONNECTORS}.planner.Planner.__init__", unbounded)

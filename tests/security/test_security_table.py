@@ -16,6 +16,7 @@ GROUPS = (
     "tenant against tenant",
     "host against pool",
     "network",
+    "engines that share prefixes",
     "whoever loads a folder against who fetches it",
     "pool against engine",
     "operators' mistakes",
