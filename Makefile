@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 PACKAGES := bench cli controller hostagent native p4 protocol routing service simulation switchsim topologies workloads
 FILES := $(shell find $(PACKAGES) -name '*.py' -o -name 'py.typed' | sort)
 
-.PHONY: help setup setup-shell setup-engines demo check test test-engines test-rdma lint format p4 clean
+.PHONY: help setup setup-shell setup-engines setup-engine-peers demo check test test-engines test-rdma lint format p4 clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -57,6 +57,13 @@ $(ENGINES_VENV)/.installed: bench/engines/requirements.txt $(STAMP)
 	@PYTHONWARNINGS=ignore $(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation --config-settings editable_mode=strict --editable .
 	@touch $@
+
+# Only what a benchmark compares with: no test needs it.
+setup-engine-peers: setup-engines ## add LMCache and Mooncake to .venv-engines, for kvcast.bench.ttft
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-deps --requirement bench/engines/requirements-peers.txt
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --requirement bench/engines/requirements-peers-needs.txt
 
 demo: setup ## eight inference nodes read the same prefixes, plainly and through kvcast
 	@$(BIN)/kvcast demo --out kvcast-out

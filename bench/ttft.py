@@ -1,29 +1,38 @@
 """The question: how soon is the first token there, if other engines have computed the prompt?
 
-    make setup-engines
+    make setup-engines setup-engine-peers
     python -m kvcast.bench.ttft --json FILE
 
-Owns: what engines are asked for, in which order, the report. Must not know: how an engine is run
-(`engines/`), or how the pool works.
+Owns: what engines are asked for, in which order, the report. Must not know: how an engine is run,
+or what a way of sharing consists of (`engines/`), or how the pool works.
 
 One vLLM engine computes prefixes, on a node of its own. Then N engines on N other nodes are asked
 for one of them at the same moment, with a few tokens of their own behind it; the time until the
 first token is what counts, of each. Every prefix is asked for once, so nothing is in anybody's
-cache. Beside it the same N engines compute prompts that nobody has computed (`recompute`). Figures
-are medians over engines and rounds.
+cache. This is done with kvcast, then with each peer (`engines/ways.py`), with the same engines'
+options, nodes, links and rounds; and once with prompts that nobody has computed (`recompute`).
+Figures are medians over engines and rounds.
 
-The nodes' links have one rate, emulated by the software switch; everything else shares this
-machine's processors. Whether the links are the limit is told by `processors_busy`, the share of all
-processors' time that was used while the N engines waited: near 1, the figures say more about this
+The nodes are network namespaces, joined by one software switch whose ports have one rate each way;
+everything else shares this machine's processors. What was the limit is told by each case:
+`link_busy`, the share of the busiest link's rate that was used until the last engine had its
+token, and `processors_busy`, the share of all processors' time. With `link_busy` near 1 the links
+were; with `processors_busy` near 1 and `link_busy` well below it, the figures say more about this
 machine.
+
+The fields at the top are of the prefix with which kvcast stands worst. `ttft_over_best_peer_n1`:
+kvcast's median ÷ the least of the peers', one engine alone; `_n4`: four at once; `growth_1_to_4`:
+kvcast's median of four ÷ that of one.
+
+By default the writer's node keeps everything, so whatever is read comes from its link: the case of
+one hot prefix. `--spread`: kvcast's blocks have their homes on all nodes; peers stay as they are.
 
 `mla_group_egress_ratio`: four ranks on four nodes that hold the same bytes read a prefix as a
 reader group: bytes that left homes ÷ distinct bytes that had to come. No engine runs there: four of
 the connector's links do what four workers' do, since tensor parallel ranks on several nodes do not
 run on one machine's processors.
 
-Peers (MooncakeStoreConnector, LMCacheMPConnector) are not run by this version; `skipped` says so,
-and what is measured beside them is null.
+Namespaces need root. A peer that is not installed is named in `skipped`, with what is missing.
 """
 
 from __future__ import annotations
@@ -38,11 +47,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model, transfer
+from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
+from kvcast.bench.engines.ways import STORE_BYTES, WAYS, OneNetwork, Way
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
@@ -54,20 +64,28 @@ from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.statistics import ratio
+from kvcast.topologies.namespaces import why_not
+from kvcast.topologies.part import PartError
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 
 PREFIXES: Final = (1024, 4096, 16_384)
 ENGINES: Final = (1, 2, 4)
-ROUNDS: Final = 3
+ROUNDS: Final = 2
 OWN_TOKENS: Final = 17
-BLOCK_TOKENS: Final = 32
-ARENA_BYTES: Final = 1 << 30
+BLOCK_TOKENS: Final = 128
+LINK_RATE: Final = 5e7
+QUEUE_FRAMES: Final = 512
+"""What waits at a port of the switch at most: 0.12 s of the links' rate."""
 RANKS: Final = 4
 GROUP_BLOCKS: Final = 32
 GROUP_BLOCK_BYTES: Final = 128 * 1024
-_SKIPPED: Final = "not run by this version of the bench"
-_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1"}
+STORED_S: Final = 120.0
+"""How long what was computed may take to be stored."""
+RECOMPUTE: Final = "recompute"
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+_ALL_THREADS: Final = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+"""The writer's, which computes while all others rest."""
 
 
 def prompt_of(label: object, prefix_tokens: int, own: int) -> Prompt:
@@ -78,90 +96,151 @@ def prompt_of(label: object, prefix_tokens: int, own: int) -> Prompt:
     ]
 
 
+class Case:
+    """Some engines asked at once for a prefix, by one way; all rounds together."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cached_shares: list[float] = []
+        self.processors_busy: list[float] = []
+        self.link_busy: list[float] = []
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "median_s": round(self.median_s, 4),
+            "seconds": [round(one, 4) for one in self.seconds],
+            "cached_share": round(min(self.cached_shares), 4),
+            "processors_busy": round(statistics.median(self.processors_busy), 3),
+            "link_busy": round(statistics.median(self.link_busy), 3),
+        }
+
+
 class Ttft:
-    """The engines, standing ready, and what they have done so far."""
+    """What was measured, by way, prefix and number of engines."""
 
-    def __init__(self, writer: Engine, readers: Sequence[Engine]) -> None:
-        self._writer = writer
-        self._readers = readers
-        self.seconds: dict[tuple[str, int, int], list[float]] = {}
-        self.busy: list[float] = []
-        self.wrong_outputs = 0
-        self.held: dict[tuple[int, int], list[float]] = {}
+    def __init__(self, network: OneNetwork, link_rate_bits_per_s: float) -> None:
+        self._network = network
+        self._rate_bytes_per_s = link_rate_bits_per_s / 8
+        self.cases: dict[tuple[str, int, int], Case] = {}
+        self.wrong_outputs: dict[str, int] = {}
 
-    async def measure(self, prefix_tokens: int, engines: int, number: int) -> None:
-        """One round: a prefix that the writer has computed, and one that nobody has."""
-        readers = self._readers[:engines]
-        for way in ("kvcast", "recompute"):
-            label = (way, prefix_tokens, engines, number)
-            prompts = [prompt_of(label, prefix_tokens, own) for own in range(engines)]
-            if way == "kvcast":
-                await self._written(prompts[0])
-            processors_s, began = _processors_s(), time.monotonic()
-            told = await asyncio.gather(
-                *(one.generate([prompt], 1) for one, prompt in zip(readers, prompts, strict=True))
-            )
-            spent = _processors_s() - processors_s
-            if way == "kvcast":
-                elapsed_s = time.monotonic() - began
-                self.busy.append(spent / elapsed_s / (os.cpu_count() or 1))
-                shares = [answer["cached"] / prefix_tokens for [answer] in told]
-                self.held.setdefault((prefix_tokens, engines), []).extend(shares)
-            times = self.seconds.setdefault((way, prefix_tokens, engines), [])
-            times.extend(answer["seconds"] for [answer] in told)
-            if way == "kvcast":
-                for prompt, [answer] in zip(prompts, told, strict=True):
-                    [expected] = await self._writer.generate([prompt], 1)
-                    self.wrong_outputs += answer["tokens"] != expected["tokens"]
+    async def ask(
+        self, name: str, prefix_tokens: int, prompts: Sequence[Prompt], readers: Sequence[Engine]
+    ) -> list[dict[str, Any]]:
+        """Ask each engine for its prompt at the same moment."""
+        passed, spent_s = self._network.link_bytes(), _processors_s()
+        began = time.monotonic()
+        told = await asyncio.gather(
+            *(one.generate([prompt], 1) for one, prompt in zip(readers, prompts, strict=True))
+        )
+        elapsed_s = time.monotonic() - began
+        spent_s = _processors_s() - spent_s
+        most = max(
+            now - before for now, before in zip(self._network.link_bytes(), passed, strict=True)
+        )
+        case = self.cases.setdefault((name, prefix_tokens, len(readers)), Case())
+        answers = [answer for [answer] in told]
+        case.seconds += [answer["seconds"] for answer in answers]
+        case.cached_shares += [answer["cached"] / prefix_tokens for answer in answers]
+        case.processors_busy.append(spent_s / elapsed_s / (os.cpu_count() or 1))
+        case.link_busy.append(most / elapsed_s / self._rate_bytes_per_s)
+        return answers
 
-    async def _written(self, prompt: Prompt) -> None:
-        """Have the writer compute the prompt, and all its blocks put into the pool."""
-        before = (await self._writer.stats()).get("save_blocks", 0)
-        await self._writer.generate([prompt], 1)
-        wanted = before + len(prompt) // BLOCK_TOKENS
-        for _ in range(300):
-            await self._writer.generate([[3]], 1)  # news of saves come with steps
-            if (await self._writer.stats()).get("save_blocks", 0) >= wanted:
-                return
+    async def measure(
+        self,
+        way: Way,
+        writer: Engine,
+        readers: Sequence[Engine],
+        prefix_tokens: int,
+        number: int,
+    ) -> None:
+        """One round: a prefix that the writer has computed."""
+        label = (prefix_tokens, len(readers), number)
+        prompts = [prompt_of(label, prefix_tokens, own) for own in range(len(readers))]
+        await self._written(way, writer, prompts[0])
+        answers = await self.ask(way.NAME, prefix_tokens, prompts, readers)
+        wrong = self.wrong_outputs.setdefault(way.NAME, 0)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            [expected] = await writer.generate([prompt], 1)
+            wrong += answer["tokens"] != expected["tokens"]
+        self.wrong_outputs[way.NAME] = wrong
+
+    async def _written(self, way: Way, writer: Engine, prompt: Prompt) -> None:
+        """Have the writer compute the prompt, and all of it stored."""
+        wanted = await way.stored(writer) + len(prompt) // way.GRAIN_TOKENS
+        await writer.generate([prompt], 1)
+        end = time.monotonic() + STORED_S
+        while await way.stored(writer) < wanted:
+            if time.monotonic() > end:
+                raise CommandError(f"{way.NAME} did not store what the writer has computed")
+            await writer.generate([[3]], 1)  # some news of saves come with steps
             await asyncio.sleep(0.1)
-        raise CommandError("the writer's blocks did not reach the pool")
 
     def report(self) -> dict[str, Any]:
         """The numbers as plain data, in seconds."""
-        medians = {case: statistics.median(times) for case, times in self.seconds.items()}
-        longest = max((prefix for _, prefix, _ in medians), default=0)
-        growth = None
-        if ("kvcast", longest, 1) in medians and ("kvcast", longest, 4) in medians:
-            growth = ratio(medians["kvcast", longest, 4], medians["kvcast", longest, 1])
+        medians = {case: found.median_s for case, found in self.cases.items()}
+        ways = list(dict.fromkeys(name for name, _, _ in medians if name != RECOMPUTE))
+        prefixes = sorted({prefix for _, prefix, _ in medians})
+        counts = sorted({count for _, _, count in medians})
+
+        def over_best(prefix: int, count: int) -> float | None:
+            peers = [medians.get((name, prefix, count)) for name in ways if name != WAYS[0].NAME]
+            there = [one for one in peers if one is not None]
+            ours = medians.get((WAYS[0].NAME, prefix, count))
+            return None if ours is None or not there else ratio(ours, min(there))
+
+        def growth(name: str, prefix: int) -> float | None:
+            one, four = medians.get((name, prefix, 1)), medians.get((name, prefix, 4))
+            return None if one is None or four is None else ratio(four, one)
+
+        over = {(prefix, n): over_best(prefix, n) for prefix in prefixes for n in counts}
+        grown = {(name, prefix): growth(name, prefix) for name in ways for prefix in prefixes}
         return {
-            "ttft_over_best_peer_n1": None,
-            "ttft_over_best_peer_n4": None,
-            "growth_1_to_4": growth,
-            "wrong_outputs": self.wrong_outputs,
-            "processors_busy": round(statistics.median(self.busy), 3) if self.busy else None,
+            "ttft_over_best_peer_n1": _worst(over.get((prefix, 1)) for prefix in prefixes),
+            "ttft_over_best_peer_n4": _worst(over.get((prefix, 4)) for prefix in prefixes),
+            "growth_1_to_4": _worst(grown.get((WAYS[0].NAME, prefix)) for prefix in prefixes),
+            "wrong_outputs": self.wrong_outputs.get(WAYS[0].NAME, 0),
+            "peers_wrong_outputs": {
+                name: wrong for name, wrong in self.wrong_outputs.items() if name != WAYS[0].NAME
+            },
+            "processors_busy": _median(self.cases, "processors_busy"),
+            "link_busy": _median(self.cases, "link_busy"),
+            "ttft_over_best_peer": {
+                f"{prefix} tokens, {n} engines": found
+                for (prefix, n), found in over.items()
+                if found is not None
+            },
+            "growth": {
+                f"{name}, {prefix} tokens": found
+                for (name, prefix), found in grown.items()
+                if found is not None
+            },
             "ttft_over_recompute": {
-                f"{prefix} tokens, {engines} engines": ratio(
-                    medians["kvcast", prefix, engines], medians["recompute", prefix, engines]
-                )
-                for way, prefix, engines in medians
-                if way == "kvcast"
+                f"{prefix} tokens, {n} engines": ratio(ours, medians[RECOMPUTE, prefix, n])
+                for (name, prefix, n), ours in medians.items()
+                if name == WAYS[0].NAME and (RECOMPUTE, prefix, n) in medians
             },
             "cases": [
-                {
-                    "way": way,
-                    "prefix_tokens": prefix,
-                    "engines": engines,
-                    "median_s": round(median_s, 4),
-                    "seconds": [round(one, 4) for one in self.seconds[way, prefix, engines]],
-                    **(
-                        {"cached_share": round(min(self.held[prefix, engines]), 4)}
-                        if way == "kvcast"
-                        else {}
-                    ),
-                }
-                for (way, prefix, engines), median_s in sorted(medians.items())
+                {"way": name, "prefix_tokens": prefix, "engines": n, **found.report()}
+                for (name, prefix, n), found in self.cases.items()
             ],
         }
+
+
+def _worst(found: Any) -> float | None:
+    return max((one for one in found if one is not None), default=None)
+
+
+def _median(cases: dict[tuple[str, int, int], Case], what: str) -> float | None:
+    """Over all cases of kvcast."""
+    found = [
+        v for key, case in cases.items() if key[0] == WAYS[0].NAME for v in getattr(case, what)
+    ]
+    return round(statistics.median(found), 3) if found else None
 
 
 def _processors_s() -> float:
@@ -241,61 +320,130 @@ def _egress(pool: Pool) -> float:
 # --- the command ----------------------------------------------------------------------------------
 
 
+class _Bench:
+    """One run: a pool on its nodes, and each way's engines on them in turn."""
+
+    def __init__(self, arguments: argparse.Namespace, python: Path, folder: Path) -> None:
+        self._arguments = arguments
+        self._python = python
+        self._folder = folder
+        self._tokens = max(arguments.prefixes) + OWN_TOKENS + 8
+        self._most = max(arguments.engines)
+        star = Star.of(max(self._most, RANKS) + 1)
+        self.network = OneNetwork(star)
+        self.pool = Pool(
+            star,
+            PoolOptions(
+                runner="namespaces",
+                arena_bytes=STORE_BYTES,
+                replicas=0,
+                homes=() if arguments.spread else (star.hosts[0].node_id,),
+                link_rate_bits_per_s=arguments.link_rate,
+                lease_s=30.0,
+                switch_flags=(f"--queue-depth={QUEUE_FRAMES}",),
+                agent_flags=(f"--lone-reads={arguments.lone_reads}",),
+            ),
+            folder / "pool",
+        )
+        self.pool.network = self.network
+        self.ttft = Ttft(self.network, arguments.link_rate)
+
+    @contextlib.asynccontextmanager
+    async def engines(self, way: Way, model: Path) -> AsyncIterator[list[Engine]]:
+        """The way's engines, the writer first."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(way.stop)
+            await way.start()
+            hosts = self.pool.star.hosts[: self._most + 1]
+            _say(f"{way.NAME}: starting {len(hosts)} engines")
+            together = [
+                stack.enter_async_context(
+                    Engine.running(
+                        self._python,
+                        self._folder / f"{way.NAME}-{host.node_id}.log",
+                        {
+                            "VLLM_HOST_IP": host.ip,
+                            "PYTHONHASHSEED": "0",
+                            **(_ALL_THREADS if host is way.holder else _ONE_THREAD),
+                            **way.environment(host),
+                        },
+                        prefix=self.network.prefix(host.node_id),
+                        model=str(model),
+                        block_size=BLOCK_TOKENS,
+                        max_model_len=self._tokens,
+                        max_num_batched_tokens=max(self._tokens, 2048),
+                        dtype="bfloat16",
+                        kv_cache_memory_bytes=256 << 20,
+                        kv_transfer_config=way.transfer(host),
+                    )
+                )
+                for host in hosts
+            ]
+            engines = [await one for one in together]
+            for number, engine in enumerate(engines):  # what is compiled at first use
+                await engine.generate([prompt_of(("warm", number), 512, 0)], 2)
+            yield engines
+
+    async def measure(self, way: Way, model: Path, so_far: dict[str, Any]) -> None:
+        """All cases of one way, and of recomputing after the first."""
+        arguments, ttft = self._arguments, self.ttft
+        async with self.engines(way, model) as [writer, *readers]:
+            for prefix in arguments.prefixes:
+                for count in arguments.engines:
+                    for number in range(arguments.rounds):
+                        await ttft.measure(way, writer, readers[:count], prefix, number)
+                        so_far |= ttft.report()
+                    self._told(way.NAME, prefix, count)
+            if not isinstance(way, WAYS[0]) or not arguments.recompute:
+                return
+            for prefix in arguments.prefixes:
+                for count in arguments.engines:
+                    prompts = [prompt_of(("new", prefix, count), prefix, n) for n in range(count)]
+                    await ttft.ask(RECOMPUTE, prefix, prompts, readers[:count])
+                    self._told(RECOMPUTE, prefix, count)
+
+    def _told(self, name: str, prefix: int, count: int) -> None:
+        found = self.ttft.cases[name, prefix, count].report()
+        shown = {what: found[what] for what in ("median_s", "processors_busy", "link_busy")}
+        _say(f"{name}, {prefix} tokens, {count} engines: {shown}")
+
+
 async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str, Any]:
     python = Path(arguments.python).absolute()
     if not python.exists():
         raise CommandError(f"no {python}: make setup-engines")
-    most = max(arguments.engines)
-    tokens = max(arguments.prefixes) + OWN_TOKENS + 8
+    if reason := why_not():
+        raise CommandError(reason)
+    began = time.monotonic()
+    wanted = [way for way in WAYS if way is WAYS[0] or way.NAME in arguments.peers]
+    skipped = {way.NAME: why for way in wanted if (why := way.missing(python)) is not None}
+    skipped |= {way.NAME: "not asked for" for way in WAYS if way not in wanted}
     with tempfile.TemporaryDirectory(prefix="kvcast-ttft-") as folder_name:
-        folder = Path(folder_name)
+        folder = Path(arguments.logs or folder_name)
+        folder.mkdir(parents=True, exist_ok=True)
         model = make_model(python, "bench", folder)
-        options = PoolOptions(
-            arena_bytes=ARENA_BYTES,
-            replicas=0,
-            link_rate_bits_per_s=arguments.link_rate,
-        )
-        async with (
-            Pool(Star.of(max(most, RANKS) + 1), options) as pool,
-            contextlib.AsyncExitStack() as stack,
-        ):
-            engines = []
-            for node in list(pool.sockets)[: most + 1]:
-                _say(f"starting an engine on {node}")
-                config = transfer(pool.sockets[node], model="bench", deadline_s=600.0, lookup_s=5.0)
-                running = Engine.running(
-                    python,
-                    folder / f"{node}.log",
-                    _ENVIRONMENT,
-                    model=str(model),
-                    block_size=BLOCK_TOKENS,
-                    max_model_len=tokens,
-                    max_num_batched_tokens=max(tokens, 2048),
-                    dtype="bfloat16",
-                    kv_cache_memory_bytes=1 << 30,
-                    kv_transfer_config=config,
-                )
-                engines.append(await stack.enter_async_context(running))
-            ttft = Ttft(engines[0], engines[1:])
-            for engine in engines:  # what is compiled at first use is not measured
-                await engine.generate([prompt_of(("warm", id(engine)), 512, 0)], 2)
-            for prefix in arguments.prefixes:
-                for count in arguments.engines:
-                    for number in range(arguments.rounds):
-                        await ttft.measure(prefix, count, number)
-                        so_far |= ttft.report()
-                    shown = {
-                        way: round(statistics.median(ttft.seconds[way, prefix, count]), 3)
-                        for way in ("kvcast", "recompute")
-                    }
-                    _say(f"{prefix} tokens, {count} engines: seconds {shown}")
-            found = await asyncio.to_thread(group_egress, pool, "first")
-            report = ttft.report() | {"mla_group_egress_ratio": found[0]}
-            report["wrong_outputs"] += found[1]
+        bench = _Bench(arguments, python, folder)
+        async with bench.pool as pool:
+            group = await asyncio.to_thread(group_egress, pool, "first")
+            for kind in wanted:
+                if kind.NAME in skipped:
+                    continue
+                try:
+                    await bench.measure(kind(pool, python, folder), model, so_far)
+                except (EngineError, PartError) as error:
+                    if kind is WAYS[0]:
+                        raise
+                    skipped[kind.NAME] = f"has failed: {str(error)[-300:]}"
+    report = bench.ttft.report() | {"mla_group_egress_ratio": group[0]}
+    report["wrong_outputs"] += group[1]
     report |= {
-        "skipped": {"MooncakeStoreConnector": _SKIPPED, "LMCacheMPConnector": _SKIPPED},
+        "skipped": skipped,
         "link_rate_bits_per_s": arguments.link_rate,
+        "queue_frames": QUEUE_FRAMES,
+        "homes": "all nodes" if arguments.spread else "the writer's node",
+        "lone_reads": arguments.lone_reads,
         "rounds": arguments.rounds,
+        "took_s": round(time.monotonic() - began, 1),
         "provenance": provenance.provenance(),
     }
     return report
@@ -306,11 +454,21 @@ def _say(text: str) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    for name in ("ttft_over_recompute", "growth_1_to_4", "wrong_outputs", "processors_busy"):
+    for name in (
+        "ttft_over_best_peer_n1",
+        "ttft_over_best_peer_n4",
+        "growth_1_to_4",
+        "wrong_outputs",
+        "mla_group_egress_ratio",
+        "ttft_over_best_peer",
+        "growth",
+        "ttft_over_recompute",
+        "processors_busy",
+        "link_busy",
+    ):
         print(f"{name}: {report[name]}")
-    print(f"mla_group_egress_ratio: {report['mla_group_egress_ratio']}")
     for name, why in report["skipped"].items():
-        print(f"{name}: {why}")
+        print(f"{name} was not measured: {why}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -319,24 +477,34 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.partition("\n")[0],
         formatter_class=HelpFormatter,
     )
+    peers = [way.NAME for way in WAYS[1:]]
     parser.add_argument("--json", metavar="FILE", help="write the report here; - = stdout")
     parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
     parser.add_argument("--prefixes", type=int, nargs="+", default=list(PREFIXES), metavar="TOKENS")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), metavar="N")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--peers", nargs="*", default=peers, choices=peers)
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--link-rate", type=float, default=5e7, help="of every node's link, bits a second"
+        "--link-rate", type=float, default=LINK_RATE, help="of every node's link, bits a second"
     )
+    parser.add_argument("--spread", action="store_true", help="homes on all nodes")
+    parser.add_argument("--lone-reads", choices=("tcp", "reads"), default="tcp", help="of agents")
+    parser.add_argument("--logs", metavar="FOLDER", help="keep all logs here")
     return parser
 
 
 async def _command(arguments: argparse.Namespace) -> int:
     if min(*arguments.prefixes, *arguments.engines, arguments.rounds) < 1:
         raise CommandError("prefixes, engines and rounds are at least 1")
+    if any(prefix % max(way.GRAIN_TOKENS for way in WAYS) for prefix in arguments.prefixes):
+        raise CommandError("prefixes are multiples of 256 tokens")
+    if arguments.link_rate <= 0:
+        raise CommandError("links have a rate")
     with reports.in_the_making(arguments.json) as so_far:
         try:
             report = await run(arguments, so_far)
-        except EngineError as error:
+        except (EngineError, PartError) as error:
             raise CommandError(str(error)) from error
         so_far |= report
     reports.report_to(arguments.json, report, _show)

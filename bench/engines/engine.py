@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 from kvcast.topologies.part import die_with_parent
 
 START_S: Final = 240.0
-ANSWER_S: Final = 240.0
+ANSWER_S: Final = 600.0
 _LINE_BYTES: Final = 1 << 26
 _GRACE_S: Final = 30.0
 
@@ -64,12 +64,19 @@ class Engine:
     @classmethod
     @contextlib.asynccontextmanager
     async def running(
-        cls, python: Path, log: Path, environment: Mapping[str, str], **options: Any
+        cls,
+        python: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        prefix: Sequence[str] = (),
+        **options: Any,
     ) -> AsyncIterator[Engine]:
-        """An engine with these options of vLLM's; ends with the block."""
+        """An engine with these options of vLLM's; ends with the block. `prefix`: words before its
+        command."""
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                str(python),
+                *(*prefix, str(python)),
                 *("-m", "kvcast.bench.engines.process", json.dumps(options)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

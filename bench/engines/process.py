@@ -41,6 +41,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    _hide_llvmlite()
     options = DEFAULTS | json.loads(sys.argv[1])
     if transfer := options.pop("kv_transfer_config", None):
         options["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -72,6 +73,23 @@ def main() -> None:
             file=out,
             flush=True,
         )
+
+
+def _hide_llvmlite() -> None:
+    """vLLM's search for kernels asks every object of every module for its attributes, and llvmlite
+    (some connectors bring numba) has one that answers with anything."""
+    from vllm.triton_utils import dispatcher
+
+    search = dispatcher._rebind_kernels
+
+    def searched(overrides: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
+        try:
+            search(overrides)
+        finally:
+            sys.modules |= hidden
+
+    dispatcher._rebind_kernels = searched
 
 
 def _answer(answer: Any) -> dict[str, Any]:

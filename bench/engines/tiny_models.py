@@ -2,8 +2,8 @@
 
 Runs in the engines' environment: `python -m kvcast.bench.engines.tiny_models KIND FOLDER`. KIND:
 "llama" (grouped heads), "deepseek" (MLA: one latent vector a token, the same on all ranks), "gemma"
-(layers with a sliding window beside such with full attention), "bench" (grouped heads, and so large
-that to compute a long prompt takes seconds).
+(layers with a sliding window beside such with full attention), "bench" (one head of keys and
+values, and wide layers: to compute a prompt takes seconds; its KV is 1 KiB a token in bfloat16).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _config(kind: str) -> Any:
     if kind == "bench":
         from transformers import LlamaConfig
 
-        common |= {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
-        common |= {"max_position_embeddings": 1 << 16}
-        return LlamaConfig(num_key_value_heads=4, **common)
+        common |= {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 4}
+        common |= {"max_position_embeddings": 1 << 16, "initializer_range": 0.04}
+        return LlamaConfig(num_key_value_heads=1, head_dim=64, **common)
     if kind == "deepseek":
         from transformers import DeepseekV2Config
 
