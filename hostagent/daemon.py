@@ -1,6 +1,6 @@
 """`kvcast agent`: the agent as a process.
 
-Owns: the ready line, signals, and the optional endpoints for metrics and hints. Must not know:
+Owns: the ready line, signals, and the optional ends for metrics, hints and traces. Must not know:
 anything that another program embedding an agent would need too (`agent`), or flags (`flags`).
 """
 
@@ -10,12 +10,14 @@ import asyncio
 import gc
 import logging
 import os
+import random
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcast.hostagent.agent import Agent
-from kvcast.hostagent.flags import Setup, options_of, parse
+from kvcast.hostagent.core.tracing import Traces
+from kvcast.hostagent.flags import AgentFlags, Setup, options_of, parse
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
@@ -24,9 +26,27 @@ from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
 
 if TYPE_CHECKING:
+    from kvcast.hostagent.network.otlp import SpanSink
     from kvcast.service.http import HttpServer
 
 log = logging.getLogger("kvcast.hostagent")
+
+
+def trace_gets(agent: Agent, flags: AgentFlags) -> SpanSink:
+    """Have gets traced, as the flags say; OSError where the library is missing."""
+    try:
+        # Imported here: most agents do without.
+        from kvcast.hostagent.network.otlp import SpanSink
+    except ImportError as error:
+        raise OSError(f"--otlp-endpoint needs pip install 'kvcast[otel]' ({error})") from error
+    assert flags.otlp_endpoint is not None
+    sink = SpanSink(flags.otlp_endpoint, flags.node_id, now=asyncio.get_running_loop().time)
+    reads = agent.core.reads
+    traces = Traces(
+        flags.trace_share, flags.trace_slow_s, random.Random(), reads.requester.stories, sink
+    )
+    reads.watch = traces.ended
+    return sink
 
 
 async def run(setup: Setup, place: Place | None = None) -> int:
@@ -43,6 +63,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
         log.error("cannot start: %s", error)
         return 1
     servers: list[HttpServer] = []
+    spans: SpanSink | None = None
     try:
         facts: dict[str, Any] = {
             "service": "agent",
@@ -61,6 +82,9 @@ async def run(setup: Setup, place: Place | None = None) -> int:
 
             servers.append(metrics_server(agent.core, setup.credentials))
             facts["metrics"] = format_host_port(await servers[-1].start(*flags.metrics_addr))
+        if flags.otlp_endpoint is not None:
+            spans = trace_gets(agent, flags)
+            facts["otlp"] = flags.otlp_endpoint
         if flags.hints_addr is not None:
             from kvcast.hostagent.network.hints_server import hints_server
 
@@ -80,11 +104,13 @@ async def run(setup: Setup, place: Place | None = None) -> int:
         log.info("stopping")
         return 0
     except OSError as error:
-        log.error("cannot serve metrics or hints: %s", error)
+        log.error("cannot serve metrics or hints, or trace gets: %s", error)
         return 1
     finally:
         for server in servers:
             await server.stop()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         if place is None or place.served:  # else clients are the next agent's, as they are
             await agent.close()
 

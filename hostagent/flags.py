@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
@@ -43,6 +44,13 @@ def _tunnel(text: str) -> tuple[tuple[str, int], tuple[str, int]]:
     if len(parts) != 4:
         raise TextError(f"{text!r} is not LOCALIP:LPORT:PEERIP:PPORT")
     return parse_host_port(":".join(parts[:2])), parse_host_port(":".join(parts[2:]))
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TextError(f"{text!r} is not http://HOST:PORT or https://HOST:PORT")
+    return text
 
 
 def _ip(text: str) -> str:
@@ -203,6 +211,23 @@ class LocalFlags:
     )
     metrics_addr: tuple[str, int] | None = option(
         "serve the counters for Prometheus here", default=None, parse=parse_host_port
+    )
+    otlp_endpoint: str | None = option(
+        "send traces of gets to an OpenTelemetry collector: its address for OTLP over HTTP, such "
+        "as http://127.0.0.1:4318 (needs the extra otel)",
+        default=None,
+        parse=_url,
+        metavar="URL",
+    )
+    trace_share: float = option(
+        "share of the gets that are traced, 0 to 1",
+        default=0.01,
+        parse=number(0, 1),
+        unit="of the gets",
+        metavar="SHARE",
+    )
+    trace_slow_s: float = seconds(
+        "gets that took longer are traced, whatever the share", default=1.0
     )
     hints_addr: tuple[str, int] | None = option(
         "take hints of a router here (`kvcast route`): what to fetch before an engine asks",

@@ -155,6 +155,8 @@ class Reads:
         """At the last event."""
         self.residents: frozenset[BlockId] = frozenset()
         """Blocks of which a switch answers READs, for chunks as it keeps them."""
+        self.watch: Callable[[float, GetBatch], None] | None = None
+        """Told of batches that have ended, before who asked is."""
 
     @property
     def waiting(self) -> int:
@@ -610,6 +612,8 @@ class Reads:
         batch.left -= 1
         if batch.left == 0:
             self._timers.cancel(batch)
+            if self.watch is not None:
+                self.watch(self._now, batch)
             batch.answered(batch)
 
 

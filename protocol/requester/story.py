@@ -7,6 +7,7 @@ only when somebody reads it. Must not know: any state or event.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final
 
@@ -40,10 +41,14 @@ class Story:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def steps(self) -> Iterator[tuple[float, str]]:
+        """(when, what happened) of each."""
+        for at, what, number, event, state in self._entries:
+            yield at, f"{what} {number}: {event.name} -> {state.name}"
+
     def __str__(self) -> str:
         block = f"{self.block.namespace}/{self.block.key.hex()}"
         lines = [f"fetch {self.fetch_id} of {block}: {self.outcome}"]
-        for at, what, number, event, state in self._entries:
-            since_ms = (at - self.started_at) * 1e3
-            lines.append(f"{since_ms:+12.3f} ms  {what} {number}: {event.name} -> {state.name}")
+        for at, step in self.steps():
+            lines.append(f"{(at - self.started_at) * 1e3:+12.3f} ms  {step}")
         return "\n".join(lines)
