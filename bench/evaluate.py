@@ -5,11 +5,14 @@ Owns: which parts run, in which order, and the report's fields. Must not know: h
 
 Its parts, each a question: is the simulation right (calibration, against the packet-level pool in
 virtual time and, unless `--no-pool`, against real agents and a real switch over emulated links);
-how large a pool can it say something about (scale); what belongs in the switch's memory (memory);
+does it cost those whom it brings nothing (adaptive, real agents too); how
+large a pool can it say something about (scale); what belongs in the switch's memory (memory);
 what else would do (alternatives); where is the frontier; and what is it sensitive to.
 
 Fields: `calibration_error_max` (largest relative error of home egress or fetch time, over all
 workloads; `calibration_error_max_virtual` and `_pool` say it of either pool alone),
+`chat_p50_over_plain` and `chat_p99_over_plain`, and the same of each trace (what a get takes on
+real agents behind kvcast, as it adapts, over what it takes behind a plain switch),
 `value_over_optimum_min` (bytes of hits over those of an optimum that knows the future),
 `value_over_best_online_min` (over those of the best policy that does not), `hosts_max`,
 `seconds_per_simulated_hour_10k`.
@@ -22,10 +25,12 @@ import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from kvcast.bench import evaluate_document
 from kvcast.bench.replay import Replay, ReplayOptions, links_to
 from kvcast.service import provenance, reports
@@ -42,6 +47,7 @@ Numbers = dict[str, Any]
 PARTS = (
     "calibration",
     "pool",
+    "adaptive",
     "alternatives",
     "sizes",
     "frontier",
@@ -50,6 +56,8 @@ PARTS = (
     "layers",
     "scale",
 )
+REAL = ("pool", "adaptive")
+"""Those that start agents and switches."""
 _POOL_READS = 80
 _ARENA_BYTES = 192 << 20
 
@@ -102,6 +110,55 @@ async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
     return rows
 
 
+async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
+    """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
+    and left to itself; each twice, in turns, so that a machine that gets slower harms both."""
+    streams = questions.bystanders(traces)
+    waits: dict[tuple[str, bool], list[float]] = {}
+    turned: Counter[str] = Counter()
+    hits: dict[str, Counter[str]] = {}
+    for turn, plain in enumerate((True, False, False, True)):
+        star = Star.of(questions.CALIBRATION_NODES)
+        options = PoolOptions(
+            plain=plain,
+            link_rate_bits_per_s=questions.BYSTANDER_BITS_PER_S,
+            arena_bytes=_ARENA_BYTES,
+        )
+        async with Pool(star, options) as pool:
+            nodes = [host.node_id for host in star.hosts]
+            async with links_to([pool.sockets[node] for node in nodes]) as links:
+                for name, (requests, block_bytes) in streams.items():
+                    played = ReplayOptions(
+                        block_bytes=block_bytes,
+                        in_flight=256,
+                        budget_s=60.0,
+                        gather=not plain,
+                        namespace_tag=f"{name} {turn}",
+                    )
+                    tally = await Replay(requests, links, nodes, played).run()
+                    if tally.misses or tally.wrong_bytes or tally.skipped_requests:
+                        raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
+                    waits.setdefault((name, plain), []).extend(tally.fetch_ms)
+                    if not plain:
+                        hits.setdefault(name, Counter()).update(tally.hits)
+            if not plain:
+                for said in (await pool.http("GET", "/v1/worth"))["adaptive"]:
+                    turned[f"{said['thing']} {'on' if said['on'] else 'off'}"] += 1
+    rows = []
+    for name in streams:
+        ours, theirs = sorted(waits[name, False]), sorted(waits[name, True])
+        row: Numbers = {"stream": name, "gets": len(ours), "hits": dict(hits[name])}
+        for point in (50, 99):
+            mine, plain_ms = (float(np.percentile(each, point)) for each in (ours, theirs))
+            row |= {
+                f"p{point}_ms": round(mine, 3),
+                f"plain_p{point}_ms": round(plain_ms, 3),
+                f"p{point}_over_plain": round(mine / plain_ms, 4),
+            }
+        rows.append(row | {"namespaces": dict(turned)})
+    return rows
+
+
 def evaluate(
     traces: dict[str, list[TraceLine]],
     *,
@@ -114,6 +171,7 @@ def evaluate(
     run: dict[str, Callable[[], Any]] = {
         "calibration": questions.calibrate,
         "pool": lambda: asyncio.run(beside_pool()),
+        "adaptive": lambda: asyncio.run(beside_plain(traces)),
         "scale": lambda: questions.scale(lines),
         "memory": lambda: questions.memory(traces),
         "layers": lambda: questions.layers(traces or {"chat": lines}),
@@ -149,6 +207,9 @@ def headline(report: Numbers) -> Numbers:
         top["calibration_error_max"] = max(worst.values())
         top["calibration_error_max_virtual"] = worst.get("calibration")
         top["calibration_error_max_pool"] = worst.get("pool")
+    for row in report.get("adaptive") or ():
+        for point in ("p50_over_plain", "p99_over_plain"):
+            top[f"{row['stream']}_{point}"] = row[point]
     if memory := report.get("memory"):
         top["value_over_optimum_min"] = min(row["value_over_optimum"] for row in memory)
         top["value_over_best_online_min"] = min(row["value_over_best_online"] for row in memory)
@@ -178,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--docs", type=Path, metavar="DIR", help="write evaluation.md and its pictures there"
     )
     args = parser.parse_args(argv)
-    parts = [part for part in args.parts.split(",") if not (args.no_pool and part == "pool")]
+    parts = [part for part in args.parts.split(",") if not (args.no_pool and part in REAL)]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     try:

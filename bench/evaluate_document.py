@@ -27,6 +27,7 @@ def write(report: Numbers, folder: Path) -> None:
     sections = [_first_page(report)]
     pictures = {
         "calibration": (_calibration, _calibration_picture),
+        "adaptive": (_adaptive, None),
         "alternatives": (_alternatives, _alternatives_picture),
         "sizes": (_sizes, _sizes_picture),
         "frontier": (_frontier, _frontier_picture),
@@ -263,6 +264,32 @@ def _calibration_picture(report: Numbers) -> bytes:
         panels[0].legend(frameon=False, fontsize=8)
 
     return drawn(fill, (12, 4.6), dpi=110)
+
+
+def _adaptive(report: Numbers) -> str:
+    rows = report["adaptive"]
+    text = [
+        "## What it costs those whom it brings nothing",
+        "",
+        "Measured, not simulated: real agents and software switch, links of 10 Mb/s of which 0.3 "
+        "or less is in use, behind a plain switch and behind kvcast with all of it on; each twice, "
+        "in turns. The controller turns gathering and residence off where they do not pay "
+        "(`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's load was "
+        f"{report.get('load', {}).get('adaptive')}.",
+        "",
+        table(
+            ("stream", "gets", "p50", "plain", "ratio", "p99", "plain", "ratio"),
+            (
+                (
+                    r["stream"], r["gets"], f"{r['p50_ms']:.1f}", f"{r['plain_p50_ms']:.1f}",
+                    f"{r['p50_over_plain']:.3f}", f"{r['p99_ms']:.1f}",
+                    f"{r['plain_p99_ms']:.1f}", f"{r['p99_over_plain']:.3f}",
+                )
+                for r in rows
+            ),
+        ),
+    ]  # fmt: skip
+    return "\n".join(text)
 
 
 def _alternatives(report: Numbers) -> str:

@@ -137,6 +137,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"what blocks may lie on besides dram: all, or some of {','.join(MEDIA)}",
     )
+    for thing, what in (
+        ("gathering", "whether homes may hold answers for joiners"),
+        ("residence", "whether blocks may enter the switch's memory"),
+    ):
+        parser.add_argument(
+            f"--{thing}",
+            choices=("on", "off", "auto"),
+            help=f"{what}; auto: as the controller sees that it pays",
+        )
 
 
 def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -149,6 +158,10 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
         "weight": options.weight,
         "ttl_s": options.ttl,
         "media": options.media,
+        **{
+            thing: said if (said := getattr(options, thing)) != "auto" else ""
+            for thing in ("gathering", "residence")
+        },
     }
     return {name: value for name, value in said.items() if value is not None}
 

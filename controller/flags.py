@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
+from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions
@@ -234,6 +235,11 @@ class AdmissionFlags:
         default=PoolOptions.admit,
         choices=AdmitMode,
     )
+    adapt: bool = either(
+        "turn off by namespace, and on again, what does not pay there: gathering where reads are "
+        "not shared, residence where memory answers nothing",
+        default=True,
+    )
     half_life_s: float = seconds(
         "after which a read counts half", default=ValueOptions.half_life_s, low=0.1, high=86400
     )
@@ -376,6 +382,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
         value=ValueOptions(
             **{each.name: getattr(flags, each.name) for each in fields(ValueOptions)}
         ),
+        adaptive=AdaptiveOptions(enabled=flags.adapt),
         drain_s=flags.recirculation_wait_s,
         tenants=TenantRules(dict(flags.tenant), flags.namespace_secrets),
     )

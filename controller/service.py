@@ -218,7 +218,7 @@ class ControllerService:
 
     def worth(self) -> dict[str, Any]:
         """/v1/worth."""
-        return self._pool.worth()
+        return self._pool.worth(time.monotonic())
 
     def decisions(self) -> list[dict[str, Any]]:
         """/v1/decisions."""

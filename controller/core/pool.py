@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 from kvcast.controller.core import program
+from kvcast.controller.core.adaptive import Adaptive, AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import (
     MAX_LIVE_NODES,
@@ -85,6 +86,8 @@ from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 
 MAX_COUNTERS = 256
 MAX_HOT = 256
+MAX_NAMESPACES = 256
+"""Of which a node's report says what it read."""
 MAX_WAITING_REPLIES = 1024
 GUARD_ENTRIES = 8192
 """Of the switch's table of who may answer for which bucket (BUCKET_HOMES in p4/sizes.p4)."""
@@ -112,6 +115,7 @@ class PoolOptions:
     replicas: int = 2
     admit: AdmitMode = AdmitMode.AUTO
     value: ValueOptions = field(default_factory=ValueOptions)
+    adaptive: AdaptiveOptions = field(default_factory=AdaptiveOptions)
     drain_s: float = 0.2
     refresh_s: float = 10.0
     port_sets: int = 64
@@ -216,13 +220,14 @@ class Pool:
         )
         if options.settings.enabled:
             self.counts["residents_not_restored"] = residency.restore(saved.residents, now)
+        self.adaptive = Adaptive(options.adaptive, self._settings_of)
         self.tiers = Tiers(
             options.admit,
             residency,
             options.value,
             self._homes,
             refresh_s=options.refresh_s,
-            may_hold=self.may_be_resident,
+            may_hold=lambda n: self.may_be_resident(n) and self.adaptive.resides(n),
         )
         self.tiers.pins.update(saved.pins)
         self.hot = HotReplicas(
@@ -340,6 +345,15 @@ class Pool:
             self.counts["agent_counters_ignored"] += 1
             counters = dict(list(counters.items())[:MAX_COUNTERS])
         self.agent_counters[node.node_id] = counters
+        self.adaptive.heard_reads(
+            node.node_id,
+            [
+                reads
+                for reads in message.reads[:MAX_NAMESPACES]
+                if self._may_use(reads.namespace, node.node_id)
+            ],
+            now,
+        )
         self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
         answered_for = []
         for report in message.hot[:MAX_HOT]:
@@ -348,6 +362,13 @@ class Pool:
             if answers:
                 answered_for.append(report)
             if answers and self.may_be_resident(block.namespace) and report.size_bytes:
+                self.adaptive.heard_hot(
+                    block.namespace,
+                    report.reads,
+                    report.readers,
+                    before=block in self.tiers.heat,
+                    now=now,
+                )
                 self.tiers.heard_report(report, now)
             else:
                 self.counts["reports_ignored"] += 1
@@ -403,6 +424,8 @@ class Pool:
         self._map_changed = True
         if not settings.allows("switch"):
             self.tiers.forget((namespace,), now, "the namespace may not be in the switch")
+        elif not self.adaptive.resides(namespace):
+            self.tiers.forget((namespace,), now, "an operator turned residence off")
         return info
 
     def delete_namespace(self, namespace: int, now: float) -> None:
@@ -416,6 +439,10 @@ class Pool:
         """Whether a node may use a namespace."""
         info = self.namespaces.by_number.get(namespace)
         return info is not None and (not info.nodes or node_id in info.nodes)
+
+    def _settings_of(self, namespace: int) -> NamespaceSettings | None:
+        info = self.namespaces.by_number.get(namespace)
+        return None if info is None else info.settings
 
     def may_be_resident(self, namespace: int) -> bool:
         """Whether a namespace's blocks may be in the switch."""
@@ -480,11 +507,12 @@ class Pool:
         self._map_changed |= self.membership.advance(now)
         for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
             del self.agent_counters[node_id]
+            self.adaptive.node_left(node_id)
         actions = self._to_nodes(self.hot.advance(self._views(), self._guard_room, now))
         actions += self._tell_loads(now)
         if not self.options.settings.enabled:
             return actions
-        return actions + self._to_nodes(self.tiers.advance(now))
+        return actions + self._to_nodes([*self._adapt(now), *self.tiers.advance(now)])
 
     def _views(self) -> list[NodeView]:
         """The nodes that could be given replicas."""
@@ -517,6 +545,20 @@ class Pool:
             return []
         self._told_loads = told
         return [Send(connection, Loads(told)) for connection in sorted(self._nodes_of)]
+
+    def _adapt(self, now: float) -> Outgoing:
+        """Turn off what does not pay, and on what may; agents hear of it with the next map."""
+        out: Outgoing = []
+        for namespace, thing in sorted(self.adaptive.advance(now)):
+            on = self.adaptive.gathers(namespace)
+            if thing == "residence":
+                on = self.adaptive.resides(namespace)
+                if not on:
+                    out += self.tiers.let_go(namespace, "residence does not pay here", now)
+            else:
+                self._map_changed = True
+            self.counts[f"{thing}_turned_{'on' if on else 'off'}"] += 1
+        return out
 
     def next_deadline(self) -> float | None:
         """When `advance` has something to do without an event."""
@@ -692,6 +734,7 @@ class Pool:
                 self.options.max_chunk_bytes,
             ),
             deleted=list(self.namespaces.deleted),
+            alone=[n for n in sorted(self.namespaces.by_number) if not self.adaptive.gathers(n)],
         )
 
     def _homes(self, block: BlockId) -> list[str]:
@@ -778,18 +821,22 @@ class Pool:
                 "free": residency.free,
                 "coming_free": residency.coming_free,
             },
+            "adaptive": self.adaptive.report(now),
             "candidates": len(self.tiers.heat),
             "port_sets": len(self.multicast_groups.places),
             "counts": dict(sorted((self.counts + self.tiers.counts + self.hot.counts).items())),
             "agents": self.agent_counters,
         }
 
-    def worth(self) -> dict[str, Any]:
-        """What the switch has brought so far; see `worth`'s module."""
+    def worth(self, now: float) -> dict[str, Any]:
+        """What the switch has brought so far, and what of it is on; see `worth` and `adaptive`."""
         totals: Counter[str] = Counter()
         for counters in self.agent_counters.values():
             totals.update(counters)
-        return judge(totals, groups=len(self.namespaces.groups))
+        return {
+            **judge(totals, groups=len(self.namespaces.groups)),
+            "adaptive": self.adaptive.report(now),
+        }
 
     def decisions(self, now: float) -> list[dict[str, Any]]:
         """The last decisions, newest first, with reasons; `age_s` in seconds."""

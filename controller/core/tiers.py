@@ -249,6 +249,15 @@ class Tiers:
             if resident.block.namespace in gone:
                 self._evict(resident, reason, now)
 
+    def let_go(self, namespace: int, reason: str, now: float) -> Outgoing:
+        """Have nothing of this namespace in the switch but what is pinned; its heat stays."""
+        out: Outgoing = []
+        for resident in list(self.residency.residents.values()):
+            mine = resident.block.namespace == namespace
+            if mine and not resident.pinned and not resident.leaving:
+                out += self._let_go(resident, reason, now)
+        return out
+
     def unpin(self, block: BlockId) -> bool:
         """Let the block stand by its value again; whether it was pinned."""
         if block not in self.pins:

@@ -41,6 +41,14 @@ def metrics_of(status: dict[str, Any]) -> Iterable[Metric]:
         f"{_PREFIX}_node_buckets", "Buckets that the node is home of", labels=["node"]
     )
     yield _filled(buckets, {n["node_id"]: n["buckets"] for n in nodes})
+    adaptive = GaugeMetricFamily(
+        f"{_PREFIX}_adaptive",
+        "1 while it is on for the namespace: gathering, or residence in the switch",
+        labels=["namespace", "thing"],
+    )
+    for row in status["adaptive"]:
+        adaptive.add_metric([str(row["namespace"]), row["thing"]], float(row["on"]))
+    yield adaptive
     counters = (
         ("switch_decisions", "Packets by the switch program's decision", "decision",
          status["decisions"]),

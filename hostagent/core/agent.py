@@ -8,6 +8,7 @@ it calls `handle_timer` when `get_timer` says so.
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -49,6 +50,7 @@ from kvcast.protocol.messages.control import (
     Kept,
     Loads,
     NamespaceInfo,
+    NamespaceReads,
     NamespaceReply,
     NamespaceRequest,
     NamespaceSecrets,
@@ -76,6 +78,7 @@ from kvcast.protocol.responder import Answer, HeldBlock, Responder, ResponderCon
 
 _OFFERS: Final = frozenset({OFFER_TCP})
 MAX_HOT_BLOCKS: Final = 256
+MAX_NAMESPACES_REPORTED: Final = 256
 _LEAST_WINDOW: Final = 2
 """Segments in flight at least: while one arrives, the next is asked for."""
 MAX_ASKED: Final = 1024
@@ -734,7 +737,18 @@ class AgentCore:
             arena_used_bytes=self.store.used_bytes,
             blocks=len(self.store),
             epoch=self.pool.epoch if self.pool is not None else 0,
+            reads=self._reads_by_namespace(),
         )
+
+    def _reads_by_namespace(self) -> list[NamespaceReads]:
+        """Of those that read most from elsewhere."""
+        reads = []
+        for namespace, metrics in self.metrics.by_namespace.all().items():
+            remote = sum(count for tier, count in metrics.hits.items() if tier != "local")
+            if remote:
+                hits = metrics.hits
+                reads.append(NamespaceReads(namespace, remote, hits["shared"], hits["switch"]))
+        return heapq.nlargest(MAX_NAMESPACES_REPORTED, reads, key=lambda r: r.remote)
 
     def close(self) -> None:
         """Let go of everything that is held for others."""

@@ -63,6 +63,8 @@ class Pool:
         self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
         self.deleted = frozenset(pool_map.deleted)
         """Namespaces that operators have deleted."""
+        self.alone = frozenset(pool_map.alone)
+        """Namespaces whose reads gather for nobody."""
         self.groups: dict[tuple[int, int], GroupInfo] = {
             (g.namespace, g.group): g for g in pool_map.groups
         }

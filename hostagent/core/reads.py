@@ -196,7 +196,8 @@ class Reads:
         if not keys:
             answered(batch)
             return
-        probes = self._probes(now, looks_for_company=bool(gather_ms or group or expect))
+        gathers = gather_ms and not self._alone(namespace)
+        probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
         for position, block in enumerate(batch.blocks):
             copy = self._store.get(block)
             if copy is not None:
@@ -224,7 +225,8 @@ class Reads:
     ) -> int:
         """Have blocks fetched into the arena; how many of them were not there yet."""
         started = 0
-        probes = self._probes(now, looks_for_company=bool(gather_ms or group or expect))
+        gathers = gather_ms and not self._alone(namespace)
+        probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
         for key in keys:
             block = BlockId(namespace, key)
             if self._store.get(block) is None:
@@ -252,6 +254,11 @@ class Reads:
         fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
         fetch.keeps.append(kept)
         self.drain(now)
+
+    def _alone(self, namespace: int) -> bool:
+        """Whether the namespace's reads gather for nobody, whatever is asked for."""
+        pool = self._outbox.pool
+        return pool is not None and namespace in pool.alone
 
     def _probes(self, now: float, *, looks_for_company: bool) -> _Probes | None:
         """The probes of a batch, none of them made yet; None = each block is read for itself."""
@@ -337,6 +344,7 @@ class Reads:
             chunking=chunking,
             probe=block not in self.residents,
             gather_ms=gather_ms,
+            gathers=not self._alone(block.namespace),
             group=group,
             expect=expect,
         )
@@ -468,7 +476,12 @@ class Reads:
         pool = self._outbox.pool
         homes = pool.other_homes_of(fetch.block) if pool is not None else []
         fetch.fetch_id = self.requester.fetch(
-            now, fetch.block, homes, deadline=fetch.deadline, probe=probe
+            now,
+            fetch.block,
+            homes,
+            deadline=fetch.deadline,
+            probe=probe,
+            gathers=not self._alone(fetch.block.namespace),
         )
 
     # --- the bulk way -------------------------------------------------------------------------

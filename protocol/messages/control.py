@@ -72,6 +72,8 @@ MEDIA = (*TIERS, "switch")
 """What a namespace's blocks may lie on; dram always."""
 
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
+OnOff = Annotated[str, Meta(pattern=r"\A(on|off|)\Z")]
+"""Empty: as the controller sees fit."""
 
 
 class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +83,9 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     `policy`: one of `POLICIES`; `quota_bytes` by tier (`TIERS`), on each node; `operations_per_s`
     (keys of gets and puts) and `bytes_per_s`, on each node; `weight`: its share of transfers that
     wait for the same way, as against other namespaces'; `ttl_s`: how long a block lives (with the
-    policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all."""
+    policy ttl after its last use, else after it was stored); `media`: of `MEDIA`, empty = all;
+    `gathering`, `residence`: "on" or "off", whatever the controller sees that they bring
+    (`kvcast.controller.core.adaptive`)."""
 
     policy: Annotated[str, Meta(pattern=rf"\A({'|'.join(POLICIES)}|)\Z")] = ""
     quota_bytes: Annotated[
@@ -94,6 +98,8 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
     media: Annotated[
         list[Annotated[str, Meta(pattern=rf"\A({'|'.join(MEDIA)})\Z")]], Meta(max_length=8)
     ] = []
+    gathering: OnOff = ""
+    residence: OnOff = ""
 
     def allows(self, medium: str) -> bool:
         """Whether blocks may lie on that of `MEDIA`."""
@@ -175,11 +181,22 @@ class HotBlock(Struct, frozen=True, array_like=True):
     digest: U64
 
 
+class NamespaceReads(Struct, frozen=True, array_like=True):
+    """Blocks of a namespace that a node got from elsewhere since its incarnation began: all of
+    them, those whose answer went to other readers too, and those from switch memory."""
+
+    namespace: U16
+    remote: U64
+    shared: U64
+    switch: U64
+
+
 class Renew(Struct, frozen=True, tag="renew"):
     """Keeps the lease and reports; sent every lease/3.
 
     `counters` are totals since the incarnation began, by name (the agent's metric names);
-    `hot` the most-read blocks that this home answered for, at most 256, since the last report.
+    `hot` the most-read blocks that this home answered for, at most 256, since the last report;
+    `reads` by namespace, at most 256.
     """
 
     counters: dict[str, float]
@@ -187,6 +204,7 @@ class Renew(Struct, frozen=True, tag="renew"):
     arena_used_bytes: U64
     blocks: U64
     epoch: U64
+    reads: list[NamespaceReads] = []
 
 
 class Described(Struct, frozen=True, tag="described"):
@@ -258,7 +276,8 @@ class PoolMap(Struct, frozen=True, tag="map"):
     over; its length is `kvcast.protocol.messages.wire.BUCKETS`. `chunk_bytes`: READs are for
     chunks of so many bytes, which all live nodes' networks take (1024, 2048, 4096 or 8192).
     `deleted`: namespaces that an operator has deleted, and nobody has made again: their blocks are
-    to be dropped. One that is in neither list was lost, not deleted.
+    to be dropped. One that is in neither list was lost, not deleted. `alone`: namespaces whose
+    reads gather for nobody, since too few are shared.
     """
 
     epoch: U64
@@ -268,6 +287,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     groups: list[GroupInfo]
     chunk_bytes: U16 = 1024
     deleted: list[U16] = []
+    alone: list[U16] = []
 
 
 class Residents(Struct, frozen=True, tag="residents"):

@@ -384,7 +384,7 @@ class Asker:
         else:
             first_wave = _is_first_wave(now, fetch)
             gather_ms = fetch.gather_ms if first_wave else 0
-            if fetch.saw_shared or self.shares(now):
+            if fetch.gathers and (fetch.saw_shared or self.shares(now)):
                 srtt_s = self.homes[segment.home].rtt.srtt_s
                 if srtt_s is None:  # all answers yet were gathered ones
                     srtt_s = fetch.gather_ms / 1000

@@ -142,6 +142,7 @@ class Fetch:
         "expect_size",
         "expectation_timer",
         "gather_ms",
+        "gathers",
         "group",
         "homes",
         "id",
@@ -176,6 +177,7 @@ class Fetch:
         """How the READs of this fetch cut the block."""
         self.group = 0
         self.gather_ms = 0
+        self.gathers = True
         self.may_probe = False
         """Whether an offer is still of use, so that only the first segment is read as yet."""
         self.offer: Offer | None = None

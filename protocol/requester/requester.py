@@ -135,6 +135,7 @@ class Requester:
         expect_digest: int = 0,
         chunking: Chunking = CELLS,
         gather_ms: int | None = None,
+        gathers: bool = True,
         group: int = 0,
         expect: bool = False,
         probe: bool = True,
@@ -146,7 +147,8 @@ class Requester:
         round trip already asks for several segments, and copies of another size are refused.
         With `expect_digest` (not 0) no copy but that one is taken.
         READs are for chunks of `chunking`, unless the home is known to send no such ones.
-        Without `probe` no offer is taken.
+        Without `probe` no offer is taken. Without `gathers` no READ gathers, whatever `gather_ms`
+        or the configuration say, and however many answers are shared.
         With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
@@ -156,7 +158,8 @@ class Requester:
         """
         if block in self._by_block:
             raise DuplicateFetchError(f"{block} is being fetched")
-        gather_ms = self.config.gather_ms if gather_ms is None else gather_ms
+        if gather_ms is None:
+            gather_ms = self.config.gather_ms
         if not 0 <= gather_ms <= 0xFF or not 0 <= group <= 0xFFFF:
             raise ValueError(f"gather of {gather_ms} ms or group {group} is out of range")
         if expect_size is not None and expect_size < 1:
@@ -174,9 +177,10 @@ class Requester:
         fetch.expect_size = expect_size
         fetch.expect_digest = expect_digest
         fetch.chunking = self._asker.chunking(now, first, chunking)
-        fetch.gather_ms = gather_ms
+        fetch.gathers = gathers
+        fetch.gather_ms = gather_ms if gathers else 0
         fetch.group = group
-        looks_for_company = gather_ms or group or expect
+        looks_for_company = fetch.gather_ms or group or expect
         fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
         self._asker.pump(now)

@@ -6,7 +6,9 @@ pools, pictures, or text. Every function is deterministic: the same arguments, t
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,10 +68,62 @@ def calibration_requests(workload: str, reads: int = 160, seed: int = 1) -> list
         written=1 << 30,
         requests_at_most=1 << 20,
     )
-    demand = demand_of(requests, CALIBRATION_NODES, CALIBRATION_BLOCK_BYTES)
-    link_s = float(demand.read_bytes.sum()) * 8 / EMULATED_BITS_PER_S / CALIBRATION_NODES
+    return _at_load(requests, CALIBRATION_BLOCK_BYTES, EMULATED_BITS_PER_S)
+
+
+def _at_load(requests: Sequence[Request], block_bytes: int, bits_per_s: float) -> list[Request]:
+    """The same requests, at such a pace that a plain pool of CALIBRATION_NODES fills 0.3 of its
+    links."""
+    demand = demand_of(requests, CALIBRATION_NODES, block_bytes)
+    link_s = float(demand.read_bytes.sum()) * 8 / bits_per_s / CALIBRATION_NODES
     stretch = link_s / 0.3 / max(1e-9, requests[-1].time_s)
     return [replace(r, time_s=r.time_s * stretch) for r in requests]
+
+
+# --- what kvcast costs where it brings nothing ---------------------------------------------------
+
+BYSTANDER_BITS_PER_S = 10e6
+BYSTANDER_BYTES = 20 << 20
+"""Of reads, in one turn."""
+BYSTANDER_REQUESTS_PER_S = 50.0
+
+
+def bystanders(
+    traces: Mapping[str, Sequence[TraceLine]],
+) -> dict[str, tuple[list[Request], int]]:
+    """Independent chats, and traces, for a pool of CALIBRATION_NODES: requests and the size of
+    their blocks. A trace's gets are of many blocks, so these are small, that there are enough
+    gets. What nobody reads is not written, and requests come no faster than the processors of a
+    small machine serve them, so that links are what is waited for."""
+    from kvcast.workloads.traces import trace_requests
+
+    options = WorkloadOptions(nodes=CALIBRATION_NODES, rate_per_s=1.0, prefix_blocks=1)
+    streams = {"chat": (generators.generate("chat", options), CALIBRATION_BLOCK_BYTES)}
+    streams |= {name: (trace_requests(lines, options), 8192) for name, lines in traces.items()}
+    found = {}
+    for name, (stream, block_bytes) in streams.items():
+        requests, _ = generators.take(
+            stream,
+            remote_reads=BYSTANDER_BYTES // block_bytes,
+            written=1 << 40,
+            requests_at_most=1 << 12,
+        )
+        requests = _at_load(_what_is_read(requests), block_bytes, BYSTANDER_BITS_PER_S)
+        slower = max(1.0, len(requests) / BYSTANDER_REQUESTS_PER_S / requests[-1].time_s)
+        found[name] = [replace(r, time_s=r.time_s * slower) for r in requests], block_bytes
+    return found
+
+
+def _what_is_read(requests: Sequence[Request]) -> list[Request]:
+    """The same without the ends of prompts that no other request has, which nobody reads."""
+    uses = Counter(key for request in requests for key in request.keys)
+    kept: dict[int, Request] = {}
+    for request in requests:
+        shared = sum(1 for _ in itertools.takewhile(lambda key: uses[key] > 1, request.keys))
+        if shared:
+            after = request.after if request.after in kept else None
+            kept[request.number] = replace(request, keys=request.keys[:shared], after=after)
+    return list(kept.values())
 
 
 def flows_of_calibration(demand: Demand, *, plain: bool, bits_per_s: float) -> Numbers:

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core import program
+from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
-from kvcast.controller.core.namespaces import Namespaces, number_of
+from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
@@ -35,8 +36,10 @@ from kvcast.protocol.messages.control import (
     Kept,
     Leave,
     Loads,
+    NamespaceReads,
     NamespaceReply,
     NamespaceRequest,
+    NamespaceSettings,
     PoolMap,
     Refused,
     Register,
@@ -917,3 +920,59 @@ def test_a_node_that_comes_back_hears_of_replicas_and_loads() -> None:
     driver.round()
     assert driver.take(9, Replicas)[0].blocks
     assert driver.take(9, Loads)
+
+
+# --- what pays, by namespace ----------------------------------------------------------------
+
+
+def test_what_does_not_pay_is_turned_off_told_and_shown() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    block = BlockId(namespace, key(1))
+    home = driver.home_of(block)
+    for number in range(60):
+        hot = HotBlock(namespace, block.key, 5, 1, 0, 65536, 7)
+        driver.say(home, renew(hot=[hot], reads=[NamespaceReads(namespace, number * 50, 0, 0)]))
+        driver.renew_all()
+        driver.describe_all({block: (65536, 7)})
+        driver.round(1.0)
+        if not number:
+            driver.describe_all({block: (65536, 7)})
+            driver.round()
+            assert [r.block for r in driver.pool.tiers.residency.residents.values()] == [block]
+    last = driver.take(1, PoolMap)[-1]
+    assert last.alone == [namespace]
+    assert not driver.pool.tiers.residency.residents
+    rows = driver.pool.worth(driver.now)["adaptive"]
+    assert [(r["namespace"], r["thing"], r["on"]) for r in rows] == [
+        (namespace, "gathering", False),
+        (namespace, "residence", False),
+    ]
+    assert driver.pool.status(driver.now)["adaptive"] == rows
+    driver.pool.configure_namespace(namespace, NamespaceSettings(gathering="on"), driver.now)
+    driver.round()
+    assert driver.take(1, PoolMap)[-1].alone == []
+
+
+def test_a_pool_that_does_not_adapt_leaves_all_on() -> None:
+    driver = Driver(dataclasses.replace(OPTIONS, adaptive=AdaptiveOptions(enabled=False)))
+    driver.join(1, 2)
+    namespace = driver.namespace()
+    for number in range(60):
+        driver.renew_all(reads=[NamespaceReads(namespace, number * 50, 0, 0)])
+        driver.round(1.0)
+    assert driver.take(1, PoolMap)[-1].alone == []
+
+
+def test_a_node_has_no_say_in_what_pays_a_namespace_that_it_may_not_use() -> None:
+    rules = TenantRules({"t": frozenset({"node-1"})})
+    driver = Driver(dataclasses.replace(OPTIONS, tenants=rules))
+    driver.join(1, 2)
+    namespace = driver.namespace()
+    for number in range(60):
+        driver.say(2, renew(reads=[NamespaceReads(namespace, number * 50, 0, 0)]))
+        driver.say(1, renew())
+        driver.round(1.0)
+    assert driver.pool.adaptive.gathers(namespace)
+    assert driver.take(1, PoolMap)[-1].alone == []

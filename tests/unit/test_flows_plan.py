@@ -11,6 +11,7 @@ from kvcast.bench import evaluate, evaluate_document
 from kvcast.cli import plan as plan_command
 from kvcast.controller.core.worth import ENOUGH_READS, judge
 from kvcast.simulation.flows import questions
+from kvcast.simulation.flows.demand import demand_of
 from kvcast.simulation.flows.plan import plan, recommend
 from kvcast.simulation.flows.scenarios import (
     WORKLOADS,
@@ -179,3 +180,26 @@ def test_an_hour_of_many_hosts_is_simulated_in_slices() -> None:
     assert report["simulated_s"] == 40.0
     assert report["reads"] > 1000
     assert report["unsettled"] < 0.01
+
+
+def test_bystanders_write_what_is_read_and_ask_no_faster_than_a_small_machine_serves() -> None:
+    streams = questions.bystanders({"mine": questions.chat_lines(600.0, seed=3)})
+    assert set(streams) == {"chat", "mine"}
+    for requests, block_bytes in streams.values():
+        demand = demand_of(requests, questions.CALIBRATION_NODES, block_bytes)
+        assert len(demand.read_block) > 100
+        names = [(r.namespace, key) for r in requests for key in r.keys]
+        assert all(names.count(name) > 1 for name in set(names[:50]))
+        seconds = requests[-1].time_s
+        assert len(requests) / seconds <= questions.BYSTANDER_REQUESTS_PER_S * 1.01
+        full = demand.read_bytes.sum() * 8 / questions.BYSTANDER_BITS_PER_S / demand.nodes
+        assert full / seconds < 0.31
+        numbers = {r.number for r in requests}
+        assert all(r.after is None or r.after in numbers for r in requests)
+
+
+def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
+    row = {"stream": "chat", "p50_over_plain": 1.01, "p99_over_plain": 0.99}
+    top = evaluate.headline({"adaptive": [row, row | {"stream": "mine"}]})
+    assert top["chat_p50_over_plain"] == top["mine_p50_over_plain"] == 1.01
+    assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99

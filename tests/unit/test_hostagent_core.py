@@ -37,6 +37,7 @@ from kvcast.protocol.messages.control import (
     Keep,
     Kept,
     NamespaceInfo,
+    NamespaceReads,
     NamespaceReply,
     NamespaceRequest,
     NodeInfo,
@@ -884,3 +885,21 @@ def test_bitmaps_survive_the_way() -> None:
     bits = [True, False, True] * 7
     assert unpack_bitmap(pack_bitmap(bits), len(bits)) == bits
     assert unpack_bitmap(b"", 3) == [False] * 3
+
+
+@pytest.mark.parametrize("alone", [[], [1]])
+def test_reads_of_a_namespace_that_is_alone_gather_for_nobody(alone: list[int]) -> None:
+    node = Node(1)
+    node.take_map(msgspec.structs.replace(pool_map([2]), alone=alone))
+    node.core.reads.get(node.now, 1, [key(1)], node.now + 1, lambda _batch: None, gather_ms=50)
+    gathers = [frame.gather for _, frame in node.core.frames_to_send(node.now, 9)]
+    assert gathers == ([0] if alone else [50])
+
+
+def test_a_report_says_what_each_namespace_got_from_elsewhere() -> None:
+    node = Node(1)
+    node.take_map(pool_map([2], namespaces=(1, 2)))
+    assert node.core.renewal().reads == []
+    hits = node.core.metrics.by_namespace.of(2).hits
+    hits.update({"local": 9, "shared": 3, "switch": 2, "home": 1, "bulk": 1})
+    assert node.core.renewal().reads == [NamespaceReads(2, 7, 3, 2)]

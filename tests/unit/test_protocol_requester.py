@@ -1189,3 +1189,11 @@ def test_who_is_sent_away_for_overload_comes_back_as_if_for_the_first_time() -> 
     bench.miss(0.001, wire.MISS_OVERLOADED)
     ((_, _, read), *_) = bench.run_timers(1.0)
     assert not read.flags & wire.FLAG_RETRY
+
+
+def test_a_fetch_that_may_not_gather_does_not_whatever_is_configured_or_shared() -> None:
+    bench = Bench(gather_ms=80, window_initial=1, window_shared=1)
+    bench.fetch(expect_size=len(BYTES), gathers=False)
+    assert [read.gather for read in bench.reads()] == [0]
+    bench.data(0.016, 0, range(64), last=63, flags=wire.FLAG_SHARED)
+    assert [read.gather for read in bench.reads()] == [0]

@@ -1,0 +1,233 @@
+"""Adaptive: which namespaces gather and may have blocks in the switch, from what that brings them.
+
+Owns: the evidence by namespace, and the rule that turns each of two things off and on. Must not
+know: who counts, connections, slots; time is given.
+
+*Gathering* lets a home hold an answer for joiners, and keeps a reader from faster ways, which
+nobody can join. It pays a namespace whose reads are shared (an answer went to other readers, too).
+*Residence* pays a namespace whose reads come from switch memory. Both begin on. With enough reads
+seen, what pays less than `low` of them, for `dwell_s`, is turned off. It is turned on again
+
+- as soon as `high` of the reads pay without it (readers meet by themselves at the switch; nothing
+  of the kind exists for memory);
+- or, when `rest_s` is over, if there is a *hint* that it might pay: of what homes report, `hint`
+  of the reads were of blocks that several nodes read in one report's time (for gathering), or that
+  were reported before (for residence). A hint is no proof, so this is a trial, and each one that
+  fails makes the next rest twice as long, up to `longest_rest_s`.
+
+Between `low` and `high` all stays as it is: that is the hysteresis. Counts halve every
+`half_life_s`. What is said of a namespace by its operator (`NamespaceSettings`) holds before all
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from kvcast.protocol.messages.control import NamespaceReads, NamespaceSettings
+
+Thing = Literal["gathering", "residence"]
+THINGS: Final[tuple[Thing, ...]] = ("gathering", "residence")
+PERIOD_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class AdaptiveOptions:
+    """When something is turned off, and on again. Shares are of a namespace's remote reads."""
+
+    enabled: bool = True
+    """False: all namespaces gather and may be resident."""
+    enough_reads: float = 200.0
+    """Reads seen, decayed, below which nothing is judged."""
+    low: float = 0.02
+    high: float = 0.05
+    hint: float = 0.2
+    dwell_s: float = 10.0
+    """Time after a change before the next for the worse."""
+    rest_s: float = 60.0
+    longest_rest_s: float = 3600.0
+    half_life_s: float = 30.0
+
+
+class _Share:
+    """What part of something, decayed."""
+
+    def __init__(self) -> None:
+        self.all = self.part = 0.0
+        self._at = 0.0
+
+    def add(self, now: float, all_: float, part: float, half_life_s: float) -> None:
+        decay = 0.5 ** (max(0.0, now - self._at) / half_life_s)
+        self.all, self.part, self._at = self.all * decay + all_, self.part * decay + part, now
+
+    @property
+    def share(self) -> float:
+        return self.part / self.all if self.all else 0.0
+
+
+@dataclass
+class _Choice:
+    """One thing of one namespace."""
+
+    on: bool = True
+    since: float = 0.0
+    rest_s: float = 0.0
+    why: str = "not judged yet"
+    pays: _Share = field(default_factory=_Share)
+    hint: _Share = field(default_factory=_Share)
+
+    def decide(self, options: AdaptiveOptions, now: float) -> bool:
+        """Whether it changed."""
+        share, enough = self.pays.share, self.pays.all >= options.enough_reads
+        if not enough:
+            return False
+        said = f"{share:.1%} of reads"
+        if share >= options.high:
+            self.rest_s = options.rest_s
+            self.why = f"it pays: {said}"
+        if self.on and share < options.low and now - self.since >= options.dwell_s:
+            self.rest_s = max(self.rest_s, options.rest_s)
+            return self._turn(now, f"it does not pay: {said}")
+        if self.on:
+            return False
+        if share >= options.high:
+            return self._turn(now, f"it would pay: {said} as it is")
+        if self.hint.share >= options.hint and now - self.since >= self.rest_s:
+            self.rest_s = min(2 * self.rest_s, options.longest_rest_s)
+            return self._turn(now, f"a trial: it might pay {self.hint.share:.1%} of reads")
+        return False
+
+    def _turn(self, now: float, why: str) -> bool:
+        self.on, self.since, self.why = not self.on, now, why
+        self.pays = _Share()  # what comes next is judged by itself
+        return True
+
+
+@dataclass
+class _Namespace:
+    gathering: _Choice
+    residence: _Choice
+
+    def of(self, thing: Thing) -> _Choice:
+        return self.gathering if thing == "gathering" else self.residence
+
+
+class Adaptive:
+    """See the module's text. `said`: an operator's settings of a namespace, None = there is no such
+    namespace."""
+
+    def __init__(
+        self, options: AdaptiveOptions, said: Callable[[int], NamespaceSettings | None]
+    ) -> None:
+        self.options = options
+        self._said = said
+        self._namespaces: dict[int, _Namespace] = {}
+        self._totals: dict[str, dict[int, NamespaceReads]] = {}
+        """By node: what it last reported."""
+        self._judged_at = -PERIOD_S
+
+    # --- what is heard ----------------------------------------------------------------------
+
+    def heard_reads(self, node_id: str, reads: Iterable[NamespaceReads], now: float) -> None:
+        """A node's totals; those that fell (it started anew) count from zero."""
+        before = self._totals.get(node_id, {})
+        totals = self._totals[node_id] = {
+            r.namespace: r for r in reads if self._said(r.namespace) is not None
+        }
+        for namespace, total in totals.items():
+            old = before.get(namespace)
+            if old is None or old.remote > total.remote:
+                old = NamespaceReads(namespace, 0, 0, 0)
+            remote = total.remote - old.remote
+            if not remote:
+                continue
+            mine = self._of(namespace, now)
+            half = self.options.half_life_s
+            shared = min(remote, max(0, total.shared - old.shared))
+            switch = min(remote, max(0, total.switch - old.switch))
+            mine.gathering.pays.add(now, remote, shared, half)
+            mine.residence.pays.add(now, remote, switch, half)
+
+    def heard_hot(
+        self, namespace: int, reads: int, readers: int, *, before: bool, now: float
+    ) -> None:
+        """A home's report of a block; `before`: the block was reported before."""
+        if self._said(namespace) is None:
+            return
+        mine, half = self._of(namespace, now), self.options.half_life_s
+        mine.gathering.hint.add(now, reads, reads if readers > 1 else 0, half)
+        mine.residence.hint.add(now, reads, reads if before else 0, half)
+
+    def node_left(self, node_id: str) -> None:
+        """Its totals begin anew if it comes back."""
+        self._totals.pop(node_id, None)
+
+    def _of(self, namespace: int, now: float) -> _Namespace:
+        found = self._namespaces.get(namespace)
+        if found is None:
+            rest_s = self.options.rest_s
+            found = self._namespaces[namespace] = _Namespace(
+                _Choice(since=now, rest_s=rest_s), _Choice(since=now, rest_s=rest_s)
+            )
+        return found
+
+    # --- what follows -----------------------------------------------------------------------
+
+    def advance(self, now: float) -> set[tuple[int, Thing]]:
+        """What has changed by now: (namespace, thing); it is judged once in PERIOD_S."""
+        changed: set[tuple[int, Thing]] = set()
+        if now < self._judged_at + PERIOD_S:
+            return changed
+        self._judged_at = now
+        for namespace in [n for n in self._namespaces if self._said(n) is None]:
+            del self._namespaces[namespace]
+        if self.options.enabled:
+            for namespace, mine in self._namespaces.items():
+                for thing in THINGS:
+                    if mine.of(thing).decide(self.options, now):
+                        changed.add((namespace, thing))
+        return changed
+
+    def gathers(self, namespace: int) -> bool:
+        """Whether reads of its blocks may gather."""
+        return self._is_on(namespace, "gathering")
+
+    def resides(self, namespace: int) -> bool:
+        """Whether its blocks may enter the switch, as far as this module cares."""
+        return self._is_on(namespace, "residence")
+
+    def _known(self) -> list[int]:
+        return [n for n in self._namespaces if self._said(n) is not None]
+
+    def _pinned(self, namespace: int, thing: Thing) -> str:
+        said = self._said(namespace)
+        return "" if said is None else getattr(said, thing)
+
+    def _is_on(self, namespace: int, thing: Thing) -> bool:
+        pinned = self._pinned(namespace, thing)
+        if pinned:
+            return pinned == "on"
+        mine = self._namespaces.get(namespace)
+        return mine is None or not self.options.enabled or mine.of(thing).on
+
+    def report(self, now: float) -> list[dict[str, Any]]:
+        """What is on and off, and why: rows of a namespace and a thing, JSON-ready."""
+        rows = []
+        for namespace in sorted(self._known()):
+            for thing in THINGS:
+                choice = self._namespaces[namespace].of(thing)
+                pinned = self._pinned(namespace, thing)
+                rows.append(
+                    {
+                        "namespace": namespace,
+                        "thing": thing,
+                        "on": self._is_on(namespace, thing),
+                        "why": f"an operator said {pinned}" if pinned else choice.why,
+                        "since_s": round(now - choice.since, 1),
+                        "pays_share": round(choice.pays.share, 4),
+                        "hint_share": round(choice.hint.share, 4),
+                    }
+                )
+        return rows
