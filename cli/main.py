@@ -18,12 +18,13 @@ from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the module whose `main(argv)` serves it, a line of help, and the extra of the
-    package that it cannot do without ("" = none)."""
+    """A subcommand: the module whose `function(argv)` serves it, a line of help, and the extra of
+    the package that it cannot do without ("" = none)."""
 
     module: str
     help: str
     extra: str = ""
+    function: str = "main"
 
 
 EXTRAS = {
@@ -37,6 +38,7 @@ EXTRAS = {
 EXTRAS["bench"] = tuple(sorted({"matplotlib", "networkx"}.union(*EXTRAS.values())))
 
 
+_AGENT = "kvcast.cli.agent_blocks"
 COMMANDS = {
     "demo": Command("kvcast.cli.demo", "replay a workload, plainly and through kvcast", "bench"),
     "bench": Command(
@@ -52,6 +54,9 @@ COMMANDS = {
         "kvcast.controller.daemon", "run the controller of one switch", "controller"
     ),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node", "agent"),
+    "agent evict": Command(_AGENT, "have blocks forgotten", function="evict"),
+    "agent pin": Command(_AGENT, "keep blocks in a node's DRAM", function="pin"),
+    "agent status": Command(_AGENT, "show what one agent holds and does", function="status"),
     "route": Command(
         "kvcast.routing.daemon", "run a router: requests go where their prefix is held", "route"
     ),
@@ -121,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version", "version"):
         print(f"kvcast {version()}")
         return EXIT_OK
-    command = COMMANDS.get(words[0])
+    name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+    command = COMMANDS.get(name)
     if command is None:
         print(
             f"kvcast: no command {words[0]!r}; there are {', '.join(COMMANDS)} "
@@ -130,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return EXIT_USAGE
     # argparse names the program by argv[0]; every subcommand's help then says "kvcast NAME".
-    sys.argv[0] = f"kvcast {words[0]}"
+    sys.argv[0] = f"kvcast {name}"
     if _lacks(sys.argv[0], command.extra):
         return EXIT_FAILED
     module = importlib.import_module(command.module)
-    status = module.main(words[1:])
+    status = getattr(module, command.function)(words[len(name.split()) :])
     return int(status)
 
 

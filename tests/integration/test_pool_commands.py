@@ -34,6 +34,42 @@ async def kvcast(*words: str | Path, stdin: bytes | None = None) -> tuple[int, b
     return process.returncode, out, error.decode()
 
 
+async def test_an_agent_says_what_it_holds_and_has_blocks_pinned_and_forgotten(
+    tmp_path: Path,
+) -> None:
+    data = os.urandom(50_000)
+    (tmp_path / "in").write_bytes(data)
+    async with running_pool(tmp_path, 2, replicas=0) as (pool, _links):
+        one, two = pool.sockets["node-1"], pool.sockets["node-2"]
+        _, out, _ = await kvcast("put", "--socket", one, tmp_path / "in")
+        key = out.decode().strip()
+
+        code, out, error = await kvcast("agent", "status", "--socket", one)
+        assert (code, error) == (0, "")
+        assert re.search(r"^1 blocks in DRAM, 56\.0 KiB of 32\.0 MiB$", out.decode(), re.M), out
+        assert re.search(r"^  store commits +1$", out.decode(), re.M)
+        code, out, _ = await kvcast("agent", "status", "--socket", one, "--json")
+        assert json.loads(out)["store_commits_total"] == 1
+
+        nowhere = "00" * 16
+        words = ["agent", "pin", "--socket", two, key, nowhere, "--fetch", "--for", "0.2"]
+        code, out, _ = await kvcast(*words)
+        assert (code, out) == (3, b"1 of 2 blocks pinned\n")
+        code, out, error = await kvcast("agent", "pin", "--socket", two, "-", stdin=b"not a key\n")
+        assert code == 1
+        assert "'not' is not a key of 32 hexadecimal digits" in error
+
+        code, out, _ = await kvcast(
+            "agent", "evict", "--socket", one, "-", stdin=f"{key}\n".encode()
+        )
+        assert (code, out) == (0, b"1 of 1 blocks forgotten by all of their homes\n")
+        code, out, _ = await kvcast("agent", "evict", "--socket", one, "--help")
+        assert code == 0
+        assert b"usage: kvcast agent evict" in out
+        code, _, error = await kvcast("get", "--socket", one, key, "--deadline", "2")
+        assert code == 3, error
+
+
 async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
     tmp_path: Path,
 ) -> None:

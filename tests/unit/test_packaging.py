@@ -78,7 +78,7 @@ def test_a_command_without_its_extra_says_in_a_line_what_to_install(name: str) -
     extra = COMMANDS[name].extra
     blocked = EXTRAS[extra][-1]
     run = "from kvcast.cli import main; sys.exit(main.main(sys.argv[1:]))"
-    ran = _without(blocked, run, name, "--help")
+    ran = _without(blocked, run, *name.split(), "--help")
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
         f"kvcast {name} needs pip install 'kvcast[{extra}]' (missing: {blocked})\n"
@@ -92,7 +92,7 @@ def test_the_other_commands_need_no_extra(name: str) -> None:
         f"sys.modules.update(dict.fromkeys({every!r}));"
         "from kvcast.cli import main; sys.exit(main.main(sys.argv[1:]))"
     )
-    ran = _without("aiohttp", run, name, "--help")
+    ran = _without("aiohttp", run, *name.split(), "--help")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(f"usage: kvcast {name}")
 
