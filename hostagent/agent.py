@@ -37,6 +37,7 @@ from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.survivors import NOBODY
 from kvcast.hostagent.network.verbs import Card
 from kvcast.hostagent.options import RDMA_OFF, RDMA_REQUIRED, Options
+from kvcast.hostagent.ssd import SsdOfAgent
 from kvcast.hostagent.standing import (
     KeptMap,
     Standing,
@@ -180,6 +181,12 @@ class Agent:
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
         self.rdma_port = await self._use_rdma(stack)
+        self.ssd: SsdOfAgent | None = None
+        if options.ssd.paths:
+            owner = f"node {agent_options.node_id} of cluster {options.arena.cluster}"
+            self.ssd = SsdOfAgent(self.core, options.ssd, owner, self.transport.pump)
+            stack.push_async_callback(self.ssd.close)
+            self.ssd.start(patient=standing is not None)
         self._local_server = LocalServer(
             *(self.core, self.arena, options.local, self.transport.pump, self.index_file),
             keeper=standing.keeper if standing is not None else NOBODY,

@@ -21,6 +21,7 @@ from kvcast.hostagent.flags import AgentFlags, Setup, options_of, parse
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
+from kvcast.hostagent.tiers.ssd.layout import SsdError
 from kvcast.service.addresses import format_host_port
 from kvcast.service.logs import setup_logging
 from kvcast.service.readiness import announce_ready, reload_on_hangup, stop_event
@@ -59,7 +60,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
     agent = Agent(options_of(setup), place.standing if place is not None else None)
     try:
         await agent.start()
-    except (ArenaError, SocketInUseError, OSError) as error:
+    except (ArenaError, SsdError, SocketInUseError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
     servers: list[HttpServer] = []

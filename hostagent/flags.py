@@ -5,6 +5,7 @@ Owns: the flags, and what must go together. Must not know: what runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +15,15 @@ from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.writes import ACKS, WriteOptions
 from kvcast.hostagent.network.local_server import LocalOptions
-from kvcast.hostagent.options import RDMA_AUTO, RDMAS, ArenaOptions, NetworkOptions, Options
+from kvcast.hostagent.options import (
+    RDMA_AUTO,
+    RDMAS,
+    ArenaOptions,
+    NetworkOptions,
+    Options,
+    SsdOptions,
+)
+from kvcast.hostagent.tiers.ssd.layout import SsdError, cut_of
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
 from kvcast.protocol.requester import RequesterConfig
@@ -188,6 +197,19 @@ class MemoryFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SsdFlags:
+    """disk"""
+
+    ssd: tuple[str, ...] = many(
+        "a file for blocks that leave DRAM; made, and taken whole, at the start, and found again "
+        "by the next agent of this node and cluster",
+        parse=str,
+        metavar="FILE",
+    )
+    ssd_bytes: int = size("size of each file of --ssd", default=SsdOptions.size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalFlags:
     """local API"""
 
@@ -331,6 +353,7 @@ class AgentFlags(
     NetworkFlags,
     TlsOptions,
     MemoryFlags,
+    SsdFlags,
     LocalFlags,
     PutFlags,
     ReadFlags,
@@ -393,6 +416,13 @@ def _settle(flags: AgentFlags) -> Setup:
         raise OptionsError("--takeover goes with --arena-keep")
     if flags.index_path is not None and not flags.arena_keep:
         raise OptionsError("--index-path goes with --arena-keep")
+    if flags.ssd:
+        if len({os.path.abspath(path) for path in flags.ssd}) < len(flags.ssd):
+            raise OptionsError("--ssd names a file twice")
+        try:
+            cut_of("", flags.ssd_bytes)
+        except SsdError as error:
+            raise OptionsError(f"--ssd-bytes: {error}") from error
     if not flags.client_share:
         raise OptionsError("--client-share must be above 0 and at most 1")
     return Setup(flags, credentials_of(flags.tls))
@@ -461,5 +491,6 @@ def options_of(setup: Setup) -> Options:
             default_quota_bytes=flags.namespace_quota_bytes,
             quotas=dict(flags.quota),
         ),
+        ssd=SsdOptions(paths=flags.ssd, size_bytes=flags.ssd_bytes),
         credentials=setup.credentials,
     )

@@ -11,8 +11,12 @@ from ipaddress import IPv4Address
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.core.ssd import SsdRules
 from kvcast.hostagent.network.local_server import LocalOptions
 from kvcast.hostagent.tiers.arena import SLAB_BYTES
+from kvcast.hostagent.tiers.ssd.files import THREADS
+from kvcast.hostagent.tiers.ssd.layout import SLAB_BYTES as SSD_SLAB_BYTES
+from kvcast.hostagent.tiers.ssd.layout import UNIT_BYTES
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.links.rdma import RdmaOptions
@@ -78,6 +82,19 @@ class ArenaOptions:
 
 
 @dataclass(frozen=True)
+class SsdOptions:
+    """The SSD tier; there is none without paths."""
+
+    paths: tuple[str, ...] = ()
+    size_bytes: int = 16 << 30
+    """Of each file."""
+    unit_bytes: int = UNIT_BYTES
+    slab_bytes: int = SSD_SLAB_BYTES
+    threads: int = THREADS
+    rules: SsdRules = field(default_factory=SsdRules)
+
+
+@dataclass(frozen=True)
 class Options:
     """Everything that an agent is started with."""
 
@@ -86,6 +103,7 @@ class Options:
     control: ControlOptions
     local: LocalOptions
     arena: ArenaOptions = field(default_factory=ArenaOptions)
+    ssd: SsdOptions = field(default_factory=SsdOptions)
     bulk: BulkOptions = field(default_factory=BulkOptions)
     rdma: RdmaOptions = field(default_factory=RdmaOptions)
     credit_from_buffer: bool = True

@@ -102,6 +102,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         transport = self._transport = cast(asyncio.Transport, base)  # uvloop's are no subclass
         try:
             self.link = self._opened(transport)
+            self.link.wake = self.flush
         except PeerError as error:
             self._refused(error)
             transport.abort()

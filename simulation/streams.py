@@ -245,6 +245,7 @@ class StreamDriver:
         self._hung_up = False
         self._alarm = Alarm(world, lambda: process.when_running(self._wake))
         end.driver = self
+        link.wake = lambda: process.when_running(self.flush)
 
     # --- the stream's events ------------------------------------------------------------------
 

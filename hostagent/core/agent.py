@@ -28,6 +28,7 @@ from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.spread import Spread
+from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.tiers import policies
@@ -81,6 +82,8 @@ MAX_HOT_BLOCKS: Final = 256
 MAX_NAMESPACES_REPORTED: Final = 256
 _LEAST_WINDOW: Final = 2
 """Segments in flight at least: while one arrives, the next is asked for."""
+MAX_PARKED: Final = 4096
+"""READs that wait for this node's disk; one more is dropped, and its reader asks again."""
 MAX_ASKED: Final = 1024
 """Questions to the controller without an answer yet; one more is "busy"."""
 
@@ -163,7 +166,12 @@ class AgentCore:
         self.responder = Responder(
             options.responder, lookup=self._lookup, make_offer=self._make_offer
         )
-        self.serving = Serving(store, memory, self.outbox, self.metrics, self.responder.note_heat)
+        self.serving = Serving(
+            store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
+        )
+        self.ssd: SsdTier | None = None
+        self._parked = 0
+        """READs that wait for the disk."""
         reservations = Reservations(store, memory)
         self.requester = Requester(
             replace(
@@ -201,6 +209,8 @@ class AgentCore:
         self._missing: dict[int, NamespaceInfo] = {}
         """Namespaces that the controller's maps no longer name: it has lost its state."""
         self._rules: dict[int, StoreRules] = {}
+        self._ssd_rules: dict[int, StoreRules] = {}
+        self._kept_off_ssd: set[int] = set()
         self._asked_again: set[int] = set()
         """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
@@ -222,7 +232,8 @@ class AgentCore:
             pool = self.outbox.pool
             assert pool is not None  # there are no node indices without it
             if pool.may_use(frame.namespace, pool.nodes[source].node_id):
-                self.responder.receive(now, source, frame)
+                if self.ssd is None or not self._park(now, source, frame):
+                    self.responder.receive(now, source, frame)
             else:
                 self.metrics.frames_forbidden_total += 1
             return
@@ -250,6 +261,65 @@ class AgentCore:
             if copy is not None:
                 self.store.get(copy.block)
                 self.responder.answered(self._now, copy.block, copy.size_bytes, copy.digest, each)
+
+    # --- the disk -----------------------------------------------------------------------------
+
+    def use_ssd(self, ssd: SsdTier) -> None:
+        """Have blocks lie on this node's disk, too, from now on."""
+        self.ssd = self.reads.ssd = ssd
+        self.store.below = ssd
+        ssd.meaning_of = self._meaning_of
+        self._state_ssd_rules()
+        if self.pool is not None:
+            ssd.begin()
+
+    def _meaning_of(self, namespace: int) -> int | None:
+        return self.pool.meaning_of(namespace) if self.pool is not None else None
+
+    def _state_ssd_rules(self) -> None:
+        if self.ssd is not None:
+            self.ssd.configure(self._ssd_rules, self._kept_off_ssd)
+
+    def _recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
+        """Bring a block from the disk for another node; see `Reads.recall`."""
+        if self.ssd is None or self.store.peek(block) is not None:
+            return False
+        return self.reads.recall(now, block, then)
+
+    def _park(self, now: float, source: int, frame: Frame) -> bool:
+        """Let a READ of a block that lies on the disk wait for it; False where it does not."""
+        if self._parked >= MAX_PARKED:
+            if self.ssd is None or not self.ssd.holds(frame.block):
+                return False
+            if self.store.peek(frame.block) is not None:
+                return False
+            self.metrics.ssd_reads_dropped_total += 1
+            return True  # its reader asks again
+        pool = self.outbox.pool
+        assert pool is not None
+        node_id = pool.nodes[source].node_id
+        waits = True
+
+        def brought() -> None:
+            nonlocal waits
+            if not waits:
+                return
+            waits = False
+            self._parked -= 1
+            present = self.outbox.pool
+            node = present.nodes_by_id.get(node_id) if present is not None else None
+            if node is not None:  # by now it may have another index, or have left
+                self.responder.receive(self.reads.now, node.index, frame)
+
+        self._parked += 1
+        # What can be known at once is known when this returns.
+        if not self._recall(now, frame.block, brought):
+            waits = False
+            self._parked -= 1
+            return False
+        return True
+
+    # --- frames that answer -------------------------------------------------------------------
 
     def placed(self, now: float, arrivals: list[Arrived]) -> None:
         """DATA that `requester.placement` has put in place."""
@@ -402,6 +472,8 @@ class AgentCore:
         self._apply_settings(pool)
         if self.recovery is not None and not self.recovery.begun:
             self.recovery.begin(pool)
+        if old is None and self.ssd is not None:
+            self.ssd.begin()
         if old is not None:
             self._hide_namespaces(old, pool)
             self._leave_old_pool(now, old, pool)
@@ -461,6 +533,8 @@ class AgentCore:
     def _apply_settings(self, pool: Pool) -> None:
         """What operators say of namespaces is in force."""
         rules: dict[int, StoreRules] = {}
+        below: dict[int, StoreRules] = {}
+        kept_off: set[int] = set()
         limits: dict[int, RateLimit] = {}
         for namespace, info in {**self._missing, **pool.namespaces}.items():
             said = info.settings
@@ -469,10 +543,16 @@ class AgentCore:
                 quota_bytes=said.quota_bytes.get("dram"),
                 ttl_s=said.ttl_s,
             )
+            below[namespace] = replace(rules[namespace], quota_bytes=said.quota_bytes.get("ssd", 0))
+            if not said.allows("ssd"):
+                kept_off.add(namespace)
             limits[namespace] = RateLimit(said.operations_per_s, said.bytes_per_s)
         if rules != self._rules:
             self._rules = rules
             self.store.configure(rules)
+        if (below, kept_off) != (self._ssd_rules, self._kept_off_ssd):
+            self._ssd_rules, self._kept_off_ssd = below, kept_off
+            self._state_ssd_rules()
         self.limits.configure(limits)
         self.metrics.by_namespace.keep(rules.keys())
 
@@ -678,6 +758,12 @@ class AgentCore:
             for item in fields(self.recovery_counters):
                 name = f"recovery_{item.name}" + ("_total" if item.name != "left" else "")
                 values[name] = float(getattr(self.recovery_counters, item.name))
+        if self.ssd is not None:
+            for item in fields(self.ssd.counters):
+                values[f"ssd_{item.name}_total"] = float(getattr(self.ssd.counters, item.name))
+            values["ssd_evictions_total"] = float(self.ssd.shelf.counters.evictions)
+            values["ssd_expired_total"] = float(self.ssd.shelf.counters.expired)
+            values |= self.ssd.values()
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (
             ("requester", self.requester.counters),

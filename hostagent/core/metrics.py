@@ -57,6 +57,7 @@ class Metrics:
     # gets, by key
     gets_total: int = 0
     hits_local_total: int = 0
+    hits_ssd_total: int = 0
     hits_switch_total: int = 0
     hits_shared_total: int = 0
     hits_home_total: int = 0
@@ -95,6 +96,8 @@ class Metrics:
     """Frames for another MAC, address or port (a switch that floods sends those)."""
     frames_unknown_source_total: int = 0
     """Frames from an address that the map does not know."""
+    ssd_reads_dropped_total: int = 0
+    """READs of blocks on this node's disk that were dropped, since too many waited for it."""
     frames_forbidden_total: int = 0
     """READs of a namespace that their sender may not use."""
     frames_dropped_sending_total: int = 0
@@ -172,7 +175,7 @@ class Metrics:
     by_namespace: NamespacesMetrics = field(default_factory=NamespacesMetrics)
 
     def count_hit(self, tier: str) -> None:
-        """A get was answered from `tier` (switch, shared, home or bulk)."""
+        """A get was answered from `tier` (ssd, switch, shared, home or bulk)."""
         name = f"hits_{tier}_total"
         setattr(self, name, getattr(self, name) + 1)
 

@@ -17,12 +17,13 @@ from kvcast.protocol.requester import MissReason
 COLD: Final = "cold"
 """As far as this node knows, nobody ever had it."""
 EVICTED_DRAM: Final = "evicted_dram"
+EVICTED_SSD: Final = "evicted_ssd"
 EXPIRED: Final = "expired"
 TIMED_OUT: Final = "timed_out"
 FAILED: Final = "failed"
 NO_ROOM: Final = "no_room"
 """It is somewhere, and there is no room for it here."""
-MISS_REASONS: Final = (COLD, EVICTED_DRAM, EXPIRED, TIMED_OUT, FAILED, NO_ROOM)
+MISS_REASONS: Final = (COLD, EVICTED_DRAM, EVICTED_SSD, EXPIRED, TIMED_OUT, FAILED, NO_ROOM)
 
 _OF_REQUESTER: Final = {
     MissReason.DEADLINE: TIMED_OUT,
@@ -32,7 +33,12 @@ _OF_REQUESTER: Final = {
 """Those that nobody's memory explains; NOT_FOUND and NO_HOME are for the store to explain, and all
 others failed."""
 _NOWHERE: Final = frozenset({MissReason.NOT_FOUND, MissReason.NO_HOME})
-_WHY_GONE: Final = {"evicted": EVICTED_DRAM, "expired": EXPIRED, "": COLD}
+_WHY_GONE: Final = {
+    "evicted": EVICTED_DRAM,
+    "evicted_below": EVICTED_SSD,
+    "expired": EXPIRED,
+    "": COLD,
+}
 
 
 def explained(why_gone: str) -> str:
@@ -54,7 +60,7 @@ class NamespaceMetrics:
     gets: int = 0
     """Keys that clients asked for."""
     hits: Counter[str] = field(default_factory=Counter)
-    """By tier: local, switch, shared, home, bulk."""
+    """By tier: local, ssd, switch, shared, home, bulk."""
     misses: Counter[str] = field(default_factory=Counter)
     """By `MISS_REASONS`."""
     home_misses: Counter[str] = field(default_factory=Counter)

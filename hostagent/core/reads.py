@@ -4,7 +4,9 @@ Owns: single flight (one fetch a block, however many wait for it), which homes a
 deadline of every get, and what a get ends with. Must not know: sockets, clients, or how a fetch
 goes about its READs (`kvcast.protocol.requester`).
 
-A get of a block that lies here ends at once. Else it joins the fetch of that block, or starts
+A get of a block that lies here ends at once. One of a block that lies on this node's disk waits
+for that, unless it takes too long: then, and where the disk fails, it is asked for elsewhere, too.
+Else it joins the fetch of that block, or starts
 one at the block's other homes, in the map's order. A node that is itself the only home has
 nobody to ask; but the switch may hold the block, and a switch answers a READ whomever it is
 addressed to: so such a block is asked for at any other node, for no longer than
@@ -33,6 +35,7 @@ from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.spread import Spread
+from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
@@ -50,6 +53,10 @@ from kvcast.protocol.requester import (
 from kvcast.protocol.timers import Timer, TimerQueue
 
 LOCAL_TIER: Final = "local"
+SSD_TIER: Final = "ssd"
+MAX_RECALLERS: Final = 256
+"""Who may wait for one block from the disk without a get; one more is told at once that it is not
+there."""
 
 _STATUS_OF_MISS: Final = {
     MissReason.QUEUE_FULL: local.BUSY,
@@ -114,6 +121,21 @@ class _Fetch:
     """Those that wait for what this one's probe of their home shows."""
     home: int | None = None
     """The home that is probed."""
+    from_disk: bool = False
+    """Whether the block is coming from this node's disk."""
+    recallers: list[Callable[[], None]] = field(default_factory=list)
+    """Told when the disk has answered, or has taken too long."""
+    disk_asked: bool = False
+
+
+class _Patience(Timer):
+    """How long a fetch waits for the disk alone."""
+
+    __slots__ = ("fetch",)
+
+    def __init__(self, fetch: _Fetch) -> None:
+        super().__init__()
+        self.fetch = fetch
 
 
 class _Probes:
@@ -153,10 +175,16 @@ class Reads:
         self._timers = TimerQueue()
         self._now = 0.0
         """At the last event."""
+        self.ssd: SsdTier | None = None
         self.residents: frozenset[BlockId] = frozenset()
         """Blocks of which a switch answers READs, for chunks as it keeps them."""
         self.watch: Callable[[float, GetBatch], None] | None = None
         """Told of batches that have ended, before who asked is."""
+
+    @property
+    def now(self) -> float:
+        """When the last event was."""
+        return self._now
 
     @property
     def waiting(self) -> int:
@@ -198,16 +226,26 @@ class Reads:
             return
         gathers = gather_ms and not self._alone(namespace)
         probes = self._probes(now, looks_for_company=bool(gathers or group or expect))
+        on_disk: list[tuple[_Fetch, int]] = []
         for position, block in enumerate(batch.blocks):
             copy = self._store.get(block)
             if copy is not None:
                 self._metrics.hits_local_total += 1
                 self._finish(batch, position, self._hit(copy, LOCAL_TIER))
                 continue
-            fetch = self._follow(now, block, deadline, probes) if probes is not None else None
+            fetch = self._from_disk(now, block, deadline)
+            if fetch is None and probes is not None:
+                fetch = self._follow(now, block, deadline, probes)
             if fetch is None:
                 fetch = self._join(now, block, deadline, gather_ms or None, group, expect)
+            if fetch.from_disk:
+                on_disk.append((fetch, position))
+            else:
+                fetch.waiters.append((batch, position))
+        for fetch, position in on_disk:
             fetch.waiters.append((batch, position))
+        for fetch, _ in on_disk:
+            self._read_disk(now, fetch)
         if batch.left:
             self._timers.arm(batch, deadline)
         self.drain(now)
@@ -231,7 +269,9 @@ class Reads:
             block = BlockId(namespace, key)
             if self._store.get(block) is None:
                 self._metrics.prefetches_total += 1
-                if probes is None or self._follow(now, block, deadline, probes) is None:
+                if (on_disk := self._from_disk(now, block, deadline)) is not None:
+                    self._read_disk(now, on_disk)
+                elif probes is None or self._follow(now, block, deadline, probes) is None:
                     self._join(now, block, deadline, gather_ms or None, group, expect)
                 started += 1
         self.drain(now)
@@ -251,6 +291,11 @@ class Reads:
             kept(True)
             return
         deadline = now + self._options.keep_timeout_s
+        on_disk = self._from_disk(now, block, deadline)
+        if on_disk is not None:
+            on_disk.keeps.append(kept)
+            self._read_disk(now, on_disk)
+            return
         fetch = self._join(now, block, deadline, None, 0, False, size_bytes or None, digest)
         fetch.keeps.append(kept)
         self.drain(now)
@@ -259,6 +304,103 @@ class Reads:
         """Whether the namespace's reads gather for nobody, whatever is asked for."""
         pool = self._outbox.pool
         return pool is not None and namespace in pool.alone
+
+    # --- this node's disk ---------------------------------------------------------------------
+
+    def recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
+        """Bring a block that lies on this node's disk to DRAM for another node; `then` is called
+        once, when it is there, or is not to be waited for. False where it cannot be brought."""
+        self._now = now
+        fetch = self._from_disk(now, block, now + self._options.keep_timeout_s)
+        if fetch is None or len(fetch.recallers) >= MAX_RECALLERS:
+            return False
+        fetch.recallers.append(then)
+        self._read_disk(now, fetch)
+        return True
+
+    def _from_disk(self, now: float, block: BlockId, deadline: float) -> _Fetch | None:
+        """The fetch of a block that lies on the disk; None where it does not, or its fetch goes
+        elsewhere already. To be followed by `_read_disk`."""
+        if self.ssd is None or not self.ssd.holds(block):
+            return None
+        fetch = self._fetches.get(block)
+        if fetch is None:
+            if len(self._fetches) >= self.requester.config.max_fetches:
+                return None
+            self._metrics.fetches_total += 1
+            fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        elif not fetch.from_disk or fetch.fetch_id >= 0:
+            return None
+        else:
+            self._metrics.gets_joined_total += 1
+            fetch.deadline = max(fetch.deadline, deadline)
+            return fetch
+        fetch.from_disk = True
+        fetch.home = None
+        return fetch
+
+    def _read_disk(self, now: float, fetch: _Fetch) -> None:
+        """Have a fetch's block read, unless it is already."""
+        if fetch.disk_asked:
+            return
+        fetch.disk_asked = True
+        assert self.ssd is not None
+        room: ArenaReservation | None = None
+
+        def begin(size_bytes: int) -> memoryview | None:
+            nonlocal room
+            room = self.room(fetch, size_bytes)
+            return None if room is None else room.view
+
+        def ended(now: float, error: str, digest: int, committed_at: float) -> None:
+            self._disk_ended(now, fetch, room, error, digest, committed_at)
+
+        if not self.ssd.read(fetch.block, begin, ended):
+            self._disk_ended(now, fetch, None, "not read", 0, 0.0)
+        elif fetch.from_disk:
+            self._timers.arm(_Patience(fetch), now + self.ssd.rules.patience_s)
+
+    def _disk_ended(
+        self,
+        now: float,
+        fetch: _Fetch,
+        room: ArenaReservation | None,
+        error: str,
+        digest: int,
+        committed_at: float,
+    ) -> None:
+        self._now = now
+        wanted = self._fetches.get(fetch.block) is fetch and fetch.fetch_id < 0
+        fetch.from_disk = False
+        if error or not wanted:
+            if room is not None:
+                room.abort()
+            if wanted:
+                self._ask_elsewhere(now, fetch)
+            self._tell_recallers(fetch)
+        else:
+            assert room is not None
+            assert self.ssd is not None
+            del self._fetches[fetch.block]
+            self._deliver(fetch, room, digest, SSD_TIER, now - fetch.started_at, committed_at)
+            self._tell_recallers(fetch)
+        self.drain(now)
+
+    def _ask_elsewhere(self, now: float, fetch: _Fetch) -> None:
+        """The disk did not give a block, or not in time: whoever waits for it has it from another
+        home, if there is one."""
+        if fetch.waiters or fetch.keeps:
+            self._read(now, fetch)
+        else:
+            del self._fetches[fetch.block]
+            self._end_without(fetch, MissReason.NOT_FOUND)
+
+    def _tell_recallers(self, fetch: _Fetch) -> None:
+        recallers, fetch.recallers = fetch.recallers, []
+        for then in recallers:
+            then()
+
+    # --- fetches ------------------------------------------------------------------------------
 
     def _probes(self, now: float, *, looks_for_company: bool) -> _Probes | None:
         """The probes of a batch, none of them made yet; None = each block is read for itself."""
@@ -376,10 +518,23 @@ class Reads:
         self.requester.handle_timer(now)
         self.drain(now)
         while (batch := self._timers.pop_due(now)) is not None:
+            if isinstance(batch, _Patience):
+                self._out_of_patience(now, batch.fetch)
+                continue
             assert isinstance(batch, GetBatch)
             for position, item in enumerate(batch.items):
                 if item is None:
                     self._missed(batch, position, local.MISS, MissReason.DEADLINE)
+
+    def _out_of_patience(self, now: float, fetch: _Fetch) -> None:
+        """The disk takes long: what it brings is taken only if nobody else brings it before."""
+        if not fetch.from_disk or self._fetches.get(fetch.block) is not fetch:
+            return
+        pool = self._outbox.pool
+        if pool is not None and pool.other_homes_of(fetch.block):
+            self._ask_elsewhere(now, fetch)
+        self._tell_recallers(fetch)
+        self.drain(now)
 
     def drain(self, now: float) -> None:
         """Act on the requester's events; to be called after anything that may cause one."""
@@ -423,17 +578,20 @@ class Reads:
         digest: int,
         tier: str,
         elapsed_s: float,
+        since: float | None = None,
     ) -> None:
-        """A block is there, and its bytes have this digest."""
+        """A block is there, and its bytes have this digest; `since`: when it was committed here."""
         pool = self._outbox.pool
         self._reservations.end(fetch.block)
         home = pool is not None and pool.is_home(fetch.block)
         try:
-            copy = reservation.commit(digest, home=home)
+            copy = reservation.commit(digest, home=home, since=since)
         except StaleReservationError:
             self._end_without(fetch, MissReason.CANCELLED)
             return
         self._metrics.fetch_time.add(elapsed_s)
+        if tier == SSD_TIER and self.ssd is not None:
+            self.ssd.promoted(copy)
         # It is held while its waiters are told: one of them may put or drop.
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
@@ -453,6 +611,7 @@ class Reads:
                 self._missed(batch, position, status, reason)
         for kept in fetch.keeps:
             kept(False)
+        self._tell_recallers(fetch)
 
     # --- what a probe has shown ---------------------------------------------------------------
 

@@ -21,11 +21,11 @@ class ArenaReservation:
         self._copy = copy
         self.view = view
 
-    def commit(self, digest: int, *, home: bool) -> Copy:
+    def commit(self, digest: int, *, home: bool, since: float | None = None) -> Copy:
         """The block is there; its copy is pinned. As `Store.commit`, which may raise
         StaleReservationError."""
         self.view.release()
-        return self._store.commit(self._copy, digest, home=home, pinned=True)
+        return self._store.commit(self._copy, digest, home=home, pinned=True, since=since)
 
     def abort(self) -> None:
         """The block does not come."""

@@ -12,6 +12,7 @@ Who the caller is, the link knows: with TLS by its certificate; without, the cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
@@ -30,6 +31,9 @@ from kvcast.protocol.messages.bulk import (
 )
 from kvcast.protocol.messages.wire import CELLS, BlockId
 
+MAX_BROUGHT: Final = 32
+"""Blocks that are brought from the tier below for one get at once; more are for later."""
+
 
 class Serving:
     """Decides what a bulk request gets."""
@@ -41,8 +45,12 @@ class Serving:
         outbox: BulkOutbox,
         metrics: Metrics,
         note_heat: Callable[[int, BlockId, int, int, int], None],
+        recall: Callable[[float, BlockId, Callable[[], None]], bool] = lambda *_: False,
     ) -> None:
-        """`note_heat` hears how many segments of which copy (size, digest) went to which node."""
+        """`note_heat` hears how many segments of which copy (size, digest) went to which node.
+        `recall(now, block, then)` brings a block to DRAM from the tier below, if it is there and
+        not here, and calls `then` once; whether it does."""
+        self._recall = recall
         self._store = store
         self._memory = memory
         self._outbox = outbox
@@ -116,6 +124,35 @@ class Serving:
     def refuse_get(self, caller: str, get: BulkGet) -> str | None:
         """Why the caller may not read there; None if it may."""
         return None if self._may_use(caller, get.namespace) else bulk.FORBIDDEN
+
+    def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
+        """Bring blocks of a get that was not refused from the tier below, the first of them; `then`
+        is called once, when they are here or are not to be waited for. False: nothing is to be
+        waited for."""
+        left = 1
+
+        def one() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                then()
+
+        begun = 0
+        for wanted in get.blocks:
+            left += 1
+            if self._recall(now, BlockId(get.namespace, wanted.key), one):
+                begun += 1
+                if begun == MAX_BROUGHT:
+                    break
+            else:
+                left -= 1
+        left -= 1
+        return left > 0
+
+    def is_below(self, namespace: int, wanted: WantedBlock) -> bool:
+        """Whether a block is not here, but in the tier below."""
+        block = BlockId(namespace, wanted.key)
+        return self._store.peek(block) is None and self._store.below.holds(block)
 
     def get(self, caller: str, namespace: int, wanted: WantedBlock) -> Copy | str:
         """A pinned copy to send (see `end_get`), or why there is none."""

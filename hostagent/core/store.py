@@ -31,9 +31,10 @@ in its prefix, if that is held, so that it cannot come after its ancestor has go
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -50,6 +51,8 @@ DOOMED: Final = 2
 _VICTIMS_TRIED: Final = 256
 """Candidates looked at, in a policy's order or the least recently used first, for one that frees
 something; then it is one of the right size, or a whole slab, however lately used."""
+_CLEAN: Final = 32
+"""Candidates looked at for one that lies below, too, where the first does not."""
 _NAMESPACES_ASKED: Final = 4
 """Namespaces whose policies are asked for one victim, at most."""
 ONE_USE_S: Final = 0.1
@@ -59,6 +62,7 @@ MAX_GONE_KNOWN: Final = 16384
 _EXPIRED: Final = -1
 EVICTED: Final = "evicted"
 EXPIRED: Final = "expired"
+EVICTED_BELOW: Final = "evicted_below"
 
 
 class StoreError(Exception):
@@ -177,6 +181,64 @@ class Recovery(Protocol):
         ...
 
 
+class Below(Protocol):
+    """The tier to which copies go before they leave the store, and from which they come back. It
+    may pin, unpin and evict copies of the store, but not while the store calls it."""
+
+    def holds(self, block: BlockId) -> bool:
+        """Whether it has the block."""
+        ...
+
+    def advance(self, now: float) -> None:
+        """As `Store.advance`."""
+        ...
+
+    def committed(self, copy: Copy) -> None:
+        """A copy was committed here."""
+        ...
+
+    def evicting(self, copy: Copy) -> None:
+        """A copy leaves the store for want of room; its bytes are still there."""
+        ...
+
+    def drop(self, block: BlockId) -> bool:
+        """Forget a block; whether it was held."""
+        ...
+
+    def drop_namespace(self, namespace: int) -> None:
+        """Forget all blocks of a namespace."""
+        ...
+
+    def why_gone(self, block: BlockId) -> str:
+        """As `Store.why_gone`, of a block that was there."""
+        ...
+
+
+class _NothingBelow:
+    """What leaves the store is gone."""
+
+    def holds(self, block: BlockId) -> bool:
+        return False
+
+    def advance(self, now: float) -> None:
+        pass
+
+    def committed(self, copy: Copy) -> None:
+        pass
+
+    def evicting(self, copy: Copy) -> None:
+        pass
+
+    def drop(self, block: BlockId) -> bool:
+        return False
+
+    def drop_namespace(self, namespace: int) -> None:
+        pass
+
+    def why_gone(self, block: BlockId) -> str:
+        return ""
+
+
 class _NobodyElse:
     """The store's copies are found through the store alone."""
 
@@ -201,12 +263,37 @@ class _Namespace:
     copies: int = 0
     evictable: dict[BlockId, Copy] = field(default_factory=dict)
     ages: dict[BlockId, float] = field(default_factory=dict)
-    """When its blocks were committed, the oldest first; empty where they do not age so."""
+    """When its blocks were committed; empty where they do not age so."""
+    by_age: list[tuple[float, BlockId]] = field(default_factory=list)
+    """A heap of the same, the oldest first, and of some that are gone."""
 
     @property
     def ages_blocks(self) -> bool:
         """Whether blocks are gone some time after they were committed, whatever the policy."""
         return self.rules.ttl_s > 0 and not self.policy.AGES
+
+    def oldest(self) -> tuple[float, BlockId] | None:
+        """When the oldest of its blocks that age was committed, and which that is."""
+        while self.by_age:
+            at, block = self.by_age[0]
+            if self.ages.get(block) == at:
+                return at, block
+            heapq.heappop(self.by_age)
+        return None
+
+    def next_expiry(self) -> float | None:
+        """When the oldest of them has outlived its time."""
+        oldest = self.oldest()
+        return None if oldest is None else oldest[0] + self.rules.ttl_s
+
+    def note_age(self, block: BlockId, at: float) -> None:
+        """A block was committed then."""
+        self.ages[block] = at
+        if len(self.by_age) > 2 * len(self.ages) + 64:  # most of it is gone
+            self.by_age = [(since, one) for one, since in self.ages.items()]
+            heapq.heapify(self.by_age)
+        else:
+            heapq.heappush(self.by_age, (at, block))
 
 
 @dataclass(slots=True)
@@ -255,6 +342,7 @@ class Store:
         self.elsewhere: PinnedElsewhere = _NobodyElse()
         self.recovery: Recovery | None = None
         """Set while there is something left to recover."""
+        self.below: Below = _NothingBelow()
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -297,8 +385,9 @@ class Store:
                 mine.sort(key=lambda c: c.depth)
             for copy in mine:
                 self._tell_policy(state, copy)
-            ages = sorted((c.committed_at, c.block) for c in mine) if state.ages_blocks else []
-            state.ages = {block: at for at, block in ages}
+            state.by_age = [(c.committed_at, c.block) for c in mine] if state.ages_blocks else []
+            heapq.heapify(state.by_age)
+            state.ages = {block: at for at, block in state.by_age}
             self._note_kind(namespace, state)
         quota = self.quota_of(namespace)
         if quota and state.used_bytes > quota:
@@ -346,6 +435,7 @@ class Store:
         if now <= self._now:
             return
         self._now = now
+        self.below.advance(now)
         for state in list(self._aging.values()):
             state.policy.advance(now)
             while (block := self._outlived(state)) is not None:
@@ -354,9 +444,9 @@ class Store:
                 self._gone[block] = _EXPIRED
 
     def _outlived(self, state: _Namespace) -> BlockId | None:
-        oldest = next(iter(state.ages), None)
-        if oldest is not None and state.ages[oldest] + state.rules.ttl_s <= self._now:
-            return oldest
+        oldest = state.oldest()
+        if oldest is not None and oldest[0] + state.rules.ttl_s <= self._now:
+            return oldest[1]
         return state.policy.expired()
 
     def next_expiry(self) -> float | None:
@@ -365,7 +455,7 @@ class Store:
             at
             for state in self._aging.values()
             for at in (
-                next((age + state.rules.ttl_s for age in state.ages.values()), None),
+                state.next_expiry(),
                 state.policy.next_expiry(),
             )
             if at is not None
@@ -373,10 +463,12 @@ class Store:
         return min(times, default=None)
 
     def why_gone(self, block: BlockId) -> str:
-        """EVICTED or EXPIRED, if this node had the block and remembers; else ""."""
+        """EVICTED or EXPIRED, EVICTED_BELOW if it was evicted there, if this node had the block and
+        remembers; else ""."""
         gone = self._gone.get(block)
-        if gone is None:
-            return ""
+        below = self.below.why_gone(block)
+        if below or gone is None:
+            return below
         return EXPIRED if gone == _EXPIRED else EVICTED
 
     # --- lookups --------------------------------------------------------------------------
@@ -413,14 +505,19 @@ class Store:
         return self._index.get(block)
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
-        """Which blocks have a committed copy, which is not a use of them."""
+        """Which blocks have a committed copy, here or below, which is not a use of them."""
+        below = self.below
         if self.recovery is not None:
-            return [self.peek(BlockId(namespace, key)) is not None for key in keys]
-        if namespace not in self._namespaces:
-            return [False for _ in keys]
-        # A pair is as good as a BlockId here, and quicker made.
-        pairs = zip(itertools.repeat(namespace), keys, strict=False)
-        return list(map(self._index.__contains__, pairs))
+            blocks = [BlockId(namespace, key) for key in keys]
+            return [self.peek(block) is not None or below.holds(block) for block in blocks]
+        if isinstance(below, _NothingBelow):
+            if namespace not in self._namespaces:
+                return [False for _ in keys]
+            # A pair is as good as a BlockId here, and quicker made.
+            pairs = zip(itertools.repeat(namespace), keys, strict=False)
+            return list(map(self._index.__contains__, pairs))
+        blocks = [BlockId(namespace, key) for key in keys]
+        return [block in self._index or below.holds(block) for block in blocks]
 
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
@@ -496,11 +593,19 @@ class Store:
         state.copies += 1
         return copy
 
-    def commit(self, copy: Copy, digest: int, *, home: bool, pinned: bool = False) -> Copy:
+    def commit(
+        self,
+        copy: Copy,
+        digest: int,
+        *,
+        home: bool,
+        pinned: bool = False,
+        since: float | None = None,
+    ) -> Copy:
         """Make a reserved copy visible; returns the copy in force, which is an older one where
         the block was held already (the new one's bytes are then free again), and which is pinned
-        once more if so asked. Raises StaleReservationError where the namespace was dropped
-        meanwhile."""
+        once more if so asked. `since`: when the block was committed, if that was in another tier.
+        Raises StaleReservationError where the namespace was dropped meanwhile."""
         assert copy.state == RESERVED, copy
         if copy.generation < self._dropped_in.get(copy.block.namespace, 0):
             self._release_bytes(copy)
@@ -525,11 +630,12 @@ class Store:
             copy.pins = 1
         else:
             self._make_evictable(copy)
-        self._begins(copy, self._namespaces[copy.block.namespace])
+        self._begins(copy, self._namespaces[copy.block.namespace], since)
         if copy.waits_on is not None:
             self._let_parent_go(copy)
         self.counters.commits += 1
         self.elsewhere.publish(copy)
+        self.below.committed(copy)
         return copy
 
     def abort(self, copy: Copy) -> None:
@@ -556,11 +662,12 @@ class Store:
                 self._namespaces[copy.block.namespace].policy.freed(copy.block)
 
     def drop(self, block: BlockId) -> bool:
-        """Forget a block; whether it was held."""
+        """Forget a block, below, too; whether it was held."""
         self._gone.pop(block, None)
+        below = self.below.drop(block)
         copy = self.peek(block)
         if copy is None:
-            return False
+            return below
         self.counters.drops += 1
         self._remove(copy)
         return True
@@ -574,16 +681,55 @@ class Store:
         self._dropped_in[namespace] = self._generation
         for block in [block for block in self._gone if block.namespace == namespace]:
             del self._gone[block]
+        self.below.drop_namespace(namespace)
         gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
         self.elsewhere.withdraw(gone)
         for copy in gone:
             self.drop(copy.block)
         return len(gone)
 
+    # --- what goes below ------------------------------------------------------------------
+
+    def next_to_leave(
+        self, may: Callable[[Copy], bool], namespace: int | None = None
+    ) -> Copy | None:
+        """The copy that would be evicted next, of those that `may` leave; of this namespace, or, if
+        it is None, of the one that is to pay next."""
+        asked: set[int] = set()
+        if namespace is not None:
+            state = self._namespaces.get(namespace)
+            return self._ask(state, 0, may) if state is not None else None
+        for block in itertools.islice(self._evictable, _VICTIMS_TRIED):
+            if block.namespace not in asked:
+                asked.add(block.namespace)
+                chosen = self._ask(self._namespaces[block.namespace], 0, may)
+                if chosen is not None:
+                    return chosen
+                if len(asked) >= _NAMESPACES_ASKED:
+                    break
+        return None
+
+    def namespaces(self) -> list[int]:
+        """Those that take bytes of the arena."""
+        return list(self._namespaces)
+
+    def evict(self, copy: Copy) -> None:
+        """A committed copy that nobody pins goes, since it lies below."""
+        assert copy.state == COMMITTED, copy
+        assert copy.pins == 0, copy
+        if self._is_whole(copy):
+            self._evict(copy)
+
     # --- what another agent has left ------------------------------------------------------
 
     def adopt(
-        self, block: BlockId, size_bytes: int, offset: int, state: int, digest: int = 0
+        self,
+        block: BlockId,
+        size_bytes: int,
+        offset: int,
+        state: int,
+        digest: int = 0,
+        since: float | None = None,
     ) -> Copy | None:
         """Take over a copy whose bytes lie in the arena already: COMMITTED, or, for a client that
         has outlived its agent, RESERVED, or DOOMED and pinned once. None where that cannot be: no
@@ -604,7 +750,7 @@ class Store:
         if state == COMMITTED:
             self._index[block] = copy
             self._make_evictable(copy)
-            self._begins(copy, used)
+            self._begins(copy, used, since)
         elif state == DOOMED:
             copy.pins = 1
         return copy
@@ -626,12 +772,14 @@ class Store:
             self._note_kind(namespace, state)
         return state
 
-    def _begins(self, copy: Copy, state: _Namespace) -> None:
-        """A copy is committed here from now on: its age begins, and its policy hears of it."""
-        copy.used_at = copy.committed_at = self._now
+    def _begins(self, copy: Copy, state: _Namespace, since: float | None = None) -> None:
+        """A copy is committed here from now on: its age begins, unless the block is older, and its
+        policy hears of it."""
+        copy.used_at = self._now
+        copy.committed_at = self._now if since is None else min(since, self._now)
         self._tell_policy(state, copy)
         if state.ages_blocks:
-            state.ages[copy.block] = self._now
+            state.note_age(copy.block, copy.committed_at)
 
     def _make_evictable(self, copy: Copy) -> None:
         self._evictable[copy.block] = copy
@@ -686,6 +834,7 @@ class Store:
         if state.ages:
             state.ages.pop(copy.block, None)
         if evicted:
+            self.below.evicting(copy)
             self.counters.evictions += 1
             self.counters.evicted_bytes += copy.reserved_bytes
             self._gone[copy.block] = copy.digest if copy.home else 0
@@ -720,8 +869,25 @@ class Store:
         self._remove(copy, evicted=True)
 
     def _ask_policy(self, state: _Namespace, wanted_bytes: int) -> Copy | None:
-        """What a namespace's policy gives up for an extent of so many bytes (0 = of any size); None
-        where it names nothing, or nothing that could go."""
+        """What a namespace gives up: what its policy names, or, where that would be lost and not
+        far behind it something lies below, that."""
+        chosen = self._ask(state, wanted_bytes)
+        if chosen is None or isinstance(self.below, _NothingBelow):
+            return chosen
+        if self.below.holds(chosen.block):
+            return chosen
+        below = self._ask(state, wanted_bytes, lambda copy: self.below.holds(copy.block), _CLEAN)
+        return below or chosen
+
+    def _ask(
+        self,
+        state: _Namespace,
+        wanted_bytes: int,
+        may: Callable[[Copy], bool] | None = None,
+        most: int = _VICTIMS_TRIED,
+    ) -> Copy | None:
+        """What a namespace's policy gives up for an extent of so many bytes (0 = of any size), of
+        those that `may` go; None where it names nothing, or nothing that could go."""
         # Where others share the arena, what is here now is all that fits.
         state.policy.capacity_bytes = max(1, state.used_bytes)
 
@@ -731,9 +897,10 @@ class Store:
             copy = evictable.get(block)
             if copy is None:
                 return Verdict.PINNED
-            return Verdict.GO if self._frees(copy, wanted_bytes) else Verdict.UNSUITABLE
+            suits = self._frees(copy, wanted_bytes) and (may is None or may(copy))
+            return Verdict.GO if suits else Verdict.UNSUITABLE
 
-        block = state.policy.choose(Search(look, _VICTIMS_TRIED))
+        block = state.policy.choose(Search(look, most))
         if block is None:
             return None
         copy = evictable.get(block)
@@ -820,7 +987,8 @@ class Store:
         if wanted_bytes <= slab_bytes:
             return bool(self._clear_slabs) or wanted_bytes in self._evictable_of_size
         end = 0
-        for index in sorted(i for i, use in self._slabs.items() if use.stuck):
+        stuck = {i for i, use in self._slabs.items() if use.stuck}
+        for index in sorted(stuck | self.allocator.retired):
             if (index - end) * slab_bytes >= wanted_bytes:
                 return True
             copy = self._by_offset.get(index * slab_bytes)
@@ -921,6 +1089,7 @@ class Store:
         """A policy knows exactly the namespace's blocks, and what ages is here."""
         assert set(state.policy.blocks()) == blocks
         assert set(state.ages) == (blocks if state.ages_blocks else set())
+        assert {(at, block) for block, at in state.ages.items()} <= set(state.by_age)
         for at in state.ages.values():
             assert at + state.rules.ttl_s > self._now, "a block has outlived its time"
         assert state.policy.expired() is None

@@ -145,34 +145,44 @@ class _Slab:
     live: int = 0
 
 
-def size_classes(slab_bytes: int) -> list[int]:
-    """The extent sizes of up to one slab, ascending, in bytes; multiples of GRAIN_BYTES."""
-    sizes = {slab_bytes // k // GRAIN_BYTES * GRAIN_BYTES for k in range(1, 9)}
-    octave = GRAIN_BYTES
+def size_classes(slab_bytes: int, grain_bytes: int = GRAIN_BYTES) -> list[int]:
+    """The extent sizes of up to one slab, ascending, in bytes; multiples of a grain."""
+    sizes = {slab_bytes // k // grain_bytes * grain_bytes for k in range(1, 9)}
+    octave = grain_bytes
     while octave < slab_bytes // 8:
-        sizes |= {octave * quarter // 4 // GRAIN_BYTES * GRAIN_BYTES for quarter in range(4, 8)}
+        sizes |= {octave * quarter // 4 // grain_bytes * grain_bytes for quarter in range(4, 8)}
         octave *= 2
-    return sorted(size for size in sizes if GRAIN_BYTES <= size <= slab_bytes)
+    return sorted(size for size in sizes if grain_bytes <= size <= slab_bytes)
 
 
 class Allocator:
     """Hands out extents of an arena of `capacity_bytes`; offsets are bytes from its start."""
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
-        if slab_bytes < 8 * GRAIN_BYTES or slab_bytes % GRAIN_BYTES:
-            raise ValueError(f"slab of {slab_bytes} bytes is not a multiple of {GRAIN_BYTES}")
+    def __init__(
+        self,
+        capacity_bytes: int,
+        slab_bytes: int = SLAB_BYTES,
+        grain_bytes: int = GRAIN_BYTES,
+    ) -> None:
+        if slab_bytes < 8 * grain_bytes or slab_bytes % grain_bytes:
+            raise ValueError(f"slab of {slab_bytes} bytes is not a multiple of {grain_bytes}")
         if capacity_bytes < slab_bytes:
             raise ValueError(f"arena of {capacity_bytes} bytes is smaller than a slab")
         self.slab_bytes = slab_bytes
+        self.grain_bytes = grain_bytes
+        self.retired: set[int] = set()
+        """Slabs that hold nothing, and are handed out no more."""
         self.slab_count = capacity_bytes // slab_bytes
         self.capacity_bytes = self.slab_count * slab_bytes
         self.used_bytes = 0
         self._free = _SlabRuns(self.slab_count)
-        self._classes = [_SizeClass(s, slab_bytes // s) for s in size_classes(slab_bytes)]
+        self._classes = [
+            _SizeClass(s, slab_bytes // s) for s in size_classes(slab_bytes, grain_bytes)
+        ]
         self._class_by_grains: list[_SizeClass] = []
         position = 0
-        for grains in range(slab_bytes // GRAIN_BYTES + 1):
-            if grains * GRAIN_BYTES > self._classes[position].extent_bytes:
+        for grains in range(slab_bytes // grain_bytes + 1):
+            if grains * grain_bytes > self._classes[position].extent_bytes:
                 position += 1
             self._class_by_grains.append(self._classes[position])
         self._slabs: dict[int, _Slab] = {}
@@ -182,7 +192,7 @@ class Allocator:
     def extent_bytes(self, size_bytes: int) -> int:
         """What an extent for `size_bytes` takes of the arena."""
         if size_bytes <= self.slab_bytes:
-            return self._class_by_grains[-(-size_bytes // GRAIN_BYTES)].extent_bytes
+            return self._class_by_grains[-(-size_bytes // self.grain_bytes)].extent_bytes
         return -(-size_bytes // self.slab_bytes) * self.slab_bytes
 
     def allocate(self, size_bytes: int, *, thorough: bool = False) -> int | None:
@@ -202,7 +212,7 @@ class Allocator:
             self.used_bytes += count * self.slab_bytes
             self._live.add(offset)
             return offset
-        size_class = self._class_by_grains[-(-size_bytes // GRAIN_BYTES)]
+        size_class = self._class_by_grains[-(-size_bytes // self.grain_bytes)]
         if size_class.partial:
             index = next(iter(size_class.partial))
             slab = self._slabs[index]
@@ -240,7 +250,7 @@ class Allocator:
             self.used_bytes += count * self.slab_bytes
             self._live.add(offset)
             return True
-        size_class = self._class_by_grains[-(-size_bytes // GRAIN_BYTES)]
+        size_class = self._class_by_grains[-(-size_bytes // self.grain_bytes)]
         slot, rest = divmod(place, size_class.extent_bytes)
         if rest or slot >= size_class.slots or offset in self._live:
             return False
@@ -295,6 +305,15 @@ class Allocator:
         places = (first + i * slab.size_class.extent_bytes for i in range(slab.fresh))
         return [place for place in places if place in self._live]
 
+    def retire(self, index: int) -> bool:
+        """Hand a slab out no more; False where something lies in it."""
+        if index in self.retired:
+            return True
+        if not self._free.take_at(index, 1):
+            return False
+        self.retired.add(index)
+        return True
+
     @property
     def free_slabs(self) -> int:
         """Slabs that no extent touches."""
@@ -317,6 +336,8 @@ class Allocator:
             previous_end = start + length
             claim(start, length, "free")
         assert sum(length for _, length in self._free.runs()) == self.free_slabs
+        for index in self.retired:
+            claim(index, 1, "retired")
         for start, count in self._runs.items():
             claim(start, count, "run")
         expected = {start * self.slab_bytes for start in self._runs}

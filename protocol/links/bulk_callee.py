@@ -12,6 +12,7 @@ connection at most `MAX_BULK_BYTES` are set aside or held, unless one block alon
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvcast.protocol.links.bulk import BulkCounters, BulkOptions
@@ -78,6 +79,12 @@ class BulkService(Protocol[S]):
 
     def refuse_get(self, caller: str, get: BulkGet) -> str | None: ...
 
+    def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
+        """Whether the blocks' bytes are to be waited for; if so, `then` is called once."""
+
+    def is_below(self, namespace: int, block: WantedBlock) -> bool:
+        """Whether the block can be had, but not at once."""
+
     def get(self, caller: str, namespace: int, block: WantedBlock) -> S | str: ...
 
     def end_get(self, copy: S) -> None: ...
@@ -138,7 +145,9 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 if refusal:
                     self._send(BulkDone(refusal))
                 else:
-                    self._send_blocks(caller, message)
+                    self._held_up = service.bring(now, message, lambda: self._brought(message))
+                    if not self._held_up:
+                        self._send_blocks(caller, message)
             case BulkDrop():
                 self._send(service.drop(caller, message))
             case BulkExists():
@@ -180,6 +189,14 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             else:
                 self._receive_block(self._service.view(room))
 
+    def _brought(self, get: BulkGet) -> None:
+        """What the present get waited for is there, or will not be."""
+        if not self.closed and self._held_up:
+            self._held_up = False
+            assert self._caller is not None
+            self._send_blocks(self._caller, get)
+            self.wake()
+
     def _send_blocks(self, caller: str, get: BulkGet) -> None:
         """Send what is held of the blocks, as far as it fits into one answer."""
         service = self._service
@@ -187,6 +204,9 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         views: list[memoryview] = []
         size_bytes = 0
         for block in get.blocks:
+            if views and service.is_below(get.namespace, block):
+                headers.append(BlockHeader(LATER))
+                continue
             copy = service.get(caller, get.namespace, block)
             if isinstance(copy, str):
                 headers.append(BlockHeader(copy))

@@ -20,7 +20,7 @@ fills `rooms` and says what it is; else it is made when all are there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -106,6 +106,10 @@ class LinkStream(Generic[M]):
         self._deadline: float | None = None
         self._ending = False
         self._proceeding = False
+        self._held_up = False
+        """What was asked for is not there yet: nothing more is looked at until it is."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something to send without an event; the driver sets it."""
 
     # --- what an end does about it ------------------------------------------------------------
 
@@ -188,14 +192,15 @@ class LinkStream(Generic[M]):
     @property
     def busy(self) -> bool:
         """Whether something is on its way, either way, as far as can be seen from here."""
-        return not self.closed and bool(self.rooms or self._out or self._buffer)
+        return not self.closed and bool(self.rooms or self._out or self._buffer or self._held_up)
 
     # --- bytes in -----------------------------------------------------------------------------
 
     @property
     def wants_bytes(self) -> bool:
         """Whether to go on reading."""
-        return not self.closed and (bool(self.rooms) or not (self.one_at_a_time and self._out))
+        waits = self._held_up or (self.one_at_a_time and bool(self._out))
+        return not self.closed and (bool(self.rooms) or not waits)
 
     @property
     def least_bytes(self) -> int:
@@ -292,7 +297,7 @@ class LinkStream(Generic[M]):
             del self._buffer[:size]
             self._take(now, size, None)
             return True
-        if self.one_at_a_time and self._out:
+        if self._held_up or (self.one_at_a_time and self._out):
             return False
         message = self._codec.take(self._buffer)
         if message is None:

@@ -90,6 +90,23 @@ class Service:
     held: dict[bytes, Copy] = field(default_factory=dict)
     out: list[bytes] = field(default_factory=list)
     aborted: list[bytes] = field(default_factory=list)
+    below: dict[bytes, Copy] = field(default_factory=dict)
+    """What `bring` brings, when `brought` is called: as many at once as `at_once`."""
+    brought: Callable[[], None] | None = None
+    at_once: int = 1
+
+    def bring(self, _now: float, get: BulkGet, then: Callable[[], None]) -> bool:
+        keys = [block.key for block in get.blocks if block.key in self.below][: self.at_once]
+
+        def come() -> None:
+            self.held.update({key: self.below.pop(key) for key in keys})
+            then()
+
+        self.brought = come if keys else None
+        return bool(keys)
+
+    def is_below(self, _namespace: int, block: WantedBlock) -> bool:
+        return block.key in self.below
 
     def view(self, copy: Copy) -> memoryview:
         return memoryview(copy.data)
@@ -867,6 +884,47 @@ def test_a_block_is_held_until_its_last_byte_is_taken_and_no_longer() -> None:
             callee.bytes_to_send(0.0, 1000)
             assert callee.get_timer() == OPTIONS.idle_s
         assert service.out == []
+
+
+def test_a_get_waits_for_what_lies_below_and_for_the_rest_it_is_asked_again() -> None:
+    caller, service = Caller(), Service(at_once=2)
+    for number in (1, 2, 3, 4):
+        copy = Copy(BlockId(1, key(number)), bytearray(DATA), digest_of(DATA))
+        (service.held if number == 2 else service.below)[key(number)] = copy
+    caller.ask(0.0, *(caller.get_any(f"get {number}", number) for number in (1, 2, 3, 4)))
+    connection, callee = caller.connected(), serve(service)
+    woken: list[bool] = []
+    callee.wake = lambda: woken.append(True)
+    converse(caller, connection, callee)
+    assert caller.outcomes == []
+    assert callee.busy
+    assert not callee.wants_bytes
+    assert service.brought is not None
+    service.brought()
+    assert woken == [True]
+    converse(caller, connection, callee)
+    assert [name for name, _ in caller.outcomes] == ["get 1", "get 2", "get 3"]
+    again, callee = caller.connected(), serve(service)  # asked before the first was through
+    converse(caller, again, callee)
+    service.brought()
+    converse(caller, again, callee)
+    assert caller.outcomes == [(f"get {number}", bulk.DONE) for number in (1, 2, 3, 4)]
+    assert all(caller.rooms[f"get {number}"] == DATA for number in (1, 2, 3, 4))
+    assert service.out == []
+
+
+def test_what_is_brought_for_a_caller_that_has_gone_is_not_sent() -> None:
+    service = Service()
+    service.below[key(1)] = Copy(BlockId(1, key(1)), bytearray(DATA), digest_of(DATA))
+    callee = serve(service)
+    get = BulkGet(1, [WantedBlock(key(1))])
+    callee.received(0.0, said(BulkHello(BULK_PROTOCOL_VERSION, "node-1"), get))
+    callee.handle_timer(OPTIONS.transfer_timeout_s)
+    assert callee.closed
+    assert service.brought is not None
+    service.brought()
+    callee.check()
+    assert service.out == []
 
 
 def test_requests_sent_ahead_are_answered_in_order_and_not_read_meanwhile() -> None:

@@ -1,0 +1,919 @@
+"""The SSD tier: which blocks go down to it, which come back, and what is believed after a crash.
+
+Owns: what lies where in the tier's files, when a copy leaves DRAM for it, the order in which bytes,
+entries and flushes are written, what is read for whom, and what is done about a disk that fails.
+Must not know: files, threads or clocks (a disk does the orders, `kvcast.hostagent.tiers.ssd`), or
+what a get does with a block (`reads`).
+
+Blocks on disk are copies of a store of their own, the *shelf*: it has quotas, policies, times to
+live and pins as the store of DRAM has. A block may lie in both: then DRAM's copy is *clean*, and
+goes without being written.
+
+**Down.** When DRAM is fuller than a high mark, the copies that its policies would give up next are
+written, until it is below a low one; a copy that nobody has used meanwhile then goes from DRAM. The
+same for a namespace that nears its quota. Copies are written some at a time, in three stages:
+
+| stage | written | then |
+|---|---|---|
+| CLEARING | the table's pages of blocks that have gone since | flush |
+| WRITING | the copies' bytes, where by the table on the disk nothing lies | flush |
+| ENTERING | the table's pages with the new entries | they are on the shelf |
+
+So whenever a disk stops, the table names whole blocks only, if the disk keeps to flushes; if it
+does not, the blocks' digests tell. What DRAM needs sooner than the disk can take it is evicted as
+without a disk, and counted (`ssd_left_unwritten_total`): nobody waits for a disk but who reads
+from it.
+
+**Up.** A block that is read is brought to DRAM, in the room of a fetch, and its digest looked at.
+It goes again before all others if it was not read before, and is not used again (it is *passing*):
+to have been read once is no heat. One that comes again within `HEAT_S` stays as others
+do.
+
+**After a crash** entries are believed that prove themselves, if their namespace means what it did,
+and no other block lies there; bytes are checked when they are read. Nothing goes down before all
+entries are claimed, since nobody knows what is free.
+
+**A disk that fails.** A block that cannot be read, or is damaged, is forgotten. After `MAX_ERRORS`
+in a row a file is given up until the agent starts again. A read that takes longer than `patience_s`
+is not waited for by gets that can ask elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from kvcast.hostagent.core.store import (
+    COMMITTED,
+    EVICTED,
+    EVICTED_BELOW,
+    Copy,
+    StaleReservationError,
+    Store,
+    StoreError,
+    StoreRules,
+)
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.ssd.layout import (
+    ENTRIES_PER_PAGE,
+    NO_ENTRY,
+    PAGE_BYTES,
+    Entry,
+    Formatted,
+    Scanned,
+    pack_entry,
+)
+from kvcast.hostagent.tiers.ssd.orders import DONE, NOTHING, Kind, Order
+from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.messages.wire import BlockId
+
+HEAT_S: Final = 600.0
+MAX_ERRORS: Final = 8
+RETRY_S: Final = 1.0
+"""After an error in writing, before the next try."""
+CLAIMS_PER_STEP: Final = 256
+_PASSING_KNOWN: Final = 65536
+_REFUSED_A_ROUND: Final = 64
+"""Copies that find no room on the shelf, before a round of choosing ends."""
+
+NO_ROOM: Final = "no room in DRAM"
+GONE: Final = "not on disk any more"
+DAMAGED: Final = "damaged on disk"
+
+
+@dataclass(frozen=True)
+class SsdRules:
+    """When blocks move, and how much at once."""
+
+    high_share: float = 0.9
+    """Of the arena, or of a namespace's quota, in use: more, and copies go down."""
+    low_share: float = 0.85
+    """Until no more is in use."""
+    batch_bytes: int = 32 << 20
+    """Written at once, at most, and no more than an eighth of the arena; but one block at least."""
+    batch_blocks: int = 512
+    max_reads: int = 32
+    """Blocks that are being read at once."""
+    max_reads_waiting: int = 4096
+    """Blocks that wait for their turn; one more counts as not there."""
+    patience_s: float = 1.0
+    """How long a read may take before the block is asked for elsewhere."""
+
+
+@dataclass(slots=True)
+class SsdCounters:
+    """Totals since the start."""
+
+    demotions_room: int = 0
+    """Blocks written since DRAM was nearly full."""
+    demotions_quota: int = 0
+    """Blocks written since their namespace's quota of DRAM was nearly full."""
+    demoted_bytes: int = 0
+    demotions_clean: int = 0
+    """Blocks that left DRAM without being written, since they lay on disk already."""
+    demotions_refused: int = 0
+    """Blocks for which there was no room on disk: the namespace's quota there, or all is in use."""
+    demotions_cancelled: int = 0
+    """Blocks that were dropped or had expired when they were written."""
+    promotions: int = 0
+    promoted_bytes: int = 0
+    promotions_hot: int = 0
+    """Blocks that came for the second time, and stay in DRAM as others do."""
+    passed: int = 0
+    """Blocks that came once, were not used again, and went first."""
+    left_unwritten: int = 0
+    """Blocks that DRAM evicted before they could be written."""
+    superseded: int = 0
+    """Blocks on disk that were put again with other bytes."""
+    reads_refused: int = 0
+    """Reads of blocks that are there, for which the queue was full."""
+    read_errors: int = 0
+    write_errors: int = 0
+    damaged: int = 0
+    """Blocks whose bytes did not have their digest; nobody got them."""
+    entries_claimed: int = 0
+    entries_refused: int = 0
+    """Entries found at the start that did not prove themselves, overlapped others, or whose
+    namespace is another."""
+    entries_truncated: int = 0
+    """Entries found at the start whose blocks lay beyond the end of a file that had become
+    shorter."""
+    pages_unreadable: int = 0
+    files_failed: int = 0
+    """Files that were given up."""
+
+
+@dataclass
+class _File:
+    """One file, and where it lies among all files' space."""
+
+    number: int
+    formatted: Formatted
+    first_slab: int
+    errors: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    """A copy on its way down: pinned in DRAM, reserved on the shelf."""
+
+    copy: Copy
+    room: Copy
+    used_at: float
+    meaning: int
+    for_quota: bool
+    error: str = DONE
+
+
+class _Stage(Enum):
+    IDLE = 0
+    CLEARING = 1
+    WRITING = 2
+    ENTERING = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A block that somebody wants in DRAM. `begin(size)` gives the room, or None;
+    `ended(now, error, digest, committed_at)` is called once."""
+
+    block: BlockId
+    begin: Callable[[int], memoryview | None]
+    ended: Callable[[float, str, int, float], None]
+
+
+@dataclass
+class _Table:
+    """What the table says, or is to say, of each unit, and which of its pages are not written. The
+    shelf's `PinnedElsewhere`: what goes from the shelf, goes from the table."""
+
+    unit_bytes: int
+    entries: dict[int, bytes] = field(default_factory=dict)
+    dirty: dict[int, None] = field(default_factory=dict)
+    """Pages, by the number of the unit that begins each."""
+
+    def enter(self, unit: int, data: bytes) -> None:
+        self.entries[unit] = data
+        self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+
+    def clear(self, unit: int) -> None:
+        if self.entries.pop(unit, None) is not None:
+            self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+
+    def page(self, first: int) -> bytes:
+        entries = self.entries
+        return b"".join(entries.get(first + i, NO_ENTRY) for i in range(ENTRIES_PER_PAGE))
+
+    def publish(self, copy: Copy) -> None:
+        pass
+
+    def withdraw(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self.clear(copy.offset // self.unit_bytes)
+
+    def refresh(self) -> None:
+        pass
+
+
+class SsdTier:
+    """See the module's description. It is the store's `Below`. `take_orders` is to be called after
+    `wake`, and when `get_timer` says so."""
+
+    def __init__(
+        self,
+        rules: SsdRules,
+        store: Store,
+        memory: memoryview,
+        files: Sequence[Formatted],
+        epoch_s: float,
+    ) -> None:
+        """`files`: all cut into the same units and slabs; `epoch_s`: what is to be added to the
+        caller's clock to have seconds since 1970."""
+        self.rules = rules
+        self.counters = SsdCounters()
+        self.orders: list[Order] = []
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something to do: `take_orders`, soon, but not at once."""
+        self._woken = False
+        self.meaning_of: Callable[[int], int | None] = lambda _namespace: None
+        """What a namespace means to the pool now."""
+        self._store = store
+        self._memory = memory
+        self._epoch_s = epoch_s
+        cut = files[0].cut
+        self._unit_bytes, self._slab_bytes = cut.unit_bytes, cut.slab_bytes
+        self._files: list[_File] = []
+        first = 0
+        for number, formatted in enumerate(files):
+            assert (formatted.cut.unit_bytes, formatted.cut.slab_bytes) == (
+                *(self._unit_bytes, self._slab_bytes),
+            )
+            self._files.append(_File(number, formatted, first))
+            first += formatted.cut.slabs + 1
+        self._units_per_slab = self._slab_bytes // self._unit_bytes
+        # Units are numbered through all files; each begins with a page of the table.
+        assert self._units_per_slab % ENTRIES_PER_PAGE == 0
+        allocator = Allocator((first - 1) * self._slab_bytes, self._slab_bytes, self._unit_bytes)
+        for file in self._files[1:]:
+            allocator.retire(file.first_slab - 1)  # no block lies in two files
+        self.shelf = Store(allocator)
+        self._table = _Table(self._unit_bytes)
+        self.shelf.elsewhere = self._table
+        self._allowed: Callable[[int], bool] = lambda _namespace: True
+        self._forbidden: set[int] = set()
+        self._due = False
+        self._draining = False
+        self._retry_at: float | None = None
+        self._stage = _Stage.IDLE
+        self._moves: list[_Move] = []
+        self._left = 0
+        """Orders of the present stage that are not done."""
+        self._pages: list[int] = []
+        self._touched: set[int] = set()
+        self._stage_failed: set[int] = set()
+        self._unscanned = sum(formatted.found for formatted in files)
+        self._found: dict[BlockId, tuple[int, Entry]] = {}
+        self._order_of_claims: list[BlockId] | None = None
+        self._commits = 0
+        self._begun = False
+        self._reads: deque[_Read] = deque()
+        self._reading = 0
+        self._passing: BoundedMap[BlockId, float] = BoundedMap(_PASSING_KNOWN)
+        self._read_at: BoundedMap[BlockId, float] = BoundedMap(_PASSING_KNOWN)
+        self._now = 0.0
+
+    # --- the store's side ---------------------------------------------------------------------
+
+    def holds(self, block: BlockId) -> bool:
+        """As `store.Below`."""
+        return self._look(block) is not None
+
+    def _look(self, block: BlockId) -> Copy | None:
+        if block in self._found and self._begun:
+            self._claim(block)
+        return self.shelf.peek(block)
+
+    def committed(self, copy: Copy) -> None:
+        """As `store.Below`."""
+        held = self._look(copy.block)
+        if held is not None and held.digest != copy.digest:
+            self.counters.superseded += 1
+            self.shelf.drop(copy.block)
+        if self._is_over() or self._table.dirty or self._is_near_quota(copy.block.namespace):
+            self._ask_for_step()
+
+    def evicting(self, copy: Copy) -> None:
+        """As `store.Below`."""
+        if not self.holds(copy.block):
+            self.counters.left_unwritten += 1
+
+    def drop(self, block: BlockId) -> bool:
+        """As `store.Below`."""
+        self._found.pop(block, None)
+        self._ask_for_step()
+        return self.shelf.drop(block)
+
+    def drop_namespace(self, namespace: int) -> None:
+        """As `store.Below`."""
+        for block in [b for b in self._found if b.namespace == namespace]:
+            del self._found[block]
+        self.shelf.drop_namespace(namespace)
+        self._ask_for_step()
+
+    def why_gone(self, block: BlockId) -> str:
+        """As `store.Below`."""
+        why = self.shelf.why_gone(block)
+        return EVICTED_BELOW if why == EVICTED else why
+
+    # --- rules and time -----------------------------------------------------------------------
+
+    def configure(self, rules: dict[int, StoreRules], forbidden: set[int]) -> None:
+        """State the rules of all namespaces here, and which may have nothing here."""
+        for namespace in forbidden - self._forbidden:
+            self.drop_namespace(namespace)
+        self._forbidden = set(forbidden)
+        self.shelf.configure(rules)
+        self._ask_for_step()
+
+    def advance(self, now: float) -> None:
+        """It is `now`; what has outlived its time is gone."""
+        self._now = max(self._now, now)
+        self.shelf.advance(now)
+
+    def get_timer(self, now: float) -> float | None:
+        """When `take_orders` is to be called; None = when something happens."""
+        times = [at for at in (self.shelf.next_expiry(),) if at is not None]
+        if self._stage is _Stage.IDLE and self._retry_at is not None:
+            times.append(self._retry_at)
+        elif self._is_busy():
+            times.append(now)
+        return min(times, default=None)
+
+    def _is_busy(self) -> bool:
+        if self._claims_left:
+            return True
+        return self._due and self._stage is _Stage.IDLE
+
+    @property
+    def _claims_left(self) -> bool:
+        return self._begun and not self._unscanned and bool(self._found)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything that was found at the start is known."""
+        return not self._unscanned and not self._found
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether DRAM holds more than it should, of what can go down."""
+        return self._due or bool(self._moves)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """For blocks, of the files in service."""
+        return sum(f.formatted.cut.slabs * self._slab_bytes for f in self._files if not f.failed)
+
+    def values(self) -> dict[str, float]:
+        """Present values by name."""
+        return {
+            "ssd_bytes": float(self.capacity_bytes),
+            "ssd_used_bytes": float(self.shelf.used_bytes),
+            "ssd_blocks": float(len(self.shelf)),
+            "ssd_reads_waiting": float(len(self._reads) + self._reading),
+            "ssd_writes_waiting": float(len(self._moves)),
+            "ssd_files": float(sum(not file.failed for file in self._files)),
+            "ssd_entries_left": float(len(self._found)),
+        }
+
+    def take_orders(self, now: float) -> list[Order]:
+        """What the disk is to do now."""
+        self._woken = False
+        self._step(now)
+        orders, self.orders = self.orders, []
+        return orders
+
+    def _step(self, now: float) -> None:
+        """Claim some of what was found; begin to write what is to go down, and what has gone from
+        the table."""
+        self.advance(now)
+        if self._claims_left:
+            self._claim_some()
+        if self._stage is not _Stage.IDLE:
+            return
+        if self._retry_at is not None:
+            if now < self._retry_at:
+                return
+            self._retry_at = None
+        self._due = False
+        if not self.is_ready or not self._begun:
+            return
+        self._choose()
+        if self._table.dirty:
+            self._write_pages(_Stage.CLEARING)
+        elif self._moves:
+            self._write_blocks()
+
+    # --- down: what ---------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        capacity = self._store.allocator.capacity_bytes
+        return self._draining or self._store.used_bytes > self.rules.high_share * capacity
+
+    def _is_near_quota(self, namespace: int) -> bool:
+        store = self._store
+        quota = store.quota_of(namespace)
+        return bool(quota) and store.namespace_bytes(namespace) > self.rules.high_share * quota
+
+    def _choose(self) -> None:
+        """Find copies that are to go down: pinned here and reserved on the shelf. Those that lie
+        there already go from DRAM at once."""
+        assert not self._moves
+        store, rules = self._store, self.rules
+        capacity = store.allocator.capacity_bytes
+        if self._is_over():
+            store.elsewhere.refresh()
+            low = rules.low_share * capacity
+            self._draining = self._choose_some(None, lambda: store.used_bytes, low)
+        for namespace in store.namespaces():
+            quota = store.quota_of(namespace)
+            if self._is_near_quota(namespace):
+                used = self._used_of(namespace)
+                self._choose_some(namespace, used, rules.low_share * quota)
+
+    def _used_of(self, namespace: int) -> Callable[[], int]:
+        return lambda: self._store.namespace_bytes(namespace)
+
+    def _choose_some(self, namespace: int | None, used: Callable[[], int], low: float) -> bool:
+        """Choose until so little will be in use; whether there is more to do after this batch."""
+        store, rules = self._store, self.rules
+        refused: set[BlockId] = set()
+        moving = sum(
+            m.copy.reserved_bytes
+            for m in self._moves
+            if namespace is None or m.copy.block.namespace == namespace
+        )
+        batch_bytes = min(rules.batch_bytes, store.allocator.capacity_bytes // 8)
+
+        def may(copy: Copy) -> bool:
+            block = copy.block
+            return block not in refused and block.namespace not in self._forbidden
+
+        while used() - moving > low:
+            if self._moves and (moving >= batch_bytes or len(self._moves) >= rules.batch_blocks):
+                return True
+            copy = self._take_passing(namespace)
+            if copy is None:
+                copy = store.next_to_leave(may, namespace)
+            if copy is None:
+                return False
+            if self._lies_there(copy):
+                self.counters.demotions_clean += 1
+                store.evict(copy)
+                if copy.state == COMMITTED:  # others of its prefix stay
+                    refused.add(copy.block)
+                continue
+            move = self._make_room(copy, namespace is not None)
+            if move is None:
+                refused.add(copy.block)
+                self.counters.demotions_refused += 1
+                if len(refused) >= _REFUSED_A_ROUND:
+                    return False
+                continue
+            moving += copy.reserved_bytes
+            self._moves.append(move)
+        return False
+
+    def _take_passing(self, namespace: int | None) -> Copy | None:
+        """A copy that came from disk, was not used since, and still lies there."""
+        for block, used_at in list(self._passing.items())[:_REFUSED_A_ROUND]:
+            if namespace is not None and block.namespace != namespace:
+                continue
+            del self._passing[block]
+            copy = self._store.known(block)
+            if copy is None or copy.pins or copy.used_at != used_at:
+                continue
+            if not self._lies_there(copy):
+                continue
+            self.counters.passed += 1
+            return copy
+        return None
+
+    def _lies_there(self, copy: Copy) -> bool:
+        """Whether a copy is clean. One with other bytes, which was found after this one came, is
+        not kept."""
+        held = self._look(copy.block)
+        if held is not None and held.digest != copy.digest:
+            self.counters.superseded += 1
+            self.shelf.drop(copy.block)
+            return False
+        return held is not None
+
+    def _make_room(self, copy: Copy, for_quota: bool) -> _Move | None:
+        meaning = self.meaning_of(copy.block.namespace)
+        if meaning is None:
+            return None
+        try:
+            room = self.shelf.reserve(
+                copy.block, copy.size_bytes, parent=copy.parent, depth=copy.depth
+            )
+        except StoreError:
+            return None
+        used_at = copy.used_at
+        self._store.pin(copy)
+        return _Move(copy, room, used_at, meaning, for_quota)
+
+    # --- down: how ----------------------------------------------------------------------------
+
+    def _file_of(self, offset: int) -> _File:
+        slab = offset // self._slab_bytes
+        return max(
+            (file for file in self._files if file.first_slab <= slab),
+            key=lambda file: file.first_slab,
+        )
+
+    def _order(self, kind: Kind, file: _File, offset: int, view: memoryview) -> Order:
+        """An order of the present stage."""
+
+        def ended(now: float, error: str, _digest: int) -> None:
+            if error:
+                self._note_error(file, error)
+                self.counters.write_errors += 1
+                self._stage_failed.add(file.number)
+            self._one_done(now)
+
+        self._left += 1
+        return Order(kind, file.number, ended, offset, view)
+
+    def _write_pages(self, stage: _Stage) -> None:
+        """Write the table where it has changed."""
+        self._stage = stage
+        self._touched.clear()
+        self._stage_failed.clear()
+        self._pages = [first for first in self._table.dirty if not self._file_of_unit(first).failed]
+        self._table.dirty.clear()
+        orders = []
+        for first in self._pages:
+            file = self._file_of_unit(first)
+            self._touched.add(file.number)
+            local = first - file.first_slab * self._units_per_slab
+            offset = PAGE_BYTES + local // ENTRIES_PER_PAGE * PAGE_BYTES
+            page = memoryview(self._table.page(first))
+            orders.append(self._order(Kind.WRITE, file, offset, page))
+        self._begin(orders)
+
+    def _file_of_unit(self, unit: int) -> _File:
+        return self._file_of(unit * self._unit_bytes)
+
+    def _write_blocks(self) -> None:
+        self._stage = _Stage.WRITING
+        self._touched.clear()
+        self._stage_failed.clear()
+        orders = []
+        for move in self._moves:
+            file = self._file_of(move.room.offset)
+            copy = move.copy
+            if file.failed:
+                move.error = move.error or "the file was given up"
+            if move.error:
+                continue
+            self._touched.add(file.number)
+            view = self._memory[copy.offset : copy.offset + copy.size_bytes]
+            orders.append(self._write_of(move, file, view))
+        self._begin(orders)
+
+    def _write_of(self, move: _Move, file: _File, view: memoryview) -> Order:
+        def ended(now: float, error: str, _digest: int) -> None:
+            view.release()
+            move.error = error
+            if error:
+                self._note_error(file, error)
+                self.counters.write_errors += 1
+            else:
+                file.errors = 0
+            self._one_done(now)
+
+        self._left += 1
+        return Order(Kind.WRITE, file.number, ended, self._offset_in(file, move.room), view)
+
+    def _offset_in(self, file: _File, copy: Copy) -> int:
+        first = file.first_slab * self._slab_bytes
+        return file.formatted.cut.blocks_offset + copy.offset - first
+
+    def _begin(self, orders: list[Order]) -> None:
+        if not orders:
+            self._left += 1
+            self._one_done(self._now)
+            return
+        self._give(orders)
+
+    def _give(self, orders: list[Order]) -> None:
+        self.orders += orders
+        self._wake()
+
+    def _ask_for_step(self) -> None:
+        self._due = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self.wake()
+
+    def _one_done(self, now: float) -> None:
+        self._left -= 1
+        self._now = max(self._now, now)
+        if self._left:
+            return
+        if self._touched and self._stage in (_Stage.CLEARING, _Stage.WRITING):
+            files = [self._files[number] for number in sorted(self._touched)]
+            self._touched.clear()
+            self._give([self._order(Kind.FLUSH, file, 0, NOTHING) for file in files])
+            return
+        self._stage_done(now)
+
+    def _stage_done(self, now: float) -> None:
+        failed = self._stage_failed
+        if self._stage is _Stage.CLEARING:
+            if failed:
+                # What by the table still lies there may not be written over.
+                for first in self._pages:
+                    if self._file_of_unit(first).number in failed:
+                        self._table.dirty[first] = None
+                for move in self._moves:
+                    if self._file_of(move.room.offset).number in failed:
+                        move.error = "the table was not written"
+                self._retry_at = now + RETRY_S
+            self._write_blocks()
+        elif self._stage is _Stage.WRITING:
+            for move in self._moves:
+                if self._file_of(move.room.offset).number in failed:
+                    move.error = move.error or "the file was not flushed"
+                if not move.error and move.copy.state == COMMITTED:
+                    self._enter(move)
+            self._write_pages(_Stage.ENTERING)
+        else:
+            for first in self._pages:
+                if self._file_of_unit(first).number in failed:
+                    self._table.dirty[first] = None
+                    self._retry_at = now + RETRY_S
+            self._finish()
+
+    def _enter(self, move: _Move) -> None:
+        copy, room = move.copy, move.room
+        file = self._file_of(room.offset)
+        unit = room.offset // self._unit_bytes
+        self._commits += 1
+        entry = Entry(
+            unit - file.first_slab * self._units_per_slab,
+            copy.block,
+            copy.size_bytes,
+            copy.digest,
+            move.meaning,
+            self._commits,
+            copy.committed_at + self._epoch_s,
+            copy.parent,
+            copy.depth,
+        )
+        self._table.enter(unit, pack_entry(entry, file.formatted.identity))
+
+    def _finish(self) -> None:
+        """The stages are through: what was written is on the shelf, and goes from DRAM."""
+        failed = set(self._stage_failed)
+        moves, self._moves = self._moves, []
+        self._stage = _Stage.IDLE
+        low = self.rules.low_share * self._store.allocator.capacity_bytes
+        for move in moves:
+            copy, room = move.copy, move.room
+            file = self._file_of(room.offset)
+            wrong = bool(move.error) or file.failed or file.number in failed
+            if wrong:
+                self._retry_at = self._now + RETRY_S
+            unused = copy.used_at == move.used_at
+            landed = False
+            if wrong or copy.state != COMMITTED:
+                self.counters.demotions_cancelled += not wrong
+                self._table.clear(room.offset // self._unit_bytes)
+                self.shelf.abort(room)
+            else:
+                landed = self._land(move)
+            self._store.unpin(copy)
+            if not landed or copy.state != COMMITTED or copy.pins:
+                continue
+            self.counters.demoted_bytes += copy.size_bytes
+            if move.for_quota:
+                self.counters.demotions_quota += 1
+            else:
+                self.counters.demotions_room += 1
+            if unused and (move.for_quota or self._store.used_bytes > low):
+                self._store.evict(copy)
+        for file in self._files:
+            if file.failed:
+                self._retire(file)
+        if self._table.dirty or self._draining:
+            self._ask_for_step()
+
+    def _land(self, move: _Move) -> bool:
+        copy, room = move.copy, move.room
+        unit = room.offset // self._unit_bytes
+        try:
+            held = self.shelf.commit(room, copy.digest, home=copy.home, since=copy.committed_at)
+        except StaleReservationError:
+            self._table.clear(unit)
+            return False
+        if held is not room:
+            self._table.clear(unit)
+        return True
+
+    # --- up -----------------------------------------------------------------------------------
+
+    def read(
+        self,
+        block: BlockId,
+        begin: Callable[[int], memoryview | None],
+        ended: Callable[[float, str, int, float], None],
+    ) -> bool:
+        """Bring a block that is held into the room that `begin(size_bytes)` gives; `ended(now,
+        error, digest, committed_at)` is called once, with DONE if it is whole. False if it cannot
+        be read: it is not here, or too many others wait."""
+        if self._look(block) is None:
+            return False
+        if len(self._reads) >= self.rules.max_reads_waiting:
+            self.counters.reads_refused += 1
+            return False
+        self._reads.append(_Read(block, begin, ended))
+        self._begin_reads()
+        return True
+
+    def _begin_reads(self) -> None:
+        while self._reads and self._reading < self.rules.max_reads:
+            self._begin_read(self._reads.popleft())
+
+    def _begin_read(self, read: _Read) -> None:
+        copy = self.shelf.get(read.block)
+        view = read.begin(copy.size_bytes) if copy is not None else None
+        # To make room may have sent the block away, or others.
+        copy = self.shelf.peek(read.block)
+        if copy is None or view is None:
+            read.ended(self._now, GONE if copy is None else NO_ROOM, 0, 0.0)
+            return
+        self.shelf.pin(copy)
+        self._reading += 1
+        file = self._file_of(copy.offset)
+        held = copy
+
+        def ended(now: float, error: str, digest: int) -> None:
+            self._reading -= 1
+            if error:
+                self.counters.read_errors += 1
+                self._note_error(file, error)
+            elif digest != held.digest:
+                self.counters.damaged += 1
+                error = DAMAGED
+            else:
+                file.errors = 0
+            if held.state != COMMITTED:
+                error = error or GONE
+            elif error:
+                self.shelf.give_up(held)
+                self._ask_for_step()
+            self.shelf.unpin(held)
+            if not error:
+                self.counters.promotions += 1
+                self.counters.promoted_bytes += held.size_bytes
+            read.ended(now, error, held.digest, held.committed_at)
+            if file.failed:
+                self._retire(file)
+            self._begin_reads()
+
+        self._give([Order(Kind.READ, file.number, ended, self._offset_in(file, copy), view)])
+
+    def promoted(self, copy: Copy) -> None:
+        """A block that was read is in DRAM now: it is passing, unless it was read before."""
+        block = copy.block
+        before = self._read_at.get(block)
+        self._read_at[block] = self._now
+        if before is not None and self._now - before <= HEAT_S:
+            self.counters.promotions_hot += 1
+        else:
+            self._passing[block] = copy.used_at
+
+    # --- what was found -----------------------------------------------------------------------
+
+    def found(self, number: int, scanned: Scanned) -> None:
+        """A piece of a file's table."""
+        file = self._files[number]
+        cut, first = file.formatted.cut, file.first_slab * self._units_per_slab
+        self.counters.pages_unreadable += scanned.unreadable_pages
+        for local in scanned.refused:
+            self._refuse(first + local)
+        for entry in scanned.entries:
+            unit = first + entry.unit
+            end = cut.blocks_offset + entry.unit * self._unit_bytes + entry.size_bytes
+            self._commits = max(self._commits, entry.order)
+            other = self._found.get(entry.block)
+            if end > file.formatted.whole_bytes:
+                self.counters.entries_truncated += 1
+                self._refuse(unit)
+            elif other is not None and other[1].order >= entry.order:
+                self._refuse(unit)
+            else:
+                if other is not None:
+                    self._refuse(other[0])
+                self._found[entry.block] = unit, entry
+
+    def scanned(self) -> None:
+        """All pieces of one file's table were handed over."""
+        self._unscanned -= 1
+        self._ask_for_step()
+
+    def begin(self) -> None:
+        """It is known what namespaces mean: what was found can be claimed."""
+        self._begun = True
+        self._ask_for_step()
+
+    def _refuse(self, unit: int) -> None:
+        """What the table says there is to be overwritten."""
+        self.counters.entries_refused += 1
+        self._table.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+
+    def _claim_some(self) -> None:
+        if self._order_of_claims is None:
+            # Those that were committed last come last: policies hear of them in this order.
+            self._order_of_claims = sorted(
+                self._found, key=lambda block: -self._found[block][1].order
+            )
+        for _ in range(min(CLAIMS_PER_STEP, len(self._order_of_claims))):
+            self._claim(self._order_of_claims.pop())
+        if not self._order_of_claims:
+            assert not self._found, "what was found is not claimed"
+            self._ask_for_step()
+
+    def _claim(self, block: BlockId) -> None:
+        found = self._found.pop(block, None)
+        if found is None:
+            return
+        unit, entry = found
+        meaning = self.meaning_of(block.namespace)
+        file = self._file_of_unit(unit)
+        copy = None
+        if (
+            meaning is not None
+            and meaning == entry.meaning
+            and block.namespace not in self._forbidden
+            and not file.failed
+        ):
+            since = min(entry.committed_at - self._epoch_s, self._now)
+            copy = self.shelf.adopt(
+                *(block, entry.size_bytes, unit * self._unit_bytes, COMMITTED, entry.digest),
+                since=since,
+            )
+        if copy is None:
+            self._refuse(unit)
+            return
+        copy.parent, copy.depth = entry.parent, entry.depth
+        self.counters.entries_claimed += 1
+        self._table.entries[unit] = pack_entry(entry, file.formatted.identity)
+
+    # --- disks that fail ----------------------------------------------------------------------
+
+    def _note_error(self, file: _File, _error: str) -> None:
+        file.errors += 1
+        if file.errors >= MAX_ERRORS and not file.failed:
+            file.failed = True
+            self.counters.files_failed += 1
+            for block in self.shelf.blocks():
+                copy = self.shelf.peek(block)
+                if copy is not None and self._file_of(copy.offset) is file:
+                    self.shelf.give_up(copy)
+            for block in [b for b, (unit, _) in self._found.items() if self._is_in(unit, file)]:
+                del self._found[block]
+            self._retire(file)
+
+    def _is_in(self, unit: int, file: _File) -> bool:
+        return self._file_of_unit(unit) is file
+
+    def _retire(self, file: _File) -> None:
+        """Nothing new goes there; what is still being written or read there goes first."""
+        for index in range(file.first_slab, file.first_slab + file.formatted.cut.slabs):
+            self.shelf.allocator.retire(index)
+
+    def check(self) -> None:
+        """Assert what must be true between two events; for tests."""
+        self.shelf.check()
+        units = {}
+        for block in self.shelf.blocks():
+            copy = self.shelf.peek(block)
+            assert copy is not None
+            units[copy.offset // self._unit_bytes] = copy
+        moving = {move.room.offset // self._unit_bytes for move in self._moves}
+        assert units.keys() <= self._table.entries.keys(), (
+            "a block is on the shelf without an entry"
+        )
+        assert self._table.entries.keys() <= units.keys() | moving
+        assert (self._stage is _Stage.IDLE) == (not self._left)
+        if self._stage is _Stage.IDLE:
+            assert not self._moves

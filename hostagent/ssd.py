@@ -1,0 +1,194 @@
+"""The SSD tier of a running agent: its core, its files, and the event loop between them.
+
+Owns: when the files are opened and closed, and how orders and their ends pass between the loop and
+the disk's threads. Must not know: what is moved and why (`core.ssd`), or how the disk is used
+(`tiers.ssd.files`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.options import SsdOptions
+from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
+from kvcast.hostagent.tiers.ssd.layout import (
+    Formatted,
+    Scanned,
+    SsdError,
+    SsdInUseError,
+    cut_of,
+    scan,
+)
+from kvcast.hostagent.tiers.ssd.orders import Order
+
+log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.05
+_RETRIES_S: Final = 30.0
+"""How long an agent that comes after another waits for its files: as long as the kernel, or an
+upgrade, may take to end the other."""
+_PATIENCE_S: Final = 2.0
+"""How long a closing agent waits for what a disk is doing."""
+_SCANS_WAITING: Final = 4
+"""Pieces of a table that are read ahead of the loop."""
+
+
+class SsdOfAgent:
+    """See the module's description. `start`, then `close`."""
+
+    def __init__(self, core: AgentCore, options: SsdOptions, owner: str, pump: Callable[[], None]):
+        self._core = core
+        self._options = options
+        self._owner = owner
+        self._pump = pump
+        self._loop = asyncio.get_running_loop()
+        self._files: list[SsdFile] = []
+        self._disk: Disk | None = None
+        self._ended: deque[tuple[Order, str, int]] = deque()
+        self._told = False
+        self._lock = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._closed = False
+        self.tier: SsdTier | None = None
+
+    def start(self, *, patient: bool) -> None:
+        """Open the files and begin. SsdError. `patient`: another agent of this node may still have
+        them: then they are opened as soon as it has let go, and until then there is no tier."""
+        if patient:
+            self._opening = asyncio.create_task(self._open_when_free())
+        else:
+            self._open()
+
+    async def _open_when_free(self) -> None:
+        until = self._loop.time() + _RETRIES_S
+        while True:
+            try:
+                self._open()
+                return
+            except SsdInUseError:
+                if self._loop.time() > until:
+                    log.exception("there is no SSD tier: its files are not let go")
+                    return
+            except SsdError:
+                log.exception("there is no SSD tier")
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def _open(self) -> None:
+        options = self._options
+        cut = cut_of(self._owner, options.size_bytes, options.unit_bytes, options.slab_bytes)
+        paths = options.paths
+        self._files, formatted = open_files(
+            paths, [cut] * len(paths), lambda: secrets.randbits(63) | 1
+        )
+        epoch_s = time.time() - self._loop.time()
+        core = self._core
+        tier = SsdTier(options.rules, core.store, core.memory, formatted, epoch_s)
+        tier.wake = self._wake
+        tier.advance(self._loop.time())
+        self.tier = tier
+        self._disk = Disk(self._files, self._order_ended, options.threads)
+        core.use_ssd(tier)
+        found = [number for number, each in enumerate(formatted) if each.found]
+        if found:
+            threading.Thread(
+                target=self._scan,
+                args=(tier, found, formatted),
+                name="kvcast-ssd-scan",
+                daemon=True,
+            ).start()
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        """Have done what the tier wants done."""
+        if self._closed or self.tier is None or self._disk is None:
+            return
+        now = self._loop.time()
+        self._disk.do(self.tier.take_orders(now))
+        when = self.tier.get_timer(now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if when is not None:
+            # A pause, however short, in which others have their turn.
+            self._timer = self._loop.call_at(max(when, now + 0.001), self._run)
+
+    def _order_ended(self, order: Order, error: str, digest: int) -> None:
+        """In a thread of the disk's."""
+        with self._lock:
+            self._ended.append((order, error, digest))
+            if self._told:
+                return
+            self._told = True
+        self._call_in_loop(self._take_ended)
+
+    def _call_in_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            pass  # the loop is closed, and the agent with it
+
+    def _take_ended(self) -> None:
+        with self._lock:
+            self._told = False
+            ended, self._ended = self._ended, deque()
+        if self._closed:
+            return
+        now = self._loop.time()
+        self._core.store.advance(now)
+        for order, error, digest in ended:
+            order.ended(now, error, digest)
+        self._run()
+        self._pump()
+
+    # --- what is found ------------------------------------------------------------------------
+
+    def _scan(self, tier: SsdTier, numbers: list[int], formatted: list[Formatted]) -> None:
+        """In a thread: read the tables, and hand them over a piece at a time."""
+        room = threading.Semaphore(_SCANS_WAITING)
+
+        def hand_over(number: int, piece: Scanned) -> Callable[[], None]:
+            def take() -> None:
+                room.release()
+                tier.found(number, piece)
+
+            return take
+
+        for number in numbers:
+            try:
+                for piece in scan(self._files[number], formatted[number]):
+                    if not room.acquire(timeout=_RETRIES_S) or self._closed:
+                        return
+                    self._call_in_loop(hand_over(number, piece))
+            except OSError:
+                log.exception("%s cannot be read to its end", self._files[number].path)
+            self._call_in_loop(tier.scanned)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End what the disk is doing, and let go of the files."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._disk is not None and not await asyncio.to_thread(self._disk.close, _PATIENCE_S):
+            log.warning("the SSD tier's disk does not answer: it is left as it is")
+            return
+        for file in self._files:
+            file.close()

@@ -1,0 +1,1 @@
+"""The SSD tier: blocks in preallocated files that outlive the agent."""

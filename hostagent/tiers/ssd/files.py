@@ -1,0 +1,291 @@
+"""The SSD tier's files on a real disk: opened, locked, read and written without the page cache.
+
+Owns: descriptors, locks, alignment, and the threads that wait for the disk. Must not know: what is
+written where and why (`kvcast.hostagent.core.ssd`).
+
+Every order is one system call of a thread that does nothing else (preadv and pwritev with O_DIRECT,
+straight from and to the arena), so a disk that stands still holds up its threads, and nobody else;
+the event loop only hands orders out and hears of their ends. Not io_uring: there is no binding of
+it that is widely kept, containers' usual seccomp profiles forbid it, and at blocks of 64 KiB and
+more sixteen threads keep a disk as busy (`python -m kvcast.bench.ssd`).
+
+Where a file system has no O_DIRECT, the page cache is used, and `is_direct` says so.
+What is not aligned as the disk wants it (the end of a block; on disks with sectors of 4 KiB all of
+it) goes through a page of the thread's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import queue
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvcast.hostagent.tiers.arena import is_at, try_lock
+from kvcast.hostagent.tiers.ssd.layout import (
+    PAGE_BYTES,
+    Cut,
+    Formatted,
+    SsdError,
+    SsdInUseError,
+    open_formatted,
+)
+from kvcast.hostagent.tiers.ssd.orders import DONE, Kind, Order
+from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, digest_of
+
+log = logging.getLogger(__name__)
+
+THREADS: Final = 16
+"""Orders that the disk is given at once."""
+_SECTORS: Final = (512, 1024, PAGE_BYTES)
+_OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class SsdFile:
+    """One open, locked file: a `layout.Medium`, and more. `read_only`: for whoever only looks."""
+
+    def __init__(self, path: str, *, read_only: bool = False) -> None:
+        self.path = path
+        flags = _OPEN if read_only else _OPEN | os.O_CREAT
+        try:
+            self.fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise SsdError(f"{path}: {error.strerror}") from error
+        self.is_direct = False
+        self.sector_bytes = PAGE_BYTES
+        try:
+            found = os.fstat(self.fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise SsdError(f"{path} exists and is no regular file")
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise SsdError(f"{path} is not this user's alone, so what it says is not trusted")
+            if not try_lock(self.fd) or not is_at(path, self.fd):
+                raise SsdInUseError(f"{path} belongs to a running agent")
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def use_direct(self) -> None:
+        """From now on without the page cache, where the file system allows it."""
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            log.warning("%s is used through the page cache: %s", self.path, error.strerror)
+            return
+        for sector in _SECTORS:
+            if self._takes(sector):
+                self.is_direct, self.sector_bytes = True, sector
+                return
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+        log.warning("%s is used through the page cache: it cannot be read without", self.path)
+
+    def _takes(self, sector: int) -> bool:
+        """Whether the disk reads to addresses, and lengths, that are multiples of so much."""
+        page = mmap.mmap(-1, 2 * PAGE_BYTES)
+        view = memoryview(page)[sector : 2 * sector]
+        try:
+            return os.preadv(self.fd, [view], 0) == sector
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        finally:
+            view.release()
+            page.close()
+
+    def size_bytes(self) -> int:
+        """As `layout.Medium`."""
+        return os.fstat(self.fd).st_size
+
+    def extend(self, size_bytes: int) -> None:
+        """As `layout.Medium`."""
+        os.posix_fallocate(self.fd, 0, size_bytes)
+
+    def pread(self, size_bytes: int, offset: int) -> bytes:
+        """As `layout.Medium`, however long; of pages, once `use_direct` was called."""
+        with mmap.mmap(-1, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES) as room:
+            view = memoryview(room)
+            done = os.preadv(self.fd, [view[:size_bytes]], offset)
+            view.release()
+            return room[:done]
+
+    def pwrite(self, data: bytes, offset: int) -> None:
+        """As `layout.Medium`."""
+        with mmap.mmap(-1, -(-len(data) // PAGE_BYTES) * PAGE_BYTES) as room:
+            room[: len(data)] = data
+            view = memoryview(room)
+            done = os.pwritev(self.fd, [view[: len(data)]], offset)
+            view.release()
+        if done != len(data):
+            raise OSError(errno.EIO, f"{done} bytes of {len(data)} were written")
+
+    def flush(self) -> None:
+        """As `layout.Medium`."""
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Let go of the file, and of its lock; harmless when repeated."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def open_files(
+    paths: Sequence[str], cuts: Sequence[Cut], new_identity: Callable[[], int]
+) -> tuple[list[SsdFile], list[Formatted]]:
+    """Open, lock and, where need be, make the files. SsdError, SsdInUseError; on failure nothing
+    is left open."""
+    files: list[SsdFile] = []
+    formatted: list[Formatted] = []
+    try:
+        for path, cut in zip(paths, cuts, strict=True):
+            file = SsdFile(path)
+            files.append(file)
+            try:
+                formatted.append(open_formatted(file, cut, new_identity()))
+                file.use_direct()
+            except OSError as error:
+                raise SsdError(
+                    f"{path}: no file of {cut.file_bytes} bytes: {error.strerror}"
+                ) from error
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files, formatted
+
+
+def address_of(view: memoryview) -> int:
+    """Where in memory a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
+
+
+class Disk:
+    """Does orders, in threads. `ended` is called, in any of them, with each order that is done, its
+    error and its digest."""
+
+    def __init__(
+        self,
+        files: Sequence[SsdFile],
+        ended: Callable[[Order, str, int], None],
+        threads: int = THREADS,
+    ) -> None:
+        self._files = files
+        self._ended = ended
+        self._queue: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        # Daemons: a disk that never answers shall not keep the process from its end.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvcast-ssd-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def do(self, orders: Sequence[Order]) -> None:
+        """Begin these orders; they wait where others are being done."""
+        for order in orders:
+            self._queue.put(order)
+
+    def close(self, patience_s: float) -> bool:
+        """End the threads; whether all have ended within so much time each, and no order is being
+        done. What is still waiting is done first."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(patience_s)
+            if thread.is_alive():
+                return False
+        return True
+
+    def _work(self) -> None:
+        own = _Own()
+        while (order := self._queue.get()) is not None:
+            digest, error = 0, DONE
+            try:
+                digest = own.do(order, self._files[order.file])
+            except OSError as failure:
+                error = failure.strerror or str(failure)
+            except Exception as failure:  # a thread that ended would be missed for ever
+                log.exception("an order to the disk failed")
+                error = str(failure) or type(failure).__name__
+            self._ended(order, error, digest)
+
+
+class _Own:
+    """What one thread has for itself."""
+
+    def __init__(self) -> None:
+        self._page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self._room = memoryview(b"")
+
+    def do(self, order: Order, file: SsdFile) -> int:
+        """Do an order; the digest of what was read. OSError."""
+        if order.kind is Kind.FLUSH:
+            file.flush()
+            return 0
+        if order.kind is Kind.READ:
+            self._transfer(os.preadv, order, file)
+            return digest_of(order.view)
+        self._transfer(os.pwritev, order, file)
+        return 0
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        order: Order,
+        file: SsdFile,
+    ) -> None:
+        view, reads = order.view, order.kind is Kind.READ
+        size = len(view)
+        sector = file.sector_bytes
+        if view.readonly or address_of(view) % sector:
+            room = self._roomy(size)
+            if not reads:
+                room[:size] = view
+                room[size:] = bytes(len(room) - size)
+            self._all(call, file, room, order.offset)
+            if reads:
+                view[:] = room[:size]
+            return
+        whole = size - size % sector
+        if whole:
+            self._all(call, file, view[:whole], order.offset)
+        rest = size - whole
+        if rest:
+            page = self._page[:sector]
+            if not reads:
+                page[:rest] = view[whole:]
+                page[rest:] = bytes(sector - rest)
+            self._all(call, file, page, order.offset + whole)
+            if reads:
+                view[whole:] = page[:rest]
+
+    def _roomy(self, size: int) -> memoryview:
+        """A room for so many bytes, in whole pages."""
+        pages = -(-size // PAGE_BYTES) * PAGE_BYTES
+        assert pages <= MAX_BLOCK_BYTES + PAGE_BYTES
+        if len(self._room) < pages:
+            self._room = memoryview(mmap.mmap(-1, pages))
+        return self._room[:pages]
+
+    def _all(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        file: SsdFile,
+        view: memoryview,
+        offset: int,
+    ) -> None:
+        """As often as the kernel does less than it was asked for."""
+        while len(view):
+            done = call(file.fd, [view], offset)
+            if done <= 0 or (done < len(view) and done % file.sector_bytes):
+                raise OSError(errno.EIO, "the file ends there")
+            view, offset = view[done:], offset + done
