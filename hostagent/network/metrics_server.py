@@ -69,6 +69,7 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
     put_bytes = counter("put_bytes", "bytes of blocks put")
     limited = counter("rate_limited", "keys of requests beyond the rate")
     held = GaugeMetricFamily("kvcast_namespace_held_bytes", "bytes of arena taken", labels=_LABELS)
+    on_disk = GaugeMetricFamily("kvcast_namespace_ssd_bytes", "bytes of disk taken", labels=_LABELS)
     quota = GaugeMetricFamily(
         "kvcast_namespace_quota_bytes", "bytes of arena allowed, 0 = no limit", labels=_LABELS
     )
@@ -81,6 +82,8 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
         labels = [str(number), info.tenant, info.model, info.version]
         held.add_metric(labels, core.store.namespace_bytes(number))
         quota.add_metric(labels, core.store.quota_of(number))
+        if core.ssd is not None:
+            on_disk.add_metric(labels, core.ssd.shelf.namespace_bytes(number))
         mine = counted.get(number)
         if mine is None:
             continue
@@ -101,4 +104,4 @@ def _metrics_by_namespace(core: AgentCore) -> Iterator[Metric]:
                 labelled.add_metric([*labels, name], value)
         seconds.add_metric(labels, mine.get_time.buckets(), mine.get_time.sum)
     yield from (gets, hits, misses, home_misses, puts, got_bytes, put_bytes, limited)
-    yield from (held, quota, seconds)
+    yield from (held, on_disk, quota, seconds)

@@ -252,7 +252,7 @@ class Rejected(Struct, frozen=True, tag="rejected"):
 
 class GotBlock(Struct, frozen=True, array_like=True):
     """One key of a Get. With status "ok": `handle` to release, and where the bytes lie in the
-    arena. `tier`: local, switch, shared, home or bulk. Else `reason` says why not."""
+    arena. `tier`: local, ssd, switch, shared, home or bulk. Else `reason` says why not."""
 
     status: str
     reason: str = ""
