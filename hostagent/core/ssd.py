@@ -153,7 +153,9 @@ class _File:
     number: int
     formatted: Formatted
     first_slab: int
-    errors: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    """In a row, each: there are disks that only cannot be written any more."""
     failed: bool = False
 
 
@@ -195,6 +197,8 @@ class _Table:
     entries: dict[int, bytes] = field(default_factory=dict)
     dirty: dict[int, None] = field(default_factory=dict)
     """Pages, by the number of the unit that begins each."""
+    clears: bool = False
+    """Whether something goes with them."""
 
     def enter(self, unit: int, data: bytes) -> None:
         self.entries[unit] = data
@@ -202,7 +206,12 @@ class _Table:
 
     def clear(self, unit: int) -> None:
         if self.entries.pop(unit, None) is not None:
-            self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+            self.overwrite(unit)
+
+    def overwrite(self, unit: int) -> None:
+        """What lies there on the disk is not to be believed."""
+        self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+        self.clears = True
 
     def page(self, first: int) -> bytes:
         entries = self.entries
@@ -273,6 +282,9 @@ class SsdTier:
         self._left = 0
         """Orders of the present stage that are not done."""
         self._pages: list[int] = []
+        self._unsafe: set[int] = set()
+        """Files from whose tables something has gone since the last flush: that room is not to be
+        written over before the next."""
         self._touched: set[int] = set()
         self._stage_failed: set[int] = set()
         self._unscanned = sum(formatted.found for formatted in files)
@@ -412,7 +424,7 @@ class SsdTier:
         if not self.is_ready or not self._begun:
             return
         self._choose()
-        if self._table.dirty:
+        if self._table.dirty or (self._moves and self._unsafe):
             self._write_pages(_Stage.CLEARING)
         elif self._moves:
             self._write_blocks()
@@ -540,8 +552,7 @@ class SsdTier:
 
         def ended(now: float, error: str, _digest: int) -> None:
             if error:
-                self._note_error(file, error)
-                self.counters.write_errors += 1
+                self._note_error(file, reads=False)
                 self._stage_failed.add(file.number)
             self._one_done(now)
 
@@ -555,6 +566,11 @@ class SsdTier:
         self._stage_failed.clear()
         self._pages = [first for first in self._table.dirty if not self._file_of_unit(first).failed]
         self._table.dirty.clear()
+        if self._table.clears:
+            self._table.clears = False
+            self._unsafe.update(self._file_of_unit(first).number for first in self._pages)
+        if stage is _Stage.CLEARING:
+            self._touched |= self._unsafe
         orders = []
         for first in self._pages:
             file = self._file_of_unit(first)
@@ -590,10 +606,9 @@ class SsdTier:
             view.release()
             move.error = error
             if error:
-                self._note_error(file, error)
-                self.counters.write_errors += 1
+                self._note_error(file, reads=False)
             else:
-                file.errors = 0
+                file.write_errors = 0
             self._one_done(now)
 
         self._left += 1
@@ -638,6 +653,7 @@ class SsdTier:
     def _stage_done(self, now: float) -> None:
         failed = self._stage_failed
         if self._stage is _Stage.CLEARING:
+            self._unsafe &= failed
             if failed:
                 # What by the table still lies there may not be written over.
                 for first in self._pages:
@@ -768,13 +784,12 @@ class SsdTier:
         def ended(now: float, error: str, digest: int) -> None:
             self._reading -= 1
             if error:
-                self.counters.read_errors += 1
-                self._note_error(file, error)
+                self._note_error(file, reads=True)
             elif digest != held.digest:
                 self.counters.damaged += 1
                 error = DAMAGED
             else:
-                file.errors = 0
+                file.read_errors = 0
             if held.state != COMMITTED:
                 error = error or GONE
             elif error:
@@ -838,7 +853,7 @@ class SsdTier:
     def _refuse(self, unit: int) -> None:
         """What the table says there is to be overwritten."""
         self.counters.entries_refused += 1
-        self._table.dirty[unit - unit % ENTRIES_PER_PAGE] = None
+        self._table.overwrite(unit)
 
     def _claim_some(self) -> None:
         if self._order_of_claims is None:
@@ -880,9 +895,12 @@ class SsdTier:
 
     # --- disks that fail ----------------------------------------------------------------------
 
-    def _note_error(self, file: _File, _error: str) -> None:
-        file.errors += 1
-        if file.errors >= MAX_ERRORS and not file.failed:
+    def _note_error(self, file: _File, *, reads: bool) -> None:
+        file.read_errors += reads
+        file.write_errors += not reads
+        self.counters.read_errors += reads
+        self.counters.write_errors += not reads
+        if max(file.read_errors, file.write_errors) >= MAX_ERRORS and not file.failed:
             file.failed = True
             self.counters.files_failed += 1
             for block in self.shelf.blocks():

@@ -373,6 +373,7 @@ class Store:
         self._rules = dict(rules)
         for namespace, state in list(self._namespaces.items()):
             self._apply(namespace, state)
+        self._expire()
 
     def _apply(self, namespace: int, state: _Namespace) -> None:
         rules = self._rules_of(namespace)
@@ -436,6 +437,10 @@ class Store:
             return
         self._now = now
         self.below.advance(now)
+        self._expire()
+
+    def _expire(self) -> None:
+        now = self._now
         for state in list(self._aging.values()):
             state.policy.advance(now)
             while (block := self._outlived(state)) is not None:

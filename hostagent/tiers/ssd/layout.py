@@ -165,6 +165,9 @@ def open_formatted(medium: Medium, cut: Cut, new_identity: int) -> Formatted:
             log.error("%s has become shorter: what lay beyond its end is gone", medium.path)
         medium.extend(cut.file_bytes)
     if identity is not None:
+        # What a dead process has written is seen, and need not be safe: a table that was seen
+        # empty, and comes back after the next power cut, would name what was written over.
+        medium.flush()
         return Formatted(cut, identity, True, min(length, cut.file_bytes))
     if length > PAGE_BYTES:  # nobody would believe its entries, but they would be counted
         for begin in range(0, cut.table_bytes, _READ_BYTES):
