@@ -48,11 +48,13 @@ $(SHELL_VENV)/.installed:
 # Engines bring hundreds of packages of their own, so they get an environment of their own. vLLM's build
 # for CPUs pulls in torchvision and its like in builds for another torch; nothing here needs them.
 setup-engines: setup $(ENGINES_VENV)/.installed ## make .venv-engines with vLLM for CPUs (3.5 GB, some minutes)
-$(ENGINES_VENV)/.installed: bench/engines/requirements.txt $(STAMP)
+$(ENGINES_VENV)/.installed: bench/engines/requirements.txt bench/engines/adapters.txt $(STAMP)
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
 	@echo "installing engines into $(ENGINES_VENV) (3.5 GB; some minutes the first time)"
 	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --requirement bench/engines/requirements.txt
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --requirement bench/engines/adapters.txt
 	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@PYTHONWARNINGS=ignore $(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation --config-settings editable_mode=strict --editable .

@@ -18,8 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvcast.hostagent.client import AsyncClient, Block, KvcastError, PutError
 from kvcast.hostagent.connectors.agent_link import AgentLink, UnreachableError
@@ -36,6 +36,7 @@ from kvcast.hostagent.connectors.transfers import (
     LEFT_ALONE,
     NOT_HELD,
     POOL_FAILED,
+    THERE,
     UNAVAILABLE,
     Allowance,
     Transfer,
@@ -47,9 +48,9 @@ MOST_TASKS: Final = 1024
 SAVES_AT_ONCE: Final = 4
 ARENA_SHARE: Final = 8
 """One load or save has at most an eighth of the arena at once."""
-GAPS: Final = 16
-"""Blocks that are missing, behind which the rest of a question is still asked about; after so many
-the rest counts as not held. Engines ask for prefixes, so mostly there is one."""
+GAPS: Final = 4
+"""Missing blocks of a chain behind which the rest of it is still asked about; after so many, what
+is left counts as not held. The pool counts prefixes, and mostly a chain has one gap: its end."""
 MISSING_KEPT: Final = 65_536
 """Blocks that could not be had, of which the last are remembered."""
 PREFETCH_KEYS: Final = 4096
@@ -57,19 +58,24 @@ PREFETCH_KEYS: Final = 4096
 CORRUPT: Final = "corrupt"
 WRONG_SIZE: Final = "wrong_size"
 
+K = TypeVar("K")
+
 _log = logging.getLogger("kvcast.connector")
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A block's name in the pool: its namespace, and its key of 16 bytes."""
+    """A block's name in the pool: its namespace, and its key of 16 bytes. `chain`: what it is part
+    of, where one question is about several prefixes (see `GAPS`)."""
 
     namespace: NamespaceName
     key: bytes
+    chain: str = field(default="", compare=False)
 
 
-Room: TypeAlias = memoryview
-"""A block's place in the engine's memory: contiguous, format "B", shape (size in bytes,)."""
+Room: TypeAlias = memoryview | tuple[memoryview, ...]
+"""A block's place in the engine's memory, in one piece or several that follow each other in the
+block: each contiguous, format "B", shape (size in bytes,)."""
 Done: TypeAlias = Callable[[Transfer], None]
 """Called once when a transfer was reported, in any thread; it must not block."""
 
@@ -129,7 +135,7 @@ class BlockLink(AgentLink):
                     transfer.settle(index, FAILED)
 
         async def ask() -> None:
-            for namespace, indices in _by_namespace(names):
+            for (namespace, _), indices in _grouped(names, lambda one: (one.namespace, one.chain)):
                 wanted = [at for at in indices if not transfer.is_settled(at)]
                 client = await self._connected()
                 number = await self._number(client, namespace)
@@ -184,11 +190,11 @@ class BlockLink(AgentLink):
             done(transfer)
 
         self._counters.add("loads")
-        size_bytes = sum(len(room) for room in rooms)
+        size_bytes = sum(map(_size, rooms))
         transfer = Transfer(len(names), size_bytes, began + self._options.load_s, counted)
 
         async def bring() -> None:
-            for namespace, indices in _by_namespace(names):
+            for namespace, indices in _grouped(names, _namespace_of):
                 client = await self._connected()
                 number = await self._number(client, namespace)
                 for some in self._windows(client, indices, rooms):
@@ -231,7 +237,7 @@ class BlockLink(AgentLink):
             reason = _wrong(block, room, self._options.verify)
             if reason == CORRUPT:
                 self._counters.add("corrupt_blocks")
-            if not reason and not transfer.copy(lambda: _copy(block.data, room)):
+            if not reason and not transfer.copy(functools.partial(_scatter, block.data, room)):
                 return DEADLINE
             transfer.settle(at, reason or CAME)
             if not reason:
@@ -248,15 +254,15 @@ class BlockLink(AgentLink):
 
         def counted(transfer: Transfer) -> None:
             outcomes = transfer.outcomes
-            for reason in set(outcomes) - {CAME}:
+            for reason in set(outcomes) - {CAME, THERE}:
                 self._counters.add("save_failures", outcomes.count(reason), reason=reason)
             with self._state_lock:
-                for name, outcome in zip(names, outcomes, strict=True):
-                    if outcome == CAME:
+                for name, came in zip(names, transfer.came, strict=True):
+                    if came:
                         self._missing.pop(name, None)
             done(transfer)
 
-        size_bytes = sum(len(room) for room in rooms)
+        size_bytes = sum(map(_size, rooms))
         due = time.monotonic() + self._options.save_s
         transfer = Transfer(len(names), size_bytes, due, counted)
 
@@ -264,14 +270,14 @@ class BlockLink(AgentLink):
             if self._saving is None:
                 self._saving = asyncio.Semaphore(SAVES_AT_ONCE)
             async with self._saving:
-                for namespace, indices in _by_namespace(names):
+                for namespace, indices in _grouped(names, _namespace_of):
                     client = await self._connected()
                     number = await self._number(client, namespace)
                     keys = [names[at].key for at in indices]
                     held = await self._held(client, number, keys, transfer.deadline, gaps=0)
                     for at, is_held in zip(indices, held, strict=True):
                         if is_held:
-                            transfer.settle(at, CAME)
+                            transfer.settle(at, THERE)
                     left = [at for at in indices if not transfer.is_settled(at)]
                     for some in self._windows(client, left, rooms):
                         await self._put(client, number, names, rooms, some, transfer)
@@ -291,12 +297,12 @@ class BlockLink(AgentLink):
         """Write blocks straight into the arena, and commit them."""
         first = {names[at].key: at for at in reversed(some)}
         failed: dict[bytes, str] = {}
-        with await client.reserve(number, {key: len(rooms[at]) for key, at in first.items()}) as (
+        with await client.reserve(number, {key: _size(rooms[at]) for key, at in first.items()}) as (
             reservation
         ):
             for key, view in reservation.views.items():
                 room = rooms[first[key]]
-                if not transfer.copy(functools.partial(_copy, room, view)):
+                if not transfer.copy(functools.partial(_gather, room, view)):
                     return  # what was reserved is given back
             try:
                 await client.commit(reservation, ack=self._options.ack)
@@ -307,7 +313,26 @@ class BlockLink(AgentLink):
             transfer.settle(at, failed.get(key, CAME))
             if key not in failed and first[key] == at:
                 self._counters.add("save_blocks")
-                self._counters.add("save_bytes", len(rooms[at]))
+                self._counters.add("save_bytes", _size(rooms[at]))
+
+    # --- forgetting -----------------------------------------------------------------------------
+
+    def forget(self, names: Sequence[Named], done: Done) -> Transfer:
+        """Have the pool forget blocks: a transfer of nothing, in whose outcomes `CAME` stands for
+        one that its homes were asked to forget."""
+        due = time.monotonic() + self._options.save_s
+        transfer = Transfer(len(names), 0, due, done)
+
+        async def drop() -> None:
+            for namespace, indices in _grouped(names, _namespace_of):
+                client = await self._connected()
+                number = await self._number(client, namespace)
+                await client.drop(number, [names[at].key for at in indices])
+                for at in indices:
+                    transfer.settle(at, CAME)
+
+        self._run_task(self._questions, transfer, drop)
+        return transfer
 
     # --- tasks ----------------------------------------------------------------------------------
 
@@ -388,29 +413,53 @@ class BlockLink(AgentLink):
         some: list[int] = []
         total_bytes = 0
         for at in indices:
-            if some and total_bytes + len(rooms[at]) > most_bytes:
+            if some and total_bytes + _size(rooms[at]) > most_bytes:
                 yield some
                 some, total_bytes = [], 0
             some.append(at)
-            total_bytes += len(rooms[at])
+            total_bytes += _size(rooms[at])
         if some:
             yield some
 
 
-def _by_namespace(names: Sequence[Named]) -> list[tuple[NamespaceName, list[int]]]:
-    """Positions in `names`, by namespace, in order."""
-    groups: dict[NamespaceName, list[int]] = {}
+def _namespace_of(name: Named) -> NamespaceName:
+    return name.namespace
+
+
+def _grouped(names: Sequence[Named], by: Callable[[Named], K]) -> list[tuple[K, list[int]]]:
+    """Positions in `names`, by what `by` says of them, in order."""
+    groups: dict[K, list[int]] = {}
     for at, name in enumerate(names):
-        groups.setdefault(name.namespace, []).append(at)
+        groups.setdefault(by(name), []).append(at)
     return list(groups.items())
 
 
 def _wrong(block: Block, room: Room, verify: bool) -> str:
     """What is wrong with a block, else ""."""
-    if block.size_bytes != len(room):
+    if block.size_bytes != _size(room):
         return WRONG_SIZE
     return CORRUPT if verify and not block.verify() else ""
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    target[:] = source
+def _pieces(room: Room) -> tuple[memoryview, ...]:
+    return room if isinstance(room, tuple) else (room,)
+
+
+def _size(room: Room) -> int:
+    return sum(map(len, _pieces(room)))
+
+
+def _scatter(data: memoryview, room: Room) -> None:
+    """Copy a block into its pieces of the engine's memory."""
+    at = 0
+    for piece in _pieces(room):
+        piece[:] = data[at : at + len(piece)]
+        at += len(piece)
+
+
+def _gather(room: Room, data: memoryview) -> None:
+    """Copy a block's pieces of the engine's memory into it."""
+    at = 0
+    for piece in _pieces(room):
+        data[at : at + len(piece)] = piece
+        at += len(piece)

@@ -13,6 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A block to be asked about: the number goes with its answer, the chain and the position in it
+    say what it stands behind."""
+
+    name: bytes
+    number: int
+    chain: str
+    position: int
+
+
 @dataclass(slots=True)
 class _Known:
     held: bool | None = None
@@ -26,33 +37,39 @@ class Found:
     def __init__(self) -> None:
         self._known: dict[bytes, _Known] = {}
         self._names: dict[str, set[bytes]] = {}
-        self._to_ask: dict[bytes, int] = {}
+        self._to_ask: list[Question] = []
         self._generation = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def ask(self, request: str, name: bytes) -> bool | None:
+    def ask(self, request: str, name: bytes, chain: str = "", position: int = 0) -> bool | None:
         """Whether the pool holds a block; None as long as that is not known."""
         known = self._known.get(name)
         if known is None:
             self._generation += 1
             known = self._known[name] = _Known(generation=self._generation)
-            self._to_ask[name] = known.generation
+            self._to_ask.append(Question(name, known.generation, chain, position))
         known.requests.add(request)
         self._names.setdefault(request, set()).add(name)
         return known.held
 
-    def take_questions(self) -> dict[bytes, int]:
-        """What is to be asked, in order, each with a number that goes with its answer."""
-        questions, self._to_ask = self._to_ask, {}
-        return {name: number for name, number in questions.items() if name in self._known}
+    def take_questions(self) -> list[Question]:
+        """What is to be asked, each chain's blocks in order."""
+        questions, self._to_ask = self._to_ask, []
+        return sorted(
+            (one for one in questions if self._is_open(one.name, one.number)),
+            key=lambda one: (one.chain, one.position),
+        )
+
+    def _is_open(self, name: bytes, number: int) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.generation == number and known.held is None
 
     def answered(self, name: bytes, number: int, held: bool) -> None:
         """The answer to a question; the first word holds, and nobody may wait for it any more."""
-        known = self._known.get(name)
-        if known is not None and known.generation == number and known.held is None:
-            known.held = held
+        if self._is_open(name, number):
+            self._known[name].held = held
 
     def failed(self, names: Iterable[bytes]) -> None:
         """These could not be loaded: they are not there for those who have asked."""

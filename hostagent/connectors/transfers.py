@@ -15,7 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 CAME: Final = ""
-"""The outcome of a block that was brought, or saved; every other one is a reason."""
+"""The outcome of a block that was brought, or saved."""
+THERE: Final = "there"
+"""The outcome of a block that was to be saved, and that the pool holds. Every other outcome is why
+a block did not come."""
+_GOOD: Final = frozenset({CAME, THERE})
 LEFT_ALONE: Final = "left_alone"
 """The pool did not answer of late (`health`), so it was not asked."""
 BUSY: Final = "busy"
@@ -89,7 +93,7 @@ class Transfer:
     @property
     def came(self) -> list[bool]:
         """Whether each block came; only to be asked for once it was reported."""
-        return [one == CAME for one in self.outcomes]
+        return [one in _GOOD for one in self.outcomes]
 
 
 class Allowance:

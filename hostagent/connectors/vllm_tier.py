@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import vllm
 from kvcast.hostagent.connectors.block_link import BlockLink, Named
 from kvcast.hostagent.connectors.counters import NAMES, Counters, split
-from kvcast.hostagent.connectors.found import Found
+from kvcast.hostagent.connectors.found import Found, Question
 from kvcast.hostagent.connectors.naming import (
     NamespaceName,
     RankFacts,
@@ -46,6 +46,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -82,7 +83,7 @@ class KvcastTier(SecondaryTierManager):  # type: ignore[misc]
         self._counters = Counters()
         self._link = BlockLink(parsed, f"vllm tier, pid {os.getpid()}", self._counters)
         self._found = Found()
-        self._answers: deque[tuple[list[tuple[bytes, int]], Transfer]] = deque()
+        self._answers: deque[tuple[list[Question], Transfer]] = deque()
         self._jobs: dict[int, tuple[TransferJob, Transfer]] = {}
         self._finished: deque[int] = deque()
         self._tells = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
@@ -97,29 +98,32 @@ class KvcastTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         self._hear_answers()
-        held = self._found.ask(req_context.req_id, key)
+        request = req_context.req_id
+        chain = f"{request} {get_offload_group_idx(key)}"
+        position = req_context.get_offload_key_position(key) or 0
+        held = self._found.ask(request, key, chain, position)
         if held is None:
             return LookupResult.RETRY
         return LookupResult.HIT if held else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         self._hear_answers()
-        questions = list(self._found.take_questions().items())
+        questions = self._found.take_questions()
         if questions:
             self._link.find(
-                [self._named(key) for key, _ in questions],
+                [self._named(one.name, one.chain) for one in questions],
                 functools.partial(self._answered, questions),
             )
 
-    def _answered(self, questions: list[tuple[bytes, int]], transfer: Transfer) -> None:
+    def _answered(self, questions: list[Question], transfer: Transfer) -> None:
         self._answers.append((questions, transfer))
 
     def _hear_answers(self) -> None:
         self._link.end_due()
         while self._answers:
             questions, transfer = self._answers.popleft()
-            for (key, number), outcome in zip(questions, transfer.outcomes, strict=True):
-                self._found.answered(key, number, outcome == CAME)
+            for one, outcome in zip(questions, transfer.outcomes, strict=True):
+                self._found.answered(one.name, one.number, outcome == CAME)
 
     def on_request_finished(self, req_context: Any) -> None:
         self._found.finished(req_context.req_id)
@@ -144,8 +148,8 @@ class KvcastTier(SecondaryTierManager):  # type: ignore[misc]
             [self._bytes[begin : begin + size] for begin in begins],
         )
 
-    def _named(self, key: bytes) -> Named:
-        return Named(self._namespace, key_of(key))
+    def _named(self, key: bytes, chain: str = "") -> Named:
+        return Named(self._namespace, key_of(key), chain)
 
     def _remember(self, job: TransferJob, transfer: Transfer) -> None:
         self._jobs[job.job_id] = job, transfer

@@ -42,6 +42,12 @@ needs_engines = pytest.mark.skipif(
 )
 
 
+def needs_package(name: str) -> pytest.MarkDecorator:
+    """Skips tests of an engine whose package is not in the engines' environment."""
+    there = any(PYTHON.parents[1].glob(f"lib/python*/site-packages/{name}"))
+    return pytest.mark.skipif(not there, reason=f"make setup-engines installs {name}")
+
+
 def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> list[Prompt]:
     """Prompts with a shared prefix of so many tokens."""
     system = random.Random(f"{seed} shared")

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from hostagent_harness import MIB
-from kvcast.hostagent.connectors.block_link import BlockLink, Named
+from kvcast.hostagent.connectors.block_link import GAPS, BlockLink, Named, Room
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.naming import NamespaceName, key_of
 from kvcast.hostagent.connectors.options import StoreOptions
-from kvcast.hostagent.connectors.transfers import BUSY, CAME, CLOSED, LEFT_ALONE, Transfer
+from kvcast.hostagent.connectors.transfers import BUSY, CAME, CLOSED, LEFT_ALONE, THERE, Transfer
 from pool_harness import running_pool
 
 NAME = NamespaceName("tests", "model", "1", "layout")
@@ -60,10 +60,13 @@ class Node:
     def find(self, wanted: Sequence[Named]) -> list[str]:
         return self._wait(self.link.find(wanted, self._done))
 
-    def load(self, wanted: Sequence[Named], places: Sequence[memoryview]) -> list[str]:
+    def load(self, wanted: Sequence[Named], places: Sequence[Room]) -> list[str]:
         return self._wait(self.link.load(wanted, places, self._done))
 
-    def save(self, wanted: Sequence[Named], places: Sequence[memoryview]) -> list[str]:
+    def forget(self, wanted: Sequence[Named]) -> list[str]:
+        return self._wait(self.link.forget(wanted, self._done))
+
+    def save(self, wanted: Sequence[Named], places: Sequence[Room]) -> list[str]:
         return self._wait(self.link.save(wanted, places, self._done))
 
 
@@ -100,13 +103,36 @@ async def test_blocks_come_one_by_one_whatever_is_missing_between_them(
                 assert theirs[at] == (mine[at] if at in kept else bytes(SIZE))
             # What could not be had is not promised for a while, and comes when it is saved.
             assert other.find(wanted)[2] == "failed_of_late"
-            assert other.save(wanted, mine) == [CAME] * 6
+            assert other.save(wanted, mine) == [THERE] * 2 + [CAME] * 4
             assert other.find(wanted) == [CAME] * 6
             counts = other.counters.take()
             assert counts["load_bytes"] == 4 * SIZE
             assert counts["miss_blocks|reason=not_found"] == 2
             assert counts["miss_blocks|reason=failed_of_late"] == 2
             assert one.counters.take()["save_blocks"] == 4
+
+        await asyncio.to_thread(play)
+
+
+async def test_one_chains_end_does_not_end_another(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            node = nodes(pool.sockets["node-1"])
+            chains = [
+                [Named(NAME, key_of(chain.encode(), bytes([at])), chain) for at in range(3 * GAPS)]
+                for chain in "ab"
+            ]
+            for chain in chains:
+                assert node.save(chain[:3], rooms(3, "mine")) == [CAME] * 3
+            found = node.find([*chains[0], *chains[1]])
+            assert found == 2 * [*[CAME] * 3, *["not_held"] * (3 * GAPS - 3)]
+            # Behind so many gaps nothing is looked for, which costs hits, and nothing else.
+            assert node.save(chains[0][-1:], rooms(1, "mine")) == [CAME]
+            assert node.find(chains[0][3:])[-1] == "not_held"
+            assert node.find(chains[0][-1 - GAPS :])[-1] == CAME
 
         await asyncio.to_thread(play)
 
@@ -132,6 +158,23 @@ async def test_namespaces_and_sizes_are_never_mixed(
         await asyncio.to_thread(play)
 
 
+async def test_a_block_may_lie_in_pieces_which_need_not_be_cut_alike(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            [name], pieces = names("a", 1), (rooms(1, "x", 100)[0], rooms(1, "y", SIZE)[0])
+            assert one.save([name], [pieces]) == [CAME]
+            got = (*rooms(2, size=60), rooms(1, size=SIZE - 20)[0])
+            assert other.load([name], [got]) == [CAME]
+            assert b"".join(got) == b"".join(pieces)
+            assert other.load([name], [got[:2]]) == ["wrong_size"]
+
+        await asyncio.to_thread(play)
+
+
 async def test_a_name_that_is_given_twice_is_saved_once_and_loaded_twice(
     tmp_path: Path, nodes: Callable[..., Node]
 ) -> None:
@@ -150,6 +193,8 @@ async def test_a_name_that_is_given_twice_is_saved_once_and_loaded_twice(
             assert node.load(many, got) == [CAME] * 30
             assert got == much
             assert node.counters.take()["save_blocks"] == 31
+            assert node.forget(many[:GAPS]) == [CAME] * GAPS
+            assert node.find(many[: GAPS + 1]) == ["not_held"] * GAPS + [CAME]
 
         await asyncio.to_thread(play)
 
@@ -191,7 +236,7 @@ async def test_bytes_that_changed_are_not_loaded_and_can_be_saved_anew(
             got = rooms(3)
             assert node.load(wanted, got) == [CAME, "corrupt", CAME]
             assert bytes(got[1]) == bytes(SIZE)
-            assert node.save(wanted, mine) == [CAME] * 3
+            assert node.save(wanted, mine) == [THERE, CAME, CAME]
             assert node.load(wanted, got) == [CAME] * 3
             assert got == mine
 

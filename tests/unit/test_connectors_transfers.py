@@ -101,24 +101,33 @@ def test_a_block_is_asked_about_once_however_many_requests_ask() -> None:
     assert found.ask("r", b"a") is None
     assert found.ask("s", b"a") is None
     assert found.ask("r", b"b") is None
-    questions = found.take_questions()
-    assert list(questions) == [b"a", b"b"]
-    assert found.take_questions() == {}
-    found.answered(b"a", questions[b"a"], True)
-    found.answered(b"b", questions[b"b"], False)
+    one, other = found.take_questions()
+    assert (one.name, other.name) == (b"a", b"b")
+    assert found.take_questions() == []
+    found.answered(b"a", one.number, True)
+    found.answered(b"b", other.number, False)
     assert found.ask("s", b"a") is True
     assert found.ask("r", b"b") is False
+
+
+def test_each_chains_blocks_are_asked_about_in_order_whoever_asked_first() -> None:
+    found = Found()
+    for position in (3, 1, 2):  # an engine may look from the end of a window
+        found.ask("r", b"r%d" % position, "r", position)
+        found.ask("s", b"s%d" % position, "s", position)
+    asked = [(one.chain, one.name) for one in found.take_questions()]
+    assert asked == [(name, f"{name}{at}".encode()) for name in "rs" for at in (1, 2, 3)]
 
 
 def test_a_promise_that_was_broken_is_not_repeated_to_who_got_it() -> None:
     found = Found()
     found.ask("r", b"a")
-    [(name, number)] = found.take_questions().items()
-    found.answered(name, number, True)
+    [question] = found.take_questions()
+    found.answered(b"a", question.number, True)
     found.failed([b"a", b"never asked about"])
-    found.answered(name, number, True)
+    found.answered(b"a", question.number, True)
     assert found.ask("r", b"a") is False
-    assert found.take_questions() == {}
+    assert found.take_questions() == []
     found.finished("r")
     assert found.ask("s", b"a") is None  # another request asks anew
 
@@ -128,14 +137,14 @@ def test_answers_to_questions_of_requests_that_are_gone_are_dropped() -> None:
     found.ask("r", b"a")
     found.ask("r", b"b")
     found.finished("r")
-    assert found.take_questions() == {}
+    assert found.take_questions() == []
     found.ask("r", b"a")
-    [(name, number)] = found.take_questions().items()
+    [question] = found.take_questions()
     found.finished("r")
-    found.answered(name, number, True)
+    found.answered(b"a", question.number, True)
     assert len(found) == 0
     found.ask("s", b"a")
-    found.answered(b"a", number, True)  # the answer of a question that nobody waits for
+    found.answered(b"a", question.number, True)  # the answer of a question that nobody waits for
     assert found.ask("s", b"a") is None
 
 
@@ -143,8 +152,8 @@ def test_what_another_request_still_asks_for_is_kept() -> None:
     found = Found()
     found.ask("r", b"a")
     found.ask("s", b"a")
-    [(name, number)] = found.take_questions().items()
-    found.answered(name, number, True)
+    [question] = found.take_questions()
+    found.answered(b"a", question.number, True)
     found.finished("r")
     assert found.ask("s", b"a") is True
     found.finished("s")
