@@ -55,6 +55,9 @@ COMMANDS = {
     ),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node", "agent"),
     "agent evict": Command(_AGENT, "have blocks forgotten", function="evict"),
+    "agent fsck": Command(
+        "kvcast.cli.fsck", "look at all blocks on a stopped agent's disks, and mend what is wrong"
+    ),
     "agent pin": Command(_AGENT, "keep blocks in a node's DRAM", function="pin"),
     "agent status": Command(_AGENT, "show what one agent holds and does", function="status"),
     "route": Command(

@@ -253,6 +253,18 @@ def run(seed: int, crashes: int, found: Found) -> None:
         raise CrashError(f"seed {seed}: the tier does not come to rest")
 
 
+def run_many(crashes: int, first_seed: int, found: Found) -> None:
+    """So many crashes, from a seed on, ten each; CrashError says how to repeat a failure."""
+    seed = first_seed
+    while found.crashes < crashes:
+        try:
+            run(seed, min(10, crashes - found.crashes), found)
+        except CrashError as error:
+            again = f"python -m kvcast.simulation.crashes --seed {seed} --crashes 10"
+            raise CrashError(f"{error}\nagain: {again}") from error
+        seed += 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: so many crashes, from a seed on."""
     parser = argparse.ArgumentParser(
@@ -262,13 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first (default: 0)")
     arguments = parser.parse_args(argv)
     found = Found()
-    seed = arguments.seed
     try:
-        while found.crashes < arguments.crashes:
-            run(seed, min(10, arguments.crashes - found.crashes), found)
-            seed += 1
+        run_many(arguments.crashes, arguments.seed, found)
     except CrashError as error:
-        print(f"{error}\nagain: python -m kvcast.simulation.crashes --seed {seed} --crashes 10")
+        print(error)
         return 1
     print(found)
     return 0

@@ -92,9 +92,9 @@ class SsdRules:
     """Of the arena, or of a namespace's quota, in use: more, and copies go down."""
     low_share: float = 0.85
     """Until no more is in use."""
-    batch_bytes: int = 32 << 20
+    batch_bytes: int = 128 << 20
     """Written at once, at most, and no more than an eighth of the arena; but one block at least."""
-    batch_blocks: int = 512
+    batch_blocks: int = 1024
     max_reads: int = 32
     """Blocks that are being read at once."""
     max_reads_waiting: int = 4096
@@ -378,6 +378,10 @@ class SsdTier:
     def is_ready(self) -> bool:
         """Whether everything that was found at the start is known."""
         return not self._unscanned and not self._found
+
+    def look(self) -> None:
+        """Find out anew whether something is to go down."""
+        self._ask_for_step()
 
     @property
     def is_behind(self) -> bool:

@@ -127,6 +127,72 @@ def from_descriptors(options: KeptOptions, arena_fd: int, index_fd: int, ledger_
     return _map(options, arena_fd, index_fd, ledger_fd, owned, 0)
 
 
+@dataclass
+class Stopped:
+    """What a stopped agent has kept. `index`: a copy, unless it was opened to be written."""
+
+    owner: str
+    slab_bytes: int
+    arena: memoryview
+    index: memoryview
+    fds: tuple[int, int]
+
+    def close(self) -> None:
+        """Let go of it; the memory goes with the last view."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def open_stopped(arena_path: str, index_path: str, *, write: bool) -> Stopped:
+    """What lies there, for whoever looks at it while no agent runs; ArenaError where it says
+    nothing, ArenaInUseError."""
+    fds: list[int] = []
+    try:
+        for path in (index_path, arena_path):
+            fds.append(_open_there(path))
+            if not try_lock(fds[-1]):
+                raise ArenaInUseError(f"{path} belongs to a running agent, or its clients map it")
+        head = os.pread(fds[0], shared.NAMESPACES_OFFSET, 0)
+        if len(head) < shared.NAMESPACES_OFFSET:
+            raise ArenaError(f"{index_path} is no index of kvcast")
+        magic, layout, _, index_bytes, arena_bytes, _, *_ = shared.HEADER.unpack_from(head)
+        length, slab_bytes, incarnation, check = shared.KEPT.unpack_from(head, shared.KEPT_OFFSET)
+        owner = head[_OWNER_OFFSET : _OWNER_OFFSET + min(length, MAX_OWNER_BYTES)]
+        if (magic, layout) != (shared.INDEX_MAGIC, shared.INDEX_LAYOUT):
+            raise ArenaError(f"{index_path} is no index of this release's format")
+        if check != _check(owner, slab_bytes, incarnation, index_bytes, arena_bytes):
+            raise ArenaError(f"{index_path} has a damaged head: an agent begins anew")
+        if _size_of(fds[0]) < index_bytes or _size_of(fds[1]) < arena_bytes:
+            raise ArenaError(f"{index_path} or {arena_path} is shorter than it says")
+        arena = mmap.mmap(fds[1], arena_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        if write:
+            index = memoryview(mmap.mmap(fds[0], index_bytes, mmap.MAP_SHARED))
+        else:
+            index = memoryview(bytearray(os.pread(fds[0], index_bytes, 0)))
+        return Stopped(
+            *(owner.decode(errors="replace"), slab_bytes, memoryview(arena), index),
+            (fds[0], fds[1]),
+        )
+    except (OSError, ValueError) as error:
+        _close_all(fds)
+        raise ArenaError(f"{index_path}, {arena_path}: {error}") from error
+    except ArenaError:
+        _close_all(fds)
+        raise
+
+
+def _open_there(path: str) -> int:
+    try:
+        return os.open(path, _OPEN & ~os.O_CREAT)
+    except OSError as error:
+        raise ArenaError(f"{path}: {error.strerror}") from error
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        _close_quietly(fd)
+
+
 def _try_open(options: KeptOptions, new_incarnation: int) -> Kept | None:
     index_fd = _open(options.index_path)
     try:

@@ -49,11 +49,12 @@ _OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class SsdFile:
-    """One open, locked file: a `layout.Medium`, and more. `read_only`: for whoever only looks."""
+    """One open, locked file: a `layout.Medium`, and more. `makes`: whether it is made where there
+    is none. SsdError, SsdInUseError."""
 
-    def __init__(self, path: str, *, read_only: bool = False) -> None:
+    def __init__(self, path: str, *, makes: bool = True) -> None:
         self.path = path
-        flags = _OPEN if read_only else _OPEN | os.O_CREAT
+        flags = _OPEN | os.O_CREAT if makes else _OPEN
         try:
             self.fd = os.open(path, flags, 0o600)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Look at everything that a stopped agent has left on disk, or in a kept arena, and mend it.
 
 Owns: which blocks are whole, and what becomes of those that are not. Must not know: command lines
-(`kvcast.hostagent.fsck_command`), or what an agent will do with what is left: it believes nothing
+(`kvcast.cli.fsck`), or what an agent will do with what is left: it believes nothing
 because of this.
 
 | found | said of it | with `repair` |
@@ -154,11 +154,12 @@ def check_arena(
     index: Index,
     slab_bytes: int,
     *,
+    owner: str = "",
     repair: bool = False,
     seen: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Report:
     """Look at every block of a kept arena. `seen` as for `check_ssd`."""
-    report = Report(path)
+    report = Report(path, owner)
     space = Allocator(len(memory) // slab_bytes * slab_bytes, slab_bytes)
     found = []
     for slot in index.slots_in_use(0, index.slots):

@@ -1,0 +1,275 @@
+"""The question: how much of a disk does the SSD tier use, and what is left after a crash?
+
+Owns: an agent's store and its SSD tier on real files, filled and read through the same calls as in
+the agent; beside them, in the same run and on the same file system, Debian's `fio` with blocks of
+the same size, O_DIRECT, and as many at once; and crashes on a simulated disk.
+
+    python -m kvcast.bench.ssd --json ssd.json --folder /nvme
+
+`ssd_write_over_fio`: bytes a second of blocks that go down from DRAM, with the table, over those
+of `fio --rw=write`, both with what makes them safe (fdatasync). `ssd_read_over_fio`: bytes a second
+of blocks that are got from disk into the arena, with their digests made, over `fio --rw=randread`.
+fio runs with `psync` in as many threads, and with `libaio` in one; the better one counts. Rounds
+alternate, and of each kind the fastest counts, since whatever else the machine does only makes one
+slower. Every block that is read is compared with what was put (`wrong_bytes`).
+
+`crash_points` crashes of `kvcast.simulation.crashes` follow: `crash_wrong_bytes` must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.reads import GetBatch
+from kvcast.hostagent.core.ssd import SsdRules, SsdTier
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.options import SsdOptions
+from kvcast.hostagent.ssd import SsdOfAgent
+from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.tiers.ssd.files import THREADS
+from kvcast.protocol.messages import local
+from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.service import provenance
+from kvcast.simulation import crashes
+
+NAMESPACE: Final = 1
+ROUNDS: Final = 5
+BATCH: Final = 32
+"""Blocks of one get."""
+_EVERYTHING: Final = SsdRules(high_share=0.0, low_share=0.0)
+"""All that nobody pins goes down."""
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+class Blocks:
+    """What is put: each block has other bytes than all others, and takes no time to make."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._base = bytearray(random.Random(1).randbytes(block_bytes))
+
+    def of(self, number: int) -> bytearray:
+        """The bytes of a block, until the next call."""
+        self._base[:16] = _key(number)
+        return self._base
+
+
+class Node:
+    """A store, its disk, and nothing else of an agent. `start`, then `close`."""
+
+    def __init__(self, path: str, arena_bytes: int, file_bytes: int) -> None:
+        self.arena = ArenaFile(arena_bytes)
+        self.store = Store(Allocator(arena_bytes, SLAB_BYTES))
+        self.core = AgentCore(
+            AgentOptions("bench"), self.store, self.arena.memory, random.Random(1)
+        )
+        options = SsdOptions((path,), file_bytes, rules=_EVERYTHING)
+        self.ssd = SsdOfAgent(self.core, options, "bench", lambda: None)
+
+    def start(self) -> SsdTier:
+        self.ssd.start(patient=False)
+        tier = self.ssd.tier
+        assert tier is not None
+        tier.meaning_of = lambda _namespace: 1
+        tier.begin()
+        return tier
+
+    async def close(self) -> None:
+        await self.ssd.close()
+        self.core.close()
+        self.arena.close()
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while True:
+        if holds():
+            return
+        await asyncio.sleep(0.0005)
+
+
+def _version_of_fio() -> str:
+    done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+async def _write(node: Node, tier: SsdTier, blocks: Blocks, count: int, block_bytes: int) -> float:
+    """Fill DRAM, then let all of it go down; bytes a second."""
+    low, tier.rules = tier.rules, SsdRules(high_share=2.0, low_share=2.0)
+    node.store.drop_namespace(NAMESPACE)
+    await _until(lambda: not tier.is_behind)
+    for number in range(count):
+        copy = node.store.reserve(BlockId(NAMESPACE, _key(number)), block_bytes)
+        data = blocks.of(number)
+        node.arena.memory[copy.offset : copy.offset + block_bytes] = data
+        node.store.commit(copy, digest_of(data), home=True)
+    tier.rules = low
+    start = time.perf_counter()
+    tier.look()
+    await _until(lambda: len(tier.shelf) == count)
+    seconds = time.perf_counter() - start
+    await _until(lambda: not len(node.store))
+    return count * block_bytes / seconds
+
+
+async def _read(
+    node: Node, tier: SsdTier, blocks: Blocks, count: int, block_bytes: int, seed: int
+) -> tuple[float, int]:
+    """Get all blocks from disk, in any order; bytes a second, and wrong blocks."""
+    loop = asyncio.get_running_loop()
+    tier.rules = SsdRules(high_share=2.0, low_share=2.0)
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    held: list[tuple[int, Any]] = []
+    batches = [order[at : at + BATCH] for at in range(0, count, BATCH)]
+    done = asyncio.Event()
+    left = len(batches)
+
+    def ask() -> None:
+        if not batches:
+            return
+        numbers = batches.pop()
+
+        def answered(batch: GetBatch) -> None:
+            nonlocal left
+            for number, item in zip(numbers, batch.items, strict=True):
+                assert item is not None
+                if item.status != local.OK or item.tier != "ssd":
+                    raise RuntimeError(f"block {number}: {item}")
+                held.append((number, item.copy))
+            left -= 1
+            if left:
+                ask()
+            else:
+                done.set()
+
+        now = loop.time()
+        node.core.reads.get(now, NAMESPACE, [_key(n) for n in numbers], now + 60, answered)
+
+    start = time.perf_counter()
+    ask()
+    ask()
+    await done.wait()
+    seconds = time.perf_counter() - start
+    wrong = 0
+    for number, copy in held:
+        view = node.arena.memory[copy.offset : copy.offset + block_bytes]
+        wrong += view != blocks.of(number)
+        node.store.unpin(copy)
+    tier.rules = _EVERYTHING
+    tier.look()
+    await _until(lambda: not len(node.store))
+    return count * block_bytes / seconds, wrong
+
+
+def _fio(path: str, mode: str, engine: str, block_bytes: int, size_bytes: int) -> float:
+    """Bytes a second that fio moves; 0 where it has no such engine."""
+    deep = ["--numjobs=1", f"--iodepth={THREADS}", f"--size={size_bytes}"]
+    if engine == "psync":
+        share = size_bytes // THREADS // block_bytes * block_bytes
+        deep = [
+            f"--numjobs={THREADS}",
+            "--thread",
+            f"--size={share}",
+            f"--offset_increment={share}",
+        ]
+    command = ["fio", "--name=peer", f"--filename={path}", f"--rw={mode}", f"--bs={block_bytes}"]
+    command += ["--direct=1", f"--ioengine={engine}", "--group_reporting", "--output-format=json"]
+    command += deep + (["--end_fsync=1"] if mode == "write" else ["--norandommap=0"])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        return 0.0
+    (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    part = job["write" if mode == "write" else "read"]
+    return float(part["bw_bytes"])
+
+
+async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, Any]:
+    """All rounds; see the module's text. RuntimeError where a block does not come."""
+    count = size_bytes // block_bytes
+    ours: dict[str, list[float]] = {"write": [], "read": []}
+    peers: dict[str, dict[str, float]] = {"write": {}, "read": {}}
+    has_fio = shutil.which("fio") is not None
+    blocks = Blocks(block_bytes)
+    wrong = 0
+    peer = os.path.join(folder, "fio.bin")
+    node = Node(os.path.join(folder, "kvcast.ssd"), 2 * size_bytes, 2 * size_bytes)
+    try:
+        tier = node.start()
+        for number in range(ROUNDS):
+            ours["write"].append(await _write(node, tier, blocks, count, block_bytes))
+            rate, bad = await _read(node, tier, blocks, count, block_bytes, number)
+            ours["read"].append(rate)
+            wrong += bad
+            for mode, kind in (("write", "write"), ("randread", "read")) if has_fio else ():
+                for engine in ("psync", "libaio"):
+                    rate = await asyncio.to_thread(
+                        _fio, peer, mode, engine, block_bytes, size_bytes
+                    )
+                    peers[kind][engine] = max(peers[kind].get(engine, 0.0), rate)
+        counters = tier.counters
+        direct = all(file.is_direct for file in node.ssd._files)
+    finally:
+        await node.close()
+    report: dict[str, Any] = {"is_direct": direct, "wrong_bytes": wrong, "blocks": count}
+    report |= {"block_bytes": block_bytes, "rounds": ROUNDS}
+    report |= {f"ssd_{kind}_bytes_per_s": max(rates) for kind, rates in ours.items()}
+    report |= {f"ssd_{kind}_rounds_bytes_per_s": rates for kind, rates in ours.items()}
+    report |= {"damaged": counters.damaged, "errors": counters.read_errors + counters.write_errors}
+    if has_fio:
+        report["fio"] = await asyncio.to_thread(_version_of_fio)
+        for kind, rates in peers.items():
+            report[f"fio_{kind}_bytes_per_s"] = rates
+            report[f"ssd_{kind}_over_fio"] = max(ours[kind]) / max(rates.values())
+    else:
+        report["fio"] = "not installed: apt install fio"
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvcast.bench.ssd")
+    parser.add_argument("--json", metavar="FILE", help="write the report there")
+    parser.add_argument("--folder", help="on the disk to measure (default: a temporary one)")
+    parser.add_argument("--block-bytes", type=int, default=1 << 20, help="default: 1 MiB")
+    parser.add_argument("--size-bytes", type=int, default=512 << 20, help="in all: 512 MiB")
+    parser.add_argument("--crashes", type=int, default=1000, help="default: 1000")
+    options = parser.parse_args(argv)
+    found = crashes.Found()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        try:
+            report = asyncio.run(measure(folder, options.block_bytes, options.size_bytes))
+            crashes.run_many(options.crashes, 0, found)
+        except (RuntimeError, crashes.CrashError) as error:
+            print(error, file=sys.stderr)
+            return 1
+    report |= {
+        "crash_points": found.crashes,
+        "crash_wrong_bytes": found.wrong_bytes,
+        "crash_blocks_verified": found.blocks_verified,
+        "crash_blocks_kept": found.kept,
+        "load_average": os.getloadavg()[0],
+        "provenance": provenance.provenance(),
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
