@@ -238,11 +238,21 @@ class Mooncake(Way):
         }
 
     async def stored(self, writer: Engine) -> float:
+        # The master's number of keys counts those that are still being written.
         text = await asyncio.to_thread(self._metrics)
-        found = re.search(r"^master_key_count (\S+)$", text, re.MULTILINE)
-        if found is None:
-            raise EngineError("mooncake_master does not tell how many keys it has")
-        return float(found[1])
+        ended = {
+            name: float(amount)
+            for name, amount in re.findall(r"^master_(\w*put_end\w*) (\S+)$", text, re.MULTILINE)
+        }
+        try:
+            return (
+                ended["put_end_requests_total"]
+                - ended["put_end_failures_total"]
+                + ended["batch_put_end_items_total"]
+                - ended["batch_put_end_failed_items_total"]
+            )
+        except KeyError as error:
+            raise EngineError(f"mooncake_master does not tell {error}") from None
 
     def _metrics(self) -> str:
         connection = http.client.HTTPConnection(self.holder.ip, self._METRICS, timeout=_ANSWER_S)
