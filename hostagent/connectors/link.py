@@ -29,11 +29,8 @@ from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
+from kvcast.protocol.messages.local import MAX_KEYS
 
-GROUP_HEAD_START_S: Final = 0.01
-"""How much later than the others of its reader group asks the one that asks for all: an answer that
-comes before a node expects it is lost to that node. All ranks of an engine hear of a load in one
-step."""
 SAVES_AT_ONCE: Final = 4
 ARENA_SHARE: Final = 8
 """One load or save has at most an eighth of the arena at once."""
@@ -158,11 +155,8 @@ class Link(AgentLink):
 
     # --- loads ----------------------------------------------------------------------------------
 
-    def load(
-        self, load: Load, table: LoadTable, memory: EngineMemory, *, expect: bool = False
-    ) -> None:
-        """Bring blocks into the engine's memory; the report is in `table`. `expect`: another node
-        of the reader group asks for them."""
+    def load(self, load: Load, table: LoadTable, memory: EngineMemory) -> None:
+        """Bring blocks into the engine's memory; the report is in `table`."""
         opened = table.begin(load, len(memory.part_bytes), time.monotonic())
 
         async def bring() -> None:
@@ -170,7 +164,7 @@ class Link(AgentLink):
             try:
                 async with asyncio.timeout_at(opened.deadline):
                     with self._remembered():
-                        await self._bring(opened, memory, expect)
+                        await self._bring(opened, memory)
                 reason = ""
             except TimeoutError:
                 reason = "deadline"
@@ -185,10 +179,8 @@ class Link(AgentLink):
 
         self._do(bring)
 
-    async def _bring(self, opened: OpenLoad, memory: EngineMemory, expect: bool) -> None:
+    async def _bring(self, opened: OpenLoad, memory: EngineMemory) -> None:
         client, namespace = await self._ready()
-        if self._group and not expect:
-            await asyncio.sleep(GROUP_HEAD_START_S)
         groups = opened.groups
         keys: list[bytes] = []
         parts: list[int] = []
@@ -205,29 +197,77 @@ class Link(AgentLink):
         for begin in range(0, len(keys), window):
             if parts[begin] >= opened.gap:
                 break
-            some, places = keys[begin : begin + window], parts[begin : begin + window]
-            left_s = max(opened.deadline - time.monotonic(), 0.001)
-            arrivals = client.get_each(
-                namespace, some, left_s, group=self._group, expect=expect and bool(self._group)
+            some = dict(
+                zip(parts[begin : begin + window], keys[begin : begin + window], strict=True)
             )
-            async with contextlib.aclosing(arrivals):
-                async for place, outcome in arrivals:
-                    part = places[place]
-                    if outcome.block is None:
-                        opened.missed(part, outcome.reason or outcome.status)
-                        if outcome.reason == "corrupt":
-                            await self._drop(client, namespace, some[place])
-                    else:
-                        tier = outcome.block.tier
-                        tiers[part // groups] = max(tiers[part // groups], TIERS.index(tier))
-                        if not self._take(opened, memory, part, outcome.block):
-                            await self._drop(client, namespace, some[place])
-                    if opened.ended or opened.complete:
-                        break
+            asked, expected = await self._askers(client, namespace, some)
+            bringing = [
+                asyncio.create_task(self._bring_some(opened, memory, theirs, tiers, expect=expect))
+                for theirs, expect in ((asked, False), (expected, True))
+                if theirs
+            ]
+            try:
+                await asyncio.gather(*bringing)
+            finally:
+                for task in bringing:
+                    task.cancel()
+            if opened.ended or opened.complete:
+                break
         whole = opened.gap // groups
         for index in range(min(whole, len(tiers))):
             self._counters.add("load_blocks", tier=TIERS[tiers[index]])
         self._counters.add("load_bytes", whole * sum(memory.part_bytes))
+
+    async def _askers(
+        self, client: AsyncClient, namespace: int, some: dict[int, bytes]
+    ) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Which of these parts this rank asks for, and which it expects since another does.
+
+        For a block asks the last of the group, since the first saves, and would not ask for what
+        its agent still has. Nor would the node that is the block's home: then it is the last but
+        one. Without a group this one asks for all.
+        """
+        if not self._group:
+            return some, {}
+        homes: list[str] = []
+        keys = list(some.values())
+        for begin in range(0, len(keys), MAX_KEYS):
+            homes += (await client.describe(namespace, keys[begin : begin + MAX_KEYS])).homes
+        asked: dict[int, bytes] = {}
+        expected: dict[int, bytes] = {}
+        for (part, key), home in zip(some.items(), homes, strict=True):
+            asker = self._nodes[-1] if self._nodes[-1] != home else self._nodes[-2]
+            (asked if client.node_id == asker else expected)[part] = key
+        return asked, expected
+
+    async def _bring_some(
+        self,
+        opened: OpenLoad,
+        memory: EngineMemory,
+        some: dict[int, bytes],
+        tiers: list[int],
+        *,
+        expect: bool,
+    ) -> None:
+        """Bring these parts; note of each block the slowest tier."""
+        client, namespace = await self._ready()
+        parts, keys = list(some), list(some.values())
+        left_s = max(opened.deadline - time.monotonic(), 0.001)
+        arrivals = client.get_each(namespace, keys, left_s, group=self._group, expect=expect)
+        async with contextlib.aclosing(arrivals):
+            async for place, outcome in arrivals:
+                part = parts[place]
+                if outcome.block is None:
+                    opened.missed(part, outcome.reason or outcome.status)
+                    if outcome.reason == "corrupt":
+                        await self._drop(client, namespace, keys[place])
+                else:
+                    index = part // opened.groups
+                    tiers[index] = max(tiers[index], TIERS.index(outcome.block.tier))
+                    if not self._take(opened, memory, part, outcome.block):
+                        await self._drop(client, namespace, keys[place])
+                if opened.ended or opened.complete:
+                    break
 
     def _take(self, opened: OpenLoad, memory: EngineMemory, part: int, block: Block) -> bool:
         """Copy a block into the engine's memory; False if its bytes are not what was stored."""

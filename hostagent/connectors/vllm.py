@@ -606,7 +606,6 @@ class _WorkerHalf:
         self._news = KvcastWorkerMetadata()
         self._copied: deque[int] = deque()
         self._readers: tuple[str, ...] = ()
-        self._expect = False
         self._node_id = ""
         self._namespace: NamespaceName | None = None
         self.handshake: KvcastHandshake | None = None
@@ -671,10 +670,9 @@ class _WorkerHalf:
         if readers != self._readers:
             assert self._namespace is not None
             self._readers = readers
-            self._expect = bool(readers) and self._node_id != readers[0]
             self.link.use(self._namespace, readers)
         for load in metadata.loads:
-            self.link.load(load, self._table, self._memory, expect=self._expect)
+            self.link.load(load, self._table, self._memory)
         metadata.loads = []
 
     def save(self, metadata: KvcastMetadata) -> None:

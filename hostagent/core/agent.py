@@ -64,6 +64,7 @@ from kvcast.protocol.messages.control import (
 )
 from kvcast.protocol.messages.wire import (
     OFFER_TCP,
+    OP_DATA,
     OP_READ,
     READ_PADDING_BYTES,
     BlockId,
@@ -238,6 +239,8 @@ class AgentCore:
                 self.metrics.frames_forbidden_total += 1
             return
         self.metrics.frames_answers_total += 1
+        if frame.group and frame.op == OP_DATA:
+            self.reads.overhear(now, source, BlockId(frame.namespace, frame.key), frame.group)
         self.requester.receive(now, source, frame)
 
     def open_lane(self, now: float, budget: int) -> Lane | None:

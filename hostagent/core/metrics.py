@@ -67,6 +67,10 @@ class Metrics:
     gets_joined_total: int = 0
     """Gets that waited for a fetch that another get had begun."""
     fetches_total: int = 0
+    overheard_total: int = 0
+    """Blocks that came because another node of a reader group asked for them."""
+    overheard_refused_total: int = 0
+    """Such blocks that were not taken: too many were on their way."""
     prefetches_total: int = 0
     # puts, by key
     puts_total: int = 0

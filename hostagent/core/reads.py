@@ -65,12 +65,19 @@ _STATUS_OF_MISS: Final = {
 """All others are local.MISS, with the reason's value."""
 
 
+MOST_EXPECT_WAITS: Final = 8
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How gets behave beyond the requester's own tunables."""
 
     recall_probe_s: float = 0.05
     """How long a block whose only home is this node is asked for at the switch."""
+    most_overheard: int = 64
+    """Blocks that may be on their way here at once since others of a reader group asked."""
+    overheard_s: float = 5.0
+    """How long such a block may take, until somebody here asks for it."""
     keep_timeout_s: float = 3.0
     """How long the controller's `Keep` may take."""
 
@@ -172,6 +179,8 @@ class Reads:
         self._outbox = outbox
         self._metrics = metrics
         self._fetches: dict[BlockId, _Fetch] = {}
+        self._overheard: list[_Fetch] = []
+        """Those that `overhear` has begun, and maybe some that have ended."""
         self._timers = TimerQueue()
         self._now = 0.0
         """At the last event."""
@@ -304,6 +313,31 @@ class Reads:
         """Whether the namespace's reads gather for nobody, whatever is asked for."""
         pool = self._outbox.pool
         return pool is not None and namespace in pool.alone
+
+    def overhear(self, now: float, source: int, block: BlockId, group: int) -> None:
+        """DATA has come that another node of a reader group asked for. If nobody here has asked for
+        the block yet, take it all the same: this node's engine will, however late it is."""
+        pool = self._outbox.pool
+        if pool is None or block in self._fetches:
+            return
+        info = pool.groups.get((block.namespace, group))
+        if (
+            info is None
+            or self._node_id not in info.nodes
+            or self.refusal(block.namespace) is not None
+            or source not in pool.homes_of(block)
+            or self._store.peek(block) is not None
+        ):
+            return
+        if len(self._overheard) >= self._options.most_overheard:
+            on_their_way = self._fetches
+            self._overheard = [f for f in self._overheard if on_their_way.get(f.block) is f]
+            if len(self._overheard) >= self._options.most_overheard:
+                self._metrics.overheard_refused_total += 1
+                return
+        self._metrics.overheard_total += 1
+        deadline = now + self._options.overheard_s
+        self._overheard.append(self._join(now, block, deadline, None, group, True))
 
     # --- this node's disk ---------------------------------------------------------------------
 
@@ -475,6 +509,9 @@ class Reads:
             if other != NO_NODE and digest:
                 homes = [other]
                 deadline = min(deadline, now + self._options.recall_probe_s)
+        waits = self._expect_waits(block.namespace, group) if expect else 1
+        # Who was to ask, and comes late, finds that another asks in its place.
+        expect = expect or bool(group and self.requester.hears(now, group))
         fetch = self._fetches[block] = _Fetch(block, deadline, now)
         fetch.fetch_id = self.requester.fetch(
             now,
@@ -489,8 +526,18 @@ class Reads:
             gathers=not self._alone(block.namespace),
             group=group,
             expect=expect,
+            expect_waits=waits,
         )
         return fetch
+
+    def _expect_waits(self, namespace: int, group: int) -> int:
+        """How many times longer than one that was to ask this node waits for what nobody asks for:
+        each of its reader group another time, so that not all of them ask for it at once."""
+        pool = self._outbox.pool
+        info = pool.groups.get((namespace, group)) if pool is not None else None
+        if info is None or self._node_id not in info.nodes:
+            return 2
+        return min(2 + info.nodes.index(self._node_id), MOST_EXPECT_WAITS)
 
     def forget_namespaces(self, now: float, namespaces: Collection[int]) -> None:
         """End the fetches of these namespaces: what their keys name is not known any more."""

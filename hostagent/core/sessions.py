@@ -669,6 +669,10 @@ class Session:
             copy = core.store.peek(BlockId(request.namespace, pool_key))
             if copy is not None:
                 held.append(local.HeldBlock(key, copy.size_bytes, copy.digest, copy.home))
+        homes = [""] * len(keys)
+        if pool is not None:
+            first = [of_one[0] if of_one else -1 for of_one in pool.homes_of_all(keys)]
+            homes = [pool.nodes[one].node_id if one in pool.nodes else "" for one in first]
         self._reply(
             local.PoolDescription(
                 request.request,
@@ -684,6 +688,7 @@ class Session:
                 if pool is not None
                 else [],
                 held,
+                homes,
             )
         )
 

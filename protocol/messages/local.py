@@ -336,7 +336,8 @@ class HeldBlock(Struct, frozen=True, array_like=True):
 
 
 class PoolDescription(Struct, frozen=True, tag="pool"):
-    """Answer to DescribePool. `index` -1 and `epoch` 0: the agent has not reached a controller."""
+    """Answer to DescribePool. `index` -1 and `epoch` 0: the agent has not reached a controller.
+    `homes`: for each key that was asked about, the node that answers for it, "" for none."""
 
     request: U64
     node_id: Text
@@ -347,6 +348,7 @@ class PoolDescription(Struct, frozen=True, tag="pool"):
     namespaces: list[NamespaceInfo]
     groups: list[GroupInfo]
     held: list[HeldBlock]
+    homes: list[Text] = []
 
 
 class Failed(Struct, frozen=True, tag="failed"):

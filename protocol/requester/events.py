@@ -103,7 +103,8 @@ class RequesterConfig:
     sharing_memory_s: float = 5.0
     """Reads count as being shared for so long after a SHARED frame, in all fetches."""
     expect_wait_s: float = 0.05
-    """How long a fetch that expects its group's DATA waits for some, again after each frame."""
+    """How long a fetch that expects its group's DATA waits for some, again after each frame that
+    the group gets."""
     read_padding: bool = False
     """Whether READs carry padding, as the network's profile says."""
     usable_offer_kinds: frozenset[int] = frozenset()

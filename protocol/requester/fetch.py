@@ -140,6 +140,7 @@ class Fetch:
         "deadline_timer",
         "expect_digest",
         "expect_size",
+        "expect_waits",
         "expectation_timer",
         "gather_ms",
         "gathers",
@@ -172,6 +173,7 @@ class Fetch:
         self.deadline_timer = Deadline(self.id)
         self.expectation_timer = Expectation(self.id)
         self.expect_size: int | None = None
+        self.expect_waits = 1
         self.expect_digest = 0
         self.chunking = CELLS
         """How the READs of this fetch cut the block."""

@@ -74,7 +74,8 @@ class Lifecycle:
         self.timers.arm(fetch.deadline_timer, fetch.deadline)
         if expect:
             fetch.happen(now, FetchEvent.EXPECT)
-            self.timers.arm(fetch.expectation_timer, now + self.asker.config.expect_wait_s)
+            wait_s = fetch.expect_waits * self.asker.config.expect_wait_s
+            self.timers.arm(fetch.expectation_timer, now + wait_s)
         else:
             fetch.start_reading(now)
         self.plan(fetch)

@@ -35,8 +35,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import Final
 
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.messages.wire import (
     CELLS,
     FLAG_LAST,
@@ -85,6 +87,8 @@ from kvcast.protocol.requester.lifecycle import Lifecycle
 from kvcast.protocol.requester.segment import AWAITING, Segment, SegmentEvent, SegmentState
 from kvcast.protocol.requester.story import Story
 
+MOST_GROUPS: Final = 256
+"""Reader groups of which it is known when their DATA came last."""
 _RECEIVING: Final = SegmentState.RECEIVING
 _GAPPED: Final = SegmentState.GAPPED
 
@@ -107,6 +111,7 @@ class Requester:
         of them is told to `placed`, everything else to `receive`."""
         self._allocate = allocate
         self._life = Lifecycle(config, self.counters, rng)
+        self._group_heard_at: BoundedMap[int, float] = BoundedMap(MOST_GROUPS)
         self._fetches = self._life.fetches
         self._by_block = self._life.by_block
         self._timers = self._life.timers
@@ -138,6 +143,7 @@ class Requester:
         gathers: bool = True,
         group: int = 0,
         expect: bool = False,
+        expect_waits: int = 1,
         probe: bool = True,
     ) -> int:
         """Start fetching `block` from the first of `homes` that works; returns the fetch's id.
@@ -149,7 +155,8 @@ class Requester:
         READs are for chunks of `chunking`, unless the home is known to send no such ones.
         Without `probe` no offer is taken. Without `gathers` no READ gathers, whatever `gather_ms`
         or the configuration say, and however many answers are shared.
-        With `expect`, nothing is asked for until the reader group's DATA fails to come. Where
+        With `expect`, nothing is asked for until the reader group's DATA fails to come, be it of
+        this block or of others, for `expect_waits` times the time that is configured. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
         next event.
 
@@ -180,6 +187,7 @@ class Requester:
         fetch.gathers = gathers
         fetch.gather_ms = gather_ms if gathers else 0
         fetch.group = group
+        fetch.expect_waits = expect_waits
         looks_for_company = fetch.gather_ms or group or expect
         fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
@@ -193,6 +201,10 @@ class Requester:
     def shares(self, now: float) -> bool:
         """Whether most answers of late went to others, too."""
         return self._asker.shares(now)
+
+    def hears(self, now: float, group: int) -> bool:
+        """Whether DATA that others of a reader group ask for comes just now."""
+        return now - self._group_heard_at.get(group, -inf) < self.config.expect_wait_s
 
     def first_home(self, now: float, homes: Sequence[int]) -> int:
         """Which of these homes, of which there is at least one, a fetch would ask first."""
@@ -371,7 +383,9 @@ class Requester:
         self._life.leave_home(now, fetch, MissReason.UNREACHABLE)
 
     def _expectation_timer(self, now: float, fetch: Fetch) -> None:
-        due = fetch.progress_at + self.config.expect_wait_s
+        # While the group's DATA flows, this block's may be yet to come.
+        heard_at = max(fetch.progress_at, self._group_heard_at.get(fetch.group, fetch.progress_at))
+        due = heard_at + fetch.expect_waits * self.config.expect_wait_s
         if due > now:
             self._timers.arm(fetch.expectation_timer, due)
             return
@@ -419,6 +433,8 @@ class Requester:
         report = fetch.report
         counters.data += new
         fetch.progress_at = now
+        if fetch.group and fetch.state is FetchState.EXPECTING:
+            self._group_heard_at[fetch.group] = now
         asker.heard_at[source] = now
         fetch.homes.contributors.add(source)
         if flags & FLAG_SHARED:

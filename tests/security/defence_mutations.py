@@ -2107,6 +2107,24 @@ def _arena_of_whatever() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.tiers.arena._make_locked", open_it)
 
 
+@mutation(
+    "whatever comes for a group is taken",
+    {
+        "fills the memory of a reader group's nodes": [
+            "test_only_members_take_what_they_did_not_ask_for_and_of_homes_alone",
+            "test_what_is_taken_unasked_is_bounded_and_ends",
+        ]
+    },
+)
+def _overheard_unbounded() -> AbstractContextManager[object]:
+    def overhear(self: Any, now: float, _source: int, block: Any, group: int) -> None:
+        if block not in self._fetches:
+            self._metrics.overheard_total += 1
+            self._join(now, block, now + 1e9, None, group, True)
+
+    return replaced("kvcast.hostagent.core.reads.Reads.overhear", overhear)
+
+
 # --- engines' connectors --------------------------------------------------------------------------
 
 _CONNECTORS = "kvcast.hostagent.connectors"
