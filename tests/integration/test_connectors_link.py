@@ -202,7 +202,8 @@ async def test_without_an_agent_everything_ends_and_its_return_is_noticed(
         await pool.kill("node-1")
 
         def without() -> None:
-            assert node.held(chain, 1.0) is None
+            # What the agent held can be looked up until its end is noticed.
+            assert node.held(hashes("b", 4), 1.0) is None
             ended = node.load(chain, Memory(None), IDS, 1.0)
             assert ended.came == 0
             assert ended.reason in ("unavailable", "deadline")
