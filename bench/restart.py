@@ -1,6 +1,6 @@
 """How long is a node's arena out of reach when its agent dies or is upgraded, and what is lost?
 
-Three questions, each of a pool of separate processes, with agents that keep their arenas:
+Four questions, each of a pool of separate processes, with agents that keep their arenas:
 
 - **restart**: an arena of 1 to 10 GiB full of blocks; the agent gets SIGKILL. Measured from that
   signal until a client that connects then has its first block, served by the next agent, and has
@@ -8,6 +8,9 @@ Three questions, each of a pool of separate processes, with agents that keep the
 - **upgrade**: three nodes under a load of gets and puts; one agent after the other is replaced by
   `kvcast agent --takeover`. Counted: gets that did not bring the block, and blocks that were put
   and are gone.
+- **scale**: a node joins three others, and then one is drained and stopped, under load, with one
+  copy of every block. The readers' node holds no bucket, and next to nothing of what it has read.
+  Counted: gets that did not bring the block, and blocks that are gone.
 - **loss**: three nodes with two copies of every block; puts that wait for both. One node is killed,
   its supervisor too, and its arena removed. Counted: acknowledged blocks that are gone.
 
@@ -28,14 +31,14 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.service.provenance import provenance
 from kvcast.topologies.part import Part
-from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
 
@@ -49,6 +52,10 @@ GET_DEADLINE_S: Final = 10.0
 UPGRADE_BLOCK_BYTES: Final = 64 << 10
 UPGRADE_BLOCKS: Final = 300
 READERS_A_NODE: Final = 4
+SCALE_BLOCKS: Final = 600
+HANDOVER_RATE: Final = 8 << 20
+"""Bytes a second that one node hands over; so slow that there is time to fail meanwhile."""
+SCALE_WITHIN_S: Final = 60.0
 _BETWEEN_TRIALS_S: Final = 1.5
 """Longer than an agent that dies counts as one that dies at once."""
 
@@ -171,7 +178,15 @@ async def restart(
 class Load:
     """Clients on all nodes that read blocks of the others, and put new ones."""
 
-    def __init__(self, pool: Pool, namespace: int, keys: list[bytes]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        namespace: int,
+        keys: list[bytes],
+        without: Collection[str] = (),
+    ) -> None:
+        """`without`: nodes that have no clients."""
+        self._sockets = [path for name, path in pool.sockets.items() if name not in without]
         self.gets = 0
         self.failed: list[str] = []
         self.puts = 0
@@ -186,7 +201,7 @@ class Load:
     async def running(self) -> AsyncIterator[Load]:
         async with contextlib.AsyncExitStack() as stack:
             tasks = []
-            for node, path in enumerate(self._pool.sockets.values()):
+            for node, path in enumerate(self._sockets):
                 client = await stack.enter_async_context(await AsyncClient.connect(str(path)))
                 tasks += [
                     asyncio.create_task(self._read(client, node * READERS_A_NODE + reader))
@@ -330,6 +345,69 @@ async def loss() -> dict[str, Any]:
     return {"blocks": len(keys), "lost_acknowledged": lost}
 
 
+# --- scale out and in -----------------------------------------------------------------------------
+
+
+async def _settled(pool: Pool, *, placed: set[str]) -> float:
+    """Wait until these nodes, and no others, have the buckets; seconds."""
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + SCALE_WITHIN_S:
+        status = await pool.status()
+        now = {node["node_id"] for node in status["nodes"] if node["placed"]}
+        if status["settled"] and now == placed:
+            return time.perf_counter() - begun
+        await asyncio.sleep(0.1)
+    raise PoolError(f"the blocks are not handed over after {SCALE_WITHIN_S:.0f} s: {status}")
+
+
+async def scale() -> dict[str, Any]:
+    """Let a node join, and drain another, under load; each block has one copy."""
+    star = Star.of(5)
+    *nodes, reader = (host.node_id for host in star.hosts)
+    options = PoolOptions(
+        replicas=0,
+        arena_bytes=256 << 20,
+        agent_flags=(f"--handover-rate={HANDOVER_RATE}",),
+        node_flags={reader: ("--arena-bytes=2MiB",)},
+    )
+    async with Pool(star, options) as pool:
+        joins, leaves = nodes[-1], nodes[0]
+        await pool.http("POST", "/v1/drain", {"node_id": reader})
+        await pool.parts[joins].stop()
+        await _settled(pool, placed={*nodes} - {joins})
+        namespace, keys = await _filled(pool, SCALE_BLOCKS)
+        async with Load(pool, namespace, keys, without={*nodes}).running() as load:
+            await asyncio.sleep(1.0)
+            await pool.restart(joins)
+            joined_s = await _settled(pool, placed={*nodes})
+            say(f"  {joins} has joined after {joined_s:.1f} s")
+            status = await pool.status()
+            share = {n["node_id"]: n["blocks"] for n in status["nodes"]}[joins]
+            await asyncio.sleep(1.0)
+            await pool.http("POST", "/v1/drain", {"node_id": leaves})
+            drained_s = await _settled(pool, placed={*nodes} - {leaves})
+            say(f"  {leaves} was drained after {drained_s:.1f} s")
+            await asyncio.sleep(0.5)
+        await pool.parts[leaves].stop()
+        await asyncio.sleep(0.5)
+        lost = await _missing(pool.sockets[reader], namespace, load.acknowledged)
+        pool.check_alive(except_for=frozenset({leaves}))
+    return {
+        "gets": load.gets,
+        "failed_reads": len(load.failed),
+        "failures": sorted(set(load.failed))[:5],
+        "longest_get_ms": load.longest_get_s * 1e3,
+        "puts": load.puts,
+        "failed_puts": len(load.put_failures),
+        "put_failures": sorted(set(load.put_failures))[:5],
+        "joined_s": joined_s,
+        "blocks_of_the_newcomer": share,
+        "drained_s": drained_s,
+        "handover_bytes_per_s": HANDOVER_RATE,
+        "lost_blocks": lost,
+    }
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -373,6 +451,8 @@ def main() -> int:
     upgraded = asyncio.run(upgrade(options.rounds))
     say("loss of a node")
     lost = asyncio.run(loss())
+    say("scale out and in")
+    scaled = asyncio.run(scale())
     report: dict[str, Any] = {
         f"restart_{one['arena_gib']:g}g_ms": one["first_block_ms"] for one in figures
     }
@@ -380,9 +460,12 @@ def main() -> int:
         "failed_reads": upgraded["failed_reads"],
         "lost_blocks": upgraded["lost_blocks"],
         "lost_acknowledged": lost["lost_acknowledged"],
+        "scale_failed_reads": scaled["failed_reads"],
+        "scale_lost_blocks": scaled["lost_blocks"],
         "restarts": figures,
         "upgrade": upgraded,
         "loss": lost,
+        "scale": scaled,
         "provenance": provenance(),
     }
     text = json.dumps(report, indent=2)
@@ -392,6 +475,7 @@ def main() -> int:
     if options.plot is not None:
         draw(figures, options.plot)
     wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in figures)
+    wrong += scaled["failed_reads"] + scaled["lost_blocks"]
     wrong += report["failed_reads"] + report["lost_blocks"] + report["lost_acknowledged"]
     return int(wrong > 0)
 

@@ -54,6 +54,9 @@ COMMANDS = {
         "kvcast.controller.daemon", "run the controller of one switch", "controller"
     ),
     "agent": Command("kvcast.hostagent.daemon", "run the agent of one inference node", "agent"),
+    "agent drain": Command(
+        "kvcast.cli.drain", "have a node's blocks handed over, so that it may go"
+    ),
     "agent evict": Command(_AGENT, "have blocks forgotten", function="evict"),
     "agent fsck": Command(
         "kvcast.cli.fsck", "look at all blocks on a stopped agent's disks, and mend what is wrong"

@@ -26,6 +26,7 @@ from kvcast.service.commands import (
 )
 from kvcast.service.values import number, parse_size, whole_number
 
+_PATH = "/v1/namespaces"
 _TIMEOUT_S = 10.0
 _NAMES = ("tenant", "model", "version", "layout")
 
@@ -183,7 +184,7 @@ async def _run(options: argparse.Namespace) -> int:
     access = access_of(options.tls, options.token_file)
 
     async def ask(method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(_ask, options.http, access, method, body)
+        return await asyncio.to_thread(ask_api, options.http, access, method, _PATH, body)
 
     if options.command == "list":
         answer = await ask("GET")
@@ -223,10 +224,12 @@ def _line(info: dict[str, Any]) -> str:
     return f"{info['namespace']:>5}  {parts}" + (f"  {' '.join(said)}" if said else "")
 
 
-def _ask(url: str, access: Access, method: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    """The answer of /v1/namespaces; CommandError if it is none, or says why not."""
+def ask_api(
+    url: str, access: Access, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The controller's answer; CommandError if it is none, or says why not."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/namespaces", data=data, method=method)
+    request = urllib.request.Request(f"{url.rstrip('/')}{path}", data=data, method=method)
     request.add_header("Content-Type", "application/json")
     if access.token:
         request.add_unredirected_header("Authorization", f"Bearer {access.token}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from kvcast.controller.agent_links import AgentLink
+from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import NamespaceError
 from kvcast.controller.core.pool import Pool, PoolOptions
 from kvcast.controller.core.program import resident_entries
@@ -322,6 +323,24 @@ class ControllerService:
             self._pool.delete_namespace(namespace, time.monotonic())
         except NamespaceError as error:
             raise HttpError(404, str(error)) from error
+        self._wake.set()
+
+    def drain(self, node_id: str) -> None:
+        """POST /v1/drain; HttpError."""
+        self._refuse_backup()
+        try:
+            self._pool.drain(node_id)
+        except DrainError as error:
+            raise HttpError(409, str(error)) from error
+        self._wake.set()
+
+    def undrain(self, node_id: str) -> None:
+        """DELETE /v1/drain; HttpError."""
+        self._refuse_backup()
+        try:
+            self._pool.undrain(node_id, time.monotonic())
+        except DrainError as error:
+            raise HttpError(409, str(error)) from error
         self._wake.set()
 
     def _refuse_backup(self) -> None:

@@ -61,7 +61,8 @@ CREATE TABLE settings (namespace INTEGER PRIMARY KEY, settings TEXT NOT NULL) ST
 CREATE TABLE deleted (ordinal INTEGER PRIMARY KEY, namespace INTEGER NOT NULL) STRICT;
 """
 # Numbers of 64 bits without a sign do not fit SQLite's INTEGER: incarnation, digest and
-# arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none).
+# arena_bytes are TEXT, in decimal. Lists are TEXT, joined by spaces (node ids hold none). A node's
+# `placed` is 1 where it is placed, and 2 more where it is to be drained.
 
 Row = tuple[Any, ...]
 _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
@@ -70,7 +71,7 @@ _TABLES: dict[str, Callable[[SavedState], list[Row]]] = {
         (
             n.node_id, n.index, str(n.incarnation), n.address.ip, n.address.mac,
             n.address.switch_port, n.address.udp_port, n.address.bulk_host, n.address.bulk_port,
-            str(n.arena_bytes), int(n.placed),
+            str(n.arena_bytes), int(n.placed) | int(n.draining) << 1,
         )
         for n in s.nodes
     ],
@@ -156,7 +157,10 @@ class Store:
             state = SavedState(
                 epoch=epochs[0][0] if epochs else 0,
                 nodes=tuple(
-                    SavedNode(r[0], r[1], int(r[2]), Address(*r[3:9]), int(r[9]), bool(r[10]))
+                    SavedNode(
+                        r[0], r[1], int(r[2]), Address(*r[3:9]), int(r[9]), bool(r[10] & 1),
+                        bool(r[10] & 2),
+                    )
                     for r in nodes
                 ),
                 namespaces=tuple(

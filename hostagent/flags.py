@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 from urllib.parse import urlsplit
 
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
 from kvcast.hostagent.core.agent import AgentOptions
+from kvcast.hostagent.core.handover import HandoverOptions
 from kvcast.hostagent.core.writes import ACKS, WriteOptions
 from kvcast.hostagent.network.local_server import LocalOptions
 from kvcast.hostagent.options import (
@@ -273,6 +275,17 @@ class PutFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandoverFlags:
+    """handing over (to nodes that join, from a node that is drained, after the loss of a node)"""
+
+    handover_rate_bytes: int = size(
+        "bytes of blocks a second, at most; and at most a quarter of --link-rate",
+        default=int(HandoverOptions.rate_bytes_per_s),
+        flag="handover-rate",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadFlags:
     """reads"""
 
@@ -356,6 +369,7 @@ class AgentFlags(
     SsdFlags,
     LocalFlags,
     PutFlags,
+    HandoverFlags,
     ReadFlags,
     AnswerFlags,
     CommonOptions,
@@ -406,6 +420,8 @@ def _settle(flags: AgentFlags) -> Setup:
     if flags.hints_addr is not None:
         addresses.append(("--hints-addr", flags.hints_addr[0]))
     refuse_open_addresses(flags, addresses)
+    if not flags.handover_rate_bytes:
+        raise OptionsError("--handover-rate must be above 0: blocks have to be handed over")
     if flags.slab_bytes < 1:
         raise OptionsError("--slab-bytes must be at least 1")
     if flags.arena_bytes < flags.slab_bytes:
@@ -456,6 +472,11 @@ def options_of(setup: Setup) -> Options:
             responder=responder,
             writes=WriteOptions(
                 put_ack=flags.put_ack, replicate_timeout_s=flags.replicate_timeout_s
+            ),
+            handover=HandoverOptions(
+                rate_bytes_per_s=min(
+                    flags.handover_rate_bytes, flags.link_rate_bits_per_s / 8 / 4 or inf
+                )
             ),
             lone_reads_by_tcp=flags.lone_reads == "tcp",
             client_share=flags.client_share,

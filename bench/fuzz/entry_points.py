@@ -674,6 +674,8 @@ _SERVICE: Final = cast(
         ),
         change_namespace=lambda body: NamespaceInfo(body.namespace, "t", "m", "1", "l"),
         delete_namespace=lambda _namespace: None,
+        drain=lambda _node_id: None,
+        undrain=lambda _node_id: None,
     ),
 )
 """A controller that has nothing to say."""
@@ -711,6 +713,9 @@ class HttpHarness(LoopHarness):
         ):
             size = f"Content-Length: {len(said)}"
             requests.append(f"{method} /v1/namespaces {head}{size}\r\n\r\n{said}")
+        for method, said in (("POST", '{"node_id": "node-1"}'), ("DELETE", '{"node_id": ""}')):
+            size = f"Content-Length: {len(said)}"
+            requests.append(f"{method} /v1/drain {head}{size}\r\n\r\n{said}")
         chunk = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n"
         requests.append(f"POST /v1/pin {head}Transfer-Encoding: chunked\r\n\r\n{chunk}")
         return [request.encode() for request in requests]

@@ -8,12 +8,17 @@ A node is *live* while its lease runs, and *placed* while buckets may name it:
 
 | event                            | live | placed                                      |
 |----------------------------------|------|---------------------------------------------|
-| registers, never seen before     | yes  | at the next `advance`                       |
+| registers, never seen before     | yes  | at the next `advance`; see below            |
 | registers again within its lease | yes  | stays                                       |
 | lease runs out, or it leaves     | no   | no, at once                                 |
-| registers after that             | yes  | after `rebalance_after_s` of life           |
+| registers after that             | yes  | after `rebalance_after_s` of life; as above |
+| is to be drained                 | yes  | until others have its blocks (`settle`)     |
 
-so a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
+Where placed nodes hold blocks, a node that comes is *joining* first: it is among the `coming`, who
+will be placed when they have been handed what is theirs (`settle`). A node that is to be *drained*
+is placed until then, and not among the coming.
+
+So a node that comes and goes moves its buckets away once, and back only when it is stable. A dead
 node stays known (its forwarding stays, its index stays) until its address is wanted by another
 node or the bound is reached.
 """
@@ -61,6 +66,8 @@ class SavedNode:
     address: Address
     arena_bytes: int
     placed: bool
+    draining: bool = False
+    """It is to be placed no more, until it is told otherwise or begins another incarnation."""
 
 
 @dataclass
@@ -76,6 +83,13 @@ class Node(SavedNode):
     lease_until: float = 0.0
     live: bool = False
     live_since: float = 0.0
+    joining: bool = False
+    handed_epoch: int = 0
+    """The epoch of the map by which it last said how much it has to hand over: `handed_left` blocks
+    of `handed_total`, beside `handed_failed` that it could not."""
+    handed_left: int = 0
+    handed_total: int = 0
+    handed_failed: int = 0
     newcomer: bool = False
     """Never placed before: gets its first buckets without waiting to prove itself."""
     arena_used_bytes: int = 0
@@ -99,6 +113,12 @@ class Views(NamedTuple):
     """Those that buckets may name."""
     readers: frozenset[str]
     """Live ones that are no homes, and never will be."""
+    coming: frozenset[str]
+    """Those that buckets will name when all is handed over; as `placed` where nothing is."""
+
+
+class DrainError(ValueError):
+    """A node cannot be drained; the text says why, to the operator."""
 
 
 def checked_address(message: Register, max_port: int) -> Address:
@@ -181,13 +201,21 @@ class Membership:
         """The nodes as others want them; the same object until something of it changes."""
         if self._views is None:
             known = sorted(self.nodes.values(), key=lambda n: n.index)
+            placed = frozenset(n.node_id for n in known if n.placed)
+            coming = frozenset(
+                n.node_id for n in known if n.joining or (n.placed and not n.draining)
+            )
             self._views = Views(
                 saved=tuple(
-                    SavedNode(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes, n.placed)
+                    SavedNode(
+                        *(n.node_id, n.index, n.incarnation, n.address, n.arena_bytes),
+                        *(n.placed, n.draining),
+                    )
                     for n in known
                 ),
                 addresses=tuple((n.node_id, n.address) for n in known),
-                placed=frozenset(n.node_id for n in known if n.placed),
+                placed=placed,
+                coming=coming or placed,  # nobody is left to take anything over
                 readers=frozenset(n.node_id for n in known if n.live and not self._may_be_home(n)),
             )
         return self._views
@@ -227,6 +255,9 @@ class Membership:
             changed |= node.mtu_bytes != message.mtu_bytes
             if not node.live:
                 node.live_since = now
+            if node.incarnation != message.incarnation:
+                changed |= node.draining and node.placed
+                node.draining = False
             node.incarnation = message.incarnation
             node.address = address
         if not node.live:
@@ -282,14 +313,59 @@ class Membership:
         for node in self.nodes.values():
             if node.live and now >= node.lease_until:
                 changed |= self._die(node)
-            elif node.live and not node.placed and self._may_be_placed(node, now):
-                node.placed, node.newcomer = True, False
+            elif self._waits(node) and self._may_be_placed(node, now):
+                node.placed = not any(n.placed and n.blocks for n in self.nodes.values())
+                node.joining, node.newcomer = not node.placed, False
                 self._views = None
                 changed = True
         return changed
 
     def _may_be_home(self, node: Node) -> bool:
         return not self._homes or node.node_id in self._homes
+
+    def _waits(self, node: Node) -> bool:
+        """Whether a node is to be placed, and not on the way to it."""
+        on_the_way = node.placed or node.joining or node.draining
+        return node.live and not on_the_way and self._may_be_home(node)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is to be handed over."""
+        return self.views.placed == self.views.coming
+
+    def settle(self) -> list[str]:
+        """All is handed over: place those that were coming, and nobody else; the node ids of those
+        that are not placed any more."""
+        coming = self.views.coming
+        drained = [n.node_id for n in self.nodes.values() if n.placed and n.node_id not in coming]
+        for node in self.nodes.values():
+            node.placed, node.joining = node.node_id in coming, False
+        self._views = None
+        return drained
+
+    def drain(self, node_id: str) -> bool:
+        """Have a node's blocks handed over; DrainError."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise DrainError(f"there is no node {node_id}")
+        if node.draining:
+            return False
+        if node.placed and self.views.coming == {node_id}:
+            raise DrainError(f"no node could take over what {node_id} holds")
+        node.draining, node.joining = True, False
+        self._views = None
+        return True
+
+    def undrain(self, node_id: str, now: float) -> bool:
+        """Have a node hold blocks again, or on; DrainError."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise DrainError(f"there is no node {node_id}")
+        if not node.draining:
+            return False
+        node.draining, node.live_since = False, now
+        self._views = None
+        return True
 
     def _may_be_placed(self, node: Node, now: float) -> bool:
         return self._may_be_home(node) and (
@@ -301,7 +377,7 @@ class Membership:
     def _die(self, node: Node) -> bool:
         was_live = node.live
         self._views = None
-        node.live = node.placed = False
+        node.live = node.placed = node.joining = False
         node.newcomer = False
         return was_live
 
@@ -311,7 +387,7 @@ class Membership:
         times += [
             n.live_since if n.newcomer else n.live_since + self._rebalance_after_s
             for n in self.nodes.values()
-            if n.live and not n.placed and self._may_be_home(n)
+            if self._waits(n)
         ]
         return min(times, default=None)
 

@@ -57,6 +57,7 @@ from kvcast.protocol.messages.control import (
     Described,
     GroupReply,
     GroupRequest,
+    HandedOver,
     Kept,
     Leave,
     Loads,
@@ -118,6 +119,8 @@ class PoolOptions:
     adaptive: AdaptiveOptions = field(default_factory=AdaptiveOptions)
     drain_s: float = 0.2
     refresh_s: float = 10.0
+    handover_timeout_s: float = 600.0
+    """How long nodes that join wait for their blocks, before they are placed all the same."""
     port_sets: int = 64
     tenants: TenantRules = field(default_factory=TenantRules)
     hot: ReplicaOptions = field(default_factory=ReplicaOptions)
@@ -237,7 +240,12 @@ class Pool:
         self._forget_has_secret(now)
         self.multicast_groups = MulticastGroups(options.port_sets)
         self.agent_counters: dict[str, dict[str, float]] = {}
-        self._placement_of: frozenset[str] = frozenset()
+        self._placement_of: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._moves_of = self._placement_of
+        """Who was placed, and who was coming, in the last map."""
+        self._moves_epoch = 0
+        """Since which epoch that has been so."""
+        self._moves_since = self._now = now
         self._placement: Placement = place((), 1)
         self._desired = SwitchState()
         self._desired_for: tuple[object, ...] | None = None
@@ -281,6 +289,10 @@ class Pool:
                 return []
             case Kept():
                 return self._to_nodes(self.tiers.kept(message, node.node_id, now))
+            case HandedOver():
+                node.handed_epoch, node.handed_left = message.epoch, message.left
+                node.handed_total, node.handed_failed = message.total, message.failed
+                return []
             case NamespaceRequest():
                 return self._namespace(connection, message, now)
             case GroupRequest():
@@ -504,7 +516,9 @@ class Pool:
 
     def advance(self, now: float) -> list[Action]:
         """All that is due by `now`. Call it after every event and at `next_deadline`."""
+        self._now = now
         self._map_changed |= self.membership.advance(now)
+        self._settle(now)
         for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
             del self.agent_counters[node_id]
             self.adaptive.node_left(node_id)
@@ -571,13 +585,42 @@ class Pool:
 
     @property
     def placement(self) -> Placement:
-        """The bucket lists, by node id, over the placed nodes."""
-        placed = self.membership.views.placed
-        if placed is not self._placement_of:
-            if placed != self._placement_of:
-                self._placement = place(placed, self.options.replicas + 1)
-            self._placement_of = placed
+        """The bucket lists, by node id, over the placed nodes; while blocks are handed over, those
+        that are to take over stand behind those that hold the blocks."""
+        views = self.membership.views
+        of = (views.placed, views.coming)
+        if of != self._placement_of:
+            homes = self.options.replicas + 1
+            self._placement = place(views.placed, homes)
+            if views.coming != views.placed:
+                self._placement = tuple(
+                    (*now, *(node_id for node_id in then if node_id not in now))
+                    for now, then in zip(self._placement, place(views.coming, homes), strict=True)
+                )
+            self._placement_of = of
         return self._placement
+
+    def _settle(self, now: float) -> None:
+        """When all nodes have handed over what the map moves, it has been moved."""
+        if self.membership.is_settled or self._map is None or self._map_changed:
+            return
+        live = [n for n in self.membership.nodes.values() if n.live]
+        if any(n.handed_epoch < self._moves_epoch or n.handed_left for n in live):
+            late = now >= self._moves_since + self.options.handover_timeout_s
+            if not late or any(n.draining and n.placed for n in live):
+                return
+            self.counts["handovers_timed_out"] += 1
+        self.counts["handovers"] += 1
+        self.counts["nodes_drained"] += len(self.membership.settle())
+        self._map_changed = True
+
+    def drain(self, node_id: str) -> None:
+        """Have a node's blocks handed over to others; DrainError."""
+        self._map_changed |= self.membership.drain(node_id)
+
+    def undrain(self, node_id: str, now: float) -> None:
+        """Have a node hold blocks again, or on; DrainError."""
+        self._map_changed |= self.membership.undrain(node_id, now)
 
     @property
     def answering(self) -> Placement:
@@ -628,7 +671,7 @@ class Pool:
             map=self._map,
             map_to=frozenset(self._map_due),
             replies=tuple(self._replies),
-            nodes=views.placed | views.readers,
+            nodes=views.placed | views.coming | views.readers,
             namespaces=frozenset(self.namespaces.by_number),
             groups=frozenset(self.namespaces.groups),
             draining=self.tiers.residency.waiting_for_deletion(),
@@ -722,6 +765,11 @@ class Pool:
 
     def _build_map(self) -> PoolMap:
         live = [n for n in self.membership.nodes.values() if n.live]
+        views = self.membership.views
+        if (views.placed, views.coming) != self._moves_of:
+            self._moves_of = (views.placed, views.coming)
+            self._moves_epoch, self._moves_since = self.epoch, self._now
+        settled = min(self.options.replicas + 1, len(views.placed))
         index = {n.node_id: n.index for n in live}
         return PoolMap(
             epoch=self.epoch,
@@ -735,6 +783,7 @@ class Pool:
             ),
             deleted=list(self.namespaces.deleted),
             alone=[n for n in sorted(self.namespaces.by_number) if not self.adaptive.gathers(n)],
+            settled=0 if self.membership.is_settled else settled,
         )
 
     def _homes(self, block: BlockId) -> list[str]:
@@ -764,6 +813,7 @@ class Pool:
             "epoch": self.epoch,
             "buckets": BUCKETS,
             "chunk_bytes": self._map.chunk_bytes if self._map is not None else CELLS.chunk_bytes,
+            "settled": self.membership.is_settled,
             "plain": not self.options.settings.enabled,
             "admit": self.options.admit.value,
             "nodes": [
@@ -773,6 +823,14 @@ class Pool:
                     "alive": node.live,
                     "connected": node.connection is not None,
                     "placed": node.placed,
+                    "joining": node.joining,
+                    "draining": node.draining,
+                    "handover": {
+                        "epoch": node.handed_epoch,
+                        "left": node.handed_left,
+                        "total": node.handed_total,
+                        "failed": node.handed_failed,
+                    },
                     "programmed": node.node_id in self.programmed_nodes,
                     "buckets": homes.get(node.node_id, 0),
                     "epoch": node.epoch,

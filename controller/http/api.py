@@ -17,6 +17,8 @@ asks a `Service`), or what bounds a client (`kvcast.service.http`).
 | POST /v1/namespaces (`NamespaceBody`) | operator | 200: found or made; 409 with why not |
 | PATCH /v1/namespaces `{"namespace": n, "settings": {…}}` | operator | 200; 404 |
 | DELETE /v1/namespaces `{"namespace": n}` | operator | 200; 404 |
+| POST /v1/drain `{"node_id": name}` | operator | 200: its blocks are handed over; 409: why not |
+| DELETE /v1/drain, the same body | operator | 200: it holds blocks again, or on; 409 |
 
 Where it authenticates (`HttpOptions.authenticated`), a client has a role by its token
 (`Authorization: Bearer …`) or by an operator's certificate. 401: no role; 403: not this one; 429:
@@ -42,7 +44,12 @@ import msgspec
 from aiohttp import web
 from kvcast.controller.http.page import page_routes
 from kvcast.controller.http.tokens import OPERATOR, VIEWER, TokensFile
-from kvcast.protocol.messages.control import NamespaceInfo, NamespaceSettings, Text
+from kvcast.protocol.messages.control import (
+    NamespaceInfo,
+    NamespaceSettings,
+    NodeId,
+    Text,
+)
 from kvcast.protocol.messages.wire import BlockId
 from kvcast.service.http import (
     HttpError,
@@ -73,6 +80,7 @@ _ROLES = {
     "/metrics": VIEWER,
     "/v1/pin": OPERATOR,
     "/v1/namespaces": OPERATOR,
+    "/v1/drain": OPERATOR,
 }
 """What it takes to use a route; the others are everybody's."""
 _VIEWED = frozenset({"/v1/namespaces"})
@@ -133,6 +141,12 @@ class NumberBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: Number
 
 
+class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of both drain requests."""
+
+    node_id: NodeId
+
+
 class Service(Protocol):
     """What the API needs of the controller."""
 
@@ -166,6 +180,12 @@ class Service(Protocol):
     def delete_namespace(self, namespace: int) -> None:
         """HttpError."""
 
+    def drain(self, node_id: str) -> None:
+        """HttpError."""
+
+    def undrain(self, node_id: str) -> None:
+        """HttpError."""
+
 
 class HttpApi:
     """Serves a `Service`."""
@@ -191,6 +211,7 @@ class HttpApi:
             "/v1/worth": {"GET": self._worth},
             "/metrics": {"GET": self._metrics},
             "/v1/pin": {"POST": self._pin, "DELETE": self._unpin},
+            "/v1/drain": {"POST": self._drain, "DELETE": self._undrain},
             "/v1/namespaces": {
                 "GET": self._namespaces,
                 "POST": self._make_namespace,
@@ -294,6 +315,14 @@ class HttpApi:
     async def _delete_namespace(self, request: web.BaseRequest) -> web.Response:
         self._service.delete_namespace((await _body(request, NumberBody)).namespace)
         return json_answer({"deleted": True})
+
+    async def _drain(self, request: web.BaseRequest) -> web.Response:
+        self._service.drain((await _body(request, DrainBody)).node_id)
+        return json_answer({"draining": True})
+
+    async def _undrain(self, request: web.BaseRequest) -> web.Response:
+        self._service.undrain((await _body(request, DrainBody)).node_id)
+        return json_answer({"draining": False})
 
     async def _pin(self, request: web.BaseRequest) -> web.Response:
         body = await _body(request, PinBody)

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.handover import Handover, HandoverOptions
 from kvcast.hostagent.core.limits import Limits, RateLimit
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import NamespaceMetrics, explained
@@ -98,6 +99,7 @@ class AgentOptions:
     responder: ResponderConfig = field(default_factory=ResponderConfig)
     reads: ReadOptions = field(default_factory=ReadOptions)
     writes: WriteOptions = field(default_factory=WriteOptions)
+    handover: HandoverOptions = field(default_factory=HandoverOptions)
     lone_reads_by_tcp: bool = True
     """Whether this node, as a reader, takes what nobody else reads just then by TCP."""
     client_share: float = 0.5
@@ -173,6 +175,9 @@ class AgentCore:
         self.ssd: SsdTier | None = None
         self._parked = 0
         """READs that wait for the disk."""
+        self.handover = Handover(options.handover, store, self.outbox)
+        self.handover.progressed = self._report_handover
+        self.serving.came = self.handover.came
         reservations = Reservations(store, memory)
         self.requester = Requester(
             replace(
@@ -270,6 +275,8 @@ class AgentCore:
     def use_ssd(self, ssd: SsdTier) -> None:
         """Have blocks lie on this node's disk, too, from now on."""
         self.ssd = self.reads.ssd = ssd
+        self.handover.lower = ssd.shelf.blocks
+        self.handover.recall = self._recall
         self.store.below = ssd
         ssd.meaning_of = self._meaning_of
         self._state_ssd_rules()
@@ -358,6 +365,7 @@ class AgentCore:
             self.reads.get_timer(),
             self.responder.get_timer(now),
             self.store.next_expiry(),
+            self.handover.get_timer(),
         )
         return min((at for at in timers if at is not None), default=None)
 
@@ -365,6 +373,8 @@ class AgentCore:
         """Do what has become due by `now`."""
         self.store.advance(now)
         self.reads.handle_timer(now)
+        self.handover.advance(now)
+        self._report_handover(now)
 
     def _lookup(self, block: BlockId) -> _Held | None:
         copy = self.store.get(block)
@@ -484,6 +494,7 @@ class AgentCore:
             self._state_namespace(pool, namespace)
         self._state_lane(pool)
         self._keep_map(pool)
+        self._hand_over(now, old, pool)
 
     def _state_lane(self, pool: Pool) -> None:
         """Who may have which namespaces' blocks without asking us."""
@@ -496,6 +507,18 @@ class AgentCore:
                 },
                 b"" if offer is None else encode_offer(offer),
             )
+
+    def _hand_over(self, now: float, old: Pool | None, pool: Pool) -> None:
+        self.handover.new_map(old, pool)
+        self.handover.advance(now)
+        self._report_handover(now)
+
+    def _report_handover(self, now: float) -> None:
+        """Say how much is left; not before it is known what is here."""
+        if self._tell is not None and self.recovery is None:
+            news = self.handover.report(now)
+            if news is not None:
+                self._tell(news)
 
     def restore_map(self, now: float, registered: Registered, pool_map: PoolMap) -> None:
         """Go on by the map that a former agent went by, until the controller sends one. LinkError
@@ -525,6 +548,7 @@ class AgentCore:
         assert pool is not None
         for namespace in pool.namespaces:
             self._state_namespace(pool, namespace)
+        self._hand_over(self.store.now, None, pool)  # of what it did not know of
         return False
 
     def weight_of(self, namespace: int) -> float:
@@ -772,6 +796,7 @@ class AgentCore:
             ("requester", self.requester.counters),
             ("responder", self.responder.counters),
             ("store", self.store.counters),
+            ("handover", self.handover.counters),
         ):
             for item in fields(counters):
                 value = getattr(counters, item.name)
@@ -791,6 +816,7 @@ class AgentCore:
         values["segments_in_flight"] = float(self.requester.segments_in_flight)
         values["answers_waiting"] = float(self.responder.segments_waiting)
         values["replications_waiting"] = float(self.writes.replications)
+        values["handover_left"] = float(self.handover.left)
         values["replicas_here"] = float(self.spread.given)
         values["epoch"] = float(self.pool.epoch if self.pool is not None else 0)
         values["connected"] = float(self.connected)

@@ -58,6 +58,7 @@ class Pool:
         for number, bucket in enumerate(self._buckets):
             if not self.nodes.keys() >= set(bucket):
                 raise PoolMapError(f"bucket {number} names a node that is not in the map")
+        self._settled = pool_map.settled
         # By the last 16 bits of a key, of which `bucket_of` takes the lowest.
         self._homes_by_word = self._buckets * ((1 << 16) // BUCKETS)
         self.namespaces: dict[int, NamespaceInfo] = {n.namespace: n for n in pool_map.namespaces}
@@ -81,6 +82,34 @@ class Pool:
             words.byteswap()
         last = KEY_BYTES // words.itemsize
         return list(map(self._homes_by_word.__getitem__, words[last - 1 :: last]))
+
+    # --- who holds a bucket's blocks, and who is to take them over; node ids ---
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is to be handed over."""
+        return self._settled == 0
+
+    def all_of(self, bucket: int) -> tuple[str, ...]:
+        """All nodes of a bucket."""
+        return tuple(self.nodes[index].node_id for index in self._buckets[bucket])
+
+    def holders_of(self, bucket: int) -> tuple[str, ...]:
+        """Those that hold its blocks."""
+        nodes = self.all_of(bucket)
+        return nodes[: self._settled] if self._settled else nodes
+
+    def incoming_of(self, bucket: int) -> tuple[str, ...]:
+        """Those that are to take it over."""
+        return self.all_of(bucket)[self._settled :] if self._settled else ()
+
+    def held_buckets(self) -> list[int]:
+        """The buckets that this node holds."""
+        return [
+            bucket
+            for bucket, nodes in enumerate(self._buckets)
+            if self.index in (nodes[: self._settled] if self._settled else nodes)
+        ]
 
     def other_homes_of(self, block: BlockId) -> list[int]:
         """The block's homes without this node."""

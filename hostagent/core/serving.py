@@ -56,6 +56,9 @@ class Serving:
         self._outbox = outbox
         self._metrics = metrics
         self._note_heat = note_heat
+        self.came: Callable[[BlockId], None] = lambda _block: None
+        """Told of every block that another node has put here: while blocks are handed over, it must
+        be handed on. So where a map is not settled, no put may pass this by."""
 
     def _may_use(self, caller: str, namespace: int) -> bool:
         pool = self._outbox.pool
@@ -95,6 +98,8 @@ class Serving:
                 self._store.counters.conflicts += 1
             held.home = True
             return bulk.HELD
+        if put.spare and not self._store.has_spare_room(block.namespace, header.size_bytes):
+            return bulk.NO_ROOM
         try:
             return self._store.reserve(
                 block, header.size_bytes, parent=header.parent, depth=header.depth
@@ -115,6 +120,7 @@ class Serving:
             in_force = self._store.commit(copy, header.digest, home=True)
         except StaleReservationError:
             return bulk.FORBIDDEN
+        self.came(copy.block)
         return bulk.DONE if in_force is copy else bulk.HELD
 
     def abort_put(self, copy: Copy) -> None:

@@ -65,6 +65,10 @@ EXPIRED: Final = "expired"
 EVICTED_BELOW: Final = "evicted_below"
 
 
+_NOT_SPARE: Final = 0.9
+"""Of an arena, what may be in use while there is room to spare."""
+
+
 class StoreError(Exception):
     """A copy cannot be stored; each subclass says why."""
 
@@ -557,6 +561,19 @@ class Store:
         return list(self._index)
 
     # --- a copy's life --------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The present time, as last told."""
+        return self._now
+
+    def has_spare_room(self, namespace: int, size_bytes: int) -> bool:
+        """Whether a block of that size would displace nothing, with a tenth of the arena left."""
+        reserved_bytes = self.allocator.extent_bytes(size_bytes)
+        quota = self.quota_of(namespace)
+        return self.used_bytes + reserved_bytes <= self.allocator.capacity_bytes * _NOT_SPARE and (
+            not quota or self.namespace_bytes(namespace) + reserved_bytes <= quota
+        )
 
     def reserve(
         self, block: BlockId, size_bytes: int, *, parent: bytes = b"", depth: int = 0

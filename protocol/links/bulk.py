@@ -69,7 +69,8 @@ class HeldCopy(Protocol):
 class PutCall:
     """Send a copy to a node. `begin` pins it when its turn has come; False = it was evicted while
     it waited, and there is nothing to send. After it and whatever happens, `ended`. `at_once`:
-    whether the bytes may be sent before the node has said that it wants them."""
+    whether the bytes may be sent before the node has said that it wants them; `spare`: the node is
+    to evict nothing for it."""
 
     node: int
     copy: HeldCopy
@@ -79,6 +80,7 @@ class PutCall:
     begin: Callable[[], bool]
     ended: Ended
     at_once: bool = False
+    spare: bool = False
 
 
 @dataclass(slots=True, eq=False)

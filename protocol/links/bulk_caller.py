@@ -293,8 +293,8 @@ def _alike(first: BulkCall, other: BulkCall) -> bool:
         isinstance(first, PutCall)
         and isinstance(other, PutCall)
         and first.copy.block.namespace == other.copy.block.namespace
-        and (first.epoch, first.meaning, first.at_once)
-        == (other.epoch, other.meaning, other.at_once)
+        and (first.epoch, first.meaning, first.at_once, first.spare)
+        == (other.epoch, other.meaning, other.at_once, other.spare)
     )
 
 
@@ -390,6 +390,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
                         first.meaning,
                         headers,
                         self._unasked,
+                        first.spare,
                     )
                 )
                 if self._unasked:

@@ -54,7 +54,11 @@ class Carriers:
         by_tcp: list[BulkCall] = []
         for call in calls:
             node = self._nodes.get(call.node)
-            if isinstance(call, GetCall | PutCall) and node is not None and self._works(now, node):
+            if isinstance(call, PutCall) and call.spare:  # which only TCP's requests can say
+                by_tcp.append(call)
+            elif (
+                isinstance(call, GetCall | PutCall) and node is not None and self._works(now, node)
+            ):
                 by_rdma.append(self._watched(call, node.node_id))
             else:
                 by_tcp.append(call)

@@ -98,13 +98,15 @@ class BulkPut(Struct, frozen=True, tag="put"):
     """Hold these blocks. `epoch`: of the caller's map, by which the callee is one of their homes;
     `meaning`: what the namespace means to the caller (`meaning_of`). `follows`: the bytes of all
     blocks, of `MAX_FOLLOWING_BYTES` at most, come at once; those that are not wanted are read and
-    thrown away, and the answer says what became of each."""
+    thrown away, and the answer says what became of each. `spare`: only if there is room to spare,
+    so that nothing is evicted."""
 
     namespace: U16
     epoch: U64
     meaning: U64
     blocks: Annotated[list[PutHeader], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
     follows: bool = False
+    spare: bool = False
 
 
 class WantedBlock(Struct, frozen=True, array_like=True):

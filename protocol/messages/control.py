@@ -223,6 +223,16 @@ class Kept(Struct, frozen=True, tag="kept"):
     held: bool
 
 
+class HandedOver(Struct, frozen=True, tag="handed_over"):
+    """How far this node is with handing over what the map of `epoch` moves: `left` blocks of
+    `total` that it has begun with; `failed` of them could not be handed over."""
+
+    epoch: U64
+    left: U64
+    total: U64
+    failed: U64
+
+
 class NamespaceRequest(Struct, frozen=True, tag="namespace_request"):
     """Find or make the namespace of this (tenant, model, version, layout)."""
 
@@ -278,6 +288,9 @@ class PoolMap(Struct, frozen=True, tag="map"):
     `deleted`: namespaces that an operator has deleted, and nobody has made again: their blocks are
     to be dropped. One that is in neither list was lost, not deleted. `alone`: namespaces whose
     reads gather for nobody, since too few are shared.
+    `settled`: of each bucket's list, so many hold its blocks; those behind them (there are none
+    where it is 0) are to take over, and are handed the blocks by the others. They are homes like
+    others, the last to be asked.
     """
 
     epoch: U64
@@ -288,6 +301,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     chunk_bytes: U16 = 1024
     deleted: list[U16] = []
     alone: list[U16] = []
+    settled: U16 = 0
 
 
 class Residents(Struct, frozen=True, tag="residents"):
@@ -371,7 +385,9 @@ class GroupReply(Struct, frozen=True, tag="group_reply"):
     info: GroupInfo
 
 
-AgentMessage = Register | Renew | Described | Kept | NamespaceRequest | GroupRequest | Leave
+AgentMessage = (
+    Register | Renew | Described | Kept | HandedOver | NamespaceRequest | GroupRequest | Leave
+)
 ControllerMessage = (
     Registered
     | Refused

@@ -115,6 +115,53 @@ async def test_a_file_that_one_node_puts_is_got_on_another_and_status_shows_it(
         assert len(json.loads(out)["nodes"]) == 2
 
 
+async def test_a_node_that_is_drained_may_go_and_one_that_comes_gets_its_share(
+    tmp_path: Path,
+) -> None:
+    """Each block has one copy; who reads has room for next to none, so it must ask."""
+    blocks = {bytes([n]) * 14 + n.to_bytes(2, "big"): os.urandom(20_000) for n in range(1, 120)}
+    flags = {"node-4": ("--arena-bytes=1MiB",)}
+    async with running_pool(tmp_path, 4, replicas=0, node_flags=flags) as (pool, links):
+        http = ("--http", format_host_port(pool.network.http_address))
+        code, _, error = await kvcast("agent", "drain", "node-4", *http)
+        assert code == 0
+        assert error.endswith("node-4 is drained: it may be stopped\n")
+        first, reader = await links[0].client(), await links[3].client()
+        namespace = await first.namespace("t", "m", "1", "l")
+        for key, data in blocks.items():
+            await first.put(namespace, {key: data})
+
+        async def lost() -> list[bytes]:
+            missing = []
+            for key, data in blocks.items():
+                (found,) = await reader.get(namespace, [key], 10.0)
+                if found is None or bytes(found.data) != data:
+                    missing.append(key)
+                if found is not None:
+                    found.release()
+            return missing
+
+        code, _, error = await kvcast("agent", "drain", "node-2", *http, "--timeout", "30")
+        assert code == 0, error
+        assert "node-2 is drained" in error
+        await pool.parts["node-2"].stop()
+        assert await lost() == []
+        await pool.restart("node-2")
+        for _ in range(300):
+            status = await pool.status()
+            if sum(n["placed"] for n in status["nodes"]) == 3 and status["settled"]:
+                break
+            await asyncio.sleep(0.1)
+        assert next(n for n in status["nodes"] if n["node_id"] == "node-2")["buckets"] > 200
+        assert await lost() == []
+        code, _, error = await kvcast("agent", "drain", "node-9", *http)
+        assert code == 1
+        assert "there is no node node-9" in error
+        assert (await kvcast("agent", "drain", "node-1", *http, "--no-wait"))[0] == 0
+        assert (await kvcast("agent", "drain", "node-1", *http, "--undo"))[0] == 0
+        assert await lost() == []
+
+
 async def test_the_demo_runs_to_its_end_and_reports(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     flags = ["--nodes", "4", "--seconds-budget", "24", "--workload", "tp-mla"]

@@ -322,6 +322,18 @@ def _secrets_for_all() -> AbstractContextManager[object]:
 
 FOREIGN_REPLICA = "is given blocks of a namespace that it is not for"
 LOUD = "has others hold its blocks"
+SLOW = "keeps others from joining"
+
+
+@mutation(
+    "who joins waits as long as somebody likes",
+    {SLOW: ["test_who_joins_does_not_wait_for_ever_and_who_is_drained_does"]},
+)
+def _joins_wait_for_ever() -> AbstractContextManager[object]:
+    def patient(settle: Any) -> Any:
+        return lambda self, _now: settle(self, self._moves_since)
+
+    return around("kvcast.controller.core.pool.Pool._settle", patient)
 
 
 @mutation(

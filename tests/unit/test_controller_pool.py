@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kvcast.controller.core import program
 from kvcast.controller.core.adaptive import AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.core.reconcile import SwitchState, apply, diff
@@ -31,6 +32,7 @@ from kvcast.protocol.messages.control import (
     Described,
     GroupReply,
     GroupRequest,
+    HandedOver,
     HotBlock,
     Keep,
     Kept,
@@ -976,3 +978,179 @@ def test_a_node_has_no_say_in_what_pays_a_namespace_that_it_may_not_use() -> Non
         driver.round(1.0)
     assert driver.pool.adaptive.gathers(namespace)
     assert driver.take(1, PoolMap)[-1].alone == []
+
+
+# --- scale out and in -----------------------------------------------------------------------
+
+
+def holding_pool(replicas: int = 0) -> Driver:
+    """Two nodes, of which each holds blocks."""
+    driver = Driver(dataclasses.replace(OPTIONS, replicas=replicas))
+    driver.join(1, 2)
+    driver.renew_all(blocks=5)
+    for connection in (1, 2, 3):
+        driver.take(connection, PoolMap)
+    return driver
+
+
+def last_map(driver: Driver, connection: int = 1) -> PoolMap:
+    return driver.take(connection, PoolMap)[-1]
+
+
+def hand_over(driver: Driver, *connections: int, left: int = 0, epoch: int | None = None) -> None:
+    for connection in connections:
+        driver.say(connection, HandedOver(epoch or driver.pool.epoch, left, 9, 0))
+    driver.round()
+
+
+def test_a_node_that_joins_stands_behind_those_that_hold_blocks_until_it_has_its_own() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    before = last_map(driver)
+    assert before.settled == 1
+    assert {homes[0] for homes in before.buckets} == {1, 2}
+    taken = [homes for homes in before.buckets if len(homes) == 2]
+    assert taken
+    assert {homes[1] for homes in taken} == {3}, "nothing moves between those that stay"
+    assert driver.switch is not None
+    guarded = {match for table, match in driver.switch.entries if table == "bucket_home"}
+    assert sum(port == 3 for _, port in guarded) == len(taken)
+    hand_over(driver, 1, 3)
+    hand_over(driver, 2, left=4)
+    assert not driver.take(1, PoolMap), "somebody still has something to hand over"
+    hand_over(driver, 2)
+    after = last_map(driver)
+    assert after.settled == 0
+    assert [homes[-1:] for homes in before.buckets] == after.buckets
+
+
+def test_in_an_empty_pool_a_node_that_joins_has_its_buckets_at_once() -> None:
+    driver = Driver()
+    driver.join(1, 2)
+    driver.join(3)
+    map_ = last_map(driver)
+    assert map_.settled == 0
+    assert {index for homes in map_.buckets for index in homes} == {1, 2, 3}
+
+
+def test_what_was_handed_over_by_an_older_map_does_not_count() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    former = last_map(driver).epoch
+    driver.join(4)
+    assert last_map(driver).settled == 1
+    hand_over(driver, 1, 2, 3, 4, epoch=former)
+    assert not driver.take(1, PoolMap)
+    hand_over(driver, 1, 2, 3, 4)
+    assert last_map(driver).settled == 0
+
+
+def test_a_map_for_another_reason_does_not_begin_the_handing_over_anew() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    moves = last_map(driver).epoch
+    driver.namespace()
+    assert last_map(driver).epoch > moves
+    hand_over(driver, 1, 2, 3, epoch=moves)
+    assert last_map(driver).settled == 0
+
+
+def test_a_node_that_is_drained_keeps_its_buckets_until_others_have_its_blocks() -> None:
+    driver = holding_pool(replicas=1)
+    driver.join(3)
+    hand_over(driver, 1, 2, 3)
+    before = last_map(driver)
+    driver.pool.drain("node-2")
+    driver.round()
+    moving = last_map(driver)
+    assert moving.settled == 2
+    for homes, former in zip(moving.buckets, before.buckets, strict=True):
+        assert homes[:2] == former
+        assert (len(homes) == 3) == (2 in former)
+    status = {n["node_id"]: n for n in driver.pool.status(driver.now)["nodes"]}
+    assert status["node-2"]["draining"]
+    assert status["node-2"]["placed"]
+    hand_over(driver, 1, 2, 3)
+    after = last_map(driver)
+    assert after.settled == 0
+    assert not any(2 in homes for homes in after.buckets)
+    assert any(n.node_id == "node-2" for n in after.nodes), "it is there, and reads"
+    driver.round(10.0)
+    driver.renew_all(blocks=5)
+    driver.round()
+    assert not driver.pool.membership.nodes["node-2"].placed
+
+
+def test_the_last_node_cannot_be_drained_nor_one_that_is_not_there() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-1")
+    with pytest.raises(DrainError, match="could take over"):
+        driver.pool.drain("node-2")
+    with pytest.raises(DrainError, match="no node node-7"):
+        driver.pool.drain("node-7")
+    with pytest.raises(DrainError, match="no node node-7"):
+        driver.pool.undrain("node-7", driver.now)
+
+
+def test_where_nobody_is_left_to_take_over_the_drained_node_goes_on() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-1")
+    driver.round()
+    driver.say(2, Leave())
+    driver.round()
+    assert last_map(driver).buckets == [[1]] * 1024
+
+
+def test_draining_can_be_undone_and_ends_with_another_incarnation() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-1")
+    driver.round()
+    driver.pool.undrain("node-1", driver.now)
+    driver.round()
+    assert last_map(driver).settled == 0
+    driver.pool.drain("node-1")
+    driver.round()
+    hand_over(driver, 1, 2)
+    assert not driver.pool.membership.nodes["node-1"].placed
+    driver.say(1, register(1, incarnation=2))
+    driver.round(OPTIONS.rebalance_after_s)
+    assert driver.pool.membership.nodes["node-1"].joining
+
+
+def test_a_node_that_dies_while_blocks_are_handed_over_is_not_waited_for() -> None:
+    driver = holding_pool()
+    driver.join(3)
+    driver.say(2, Leave())
+    driver.round()
+    hand_over(driver, 1, 3)
+    map_ = last_map(driver)
+    assert map_.settled == 0
+    assert {homes[0] for homes in map_.buckets} == {1, 3}
+
+
+def test_who_joins_does_not_wait_for_ever_and_who_is_drained_does() -> None:
+    for drain in (False, True):
+        options = dataclasses.replace(OPTIONS, replicas=0, handover_timeout_s=60.0, lease_s=1e3)
+        driver = Driver(options)
+        driver.join(1, 2)
+        driver.renew_all(blocks=5)
+        driver.join(3)
+        if drain:
+            driver.pool.drain("node-2")
+            driver.round()
+        hand_over(driver, 1, 2, left=1)
+        driver.round(61.0)
+        assert driver.pool.membership.is_settled is not drain
+
+
+def test_a_controller_that_starts_remembers_who_is_drained() -> None:
+    driver = holding_pool()
+    driver.pool.drain("node-1")
+    driver.round()
+    saved = driver.pool.saved()
+    assert {n.node_id for n in saved.nodes if n.draining} == {"node-1"}
+    again = Driver(dataclasses.replace(OPTIONS, replicas=0), saved)
+    again.join(1, 2)
+    assert last_map(again).settled == 1
+    hand_over(again, 1, 2)
+    assert last_map(again).buckets == [[2]] * 1024

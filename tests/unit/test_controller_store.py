@@ -25,6 +25,12 @@ STATE = SavedState(
             "node-1", 1, 2**64 - 1, Address("10.0.0.1", "02:00:00:00:00:01", 1, 2, "h", 3),
             2**63, True,
         ),
+        SavedNode(
+            "node-2", 2, 7, Address("10.0.0.2", "02:00:00:00:00:02", 2, 2, "h", 3), 5, True, True
+        ),
+        SavedNode(
+            "node-3", 3, 8, Address("10.0.0.3", "02:00:00:00:00:03", 3, 2, "h", 3), 5, False, True
+        ),
     ),
     namespaces=(NamespaceInfo(1, "t", "m", "v", "ü layout", ["node-1", "node-2"]),),
     groups=(Group(1, 1, ("node-1", "node-2"), 0),),

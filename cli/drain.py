@@ -1,0 +1,127 @@
+"""`kvcast agent drain`: have a node's blocks handed over before it goes, by the controller.
+
+Owns: the command line, and what is shown meanwhile. Must not know: how blocks are handed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcast.cli.namespaces import ask_api
+from kvcast.cli.status import TOKEN_VARIABLE, access_of
+from kvcast.service.commands import (
+    EXIT_FAILED,
+    EXIT_OK,
+    CommandError,
+    add_log_level,
+    command_parser,
+    run_command,
+)
+from kvcast.service.values import number, parse_node_id
+
+_POLL_S = 0.5
+_DRAIN = "/v1/drain"
+
+_DESCRIPTION = """\
+Have all that a node holds handed over to the others, and wait until it is; then the node may be
+stopped without the loss of a block. It goes on serving its own engines, and answers for its blocks
+until others have them. Interrupting the wait stops nothing; --undo does.
+"""
+
+_EXAMPLES = """\
+examples:
+  kvcast agent drain node-3
+  kvcast agent drain node-3 --no-wait
+  kvcast agent drain node-3 --undo        it holds blocks again, or on"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kvcast agent drain`."""
+    parser = command_parser("kvcast agent drain", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("node", type=parse_node_id, metavar="NODE", help="its --node-id")
+    parser.add_argument("--undo", action="store_true", help="have the node hold blocks after all")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
+    parser.add_argument(
+        "--timeout",
+        type=number(0),
+        default=0.0,
+        metavar="SECONDS",
+        help="wait no longer than this, and fail; 0 = as long as it takes",
+    )
+    parser.add_argument(
+        "--http",
+        default="http://127.0.0.1:9601",
+        metavar="URL",
+        help="the controller's HTTP address (kvcast controller --http-addr)",
+    )
+    parser.add_argument(
+        "--tls", type=Path, metavar="DIR", help="folder with an operator's certificate"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with an operator's token (kvcast tokens add); else ${TOKEN_VARIABLE}",
+    )
+    add_log_level(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do it; 1 with a line of why if it cannot be done."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if "://" not in options.http:
+        options.http = f"http://{options.http}"
+    if not options.http.startswith(("http://", "https://")):
+        parser.error("--http must be an http:// or https:// address")
+    return run_command(lambda: _run(options), log_level=options.log_level)
+
+
+async def _run(options: argparse.Namespace) -> int:
+    access = access_of(options.tls, options.token_file)
+
+    async def ask(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await asyncio.to_thread(ask_api, options.http, access, method, path, body)
+
+    await ask("DELETE" if options.undo else "POST", _DRAIN, {"node_id": options.node})
+    if options.undo or options.no_wait:
+        return EXIT_OK
+    loop = asyncio.get_running_loop()
+    until = loop.time() + options.timeout
+    shown = ""
+    while True:
+        status = await ask("GET", "/v1/status")
+        line, done = progress(status, options.node)
+        if line != shown:
+            shown = line
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        if done:
+            return EXIT_OK
+        if options.timeout and loop.time() >= until:
+            sys.stderr.write(f"{options.node} is not drained after {options.timeout:g} s\n")
+            return EXIT_FAILED
+        await asyncio.sleep(_POLL_S)
+
+
+def progress(status: dict[str, Any], node_id: str) -> tuple[str, bool]:
+    """How far it is, in words, and whether it is done; CommandError where it is not going on."""
+    nodes = {node["node_id"]: node for node in status["nodes"]}
+    node = nodes.get(node_id)
+    if node is None or not node["draining"]:
+        raise CommandError(f"{node_id} is not to be drained any more")
+    if not node["alive"]:
+        raise CommandError(f"{node_id} is gone, before all of its blocks were handed over")
+    if not node["placed"]:
+        return f"{node_id} is drained: it may be stopped", True
+    left = sum(other["handover"]["left"] for other in nodes.values())
+    total = sum(other["handover"]["total"] for other in nodes.values())
+    failed = sum(other["handover"]["failed"] for other in nodes.values())
+    lost = f", {failed} could not be" if failed else ""
+    return f"{node_id}: {total - left} of {total} blocks are handed over{lost}", False

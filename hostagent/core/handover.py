@@ -1,0 +1,306 @@
+"""Handing blocks over: to nodes that the map has put in charge of them, before they have them.
+
+Owns: which of this node's blocks another is to be sent because the map has changed, in which order,
+how fast, and how much is left. Must not know: sockets, or why the map has changed.
+
+Two kinds of changes:
+
+- *moves*: a node joins, or one is drained. The map lists, behind the nodes that hold a bucket's
+  blocks (`PoolMap.settled` of them), those that are to take it over. Each of the former sends the
+  latter what it holds of the bucket, what comes meanwhile included, and says how much is left
+  (`HandedOver`); the controller takes the next step when nothing is left anywhere.
+- *repairs*: a node is gone, and another is listed in its place. Whoever held the bucket before
+  sends it what it has, if there is room to spare.
+
+Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
+same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
+made again after a pause: of a repair `TRIES` times in all, of a move as long as the map wants it
+(whoever is being drained must not go with the only copy), unless the other may not have the block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.store import COMMITTED, Store
+from kvcast.protocol.links.bulk import EVICTED, PutCall
+from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.control import HandedOver
+from kvcast.protocol.messages.wire import BlockId, bucket_of
+
+TRIES: Final = 3
+RETRY_S: Final = 0.5
+"""After the first failure; twice as long after each further one, up to `RETRY_MAX_S`."""
+RETRY_MAX_S: Final = 5.0
+CALL_TIMEOUT_S: Final = 10.0
+REPORT_S: Final = 0.5
+"""How often it is said how much is left, while that changes."""
+MAX_WAITING: Final = 1 << 20
+"""Blocks that wait to be sent; more are left out, and counted as failed."""
+_BURST_S: Final = 0.05
+_LANDED: Final = frozenset({bulk.DONE, bulk.HELD})
+_HOPELESS: Final = frozenset({bulk.FORBIDDEN, bulk.WRONG_DIGEST})
+
+
+@dataclass(frozen=True)
+class HandoverOptions:
+    """How fast blocks are handed over."""
+
+    rate_bytes_per_s: float = 256e6
+    """Of blocks, to all nodes together."""
+    max_in_flight: int = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One block for one node."""
+
+    block: BlockId
+    node_id: str
+    spare: bool
+    """Only if there is room to spare."""
+    tries: int = 0
+    recalled: bool = False
+    """It has been asked for in the lower tier, once."""
+
+
+def _no_recall(_now: float, _block: BlockId, _then: Callable[[], None]) -> bool:
+    return False
+
+
+@dataclass
+class HandoverCounters:
+    """Totals since the agent began."""
+
+    blocks: int = 0
+    """Another node has them now, or had them."""
+    bytes: int = 0
+    failed: int = 0
+
+
+class Handover:
+    """See the module's text. Nodes are known by their ids, since indices change hands."""
+
+    def __init__(self, options: HandoverOptions, store: Store, outbox: BulkOutbox) -> None:
+        self.options = options
+        self.counters = HandoverCounters()
+        self.progressed: Callable[[float], None] = lambda _now: None
+        """Told when a call has ended."""
+        self.lower: Callable[[], Iterable[BlockId]] = tuple
+        """The blocks that lie in a lower tier."""
+        self.recall: Callable[[float, BlockId, Callable[[], None]], bool] = _no_recall
+        """Brings a block from there, and then calls what it is given; False if it is not there."""
+        self._store = store
+        self._outbox = outbox
+        self._tasks: deque[_Task] = deque()
+        self._later: list[tuple[float, int, _Task]] = []
+        """A heap of tasks that failed, and when they are tried again."""
+        self._serial = itertools.count()
+        self._in_flight = 0
+        self._moving = 0
+        """Tasks of moves that have not ended."""
+        self._total = 0
+        """Tasks of moves since the first map of this row of changes."""
+        self._failed = 0
+        self._done: set[tuple[int, str]] = set()
+        """Buckets, and nodes that have been offered all of them."""
+        self._may_send_at = 0.0
+        self._reported: HandedOver | None = None
+        self._report_at = 0.0
+
+    @property
+    def left(self) -> int:
+        """Blocks that are still to be handed over."""
+        return len(self._tasks) + len(self._later) + self._in_flight
+
+    # --- events -------------------------------------------------------------------------------
+
+    def new_map(self, old: Pool | None, pool: Pool) -> None:
+        """The map in force has changed."""
+        if not pool.is_settled:
+            wanted = self._moves(pool)
+        else:
+            wanted = {}
+            self._total = self._failed = 0
+        self._done &= {(bucket, n) for bucket, nodes in wanted.items() for n in nodes}
+        moves = {
+            bucket: missing
+            for bucket, nodes in wanted.items()
+            if (missing := [n for n in nodes if (bucket, n) not in self._done])
+        }
+        repairs = self._repairs(old, pool) if old is not None else {}
+        self._reported = None
+        if not moves and not repairs:
+            return
+        for block in dict.fromkeys((*self._store.blocks(), *self.lower())):
+            bucket = bucket_of(block.key)
+            for node_id in moves.get(bucket, ()):
+                self._add(_Task(block, node_id, spare=False))
+            for node_id in repairs.get(bucket, ()):
+                self._add(_Task(block, node_id, spare=True))
+        self._done.update((bucket, n) for bucket, nodes in moves.items() for n in nodes)
+
+    def came(self, block: BlockId) -> None:
+        """Somebody has put a block here, perhaps by a map that knows of no move."""
+        pool = self._outbox.pool
+        if pool is not None and not pool.is_settled:
+            bucket = bucket_of(block.key)
+            if pool.node_id in pool.holders_of(bucket):
+                for node_id in pool.incoming_of(bucket):
+                    self._add(_Task(block, node_id, spare=False))
+
+    def report(self, now: float) -> HandedOver | None:
+        """How much is left, if that is news: whenever nothing is left, and else now and then."""
+        pool = self._outbox.pool
+        if pool is None or pool.is_settled:
+            return None
+        told = HandedOver(pool.epoch, self._moving, self._total, self._failed)
+        if told == self._reported or (self._moving and now < self._report_at):
+            return None
+        self._reported, self._report_at = told, now + REPORT_S
+        return told
+
+    def get_timer(self) -> float | None:
+        """When `advance` must be called next; None = nothing is pending."""
+        times = []
+        if self._tasks and self._in_flight < self.options.max_in_flight:
+            times.append(self._may_send_at)
+        if self._later:
+            times.append(self._later[0][0])
+        return min(times, default=None)
+
+    def advance(self, now: float) -> None:
+        """Offer the blocks whose turn it is."""
+        while self._later and self._later[0][0] <= now:
+            self._tasks.append(heapq.heappop(self._later)[2])
+        self._may_send_at = max(self._may_send_at, now - _BURST_S)
+        while (
+            self._tasks
+            and self._in_flight < self.options.max_in_flight
+            and self._may_send_at <= now
+        ):
+            self._offer(now, self._tasks.popleft())
+
+    # --- what there is to do ------------------------------------------------------------------
+
+    def _moves(self, pool: Pool) -> dict[int, tuple[str, ...]]:
+        """By bucket that this node holds: who is to take it over."""
+        return {
+            bucket: incoming
+            for bucket in pool.held_buckets()
+            if (incoming := pool.incoming_of(bucket))
+        }
+
+    def _repairs(self, old: Pool, pool: Pool) -> dict[int, list[str]]:
+        """By bucket that this node held, and holds: who is new among its holders, in the place of a
+        node that is gone."""
+        repairs: dict[int, list[str]] = {}
+        held = set(pool.held_buckets())
+        for bucket in old.held_buckets():
+            before = old.all_of(bucket)
+            lost = [node_id for node_id in before if node_id not in pool.nodes_by_id]
+            if lost and bucket in held:
+                new = [n for n in pool.holders_of(bucket) if n not in before]
+                if new:
+                    repairs[bucket] = new
+        return repairs
+
+    def _add(self, task: _Task) -> None:
+        if len(self._tasks) >= MAX_WAITING:
+            self.counters.failed += 1
+            self._failed += not task.spare
+            return
+        self._tasks.append(task)
+        if not task.spare:
+            self._moving += 1
+            self._total += 1
+
+    def _offer(self, now: float, task: _Task) -> None:
+        pool = self._outbox.pool
+        copy = self._store.peek(task.block)
+        if copy is None and not task.recalled and self._brings(now, task):
+            return
+        node = pool.nodes_by_id.get(task.node_id) if pool is not None else None
+        meaning = pool.meaning_of(task.block.namespace) if pool is not None else None
+        if (
+            copy is None
+            or pool is None
+            or node is None
+            or meaning is None
+            or node.index not in pool.homes_of(task.block)
+            or not pool.may_use(task.block.namespace, task.node_id)
+        ):
+            self._over(task)  # there is nothing to hand over any more, or nobody to take it
+            return
+        self._in_flight += 1
+        self._may_send_at += copy.size_bytes / self.options.rate_bytes_per_s
+        pinned = False
+
+        def begin() -> bool:
+            nonlocal pinned
+            if not pinned and copy.state == COMMITTED:
+                self._store.pin(copy)
+                pinned = True
+            return pinned
+
+        def ended(now: float, outcome: str) -> None:
+            if pinned:
+                self._store.unpin(copy)
+            self._ended(now, task, copy.size_bytes, outcome)
+
+        deadline = now + CALL_TIMEOUT_S
+        self._outbox.calls.append(
+            PutCall(
+                *(node.index, copy, pool.epoch, meaning, deadline, begin, ended),
+                spare=task.spare,
+            )
+        )
+
+    def _brings(self, now: float, task: _Task) -> bool:
+        """Whether the block comes from a lower tier, to be offered then."""
+
+        def brought() -> None:
+            self._in_flight -= 1
+            self._tasks.appendleft(task)
+            self.advance(max(now, self._store.now))
+            self.progressed(max(now, self._store.now))
+
+        task.recalled = True
+        self._in_flight += 1
+        if self.recall(now, task.block, brought):
+            return True
+        self._in_flight -= 1
+        return False
+
+    def _ended(self, now: float, task: _Task, size_bytes: int, outcome: str) -> None:
+        self._in_flight -= 1
+        if outcome in _LANDED:
+            self.counters.blocks += 1
+            if outcome == bulk.DONE:
+                self.counters.bytes += size_bytes
+            else:  # it has cost next to nothing
+                self._may_send_at -= size_bytes / self.options.rate_bytes_per_s
+        elif outcome != EVICTED:
+            task.tries += 1
+            again = task.tries < TRIES or not task.spare
+            if again and outcome not in _HOPELESS and (outcome != bulk.NO_ROOM or not task.spare):
+                pause_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(task.tries - 1, 8))
+                task.recalled = False
+                heapq.heappush(self._later, (now + pause_s, next(self._serial), task))
+                self.advance(now)
+                return
+            self.counters.failed += 1
+            self._failed += not task.spare
+        self._over(task)
+        self.advance(now)
+        self.progressed(now)
+
+    def _over(self, task: _Task) -> None:
+        self._moving -= not task.spare

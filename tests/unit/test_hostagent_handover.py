@@ -1,0 +1,274 @@
+"""Handing over: what is offered to whom when the map changes, and when it is said to be done.
+
+Oracle: the module's text, with a real store and calls that the test ends as it likes. Cannot see:
+bytes on their way (`bench/restart.py`, the simulation), or when the controller goes on
+(`test_controller_pool.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.handover import (
+    RETRY_S,
+    TRIES,
+    Handover,
+    HandoverOptions,
+)
+from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.protocol.links.bulk import UNREACHABLE, PutCall
+from kvcast.protocol.messages import bulk
+from kvcast.protocol.messages.control import HandedOver, NamespaceInfo, NodeInfo, PoolMap
+from kvcast.protocol.messages.wire import BUCKETS, BlockId
+
+SLAB = 64 * 1024
+SIZE = 1000
+ME = 1
+
+
+def block(number: int, bucket: int = 0) -> BlockId:
+    return BlockId(1, ((number << 10) | bucket).to_bytes(16, "big"))
+
+
+def pool(
+    homes: list[int], settled: int = 0, epoch: int = 1, nodes: tuple[int, ...] = (1, 2, 3, 4)
+) -> Pool:
+    infos = [
+        NodeInfo(n, f"node-{n}", f"10.0.0.{n}", f"02:00:00:00:00:0{n}", n, 1, "h", n) for n in nodes
+    ]
+    names = [NamespaceInfo(1, "t", "m", "1", "l")]
+    buckets = [list(homes) for _ in range(BUCKETS)]
+    return Pool(PoolMap(epoch, infos, buckets, names, [], settled=settled), ME, f"node-{ME}")
+
+
+class Bench:
+    """A handover over a store with some blocks."""
+
+    def __init__(self, blocks: int = 3, **options: float) -> None:
+        self.now = 10.0
+        self.store = Store(Allocator(64 * SLAB, SLAB))
+        self.outbox = BulkOutbox()
+        chosen = HandoverOptions(**{"rate_bytes_per_s": 1e9, "max_in_flight": 8} | options)
+        self.core = Handover(chosen, self.store, self.outbox)
+        for number in range(blocks):
+            self.hold(block(number))
+
+    def hold(self, which: BlockId) -> None:
+        self.store.commit(self.store.reserve(which, SIZE), 7, home=True)
+
+    def use(self, new: Pool) -> None:
+        old, self.outbox.pool = self.outbox.pool, new
+        self.core.new_map(old, new)
+        self.core.advance(self.now)
+
+    def calls(self) -> list[PutCall]:
+        calls = [call for call in self.outbox.calls if isinstance(call, PutCall)]
+        self.outbox.calls.clear()
+        return calls
+
+    def offered(self) -> list[tuple[BlockId, int]]:
+        return sorted((call.copy.block, call.node) for call in self.calls())
+
+    def end_all(self, outcome: str = bulk.DONE) -> int:
+        """End all calls, and those that follow; how many there were."""
+        count = 0
+        while calls := self.calls():
+            for call in calls:
+                assert call.begin()
+                call.ended(self.now, outcome)
+                count += 1
+        return count
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.core.advance(self.now)
+
+
+def test_who_is_to_take_over_is_offered_all_that_is_held_of_its_buckets() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2]))
+    assert bench.offered() == []
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    assert bench.offered() == [(block(n), 3) for n in range(3)]
+
+
+def test_who_does_not_hold_a_bucket_offers_nothing_of_it() -> None:
+    bench = Bench()
+    bench.use(pool([2, 1], settled=1))
+    assert bench.offered() == []
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 0, 0)
+
+
+def test_it_is_said_how_much_is_left_and_at_once_when_nothing_is() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2], settled=1, epoch=5))
+    assert bench.core.report(bench.now) == HandedOver(5, 3, 3, 0)
+    first, second, third = bench.calls()
+    for call in (first, second):
+        call.begin()
+        call.ended(bench.now, bulk.DONE)
+        assert bench.core.report(bench.now) is None, "not that often"
+    third.begin()
+    third.ended(bench.now, bulk.HELD)
+    assert bench.core.report(bench.now) == HandedOver(5, 0, 3, 0)
+    assert bench.core.report(bench.now) is None
+
+
+def test_a_later_map_of_the_same_moves_offers_nothing_again_and_is_answered() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2], settled=1, epoch=5))
+    bench.end_all()
+    bench.use(pool([1, 2], settled=1, epoch=6))
+    assert bench.offered() == []
+    assert bench.core.report(bench.now) == HandedOver(6, 0, 3, 0)
+
+
+def test_a_further_node_gets_its_share_too() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2], settled=1, epoch=5))
+    bench.end_all()
+    bench.use(pool([1, 2, 3], settled=1, epoch=6))
+    assert bench.offered() == [(block(n), 3) for n in range(3)]
+
+
+def test_what_comes_meanwhile_is_handed_on() -> None:
+    bench = Bench(blocks=0)
+    bench.use(pool([1, 2], settled=1))
+    bench.hold(block(9))
+    bench.core.came(block(9))
+    bench.core.advance(bench.now)
+    assert bench.offered() == [(block(9), 2)]
+    assert bench.core.report(bench.now) == HandedOver(1, 1, 1, 0)
+
+
+def test_what_comes_to_a_settled_pool_is_not() -> None:
+    bench = Bench(blocks=0)
+    bench.use(pool([1, 2]))
+    bench.hold(block(9))
+    bench.core.came(block(9))
+    bench.core.advance(bench.now)
+    assert bench.offered() == []
+    assert bench.core.report(bench.now) is None
+
+
+@pytest.mark.parametrize("outcome", [UNREACHABLE, bulk.NO_ROOM, bulk.STALE, bulk.NOT_HOME])
+def test_a_move_is_tried_until_it_succeeds(outcome: str) -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2], settled=1))
+    for _ in range(4 * TRIES):
+        assert bench.end_all(outcome) == 1
+        assert bench.core.left == 1
+        told = bench.core.report(bench.now)
+        assert told is None or told.left == 1
+        bench.now = bench.core.get_timer() or bench.now
+        bench.core.advance(bench.now)
+    assert bench.end_all() == 1
+    assert bench.core.report(bench.now + 1) == HandedOver(1, 0, 1, 0)
+
+
+def test_a_move_to_whom_the_block_is_not_for_fails_once_and_is_told() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2], settled=1))
+    assert bench.end_all(bulk.FORBIDDEN) == 1
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 1, 1)
+    assert bench.core.get_timer() is None
+
+
+def test_after_the_loss_of_a_node_who_takes_its_place_is_offered_what_there_is_room_for() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 3], epoch=2, nodes=(1, 3, 4)))
+    calls = bench.calls()
+    assert {call.node for call in calls} == {3}
+    assert all(call.spare for call in calls)
+    for call in calls:
+        call.begin()
+        call.ended(bench.now, bulk.NO_ROOM)
+    assert bench.core.left == 0
+    assert bench.core.counters.failed == 3
+
+
+def test_a_repair_that_fails_is_tried_some_times() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 3], epoch=2, nodes=(1, 3, 4)))
+    for _ in range(TRIES):
+        assert bench.end_all(UNREACHABLE) == 1
+        bench.wait(10 * RETRY_S)
+    assert bench.offered() == []
+    assert bench.core.counters.failed == 1
+
+
+def test_a_node_that_was_drained_is_not_repaired() -> None:
+    bench = Bench()
+    bench.use(pool([1, 2]))
+    bench.use(pool([1, 2, 3], settled=2, epoch=2))
+    bench.end_all()
+    bench.use(pool([1, 3], epoch=3))
+    assert bench.offered() == []
+
+
+def test_no_more_than_the_rate_is_sent_and_no_more_calls_than_the_bound_are_out() -> None:
+    bench = Bench(blocks=40, rate_bytes_per_s=10 * SIZE, max_in_flight=4)
+    bench.use(pool([1, 2], settled=1))
+    sent = bench.end_all()
+    assert sent <= 4
+    for second in range(1, 4):
+        for _ in range(20):
+            bench.wait(0.05)
+            assert len(bench.outbox.calls) <= 4
+            sent += bench.end_all()
+        assert sent <= 10 * second + 4
+    assert sent >= 25
+
+
+def test_what_is_held_there_already_costs_no_rate() -> None:
+    bench = Bench(blocks=40, rate_bytes_per_s=10 * SIZE)
+    bench.use(pool([1, 2], settled=1))
+    assert bench.end_all(bulk.HELD) == 40
+
+
+def test_a_block_that_is_gone_when_its_turn_comes_is_over() -> None:
+    bench = Bench(blocks=1)
+    bench.use(pool([1, 2], settled=1))
+    (call,) = bench.calls()
+    bench.store.drop(block(0))
+    assert not call.begin()
+    call.ended(bench.now, "evicted")
+    assert bench.core.report(bench.now) == HandedOver(1, 0, 1, 0)
+
+
+def test_a_target_that_is_gone_ends_its_moves() -> None:
+    bench = Bench(blocks=2, max_in_flight=1)
+    bench.use(pool([1, 2], settled=1))
+    bench.use(pool([1], epoch=2, nodes=(1, 3)))
+    bench.end_all(UNREACHABLE)
+    bench.wait(10.0)
+    assert bench.core.left == 0
+
+
+def test_what_lies_in_a_lower_tier_is_brought_and_offered() -> None:
+    bench = Bench(blocks=1)
+    below = [block(0), block(7), block(8)]
+    waiting: list[Callable[[], None]] = []
+
+    def recall(_now: float, which: BlockId, then: Callable[[], None]) -> bool:
+        if which == block(8):
+            return False  # gone since
+        waiting.append(then)
+        return True
+
+    bench.core.lower = lambda: below
+    bench.core.recall = recall
+    bench.use(pool([1, 2], settled=1))
+    assert bench.offered() == [(block(0), 2)]
+    assert bench.core.report(bench.now) == HandedOver(1, 2, 3, 0)
+    bench.hold(block(7))
+    (then,) = waiting
+    then()
+    assert bench.end_all() == 1
+    assert bench.core.left == 1, "the first is still out"
