@@ -67,6 +67,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Whether bytes are checked against their digest once more on their way into the engine."""
     ack: Literal["home", "replicas", "local"] = "home"
     """What a save waits for, as in the client's `put`. Requests never wait for saves."""
+    event_medium: Annotated[str, Meta(min_length=1, max_length=64)] = "KVCAST"
+    """What KV events call the pool. `kvcast route` knows it by the default; Dynamo's router takes
+    "EXTERNAL", and leaves out media that it does not know."""
     groups: bool = True
     """Whether ranks on several nodes that hold the same bytes read as a reader group."""
 

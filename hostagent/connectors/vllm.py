@@ -61,8 +61,6 @@ IDLE_WAIT_S = 0.002
 """How long a step without work waits for news of the pool; vLLM steps on at once otherwise."""
 NULL_BLOCK = 0
 """vLLM's id for a block that is not there (out of a sliding window)."""
-MEDIUM = "KVCAST"
-"""What KV events call the pool."""
 
 _log = logging.getLogger("kvcast.connector")
 
@@ -541,7 +539,9 @@ class _SchedulerHalf:
         for number, reports in news.saves.items():
             stored = self._stored.get(number)
             if self.planner.saved(number, reports) and stored is not None:
-                self._events.append(_stored_event(*stored, self._block_tokens))
+                self._events.append(
+                    _stored_event(*stored, self._block_tokens, self._options.event_medium)
+                )
         self._let_go()
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> None:
@@ -854,21 +854,32 @@ def _warn_of_seeds(vllm_config: Any) -> None:
         )
 
 
-def _stored_event(request: Any, save: Save, block_tokens: int) -> Any:
+def _stored_event(request: Any, save: Save, block_tokens: int, medium: str) -> Any:
     from vllm.distributed.kv_events import BlockStored
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.core.kv_cache_utils import (
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
 
     parent = request.block_hashes[save.first - 1] if save.first else None
     begin = save.first * block_tokens
+    end = begin + len(save.hashes) * block_tokens
     lora = request.lora_request
+    extra: list[Any] = []  # a salt, for one: without it the blocks would be another prompt's
+    images = 0
+    for at in range(begin, end, block_tokens):
+        keys, images = generate_block_hash_extra_keys(request, at, at + block_tokens, images)
+        extra.append(keys)
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(one) for one in save.hashes],
         parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-        token_ids=list(request.all_token_ids[begin : begin + len(save.hashes) * block_tokens]),
+        token_ids=list(request.all_token_ids[begin:end]),
         block_size=block_tokens,
         lora_id=lora.adapter_id if lora else None,
-        medium=MEDIUM,
+        medium=medium,
         lora_name=lora.name if lora else None,
+        extra_keys=to_event_extra_keys(extra),
     )
 
 
