@@ -16,11 +16,13 @@ from typing import Final
 
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
 from kvcast.hostagent.network.control_link import ControlLink
+from kvcast.hostagent.network.courier import CourierDriver, CourierLoop
 from kvcast.hostagent.network.datagrams import (
     Transport,
     TunnelTransport,
@@ -32,6 +34,7 @@ from kvcast.hostagent.network.interfaces import (
     interface_bits_per_s,
     interface_mtu,
 )
+from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.network.local_server import LocalServer
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.survivors import NOBODY
@@ -56,6 +59,7 @@ from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import chunking_for
+from kvcast.protocol.placement import address_of_buffer
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,8 @@ _RECOVERY_BEGINS_S: Final = 0.1
 """First come those who have waited for an agent."""
 _NO_MAP_PAUSE_S: Final = 0.01
 """How often it is seen whether there is a map, without which nothing can be recovered."""
+_LANDINGS_SHARE: Final = 64
+"""All landing places of the courier take this part of the arena at most."""
 _REST_S: Final = 2.0
 """How long an agent that gives way to another waits for what was begun."""
 
@@ -170,6 +176,10 @@ class Agent:
                 Endpoint(parse_mac(network.mac), parse_ip(network.ip), network.udp_port),
             )
         )
+        loop = asyncio.get_running_loop()
+        driver: CourierDriver | None = None
+        if isinstance(loop, CourierLoop) and index is not None and standing is None:
+            driver = self._make_courier(loop, index, store)
         self._bulk_caller = BulkCaller(
             self.core, options.bulk, self.transport.pump, options.credentials
         )
@@ -190,6 +200,7 @@ class Agent:
         self._local_server = LocalServer(
             *(self.core, self.arena, options.local, self.transport.pump, self.index_file),
             keeper=standing.keeper if standing is not None else NOBODY,
+            courier=driver,
         )
         if index is not None and standing is not None:
             stack.callback(self._let_go, index)  # after the clients were cut off
@@ -201,6 +212,8 @@ class Agent:
         if not stands:
             self.let_clients_in()
         stack.push_async_callback(self._local_server.close)
+        if driver is not None:
+            stack.callback(driver.close)
         self.transport.start()
         stack.callback(self.transport.close)
         register = Register(
@@ -230,6 +243,30 @@ class Agent:
                 _RECOVERY_BEGINS_S, self._recover
             )
         stack.callback(self._end_recovery)
+
+    def _make_courier(self, loop: CourierLoop, index: Index, store: Store) -> CourierDriver | None:
+        """Have small blocks fetched in compiled code, where that can be."""
+        functions = hashing()
+        taken = loop.selector.runs is not None
+        if self.index_file is None or functions is None or taken or self._options.ssd.paths:
+            return None
+        core, transport = self.core, self.transport
+        core.reads.courier = courier = Courier(
+            *(store, core.requester, core.outbox, core.spread, core.metrics),
+            index_address=address_of_buffer(index.memory),
+            index_bits=index.bits,
+            arena_address=address_of_buffer(self.arena.memory),
+            most_bytes=core.store.allocator.capacity_bytes // _LANDINGS_SHARE,
+            hashing=functions,
+        )
+        return CourierDriver(
+            *(courier, loop.selector, core.requester.placement),
+            frames=transport.socket,
+            mover=transport.mover,
+            go_on=transport.go_on,
+            pump=transport.pump,
+            count=transport.count_frames,
+        )
 
     def _let_go(self, index: Index) -> None:
         if not self._local_server.cut_off_holders:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvcast.hostagent.agent import Agent
 from kvcast.hostagent.core.tracing import Traces
 from kvcast.hostagent.flags import AgentFlags, Setup, options_of, parse
+from kvcast.hostagent.network.courier import CourierLoop
 from kvcast.hostagent.network.local_server import SocketInUseError
 from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
@@ -122,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging(setup.flags.log_level, setup.flags.log_format)
     if setup.flags.arena_keep:
         return supervise(options_of(setup), lambda place: run(setup, place), setup.flags.takeover)
-    return asyncio.run(run(setup))
+    with asyncio.Runner(loop_factory=CourierLoop) as runner:
+        return runner.run(run(setup))
 
 
 if __name__ == "__main__":

@@ -211,7 +211,9 @@ class Table(Struct):
     """The datagram that Python is to look at,"""
     frame_length: U32
     frame_source: U32
-    """and the node that it is from."""
+    """and the node that it is from;"""
+    frame_taken: U64
+    """whether somebody else has looked at it."""
     frames: U64
     malformed: U64
     misaddressed: U64
@@ -380,7 +382,7 @@ def _place_of(t: Table, namespace: U64, key: U64, rest: U64) -> U64:
 
 
 @native
-def _find(t: Table, at: U64) -> U64:
+def find_copy(t: Table, at: U64) -> U64:
     """The number of the copy of the block that a datagram is about, plus 1; 0 = none."""
     namespace = u16_at(at + _NAMESPACE_AT)[0]
     key = u64_at(at + _KEY_AT)[0]
@@ -501,7 +503,7 @@ def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
     number."""
     if not well_formed(t, at, length) or bytes_at(at)[_OP_AT] != OP_DATA:
         return False
-    if _find(t, at) != number + 1:
+    if find_copy(t, at) != number + 1:
         return False
     to = t.copies[number]
     if not _is_of(to, at):
@@ -539,7 +541,7 @@ def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
         t.unknown_source += 1
         return False
     if bytes_at(at)[_OP_AT] == OP_DATA:
-        number = _find(t, at)
+        number = find_copy(t, at)
         if number != 0:
             to = t.copies[number - 1]
             if _is_of(to, at) and _is_source(to, source):
@@ -645,13 +647,17 @@ class Placement:
         table."""
         self._code = compiled()
         self._table: Any = ctypes_of(Table)()
-        self._address = ctypes.addressof(self._table)
+        self.address = ctypes.addressof(self._table)
+        """Where the table lies, for compiled code."""
+        self.table = self._table
+        self.before_python: Callable[[int], bool] = lambda _why: False
+        """Asked before anything is told, with what `place` has returned: takes what is its own of
+        the arrivals, and says whether the frame at which the work stopped is its own, too."""
         self._arrivals = (ctypes_of(Arrival) * ARRIVALS)()
         self._arrivals_view = memoryview(self._arrivals).cast("B")
         self._table.arrivals = ctypes.addressof(self._arrivals)
         self._table.seed = seed
         self._next_serial = 1
-        self._used = 0
         self._kept: dict[int, tuple[array[int], array[int]]] = {}  # bitmaps and sources
         self._free: list[int] = []
         self._copies: Any = None
@@ -672,7 +678,8 @@ class Placement:
             before = len(old)
             ctypes.memmove(self._copies, old, ctypes.sizeof(old))
             for number in range(before):
-                self._code.enter_copy(self._address, number)
+                if self._copies[number].serial:
+                    self._code.enter_copy(self.address, number)
         self._free.extend(range(room - 1, before - 1, -1))
 
     def enter(
@@ -711,7 +718,7 @@ class Placement:
             chunking.code,
         )
         self._kept[number] = (missing, listened)
-        self._code.enter_copy(self._address, number)
+        self._code.enter_copy(self.address, number)
         return number, serial, chunks
 
     def listen(self, number: int, sources: Collection[int]) -> None:
@@ -729,13 +736,29 @@ class Placement:
 
     def leave(self, number: int) -> None:
         """Let nothing of this copy be written any more."""
-        self._code.leave_copy(self._address, number)
+        self._code.leave_copy(self.address, number)
         self._copies[number].serial = 0
         del self._kept[number]
         self._free.append(number)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    # --- copies that compiled code enters, and takes out again, by itself
+
+    def lend(self, count: int) -> list[int]:
+        """Numbers of copies that are not used here any more. Whoever has them sets the serial to 0
+        of what has left the table, and to what none of ours is of what is in it."""
+        while len(self._free) < count:
+            self._grow(2 * len(self._copies))
+        return [self._free.pop() for _ in range(count)]
+
+    def aim(self, number: int, address: int, missing: int, sources: int) -> None:
+        """Where the bytes of a lent copy go, its bitmap and its sources lie; it is not in the
+        table."""
+        copy = self._copies[number]
+        assert not copy.serial
+        copy.address, copy.missing, copy.sources = address, missing, sources
 
     # --- nodes
 
@@ -750,7 +773,7 @@ class Placement:
         self._table.nodes = ctypes.addressof(nodes)
         self._table.nodes_mask = room - 1
         for ip, node in index_by_ip.items():
-            self._code.know_node(self._address, ip, node)
+            self._code.know_node(self.address, ip, node)
 
     def unwrap_for(self, own: Endpoint) -> None:
         """From now on datagrams come as Ethernet frames, and only what is sent to `own` is
@@ -768,7 +791,7 @@ class Placement:
         """Put one DATA in its place, whoever sent it; None if it is none of this copy."""
         buffer = ctypes.create_string_buffer(datagram, len(datagram))
         at = ctypes.addressof(buffer)
-        if not self._code.put_frame(self._address, number, at, len(datagram), source):
+        if not self._code.put_frame(self.address, number, at, len(datagram), source):
             return None
         (arrived,) = self._take_arrivals()
         return arrived
@@ -786,17 +809,35 @@ class Placement:
         in its place, and `frame` (node, datagram) of what Python is to look at, in the order in
         which they came. `instead` is called instead of the compiled `place`, and does what that
         does, and more."""
-        table, address = self._table, self._address
+        table = self._table
         code = self._code.place if instead is None else instead
         table.piece = table.offset = 0
+        why = code(self.address, pieces, count)
+        table.frame_taken = self.before_python(why)
+        self.go_on(why, pieces, count, arrived, frame, instead=instead)
+
+    def go_on(
+        self,
+        why: int,
+        pieces: int,
+        count: int,
+        arrived: Callable[[list[Arrived]], None],
+        frame: Callable[[int, bytes], None],
+        *,
+        instead: Callable[[int, int, int], int] | None = None,
+    ) -> None:
+        """The rest of `place`, where compiled code has begun, and stopped because of `why`."""
+        table = self._table
+        code = self._code.place if instead is None else instead
         while True:
-            why = code(address, pieces, count)
             if table.arrival_count:
                 arrived(self._take_arrivals())
             if why == ALL_PLACED:
                 return
-            if why == FRAME_FOR_PYTHON:
+            if why == FRAME_FOR_PYTHON and not table.frame_taken:
                 frame(table.frame_source, ctypes.string_at(table.frame, table.frame_length))
+            why = code(self.address, pieces, count)
+            table.frame_taken = self.before_python(why)
 
     def place_bytes(
         self,

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol.lane import datagrams_of
@@ -39,6 +41,7 @@ from kvcast.protocol.messages.control import (
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
+from kvcast.protocol.placement import address_of_buffer
 from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.network import Link
 from kvcast.simulation.rdma import RdmaSide
@@ -110,7 +113,25 @@ class HostObserver(Protocol):
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None: ...
 
 
+_LANDINGS_SHARE: Final = 8
+"""Landing places of the courier take more of these small arenas than of real ones."""
+
 CoreFactory = Callable[["SimHost", random.Random], AgentCore]
+
+
+def _courier_of(host: SimHost, core: AgentCore) -> Courier | None:
+    """The courier of a new process, as `kvcast.hostagent.agent` makes it."""
+    functions = hashing()
+    if core.recovery is not None or functions is None:
+        return None
+    return Courier(
+        *(core.store, core.requester, core.outbox, core.spread, core.metrics),
+        index_address=address_of_buffer(host.index),
+        index_bits=buckets_for(host.options.arena_bytes).bit_length() - 1,
+        arena_address=address_of_buffer(host.memory),
+        most_bytes=host.options.arena_bytes // _LANDINGS_SHARE,
+        hashing=functions,
+    )
 
 
 def agent_core(host: SimHost, rng: random.Random) -> AgentCore:
@@ -335,6 +356,13 @@ class SimAgent(Process):
         self._placement.unwrap_for(host.options.endpoint)
         if core.lane is not None:
             core.lane.send = self._send_jobs
+        self.courier = _courier_of(host, core)
+        """As the client's library asks it; None in a process that found what another has left."""
+        self.courier_told: dict[int, Callable[[bytes], None]] = {}
+        """By number in the courier, who hears its answers."""
+        if self.courier is not None:
+            core.reads.courier = self.courier
+            self._placement.before_python = self._courier_first
         self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -401,6 +429,42 @@ class SimAgent(Process):
             core.after_receiving(self.now)
             self.pump()
 
+    # --- the courier ---------------------------------------------------------------------------
+
+    def ask_courier(self, number: int, question: bytes) -> None:
+        """A client's question: as the wait of an agent would have it."""
+        courier = self.courier
+        assert courier is not None
+        courier.prepare(self.now)
+        read = courier.hear(number, question, self.now)
+        if read is not None:
+            self._follow_pool()
+            node, datagram = read
+            wrap = self._wrap.get(node)
+            if wrap is not None:
+                self.core.metrics.frames_sent_total += 1
+                self.host.send(wrap.wrap(datagram))
+        self._end_courier()
+        self.pump()
+
+    def _courier_first(self, why: int) -> bool:
+        assert self.courier is not None
+        mine = self.courier.frames_came(why, self.now)
+        self._end_courier()
+        return mine
+
+    def _end_courier(self) -> None:
+        """Clients hear their answers, which the books have by then."""
+        courier = self.courier
+        assert courier is not None
+        courier.book(self.now)
+        for number, answer in courier.take_answers():
+            told = self.courier_told[number]
+            self.host.world.after(
+                0.0,
+                lambda told=told, answer=answer: self.when_running(lambda: told(answer)),  # type: ignore[misc]
+            )
+
     def _follow_pool(self) -> None:
         pool = self.core.pool
         if pool is not self._pool and pool is not None:
@@ -442,6 +506,10 @@ class SimAgent(Process):
 
     def _set_timer(self) -> None:
         when = self.core.get_timer(self.now)
+        if self.courier is not None:
+            mine = self.courier.expire(self.now)
+            self._end_courier()
+            when = mine if when is None or (mine is not None and mine < when) else when
         if when is not None:
             self._alarm.set(max(self.host.world_time(when), self.host.world.now) + 1e-7)
 

@@ -12,11 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from kvcast.hostagent.client.local_blocks import Found, LocalBlocks
 from kvcast.hostagent.core.sessions import Session
 from kvcast.hostagent.core.writes import ACK_LOCAL
 from kvcast.protocol.messages import local, shared
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.questions import (
+    ANSWER,
+    FIRST_HANDLE,
+    GET,
+    GIVEN,
+    QUESTION,
+    RELEASE,
+    TIERS,
+)
+from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 from kvcast.simulation.model import Model, Name, ViolationError
 
 if TYPE_CHECKING:
@@ -66,6 +76,12 @@ class Client:
         self._rng = agent.host.world.stream(f"pins/{agent.host.number}/{agent.host.lives}")
         self._waiting: dict[int, Callable[[local.AgentReply], None]] = {}
         self._next = 1
+        self._asked_courier: dict[int, Callable[[local.Got | None], None]] = {}
+        self._courier: int | None = None
+        if agent.courier is not None:
+            self._courier = agent.courier.join(self._session)
+            if self._courier is not None:
+                agent.courier_told[self._courier] = self._courier_told
         self.closed = False
         agent.on_death.append(self._died)
 
@@ -149,11 +165,38 @@ class Client:
                     then(name, block.status == local.OK)
 
         keys = [key for (_, key), _ in asked]
-        self._ask(
-            local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect),
-            number,
-            answered,
+        request = local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect)
+        meaning = self._local.meaning(namespace)
+        alone = len(keys) == 1 and not (gather_ms or group or expect)
+        if self._courier is None or not alone or meaning is None:
+            self._ask(request, number, answered)
+            return
+        self._asked_courier[number] = lambda by_courier: (
+            answered(by_courier)
+            if by_courier is not None
+            else self._ask(
+                msgspec.structs.replace(
+                    request, deadline_s=max(0.0, deadline_s - (self.agent.now - began))
+                ),
+                number,
+                answered,
+            )
         )
+        began = self.agent.now
+        question = QUESTION.pack(GET, namespace, int(deadline_s * 1000), number, keys[0], meaning)
+        self.agent.ask_courier(self._courier, question)
+
+    def _courier_told(self, answer: bytes) -> None:
+        status, tier, _, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
+        then = self._asked_courier.pop(number)
+        if self.closed:
+            return
+        if status != GIVEN:
+            then(None)
+            return
+        self._host.world.counts["get.by_the_courier"] += 1
+        block = local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
+        then(local.Got(number, [block]))
 
     def _take(
         self,
@@ -188,6 +231,11 @@ class Client:
                 raise ViolationError(
                     1, f"bytes that host {host.number} holds of {name[1].hex()} have changed"
                 )
+            if found is None and block.handle >= FIRST_HANDLE:
+                assert self._courier is not None
+                release = QUESTION.pack(RELEASE, 0, 0, block.handle, bytes(KEY_BYTES), 0)
+                self.agent.ask_courier(self._courier, release)
+                return
             if found is None:
                 self._session.handle(self.agent.now, local.Release([block.handle]))
                 self.agent.pump()
@@ -321,6 +369,10 @@ class Client:
     def close(self) -> None:
         """Disconnect, and leave whatever is held to the agent."""
         self.closed = True
+        if self._courier is not None:
+            assert self.agent.courier is not None
+            self.agent.courier.leave(self._courier)
+            del self.agent.courier_told[self._courier]
         self._session.close()
 
 

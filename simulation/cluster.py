@@ -537,6 +537,8 @@ class Cluster:
         for host in self.running():
             assert host.process is not None
             core = host.process.core
+            if host.process.courier is not None:
+                host.process.courier.give_room_back()
             core.store.check()
             if core.store.counters.policy_faults:
                 raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")

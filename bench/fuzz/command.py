@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvcast.bench.fuzz import (  # noqa: F401 - they register their targets
     arena,
+    courier,
     entry_points,
     kept,
     rdma_link,

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.messages import local
+from kvcast.protocol.messages.questions import COURIER_BYTES
 
 RECONNECT_S: Final = 60.0
 """How long an agent that comes after is waited for, where calls have no shorter deadline."""
@@ -58,6 +59,9 @@ class AsyncClient:
         self._path = ""
         self._cut = False
         """The connection is gone, and is being made anew."""
+        self._courier: socket.socket | None = None
+        self._courier_waiting: dict[int, asyncio.Future[local.Got | None]] = {}
+        """Questions to the courier; None is told where the agent is to be asked."""
         self._gone = ""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -114,6 +118,69 @@ class AsyncClient:
         except BaseException:
             sock.close()
             raise
+        self._leave_courier()
+        descriptor, self._conversation.courier_fd = self._conversation.courier_fd, -1
+        if descriptor >= 0:
+            self._courier = socket.socket(fileno=descriptor)
+            self._courier.setblocking(False)
+            self._conversation.has_courier = True
+            loop.add_reader(descriptor, self._courier_readable)
+
+    def _leave_courier(self) -> None:
+        """Ask the courier no more."""
+        courier, self._courier = self._courier, None
+        self._conversation.has_courier = False
+        if courier is not None:
+            asyncio.get_running_loop().remove_reader(courier.fileno())
+            courier.close()
+        waiting, self._courier_waiting = self._courier_waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _courier_readable(self) -> None:
+        assert self._courier is not None
+        try:
+            number, got = self._conversation.heard_of_courier(self._courier.recv(COURIER_BYTES))
+        except BlockingIOError:
+            return
+        except (OSError, AgentGoneError):  # also: the agent does not want us there
+            self._leave_courier()
+            return
+        future = self._courier_waiting.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(got)
+        elif got is not None:
+            self._conversation.give_back(got)
+
+    async def _ask_courier(self, ask: Ask) -> Ask | local.Got:
+        """Ask the courier; its answer, or what the agent is to be asked."""
+        loop = asyncio.get_running_loop()
+        if self._courier is None:
+            return ask
+        end = loop.time() + ask.patience_s
+        number = ask.request.request
+        future: asyncio.Future[local.Got | None] = loop.create_future()
+        try:
+            self._courier.send(ask.courier)
+        except OSError:  # it is full, or gone
+            return ask
+        self._courier_waiting[number] = future
+        got: local.Got | None = None
+        taken = False
+        try:
+            async with asyncio.timeout(ask.patience_s):
+                got = await future
+            taken = True
+            return got or self._conversation.handed_over(ask, end - loop.time())
+        except TimeoutError:
+            raise AgentGoneError(f"the agent did not answer within {ask.patience_s} s") from None
+        finally:
+            self._courier_waiting.pop(number, None)
+            if not taken and future.done() and not future.cancelled():
+                late = future.result()  # it came at the moment at which we were cancelled
+                if late is not None:
+                    self._conversation.give_back(late)
 
     async def _read(self) -> None:
         while True:
@@ -166,6 +233,7 @@ class AsyncClient:
     def _end(self, reason: str) -> None:
         self._gone = self._gone or reason
         self._writer.close()
+        self._leave_courier()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -190,6 +258,11 @@ class AsyncClient:
         """Ask, and wait for the answer."""
         if self._gone:
             raise AgentGoneError(self._gone)
+        if ask.courier:
+            told = await self._ask_courier(ask)
+            if not isinstance(told, Ask):
+                return told
+            ask = told
         number = ask.request.request
         future: asyncio.Future[local.AgentReply] = asyncio.get_running_loop().create_future()
         data = self._conversation.encode(ask.request)
@@ -267,7 +340,14 @@ class AsyncClient:
 
     def _post(self, message: local.Request) -> None:
         # What is released while there is no connection, the next agent hears when we are back.
-        if not self._gone and not self._writer.is_closing():
+        if self._gone or self._writer.is_closing():
+            return
+        released = self._conversation.courier_release(message)
+        try:
+            if not released or self._courier is None:
+                raise BlockingIOError
+            self._courier.send(released)
+        except OSError:  # the courier is full, or none: the agent knows what it has given
             self._writer.write(self._conversation.encode(message))
 
     get = _asynchronous(Conversation.get)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Concatenate, Final, ParamSpec, TypeVar, cast
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.protocol.messages import local
+from kvcast.protocol.messages.questions import COURIER_BYTES
 
 _NOBODYS: Final = 0
 """A number that no request has."""
@@ -65,6 +67,8 @@ class Client:
         self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._patience_s = -1.0
+        self._courier: socket.socket | None = None
+        self._courier_patience_s = -1.0
         try:
             self._shake_hands(self._socket, self._conversation.hello(name), timeout_s)
         except OSError as error:
@@ -86,6 +90,45 @@ class Client:
         sock.sendall(hello)
         while not self._conversation.welcomed(*socket.recv_fds(sock, READ_BYTES, 4)[:2]):
             pass
+        self._take_courier()
+
+    def _take_courier(self) -> None:
+        """The courier's socket that came with the Welcome, instead of the one before."""
+        if self._courier is not None:
+            self._courier.close()
+            self._courier = None
+        descriptor, self._conversation.courier_fd = self._conversation.courier_fd, -1
+        if descriptor >= 0:
+            self._courier = socket.socket(fileno=descriptor)
+            self._courier_patience_s = -1.0
+        self._conversation.has_courier = self._courier is not None
+
+    def _ask_courier(self, ask: Ask, end: float) -> Ask | local.Got:
+        """Ask the courier; its answer, or what the agent is to be asked."""
+        courier, conversation = self._courier, self._conversation
+        if courier is None or not ask.courier:
+            return ask
+        try:
+            self._send_posted()
+            if ask.patience_s != self._courier_patience_s:
+                seconds, part = divmod(ask.patience_s, 1)
+                courier.setsockopt(
+                    *(socket.SOL_SOCKET, socket.SO_RCVTIMEO),
+                    struct.pack("@ll", int(seconds), int(part * 1e6)),
+                )
+                self._courier_patience_s = ask.patience_s
+            courier.send(ask.courier, socket.MSG_DONTWAIT)
+            while answer := courier.recv(COURIER_BYTES):
+                number, got = conversation.heard_of_courier(answer)
+                if number == ask.request.request:
+                    return got or conversation.handed_over(ask, end - time.monotonic())
+                if got is not None:
+                    conversation.give_back(got)
+        except OSError:  # also: no answer in time
+            pass
+        courier.close()
+        self._courier, conversation.has_courier = None, False
+        return ask
 
     def _reconnect(self, end: float, why: Exception) -> None:
         """Connect to the agent that comes after, until `end`; else AgentGoneError. To be called
@@ -130,6 +173,11 @@ class Client:
         """Ask, and wait for the answer."""
         end = time.monotonic() + ask.patience_s
         with self._lock:
+            if ask.courier:
+                told = self._ask_courier(ask, end)
+                if not isinstance(told, Ask):
+                    return told
+                ask = told
             patience_s = ask.patience_s
             while True:
                 try:
@@ -259,7 +307,15 @@ class Client:
     def _send_posted(self) -> None:
         while self._posted:
             # An agent that comes after hears from `_held` what was released.
-            self._socket.sendall(self._conversation.encode(self._posted.popleft()))
+            message = self._posted.popleft()
+            released = self._conversation.courier_release(message)
+            if released and self._courier is not None:
+                try:
+                    self._courier.send(released, socket.MSG_DONTWAIT)
+                    continue
+                except OSError:
+                    pass  # it is full, or gone: the agent knows what the courier has given
+            self._socket.sendall(self._conversation.encode(message))
 
     get = _blocking(Conversation.get)
     get_outcomes = _blocking(Conversation.get_outcomes)
@@ -280,6 +336,8 @@ class Client:
         """Disconnect; the agent unpins all that this client held. Its blocks are useless."""
         self._closed = True
         self._socket.close()
+        if self._courier is not None:
+            self._courier.close()
         self._conversation.close()
 
     def __enter__(self) -> Client:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
+import msgspec
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client.blocks import Arena, Block, Buffer, Outcome, Reservation
 from kvcast.hostagent.client.errors import (
@@ -35,6 +36,17 @@ from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.framing import FramingError, MessageCodec
 from kvcast.protocol.messages.local import LOCAL_PROTOCOL_VERSION, MAX_KEYS, MAX_LOCAL_MESSAGE_BYTES
+from kvcast.protocol.messages.questions import (
+    ANSWER,
+    ASK_AGENT,
+    FIRST_HANDLE,
+    GET,
+    GIVEN,
+    MAX_DEADLINE_MS,
+    QUESTION,
+    RELEASE,
+    TIERS,
+)
 from kvcast.protocol.messages.wire import KEY_BYTES
 
 READ_BYTES: Final = 256 * 1024
@@ -59,6 +71,8 @@ class Ask:
 
     request: local.Numbered
     patience_s: float
+    courier: bytes = b""
+    """The same for the courier, which may be asked first; `heard_of_courier` hears the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,10 @@ class Conversation:
         self.lives = 0
         """How many connections there have been."""
         self._fds: list[int] = []
+        self.courier_fd = -1
+        """The courier's socket, where there is one; the driver's to take and to close."""
+        self.has_courier = False
+        """Whether the courier may be asked; set by a driver that does."""
         self._arena: Arena | None = None
         self.node_id = ""
 
@@ -146,6 +164,7 @@ class Conversation:
         if not isinstance(welcome, local.Welcome):
             raise AgentGoneError(f"the agent began with {type(welcome).__name__}")
         expected = 0 if welcome.resumed else 3 if welcome.index_bytes else 1
+        expected += int(welcome.courier)
         if len(self._fds) != expected or len(messages) != 1:
             raise AgentGoneError("the agent's welcome is not understood")
         if welcome.resumed and (not self._token or welcome.token != self._token):
@@ -158,6 +177,8 @@ class Conversation:
             return True
         self._held.clear()  # of a former agent, if there was one: nobody holds it any more
         self._local = None
+        if welcome.courier:
+            self.courier_fd = self._fds.pop()
         if welcome.index_bytes:
             self._local = map_shared(
                 *(self._fds.pop(1), self._fds.pop(1)),
@@ -209,10 +230,58 @@ class Conversation:
         """Let go of the arena, and of descriptors that came without a welcome."""
         while self._fds:
             os.close(self._fds.pop())
+        if self.courier_fd >= 0:
+            os.close(self.courier_fd)
+            self.courier_fd = -1
         if self._local is not None:
             self._local.close()
         if self._arena is not None:
             self._arena.close()
+
+    # --- the courier ----------------------------------------------------------------------------
+
+    def _for_courier(
+        self, number: int, namespace: int, keys: list[bytes], deadline_s: float
+    ) -> bytes:
+        """The question for the courier, if it is one for it."""
+        if not self.has_courier or len(keys) != 1 or self._local is None:
+            return b""
+        meaning = self._local.meaning(namespace)
+        if meaning is None:
+            return b""
+        deadline_ms = min(int(deadline_s * 1000), MAX_DEADLINE_MS)
+        return QUESTION.pack(GET, namespace, deadline_ms, number, keys[0], meaning)
+
+    def heard_of_courier(self, answer: bytes) -> tuple[int, local.Got | None]:
+        """What the courier has said: to which question, and the answer; None = the agent is to be
+        asked. An answer that nobody waits for is to be given back."""
+        if len(answer) != ANSWER.size:
+            raise AgentGoneError("the courier is not understood")
+        status, tier, _, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
+        if status not in (GIVEN, ASK_AGENT) or tier >= len(TIERS):
+            raise AgentGoneError("the courier is not understood")
+        if status == ASK_AGENT:
+            return number, None
+        given = local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
+        return number, local.Got(number, [given])
+
+    @staticmethod
+    def handed_over(ask: Ask, left_s: float) -> Ask:
+        """What the agent is to be asked where the courier has no answer, and so much is left of the
+        patience."""
+        request = ask.request
+        assert isinstance(request, local.Get)
+        deadline_s = max(0.0, request.deadline_s - (ask.patience_s - left_s))
+        return Ask(msgspec.structs.replace(request, deadline_s=deadline_s), max(left_s, 0.001))
+
+    def courier_release(self, message: local.Request) -> bytes:
+        """A Release as the courier takes it; nothing if it is none of what the courier gave."""
+        if not self.has_courier or not isinstance(message, local.Release):
+            return b""
+        (handle,) = message.handles if len(message.handles) == 1 else (0,)
+        if handle < FIRST_HANDLE:
+            return b""
+        return QUESTION.pack(RELEASE, 0, 0, handle, bytes(KEY_BYTES), 0)
 
     def give_back(self, reply: local.AgentReply) -> None:
         """Nobody takes this answer: let the agent have back what it holds."""
@@ -330,10 +399,13 @@ class Conversation:
         try:
             for places in _parts(missing, MAX_KEYS):
                 batch = [checked[place] for place in places]
-                request = local.Get(
-                    next(self._numbers), namespace, batch, deadline_s, gather_ms, group, expect
-                )
-                got = yield from self._ask(request, local.Got, deadline_s + GRACE_S)
+                number = next(self._numbers)
+                request = local.Get(number, namespace, batch, deadline_s, gather_ms, group, expect)
+                courier = b""
+                if not (gather_ms or group or expect):
+                    courier = self._for_courier(number, namespace, batch, deadline_s)
+                ask = Ask(request, deadline_s + GRACE_S, courier)
+                got = self._checked((yield ask), local.Got)
                 came = map(self._outcome, batch, _one_each(batch, got.blocks))
                 for place, outcome in zip(places, came, strict=True):
                     outcomes[place] = outcome

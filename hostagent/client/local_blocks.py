@@ -94,6 +94,11 @@ class LocalBlocks:
         """The agent said what a number means: by that alone it is looked up from now on."""
         self._told[namespace] = meaning
 
+    def meaning(self, namespace: int) -> int | None:
+        """What the agent said that a number means, 0 where it said nothing; None where its blocks
+        are not to be looked up."""
+        return self._told.get(namespace, 0) if self._readable(namespace) else None
+
     def resumed(self) -> None:
         """Another agent has taken the index over, and knows our region."""
         self._incarnation = self._words[shared.INCARNATION_WORD]

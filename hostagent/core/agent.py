@@ -277,6 +277,8 @@ class AgentCore:
         self.ssd = self.reads.ssd = ssd
         self.handover.lower = ssd.shelf.blocks
         self.handover.recall = self._recall
+        if self.reads.courier is not None:
+            self.reads.courier.shut()  # it does not know what lies on the disk
         self.store.below = ssd
         ssd.meaning_of = self._meaning_of
         self._state_ssd_rules()
@@ -431,7 +433,7 @@ class AgentCore:
         elif isinstance(message, NamespaceSecrets):
             self._new_secrets(message)
         elif isinstance(message, Residents):
-            self.reads.residents = frozenset(BlockId(b.namespace, b.key) for b in message.blocks)
+            self.reads.reside(frozenset(BlockId(b.namespace, b.key) for b in message.blocks))
         elif isinstance(message, Replicas):
             self._replicas_are(message)
         elif isinstance(message, Loads):
@@ -808,6 +810,8 @@ class AgentCore:
         values["retries_total"] = float(
             self.requester.counters.reads_retry + self.requester.counters.reads_partial
         )
+        if self.reads.courier is not None:
+            values |= self.reads.courier.values()
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)
         values["arena_held_bytes"] = float(self.store.held_bytes)

@@ -75,6 +75,10 @@ class Pool:
         """The block's home and replicas, in order; node indices."""
         return self._buckets[bucket_of(block.key)]
 
+    def homes_of_bucket(self, bucket: int) -> tuple[int, ...]:
+        """As `homes_of`, of the blocks of a bucket."""
+        return self._buckets[bucket]
+
     def homes_of_all(self, keys: list[bytes]) -> list[tuple[int, ...]]:
         """As `homes_of`, of many blocks of one namespace."""
         words = array("H", b"".join(keys))

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
@@ -39,7 +40,7 @@ from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
-from kvcast.protocol.messages.wire import CELLS, BlockId
+from kvcast.protocol.messages.wire import CELLS, BlockId, bucket_of
 from kvcast.protocol.requester import (
     BulkCopy,
     Fetched,
@@ -185,6 +186,8 @@ class Reads:
         self._now = 0.0
         """At the last event."""
         self.ssd: SsdTier | None = None
+        self.courier: Courier | None = None
+        """Which fetches what it may without us."""
         self.residents: frozenset[BlockId] = frozenset()
         """Blocks of which a switch answers READs, for chunks as it keeps them."""
         self.watch: Callable[[float, GetBatch], None] | None = None
@@ -199,6 +202,12 @@ class Reads:
     def waiting(self) -> int:
         """Blocks on their way here."""
         return len(self._fetches)
+
+    def reside(self, blocks: frozenset[BlockId]) -> None:
+        """A switch answers READs of these blocks from now on, and of no others."""
+        self.residents = blocks
+        if self.courier is not None:
+            self.courier.residents = blocks
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -362,7 +371,7 @@ class Reads:
             if len(self._fetches) >= self.requester.config.max_fetches:
                 return None
             self._metrics.fetches_total += 1
-            fetch = self._fetches[block] = _Fetch(block, deadline, now)
+            fetch = self._begin(block, deadline, now)
         elif not fetch.from_disk or fetch.fetch_id >= 0:
             return None
         else:
@@ -415,7 +424,7 @@ class Reads:
         else:
             assert room is not None
             assert self.ssd is not None
-            del self._fetches[fetch.block]
+            self._over(fetch.block)
             self._deliver(fetch, room, digest, SSD_TIER, now - fetch.started_at, committed_at)
             self._tell_recallers(fetch)
         self.drain(now)
@@ -426,7 +435,7 @@ class Reads:
         if fetch.waiters or fetch.keeps:
             self._read(now, fetch)
         else:
-            del self._fetches[fetch.block]
+            self._over(fetch.block)
             self._end_without(fetch, MissReason.NOT_FOUND)
 
     def _tell_recallers(self, fetch: _Fetch) -> None:
@@ -470,9 +479,23 @@ class Reads:
             probes.by_home[home] = probes.by_homes[others] = probe
             return probe
         self._metrics.fetches_total += 1
-        fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        fetch = self._begin(block, deadline, now)
         probe.followers.append(fetch)
         return fetch
+
+    def _begin(self, block: BlockId, deadline: float, now: float) -> _Fetch:
+        """A block is on its way here from now on."""
+        if self.courier is not None:
+            self.courier.yield_to(block)
+            self.courier.fetching[bucket_of(block.key)] += 1
+        fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        return fetch
+
+    def _over(self, block: BlockId) -> _Fetch:
+        """It is not any more."""
+        if self.courier is not None:
+            self.courier.fetching[bucket_of(block.key)] -= 1
+        return self._fetches.pop(block)
 
     def _join(
         self,
@@ -512,7 +535,7 @@ class Reads:
         waits = self._expect_waits(block.namespace, group) if expect else 1
         # Who was to ask, and comes late, finds that another asks in its place.
         expect = expect or bool(group and self.requester.hears(now, group))
-        fetch = self._fetches[block] = _Fetch(block, deadline, now)
+        fetch = self._begin(block, deadline, now)
         fetch.fetch_id = self.requester.fetch(
             now,
             block,
@@ -527,6 +550,7 @@ class Reads:
             group=group,
             expect=expect,
             expect_waits=waits,
+            repeat=self.courier is not None and self.courier.was_unanswered(block),
         )
         return fetch
 
@@ -545,7 +569,7 @@ class Reads:
             if fetch.fetch_id >= 0:
                 self.requester.cancel(now, fetch.fetch_id)
             else:
-                del self._fetches[fetch.block]
+                self._over(fetch.block)
                 self._end_without(fetch, MissReason.CANCELLED)
         self.drain(now)
 
@@ -590,7 +614,7 @@ class Reads:
             if isinstance(event, Fetched):
                 self._fetched(now, event)
             elif isinstance(event, Missed):
-                fetch = self._fetches.pop(event.block)
+                fetch = self._over(event.block)
                 self._end_without(fetch, event.reason)
                 self._read_followers(now, fetch)
             elif isinstance(event, TryBulk):
@@ -606,7 +630,7 @@ class Reads:
                 self._take_offer(now, event)
 
     def _fetched(self, now: float, event: Fetched) -> None:
-        fetch = self._fetches.pop(event.block)
+        fetch = self._over(event.block)
         reservation, report = event.reservation, event.report
         assert isinstance(reservation, ArenaReservation)
         if report.bulk:
@@ -639,6 +663,8 @@ class Reads:
         self._metrics.fetch_time.add(elapsed_s)
         if tier == SSD_TIER and self.ssd is not None:
             self.ssd.promoted(copy)
+        if self.courier is not None:
+            self.courier.learn(self._now, fetch.block.namespace, copy.size_bytes)
         # It is held while its waiters are told: one of them may put or drop.
         for batch, position in fetch.waiters:
             if batch.items[position] is None:
@@ -714,7 +740,7 @@ class Reads:
                 came.abort()
             self._read(now, fetch, probe=False)
         else:
-            del self._fetches[fetch.block]
+            self._over(fetch.block)
             self._metrics.payload_bytes_received_bulk_get_total += came.view.nbytes
             self._deliver(fetch, came, digest, "bulk", now - fetch.started_at)
         self.drain(now)

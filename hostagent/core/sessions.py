@@ -69,6 +69,7 @@ class Session:
         """Where in the ledger handles and tickets stand."""
         self._pin_rows: dict[BlockId, list[int]] = {}
         self._region: Region | None = None
+        self._tell_courier: Callable[[int], None] = lambda _held_bytes: None
         self._closed = False
         self._in_flight = 0
         self._told: dict[int, tuple[str, str, str, str]] = {}
@@ -408,6 +409,7 @@ class Session:
         self._held[copy] = times + 1
         if times == 0:
             self._held_bytes += copy.reserved_bytes
+            self._tell_courier(self._held_bytes)
 
     def _let_go(self, copy: Copy) -> None:
         times = self._held[copy]
@@ -416,6 +418,32 @@ class Session:
         else:
             del self._held[copy]
             self._held_bytes -= copy.reserved_bytes
+            self._tell_courier(self._held_bytes)
+
+    # --- the courier's `Holder` ------------------------------------------------------------------
+
+    def may_be_given(self) -> tuple[int, int]:
+        """(bytes that it holds, bytes up to which the courier may give it more): half of its share,
+        since the other half may be pinned without a message."""
+        count = len(self._handles) + len(self._tickets) + self._pin_count
+        most = self._max_held_bytes // 2 if count < local.MAX_HANDLES // 2 else 0
+        return self._held_bytes, most
+
+    def given(self, handle: int, copy: Copy) -> None:
+        """It was told that it holds this copy, which is pinned once for it."""
+        self._handles[handle] = copy
+        self._hold(copy)
+
+    def returned(self, handle: int) -> None:
+        """It does not need this handle any more."""
+        if handle in self._handles:
+            self._give_back(handle)
+        else:
+            self._core.metrics.local_unknown_handles_total += 1
+
+    def on_the_courier(self, tell: Callable[[int], None]) -> None:
+        """`tell` the courier how many bytes this client holds, whenever that changes."""
+        self._tell_courier = tell
 
     def _number(self) -> int:
         number = self._next_handle
@@ -476,10 +504,7 @@ class Session:
 
     def _release(self, request: local.Release) -> None:
         for handle in request.handles:
-            if handle not in self._handles:
-                self._core.metrics.local_unknown_handles_total += 1
-                continue
-            self._give_back(handle)
+            self.returned(handle)
 
     def _alloc(self, request: local.Alloc) -> None:
         if self._read_only:

@@ -15,7 +15,7 @@ same moment go to one place.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvcast.protocol.messages.control import MAX_REPLICATED, Loads, Replicas
@@ -33,6 +33,8 @@ class Spread:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self.revision = 0
+        """How often any of this has changed."""
         self._percents: dict[int, int] = {}
         self._replicas: dict[BlockId, tuple[int, ...]] = {}
         """By block: the other nodes that answer for it beside its homes."""
@@ -40,6 +42,14 @@ class Spread:
         """Blocks that this node answers for without being their home."""
         self._given: set[BlockId] = set()
         """Blocks that were fetched here to be replicas, listed as such or not yet."""
+
+    def is_busy(self, node: int) -> bool:
+        """Whether a home is loaded so far that others had better be asked, too."""
+        return self._percents.get(node, 0) >= BUSY_PERCENT
+
+    def blocks(self) -> Iterable[BlockId]:
+        """Blocks that further nodes answer for."""
+        return self._replicas
 
     @property
     def replicated(self) -> int:
@@ -56,11 +66,13 @@ class Spread:
     def loads_are(self, message: Loads) -> None:
         """How much nodes have to do."""
         self._percents = dict(message.percents)
+        self.revision += 1
 
     def replicas_are(self, message: Replicas, index: int) -> list[BlockId]:
         """Who answers for what; the blocks that this node, `index`, was given and that are taken
         back."""
         before, self._mine = self._mine, set()
+        self.revision += 1
         self._replicas = {}
         for replica in message.blocks:
             block = BlockId(replica.namespace, replica.key)
@@ -80,6 +92,7 @@ class Spread:
     def reset(self) -> None:
         """Another controller may speak now, which knows of no replicas: what was given is a cached
         copy like others."""
+        self.revision += 1
         self._percents = {}
         self._replicas = {}
         self._mine.clear()
@@ -88,6 +101,7 @@ class Spread:
     def keep_nodes(self, nodes: Mapping[int, object], changed: set[int]) -> None:
         """A new map: indices that are not among `nodes`, or that have `changed` hands, stand for
         nobody that was meant."""
+        self.revision += 1
         if any(n not in nodes or n in changed for n in self._percents):
             self._percents = {
                 n: p for n, p in self._percents.items() if n in nodes and n not in changed

@@ -660,6 +660,28 @@ class Store:
         self.below.committed(copy)
         return copy
 
+    def land(self, copy: Copy, block: BlockId, size_bytes: int, digest: int) -> Copy:
+        """As `commit`, pinned once, of a block that was not known when room was made for it, or for
+        a larger one, and whose reader has been told where it lies. So where the block is held
+        already, or the namespace was dropped, its bytes stay for that reader alone."""
+        assert copy.state == RESERVED, copy
+        assert copy.block.namespace == block.namespace, copy
+        assert size_bytes <= copy.size_bytes, copy
+        copy.block, copy.size_bytes = block, size_bytes
+        stale = copy.generation < self._dropped_in.get(block.namespace, 0)
+        if not stale and self.peek(block) is None:
+            return self.commit(copy, digest, home=False, pinned=True)
+        self.counters.duplicates += 1
+        copy.state = DOOMED
+        copy.digest = digest
+        copy.pins = 1
+        return copy
+
+    @property
+    def generation(self) -> int:
+        """How often namespaces have been dropped."""
+        return self._generation
+
     def abort(self, copy: Copy) -> None:
         """Give a reserved copy's bytes back."""
         assert copy.state == RESERVED, copy

@@ -86,8 +86,8 @@ class Transport(ABC):
         with contextlib.suppress(OSError):  # a kernel before 5.0: each datagram comes alone
             sock.setsockopt(socket.IPPROTO_UDP, _UDP_GRO, 1)
         self._core = core
-        self._socket = sock
-        self._mover = mover
+        self.socket = sock
+        self.mover = mover
         self._joins = mover.joins
         self._placement = core.requester.placement
         if core.lane is not None:
@@ -107,24 +107,24 @@ class Transport(ABC):
     def start(self) -> None:
         """Begin to receive, on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._loop.add_reader(self.socket.fileno(), self._readable)
 
     def close(self) -> None:
         """Stop, and close the socket."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_reader(self.socket.fileno())
         if self._writing:
-            self._loop.remove_writer(self._socket.fileno())
+            self._loop.remove_writer(self.socket.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        self._socket.close()
+        self.socket.close()
 
     @property
     def queue_length(self) -> int:
         """Frames that wait for the socket."""
-        return self._mover.waiting
+        return self.mover.waiting
 
     @abstractmethod
     def _new_pool(self, pool: Pool) -> None:
@@ -142,7 +142,7 @@ class Transport(ABC):
     def _readable(self) -> None:
         self._follow_pool()
         now = self._now = self._loop.time()
-        metrics, mover, placement = self._metrics, self._mover, self._placement
+        metrics, mover, placement = self._metrics, self.mover, self._placement
         lane = self._core.open_lane(now, 0 if mover.waiting else SEND_ROUND)
         instead = None if lane is None else lane.place
         taken = 0
@@ -151,17 +151,40 @@ class Transport(ABC):
             if not pieces:
                 break
             placement.place(mover.pieces, pieces, self._placed, self._frame, instead=instead)
-            counts = placement.take_counts()
-            taken += counts.frames
-            metrics.frames_malformed_total += counts.malformed
-            metrics.frames_misaddressed_total += counts.misaddressed
-            metrics.frames_unknown_source_total += counts.unknown_source
-        metrics.frames_received_total += taken
-        metrics.frames_dropped_receiving_total = _kernel_drops(self._socket)
+            taken += self._count_received()
+        metrics.frames_dropped_receiving_total = _kernel_drops(self.socket)
         # What the lane has sent; or it was an error that woke us.
         self._count_sent()
         self._core.after_receiving(now)
         self.pump()
+
+    def go_on(self, why: int, pieces: int) -> None:
+        """Frames were taken in compiled code, up to these pieces, of which `place` has said why it
+        stopped."""
+        self._follow_pool()
+        self._now = self._loop.time()
+        lane = self._core.open_lane(self._now, 0 if self.mover.waiting else SEND_ROUND)
+        instead = None if lane is None else lane.place
+        mine = self._placed, self._frame
+        self._placement.go_on(why, self.mover.pieces, pieces, *mine, instead=instead)
+        self._count_received()
+        self._count_sent()
+        self._core.after_receiving(self._now)
+        self.pump()
+
+    def count_frames(self) -> None:
+        """Frames were received, and sent, in compiled code."""
+        self._count_received()
+        self._count_sent()
+
+    def _count_received(self) -> int:
+        metrics = self._metrics
+        counts = self._placement.take_counts()
+        metrics.frames_received_total += counts.frames
+        metrics.frames_malformed_total += counts.malformed
+        metrics.frames_misaddressed_total += counts.misaddressed
+        metrics.frames_unknown_source_total += counts.unknown_source
+        return counts.frames
 
     def _placed(self, arrivals: list[Arrived]) -> None:
         self._core.placed(self._now, arrivals)
@@ -180,38 +203,38 @@ class Transport(ABC):
             return
         self._follow_pool()
         now = self._loop.time()
-        answers = self._core.answers_to_send(now, 0 if self._mover.waiting else SEND_ROUND)
+        answers = self._core.answers_to_send(now, 0 if self.mover.waiting else SEND_ROUND)
         if answers:
-            self._mover.send(answers)
+            self.mover.send(answers)
             self._count_sent()
-        if not self._writing and self._mover.waiting:
+        if not self._writing and self.mover.waiting:
             self._writing = True
-            self._loop.add_writer(self._socket.fileno(), self._writable)
+            self._loop.add_writer(self.socket.fileno(), self._writable)
         self._set_timer(now)
 
     def _writable(self) -> None:
-        self._mover.send_waiting()
+        self.mover.send_waiting()
         self._count_sent()
-        if not self._mover.waiting:
+        if not self.mover.waiting:
             self._writing = False
-            self._loop.remove_writer(self._socket.fileno())
+            self._loop.remove_writer(self.socket.fileno())
             self.pump()
 
     def _count_sent(self) -> None:
         metrics = self._metrics
-        moved = self._mover.take_counts()
+        moved = self.mover.take_counts()
         metrics.frames_sent_total += moved.sent
         metrics.frames_dropped_sending_total += moved.dropped
         metrics.frames_addressee_left_total += moved.left
         metrics.socket_errors_total += moved.errors
-        if self._joins and not self._mover.joins:
+        if self._joins and not self.mover.joins:
             self._joins = False
             log.info("frames are sent one by one, since UDP_SEGMENT fails")
 
     # --- time ---------------------------------------------------------------------------------
 
     def _set_timer(self, now: float) -> None:
-        if self._mover.waiting:
+        if self.mover.waiting:
             # The home waits for the socket, and `_writable` will pump: only fetches have timers.
             when = self._core.reads.get_timer()
             if when is not None and when <= now:
@@ -258,9 +281,7 @@ class UdpTransport(Transport):
         super().__init__(core, sock, Mover(sock, connected=False, joins=joins))
 
     def _new_pool(self, pool: Pool) -> None:
-        self._mover.know(
-            {index: (node.ip, node.udp_port) for index, node in pool.nodes.items()}, {}
-        )
+        self.mover.know({index: (node.ip, node.udp_port) for index, node in pool.nodes.items()}, {})
 
 
 class TunnelTransport(Transport):
@@ -278,7 +299,7 @@ class TunnelTransport(Transport):
             )
             for index, node in pool.nodes.items()
         }
-        self._mover.know({}, wraps)
+        self.mover.know({}, wraps)
 
 
 def open_udp(host: str, port: int, buffer_bytes: int) -> tuple[socket.socket, int]:

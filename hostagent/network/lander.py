@@ -224,7 +224,7 @@ assert _ROOM.size == ctypes.sizeof(ctypes_of(NativeRoom))
 assert ctypes_of(Landing).low_water.offset == 8
 
 
-class _Hashing(NamedTuple):
+class Hashing(NamedTuple):
     """Addresses of xxHash's functions."""
 
     reset: int
@@ -233,7 +233,8 @@ class _Hashing(NamedTuple):
 
 
 @cache
-def _hashing() -> _Hashing | None:
+def hashing() -> Hashing | None:
+    """Where xxHash's functions lie; None where they cannot be called."""
     path = importlib.import_module("xxhash._xxhash").__file__
     library = ctypes.CDLL(path)
     addresses = []
@@ -246,7 +247,7 @@ def _hashing() -> _Hashing | None:
         if found is None:
             return None
         addresses.append(ctypes.cast(getattr(library, found), ctypes.c_void_p).value)
-    return _Hashing(*(address or 0 for address in addresses))
+    return Hashing(*(address or 0 for address in addresses))
 
 
 @cache
@@ -256,15 +257,15 @@ def _compiled() -> Callable[[int, int], int]:
 
 def available() -> bool:
     """Whether there can be a `Lander`."""
-    return _hashing() is not None
+    return hashing() is not None
 
 
 class Lander:
     """Reads one connection's blocks from `fd`, which stays open as long as this is used."""
 
     def __init__(self, fd: int) -> None:
-        hashing = _hashing()
-        assert hashing is not None
+        functions = hashing()
+        assert functions is not None
         self._code = _compiled()
         self._landing: Any = ctypes_of(Landing)()
         self._address = ctypes.addressof(self._landing)
@@ -278,7 +279,7 @@ class Lander:
         landing.rooms = address_of_buffer(self._rooms)
         landing.sink = address_of_buffer(self._sink)
         landing.state = address_of_buffer(self._state) + 63 & ~63
-        landing.reset, landing.update, landing.digest = hashing
+        landing.reset, landing.update, landing.digest = functions
 
     @property
     def low_water_bytes(self) -> int:

@@ -32,7 +32,9 @@ from kvcast.hostagent.core.access import (
     tenants_of,
 )
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.courier import Holder
 from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.network.courier import CourierDriver
 from kvcast.hostagent.network.peer_credentials import peer_of
 from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.tiers.arena import ArenaFile
@@ -78,8 +80,12 @@ class LocalServer:
         core_told: Callable[[], None],
         index: ArenaFile | KeptFile | None = None,
         keeper: Keeper = NOBODY,
+        courier: CourierDriver | None = None,
     ) -> None:
         """`keeper`: who keeps the clients' connections for the agent that comes after."""
+        self.courier = courier
+        if courier is not None:
+            courier.offended = self._offended
         self._keeper = keeper
         self._survivors: dict[bytes, _Waiting] = {}
         self._numbers = itertools.count(1)
@@ -307,15 +313,25 @@ class LocalServer:
                 stack.callback(os.close, fds[1])
                 fds.append(client.share())
                 stack.callback(os.close, fds[2])
+                courier = client.join_courier()
+                if courier is not None:
+                    stack.callback(courier.close)
+                    fds.append(courier.fileno())
                 welcome = local.Welcome(
                     *(LOCAL_PROTOCOL_VERSION, node_id, self._arena.size_bytes),
                     *(self._index.size_bytes, client.session.max_pinned_bytes),
                     token=token,
+                    courier=courier is not None,
                 )
             if token:
                 keeper.joined(client.survivor(connection))
             # A new connection's buffer takes so few bytes whole.
             socket.send_fds(connection, [codec.encode(welcome)], fds)
+
+    def _offended(self, holder: Holder) -> None:
+        for client in list(self._clients):
+            if client.session is holder:
+                client.offends("what it says on its courier is no question")
 
     async def _reject(
         self,
@@ -404,7 +420,7 @@ class _Client(asyncio.Protocol):
 
     def resume(self, held: list[int]) -> None:
         """Go on with the session of a former agent's client."""
-        self.session.resume(self._send, self._tenants, self._offends, held)
+        self.session.resume(self._send, self._tenants, self.offends, held)
 
     def survivor(self, connection: socket.socket) -> Survivor:
         """What is to be kept of this client for the agent that comes after."""
@@ -434,11 +450,19 @@ class _Client(asyncio.Protocol):
     def share(self) -> int:
         """Make a region for this client; its descriptor, to be sent and closed."""
         self._region = PinRegion()
-        self.session.share(self._region.memory, self._offends)
+        self.session.share(self._region.memory, self.offends)
         return self._region.fd
+
+    def join_courier(self) -> socket.socket | None:
+        """The client's end of its courier's socket, to be sent and closed, if it can have one. What
+        it holds by it would be news to an agent that comes after."""
+        courier = self._server.courier
+        return None if courier is None or self._server.keeps else courier.add(self.session)
 
     def end_session(self) -> bool:
         """Let go of what the client held; whether that was anything."""
+        if self._server.courier is not None:
+            self._server.courier.remove(self.session)
         held = self.session.close()
         if self._region is not None:
             self._region.close()
@@ -470,7 +494,7 @@ class _Client(asyncio.Protocol):
                 self.session.handle(now, message)
                 told = told or not isinstance(message, local.Release)  # which asks for nothing
         except FramingError as error:
-            self._offends(str(error))
+            self.offends(str(error))
         if told:
             self._core_told()
 
@@ -488,7 +512,7 @@ class _Client(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _offends(self, reason: str) -> None:
+    def offends(self, reason: str) -> None:
         if self._cut_off:
             return
         self._core.metrics.local_protocol_errors_total += 1
@@ -502,7 +526,7 @@ class _Client(asyncio.Protocol):
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._core.metrics.local_replies_dropped_total += 1
-            self._offends("it does not read its replies")
+            self.offends("it does not read its replies")
             return
         self._core.metrics.local_replies_total += 1
         try:

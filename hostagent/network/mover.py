@@ -465,8 +465,11 @@ class Mover:
         self._code = _compiled()
         self._kept: list[Any] = []
         self._moves: Any = ctypes_of(Moves)()
-        self._address = ctypes.addressof(self._moves)
+        self.address = ctypes.addressof(self._moves)
+        """Where the state lies, for compiled code that calls `receive` and `send`."""
         self._wraps: dict[int, Encapsulation] = {}
+        self.maps = 0
+        """How often `know` was called."""
         moves = self._moves
         moves.fd = sock.fileno()
         moves.connected = connected
@@ -550,15 +553,24 @@ class Mover:
                 ctypes.memmove(leads + chunking.code * _LEAD_ROOM, lead, _LEAD)
             lead = wrap.wrap(bytes(HEADER_BYTES + OFFER_BYTES))[:_LEAD]
             ctypes.memmove(leads + OFFER_CODE * _LEAD_ROOM, lead, _LEAD)
+        self.maps += 1
         self._peers = peers
         self._wraps = dict(wraps)
         self._moves.peers = ctypes.addressof(peers)
         self._moves.peer_count = len(peers)
 
+    def leads_of(self, length: int) -> tuple[bytearray, int]:
+        """By node, what goes in front of datagrams of that length which are not DATA, and how many
+        bytes that is: none where the kernel does it."""
+        leads = bytearray(max(1, self._moves.lead * len(self._peers)))
+        for index, wrap in self._wraps.items():
+            leads[index * _LEAD : (index + 1) * _LEAD] = wrap.wrap(bytes(length))[:_LEAD]
+        return leads, self._moves.lead
+
     def receive(self) -> int:
         """One round: how many pieces lie at `pieces` now. 0: there is nothing, or the socket has an
         error (the peer's port is closed, the interface is down), which is counted."""
-        return self._code.receive(self._address)
+        return self._code.receive(self.address)
 
     def send(self, answers: Sequence[tuple[int, Frame | Answer]]) -> None:
         """Send frames to their nodes, or let them wait; nothing of them is needed afterwards."""
@@ -567,7 +579,7 @@ class Mover:
         pack, jobs = JOB.pack_into, self._jobs
         for node, answer in answers:
             if count == BATCH or raw + _LEAD + MAX_DATAGRAM_BYTES > _RAW_BYTES:
-                self._code.send(self._address, count)
+                self._code.send(self.address, count)
                 raw = count = 0
             if isinstance(answer, Frame):
                 datagram = encode(answer)
@@ -592,19 +604,19 @@ class Mover:
                     answer.chunking.code,
                 )
             count += 1
-        self._code.send(self._address, count)
+        self._code.send(self.address, count)
 
     def send_jobs(self, jobs: int, count: int) -> None:
         """Send the frames of so many jobs (`kvcast.protocol.lane.Job`), at most `BATCH`, which lie
         at an address, or let them wait; nothing of them is needed afterwards."""
         moves = self._moves
         moves.jobs = jobs
-        self._code.send(self._address, count)
+        self._code.send(self.address, count)
         moves.jobs = self._jobs_address
 
     def send_waiting(self) -> None:
         """Send some of what waits, as far as the socket takes it."""
-        self._code.send_waiting(self._address)
+        self._code.send_waiting(self.address)
 
     @property
     def waiting(self) -> int:

@@ -178,6 +178,11 @@ class Index:
         if generation < shared.LAST_GENERATION:
             self._change(slot, generation + (generation & 1), bytes(FIELDS.size))
 
+    @property
+    def bits(self) -> int:
+        """It has 2^that buckets."""
+        return self._bits
+
     def meaning(self, namespace: int) -> int:
         """What a namespace meant to whoever wrote here last; 0 where it meant nothing."""
         word = (shared.NAMESPACES_OFFSET + namespace * shared.NAMESPACE_BYTES) // WORD_BYTES

@@ -5,7 +5,8 @@ Owns: the messages' types and bounds. One Unix stream socket a client, framed by
 
 The client sends `Hello`; the agent answers `Welcome`, and with its first byte passes a file
 descriptor of the arena (SCM_RIGHTS), and where the client may find blocks by itself two more: of
-the index, to be read, and of a region of the client's own (`kvcast.protocol.messages.shared`).
+the index, to be read, and of a region of the client's own (`kvcast.protocol.messages.shared`); and,
+as Welcome says, a fourth: of a socket for questions to the courier (`kvcast.protocol.courier`).
 From then on the client sends requests with numbers of its own choice, as many at once as
 `MAX_REQUESTS_IN_FLIGHT`, and the agent answers each exactly once, in any order, by a reply with
 the same number or by `Failed`. `Release` has no answer.
@@ -37,7 +38,7 @@ from kvcast.protocol.messages.control import (
 )
 from msgspec import Meta, Struct
 
-LOCAL_PROTOCOL_VERSION: Final = 3
+LOCAL_PROTOCOL_VERSION: Final = 4
 
 MAX_KEYS: Final = 4096
 """Keys in one request."""
@@ -233,7 +234,8 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     """Answer to Hello; with it comes the arena's file descriptor, `arena_bytes` long. With
     `index_bytes` above 0 come the index, so long, and a region, and `pinned_bytes` is how much of
     the arena the client may pin there. `token`: to come back with; empty where that is no use.
-    `resumed`: the client is known, and no descriptors come."""
+    `resumed`: the client is known, and no descriptors come. `courier`: so does
+    the courier's socket."""
 
     version: U16
     node_id: Text
@@ -242,6 +244,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     pinned_bytes: U64 = 0
     token: bytes = b""
     resumed: bool = False
+    courier: bool = False
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):

@@ -339,6 +339,24 @@ class Asker:
                 home.rtt.sample(rtt_s)
                 home.window.sample(now, rtt_s)
 
+    def next_tag(self) -> int:
+        """A tag that no READ has had."""
+        return self._rng.getrandbits(32)
+
+    def was_read(
+        self, now: float, index: int, rtt_s: float, *, shared: bool, resident: bool
+    ) -> None:
+        """A READ that was none of ours has been answered."""
+        self.heard_at[index] = now
+        self._note_answer(now, shared)
+        if shared:
+            self._shared_until = now + self.config.sharing_memory_s
+        if not resident:
+            home = self.home(index)
+            home.suspect_until = -inf
+            home.rtt.sample(rtt_s)
+            home.window.sample(now, rtt_s)
+
     # --- sharing ------------------------------------------------------------------------------
 
     def note_sharing(self, now: float, fetch: Fetch) -> None:

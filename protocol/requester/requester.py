@@ -145,6 +145,7 @@ class Requester:
         expect: bool = False,
         expect_waits: int = 1,
         probe: bool = True,
+        repeat: bool = False,
     ) -> int:
         """Start fetching `block` from the first of `homes` that works; returns the fetch's id.
 
@@ -154,7 +155,8 @@ class Requester:
         With `expect_digest` (not 0) no copy but that one is taken.
         READs are for chunks of `chunking`, unless the home is known to send no such ones.
         Without `probe` no offer is taken. Without `gathers` no READ gathers, whatever `gather_ms`
-        or the configuration say, and however many answers are shared.
+        or the configuration say, and however many answers are shared. `repeat`: its first segment
+        was asked for past this, and nothing came.
         With `expect`, nothing is asked for until the reader group's DATA fails to come, be it of
         this block or of others, for `expect_waits` times the time that is configured. Where
         the fetch cannot start (no home, too many fetches, deadline over), its `Missed` is the
@@ -191,6 +193,8 @@ class Requester:
         looks_for_company = fetch.gather_ms or group or expect
         fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
         self._life.begin(now, fetch, expect=expect)
+        if repeat:
+            fetch.segments[0].waits_at_switch = True
         self._asker.pump(now)
         return fetch_id
 
@@ -210,6 +214,28 @@ class Requester:
         """Which of these homes, of which there is at least one, a fetch would ask first."""
         known = [self._asker.home(home) for home in homes]
         return next((home.index for home in known if home.suspect_until <= now), homes[0])
+
+    # --- what is read past this ----------------------------------------------------------
+
+    def reads_alone(self, now: float) -> bool:
+        """Whether a block may be read past this, as a lone one: READs ask nobody to wait."""
+        return not self.config.gather_ms and not self._asker.shares(now)
+
+    def next_tag(self) -> int:
+        """Where tags of such READs may begin."""
+        return self._asker.next_tag()
+
+    def was_read(
+        self, now: float, home: int, rtt_s: float, *, chunks: int, shared: bool, resident: bool
+    ) -> None:
+        """A block of one segment was read past this, by one READ, after so long a round trip."""
+        counters = self.counters
+        counters.fetches += 1
+        counters.reads += 1
+        counters.data += chunks
+        counters.data_shared += chunks if shared else 0
+        counters.data_resident += chunks if resident else 0
+        self._asker.was_read(now, home, rtt_s, shared=shared, resident=resident)
 
     def extend(self, fetch_id: int, deadline: float) -> None:
         """Give a fetch until `deadline`, if that is later than what it has; for another waiter

@@ -131,16 +131,15 @@ def around(target: str, make: Callable[[Any], Any]) -> AbstractContextManager[ob
     return mock.patch(target, make(getattr(_found(home), name)))
 
 
-def recompiled(function: str, by: str) -> AbstractContextManager[object]:
-    """Compile placement, or the lane, with one of its functions replaced by one of
-    `native_mutations`."""
+def recompiled(
+    function: str, by: str, module: str = "kvcast.protocol.placement"
+) -> AbstractContextManager[object]:
+    """Compile a module with one of its functions replaced by one of `native_mutations`."""
     import native_mutations
-    from kvcast.protocol import lane, placement
 
-    module = lane if hasattr(lane, function) else placement
     return all_of(
-        replaced(f"{module.__name__}.{function}", getattr(native_mutations, by)),
-        replaced(f"{module.__name__}.compiled", module.compiled.__wrapped__),
+        replaced(f"{module}.{function}", getattr(native_mutations, by)),
+        replaced(f"{module}.compiled", _found(f"{module}.compiled").__wrapped__),
     )
 
 
@@ -529,6 +528,54 @@ def _any_token() -> AbstractContextManager[object]:
         return next(iter(self._survivors.values()), None) if hello.resume is not None else None
 
     return replaced("kvcast.hostagent.network.local_server.LocalServer._resumable", first)
+
+
+COURIER = "kvcast.protocol.courier"
+COURIER_LOOKS = "asks the courier for what it may not look up"
+COURIER_FORM = "says what is no question on its courier"
+COURIER_SHARE = "has the courier give it more than its share"
+COURIER_NODE = "answers for buckets that it does not own"
+COURIER_DIGEST = "as a home, sends bytes that are not the digest's"
+
+
+@mutation(
+    "the courier takes questions about any namespace",
+    {COURIER_LOOKS: ["test_a_namespace_that_means_another_thing_is_not_looked_up"]},
+)
+def _courier_looks() -> AbstractContextManager[object]:
+    return recompiled("may_look_up", "any_namespace", COURIER)
+
+
+@mutation(
+    "the courier takes messages of any form",
+    {COURIER_FORM: ["test_what_is_no_question_is_an_offence"]},
+)
+def _courier_form() -> AbstractContextManager[object]:
+    return recompiled("is_question", "any_message", COURIER)
+
+
+@mutation(
+    "the courier gives a client what it asks for",
+    {COURIER_SHARE: ["test_a_client_is_given_half_of_its_share_at_most"]},
+)
+def _courier_share() -> AbstractContextManager[object]:
+    return recompiled("may_be_given", "any_share", COURIER)
+
+
+@mutation(
+    "the courier hears every node",
+    {COURIER_NODE: ["test_data_of_another_node_or_copy_is_not_taken"]},
+)
+def _courier_node() -> AbstractContextManager[object]:
+    return recompiled("is_asked", "any_node_asked", COURIER)
+
+
+@mutation(
+    "the courier does not look at digests",
+    {COURIER_DIGEST: ["test_bytes_that_are_not_the_digests_are_handed_over"]},
+)
+def _courier_digest() -> AbstractContextManager[object]:
+    return recompiled("is_right", "any_digest", COURIER)
 
 
 KEPT_BITS = "damages what an agent keeps"

@@ -4,6 +4,7 @@ those that do."""
 from __future__ import annotations
 
 from kvcast.native.subset import U64, native
+from kvcast.protocol.courier import Asked, Client, Courier, Question
 from kvcast.protocol.lane import NativeLane
 from kvcast.protocol.placement import Copy
 
@@ -20,4 +21,29 @@ def any_copy(_to: Copy, _at: U64) -> bool:
 
 @native
 def any_reader(_lane: NativeLane, _namespace: U64, _node: U64) -> bool:
+    return True
+
+
+@native
+def any_namespace(_courier: Courier, _q: Question) -> bool:
+    return True
+
+
+@native
+def any_message(_at: U64, _length: U64) -> bool:
+    return True
+
+
+@native
+def any_share(_who: Client, _bytes_more: U64) -> bool:
+    return True
+
+
+@native
+def any_node_asked(_asked: Asked, _source: U64) -> bool:
+    return True
+
+
+@native
+def any_digest(_wanted: U64, _digest: U64) -> bool:
     return True

@@ -45,6 +45,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "json-loader",
         "kept",
         "kv-events",
+        "courier",
         "local-socket",
         "p4runtime",
         "pin-region",

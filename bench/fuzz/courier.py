@@ -1,0 +1,419 @@
+"""The courier before hostile clients and nodes: whatever they say, in whatever order.
+
+Owns: an agent with a courier and two clients of it, without sockets, and what must hold of every
+answer. Must not know: how the courier goes about a question. The property test drives the same
+stand.
+
+An input is a run of steps, a byte each and what the step takes: a message of a client, a datagram,
+time that passes, something that Python does meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from functools import cache
+from typing import Final
+
+from kvcast.bench.fuzz.engine import Harness
+from kvcast.bench.fuzz.entry_points import check_store
+from kvcast.bench.fuzz.targets import entry_point, pool_map
+from kvcast.hostagent.core import courier as core_courier
+from kvcast.hostagent.core.agent import AgentCore, AgentOptions
+from kvcast.hostagent.core.courier import Courier
+from kvcast.hostagent.core.sessions import Session
+from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.store import Store, StoreError
+from kvcast.hostagent.network.lander import hashing
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.protocol.courier import CLIENT_HERE
+from kvcast.protocol.messages import local, shared
+from kvcast.protocol.messages.bulk import meaning_of
+from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Registered
+from kvcast.protocol.messages.questions import (
+    ANSWER,
+    ASK_AGENT,
+    GET,
+    GIVEN,
+    QUESTION,
+    RELEASE,
+    TIERS,
+)
+from kvcast.protocol.messages.wire import (
+    CHUNKINGS,
+    FLAG_LAST,
+    FLAG_SHARED,
+    HEADER_BYTES,
+    KEY_BYTES,
+    MISS_NOT_FOUND,
+    OP_DATA,
+    OP_MISS,
+    BlockId,
+    Frame,
+    decode,
+    digest_of,
+    encode,
+)
+from kvcast.protocol.placement import address_of_buffer
+
+NAMESPACE: Final = 1
+BLOCKS: Final = 12
+HOME: Final = 2
+"""The node that is asked for every block,"""
+HOME_IP: Final = 0x0A4D0002
+"""and its address."""
+_SLAB: Final = 64 * 1024
+_SLABS: Final = 48
+_STEP: Final = struct.Struct("<BBB")
+_SIZES: Final = (20_000, 30_000, 30_000, 30_000, 65_536, 9_000)
+
+
+@cache
+def content_of(number: int) -> bytes:
+    """The bytes of a block; most are about as large as the first."""
+    return random.Random(number).randbytes(_SIZES[number % len(_SIZES)] - number)
+
+
+def key_of(number: int) -> bytes:
+    """The key of a block."""
+    return (number + 1 << 10 | number % 3).to_bytes(KEY_BYTES, "big")
+
+
+def frame_of(number: int, chunk: int, *, code: int = 0, flags: int = 0, spoil: int = 0) -> bytes:
+    """DATA of a chunk of a block; `spoil` 1: of other bytes, 2: of a copy with another digest."""
+    content, chunking = content_of(number), CHUNKINGS[code]
+    payload = content[chunk * chunking.chunk_bytes :][: chunking.chunk_bytes]
+    if spoil == 1:
+        payload = bytes(len(payload))
+    digest = digest_of(content) ^ (2 if spoil == 2 else 0)
+    frame = Frame(
+        *(OP_DATA, NAMESPACE, key_of(number), chunking.number(0), flags),
+        digest=digest,
+        size=len(content),
+        chunk=chunk,
+        payload=payload,
+    )
+    return encode(frame)
+
+
+class Stand:
+    """An agent with a courier, and two clients. AssertionError where something is not as it
+    should be."""
+
+    def __init__(self) -> None:
+        size_bytes = _SLABS * _SLAB
+        self.memory = memoryview(bytearray(size_bytes))
+        self._index_memory = memoryview(bytearray(shared.index_bytes(buckets_for(size_bytes))))
+        index = Index(self._index_memory, size_bytes, 1)
+        self.store = Store(Allocator(size_bytes, _SLAB))
+        self.core = AgentCore(
+            *(AgentOptions(node_id="node-1"), self.store, self.memory, random.Random(1)),
+            SharedIndex(index, self.store, lambda: None),
+        )
+        self.now = 0.0
+        self._epoch = 3
+        self.core.registered(Registered(CONTROL_PROTOCOL_VERSION, 1, 3.0, 0))
+        self.new_map()
+        functions = hashing()
+        assert functions is not None
+        self.courier = Courier(
+            *(
+                self.store,
+                self.core.requester,
+                self.core.outbox,
+                self.core.spread,
+                self.core.metrics,
+            ),
+            index_address=address_of_buffer(self._index_memory),
+            index_bits=index.bits,
+            arena_address=address_of_buffer(self.memory),
+            most_bytes=size_bytes // 2,
+            hashing=functions,
+        )
+        self.core.reads.courier = self.courier
+        self.core.requester.placement.before_python = self._before_python
+        self.reads: list[bytes] = []
+        """READs that the courier has sent."""
+        self.sessions: list[Session] = []
+        self.numbers: list[int] = []
+        self._regions: list[memoryview] = []
+        self.asked: list[dict[int, int]] = []
+        """By client, the questions without an answer: the block of each, -1 = of no form."""
+        self.held: list[dict[int, tuple[int, int, int]]] = []
+        """By client, what it was given by handle: block, offset and size."""
+        self.given = 0
+        self.handed_over = 0
+        for _ in range(2):
+            self._join()
+        self._next = 1
+
+    def new_map(self, *, version: str | None = None) -> None:
+        """A map says that everything is at HOME; `version`: the namespace means another thing."""
+        found = pool_map()
+        (namespace,) = found.namespaces
+        if version is not None:
+            namespace = type(namespace)(
+                *(namespace.namespace, namespace.tenant, namespace.model, version),
+                namespace.layout,
+            )
+        self.meaning = meaning_of(namespace)
+        self._epoch += 1
+        changed = type(found)(
+            *(self._epoch, found.nodes, [[HOME]] * len(found.buckets), [namespace], found.groups)
+        )
+        self.core.control_message(self.now, changed)
+        self.core.requester.placement.know({HOME_IP: HOME, HOME_IP + 1: HOME + 1})
+
+    def _join(self) -> None:
+        session = Session(self.core, lambda _reply: None)
+        region = memoryview(bytearray(shared.REGION_BYTES))
+        session.share(region, lambda _reason: None)
+        number = self.courier.join(session)
+        assert number is not None
+        self.sessions.append(session)
+        self._regions.append(region)
+        self.numbers.append(number)
+        self.asked.append({})
+        self.held.append({})
+
+    def _before_python(self, why: int) -> bool:
+        mine = self.courier.frames_came(why, self.now)
+        self.settle()
+        return mine
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """What the courier has done is booked, and its clients hear of it."""
+        self.courier.book(self.now)
+        for number, answer in self.courier.take_answers():
+            self._told(self.numbers.index(number), answer)
+
+    def _told(self, client: int, answer: bytes) -> None:
+        status, tier, rest, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
+        block = self.asked[client].pop(number, None)
+        assert block is not None, f"an answer to no question: {answer.hex()}"
+        assert not rest
+        assert tier < len(TIERS)
+        if status == ASK_AGENT:
+            self.handed_over += 1
+            return
+        assert status == GIVEN
+        assert handle not in self.held[client]
+        assert block >= 0, "what nobody has was given"
+        self.given += 1
+        self.held[client][handle] = block, offset, size_bytes
+        assert digest == digest_of(content_of(block))
+        self._look(client, handle)
+
+    def _look(self, client: int, handle: int) -> None:
+        block, offset, size_bytes = self.held[client][handle]
+        held = bytes(self.memory[offset : offset + size_bytes])
+        assert held == content_of(block), f"client {client} holds other bytes than block {block}"
+
+    def say(self, client: int, message: bytes) -> None:
+        """A client says something."""
+        self.courier.prepare(self.now)
+        number = self.numbers[client]
+        if self.courier.state_of(number) != CLIENT_HERE:
+            return
+        block = -1
+        if len(message) == QUESTION.size:
+            kind, namespace, deadline_ms, asked, key, _ = QUESTION.unpack(message)
+            if kind == RELEASE and asked in self.held[client]:
+                self._look(client, asked)
+                del self.held[client][asked]
+            for each in range(BLOCKS):
+                block = each if (namespace, key) == (NAMESPACE, key_of(each)) else block
+            if kind == GET and deadline_ms <= 3_600_000:
+                if asked in self.asked[client]:
+                    return  # a client that cannot tell its own questions apart: no answer is wrong
+                self.asked[client][asked] = block
+        read = self.courier.hear(number, message, self.now)
+        if read is not None:
+            node, datagram = read
+            assert node == HOME
+            frame = decode(datagram)
+            assert (frame.namespace, frame.key) == (namespace, key)
+            self.reads.append(datagram)
+        self.settle()
+
+    def ask(self, client: int, block: int, *, deadline_ms: int = 1000) -> None:
+        """A client asks for a block."""
+        self._next += 1
+        self.say(
+            client,
+            QUESTION.pack(GET, NAMESPACE, deadline_ms, self._next, key_of(block), self.meaning),
+        )
+
+    def give_back(self, client: int, handle: int) -> None:
+        """A client releases what it holds, or says so."""
+        self.say(client, QUESTION.pack(RELEASE, 0, 0, handle, bytes(KEY_BYTES), 0))
+
+    def receive(self, datagram: bytes, sender: int = HOME_IP) -> None:
+        """A datagram comes."""
+        self.core.requester.placement.place_bytes(
+            datagram,
+            lambda arrivals: self.core.placed(self.now, arrivals),
+            lambda source, frame: self.core.receive(self.now, source, decode(frame)),
+            sender=sender,
+        )
+        self.core.after_receiving(self.now)
+        self._send_nothing()
+        self.settle()
+
+    def _send_nothing(self) -> None:
+        self.core.answers_to_send(self.now, 64)
+        for call in list(self.core.outbox.calls):
+            call.ended(self.now, "unreachable")
+        self.core.outbox.calls.clear()
+
+    def bring(self, block: int) -> None:
+        """The home answers a READ for a block, of one chunking, in order and whole."""
+        code = self.core.pool.chunking.code if self.core.pool is not None else 0
+        count = CHUNKINGS[code].chunks_of(len(content_of(block)), 0)
+        for chunk in range(count):
+            flags = FLAG_LAST if chunk == count - 1 else 0
+            self.receive(frame_of(block, chunk, code=code, flags=flags))
+
+    def miss(self, block: int) -> None:
+        """The home says that it has no such block, to the last READ."""
+        frame = decode(self.reads[-1]) if self.reads else None
+        tag = frame.tag if frame is not None else 0
+        self.receive(
+            encode(Frame(OP_MISS, NAMESPACE, key_of(block), chunk=MISS_NOT_FOUND, tag=tag))
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Time goes by, and what is due is done."""
+        self.now += seconds
+        self.courier.prepare(self.now)
+        self.courier.expire(self.now)
+        self.settle()
+        self.core.handle_timer(self.now)
+        self._send_nothing()
+        self.settle()
+
+    def fetch(self, block: int) -> None:
+        """Python fetches a block."""
+        keys = [key_of(block)]
+        self.core.reads.prefetch(self.now, NAMESPACE, keys, self.now + 0.5)
+        self._send_nothing()
+        self.settle()
+
+    def put(self, block: int) -> None:
+        """A block is put here."""
+        content = content_of(block)
+        try:
+            copy = self.store.reserve(BlockId(NAMESPACE, key_of(block)), len(content))
+        except StoreError:
+            return
+        self.memory[copy.offset : copy.offset + len(content)] = content
+        self.store.commit(copy, digest_of(content), home=False)
+
+    def leave(self, client: int) -> None:
+        """A client goes, and another comes."""
+        self.courier.leave(self.numbers[client])
+        self.sessions[client].close()
+        self.settle_without(client)
+        for each in (self.sessions, self._regions, self.numbers, self.asked, self.held):
+            each.pop(client)
+        self._join()
+
+    def settle_without(self, client: int) -> None:
+        """As `settle`; nothing is for a client that has left."""
+        self.courier.book(self.now)
+        for number, answer in self.courier.take_answers():
+            assert number != self.numbers[client], "an answer to a client that has left"
+            self._told(self.numbers.index(number), answer)
+
+    def end(self) -> None:
+        """Everybody goes; AssertionError where something is still held then, or unanswered."""
+        self.pass_time(0.2)
+        self.pass_time(4.0)
+        assert not any(self.asked), f"without an answer: {self.asked}"
+        for client in range(2):
+            for handle in self.held[client]:
+                self._look(client, handle)
+        for number, session in zip(self.numbers, self.sessions, strict=True):
+            self.courier.leave(number)
+            session.close()
+        assert not self.courier.in_flight
+        self.courier.give_room_back()
+        self.pass_time(10.0)
+        check_store(self.store)
+        assert not any(self.courier.fetching), "what Python fetches is counted wrongly"
+
+
+@entry_point(
+    "courier",
+    "what clients say to the courier, and nodes to its questions",
+    core_courier,
+)
+class CourierHarness(Harness):
+    """Steps of three bytes: which, of whom or what, and how; some take what follows, too."""
+
+    def corpus(self) -> list[bytes]:
+        whole = bytes([6, 1, 0]) + bytes([9, 1, 0]) + bytes([1, 0, 2]) + bytes([8, 2, 0])
+        both = bytes([1, 0, 3]) + bytes([1, 1, 3]) + bytes([8, 3, 0]) + bytes([4, 0, 1])
+        data = b"".join(bytes([2, 2, chunk]) for chunk in range(30))
+        raw = bytes([0, 0, QUESTION.size]) + QUESTION.pack(GET, 1, 9, 9, key_of(5), 0)
+        frame = frame_of(3, 0)
+        datagram = bytes([3, len(frame) >> 8, len(frame) & 255]) + frame
+        return [whole, whole + both, whole + bytes([1, 0, 2]) + data, whole + raw + datagram]
+
+    def run(self, data: bytes) -> None:
+        stand = Stand()
+        at = 0
+        while at + _STEP.size <= len(data):
+            step, what, how = _STEP.unpack_from(data, at)
+            at += _STEP.size
+            client, block = what % 2, how % BLOCKS
+            match step % 12:
+                case 0:
+                    stand.say(client, data[at : at + how])
+                    at += how
+                case 1:
+                    stand.ask(client, block, deadline_ms=1000 if what < 200 else what - 200)
+                case 2:
+                    chunk, spoil = how % 64, how // 64 % 3
+                    if chunk * 1024 < len(content_of(what % BLOCKS)):
+                        flags = FLAG_SHARED if what > 200 else FLAG_LAST if what > 128 else 0
+                        stand.receive(
+                            frame_of(what % BLOCKS, chunk, flags=flags, spoil=spoil),
+                            HOME_IP + what // 64 % 2,
+                        )
+                case 3:
+                    length = (what << 8 | how) % (HEADER_BYTES + 2048)
+                    stand.receive(data[at : at + length])
+                    at += length
+                case 4:
+                    held = list(stand.held[client])
+                    stand.give_back(client, held[how % len(held)] if held else how)
+                case 5:
+                    stand.pass_time(how / 1000)
+                case 6:
+                    stand.fetch(what % BLOCKS)
+                case 7:
+                    stand.put(what % BLOCKS)
+                case 8:
+                    stand.bring(what % BLOCKS)
+                case 9:
+                    stand.bring(what % BLOCKS)
+                    stand.store.drop(BlockId(NAMESPACE, key_of(what % BLOCKS)))
+                case 10:
+                    stand.leave(client)
+                case _:
+                    if how < 200:
+                        stand.miss(what % BLOCKS)
+                    elif how < 230:
+                        stand.sessions[client].handle(
+                            stand.now,
+                            local.Get(how, NAMESPACE, [key_of(what % BLOCKS)], 0.1),
+                        )
+                        stand.settle()
+                    else:
+                        stand.new_map(version=str(what))
+                        stand.settle()
+        stand.end()

@@ -1,0 +1,546 @@
+"""What the courier may do, and what follows from what it has done.
+
+Owns: when the courier is open, which homes and which sizes of blocks it is for, the landing places
+that it has, and the books of what it gave to clients. Must not know: sockets, the event loop, or
+how the courier goes about a question (`kvcast.protocol.courier`, compiled code, which works on the
+tables made here).
+
+The courier runs while Python does nothing else. So `prepare` says what holds from now on, and
+`book`, called before anything else, what was: a block that has landed is committed, pinned in its
+client's name, and counted, as if a get had brought it.
+
+It is open while reads of blocks do as well alone: not while most answers of late went to others,
+too, since READs then wait for company. A home that was silent is left alone for as long as the
+requester leaves one. A namespace whose blocks come in another size than the last is left alone for
+a moment, which gets longer as that goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Final, Protocol
+
+from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.metrics import Metrics
+from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.core.spread import Spread
+from kvcast.hostagent.core.store import Copy, Store, StoreError
+from kvcast.native.subset import ctypes_of
+from kvcast.protocol import courier
+from kvcast.protocol.courier import NOBODY, RECORD, Told
+from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE
+from kvcast.protocol.messages.wire import (
+    BUCKETS,
+    CELLS,
+    CHUNKINGS,
+    FLAG_PADDED,
+    FLAG_RESIDENT,
+    FLAG_SHARED,
+    FULL_SEGMENT,
+    KEY_BYTES,
+    OP_READ,
+    SEGMENT_BYTES,
+    BlockId,
+    Frame,
+    bucket_of,
+    encode,
+)
+from kvcast.protocol.placement import FRAME_FOR_PYTHON, address_of_buffer
+from kvcast.protocol.requester import Requester
+
+MAX_CLIENTS: Final = 1024
+STOCK: Final = 16
+"""Landing places of one namespace."""
+MAX_SIZES: Final = courier.LANDINGS // STOCK
+"""Namespaces that have some; one more takes the place of the one that was first."""
+PATIENCE_S: Final = 0.05
+"""How long the courier waits for an answer: as the requester does at least."""
+REORDER_S: Final = 0.001
+"""How long it waits for what is missing after the end of an answer."""
+MAX_UNANSWERED: Final = 256
+"""Blocks whose READs were not answered that are remembered; of others the first READ is none that
+says that it is a repeat."""
+NO_ROOM_S: Final = 0.1
+"""How long no landing places are asked for where there was no room for one."""
+OTHER_SIZE_S: Final = 0.1
+OTHER_SIZE_MAX_S: Final = 10.0
+"""How long a namespace is left alone whose blocks were of another size: at first, and at most."""
+_READ_LEAD: Final = 64
+"""Bytes in front of the READ, for whatever it is wrapped in."""
+_STATE_BYTES: Final = 1024
+"""XXH3_state_t has 576, at a multiple of 64."""
+
+
+class Holder(Protocol):
+    """A client, as far as the courier goes: its session."""
+
+    def may_be_given(self) -> tuple[int, int]:
+        """(bytes that it holds, bytes up to which the courier may give it more)."""
+
+    def on_the_courier(self, tell: Callable[[int], None]) -> None:
+        """`tell` the courier how many bytes this client holds, whenever that changes."""
+
+    def given(self, handle: int, copy: Copy) -> None:
+        """It was told that it holds this copy, which is pinned once for it."""
+
+    def returned(self, handle: int) -> None:
+        """It said that it does not need a handle any more."""
+
+
+@dataclass(slots=True)
+class CourierCounters:
+    """Totals since the start."""
+
+    given: int = 0
+    """Blocks that clients got by it, those that came for another client's question, too."""
+    joined: int = 0
+    """Those of them that came for another client's question."""
+    unasked: int = 0
+    """Blocks that came after their client had gone."""
+    offences: int = 0
+    """Clients that were cut off for what they said there."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """How large a namespace's blocks are, as far as is known."""
+
+    size_bytes: int
+    wrong: int = 0
+    """How often in a row one was of another size."""
+    not_before: float = -inf
+
+
+class Courier:
+    """The courier's tables, and the core's side of them. `index_address`: where the index of
+    `index_bits` bits of buckets lies, which stays there; `arena_address`: where the arena does, of
+    which landing places take `most_bytes` at most."""
+
+    def __init__(
+        self,
+        store: Store,
+        requester: Requester,
+        outbox: BulkOutbox,
+        spread: Spread,
+        metrics: Metrics,
+        *,
+        index_address: int,
+        index_bits: int,
+        arena_address: int,
+        most_bytes: int,
+        hashing: tuple[int, int, int],
+    ) -> None:
+        self.counters = CourierCounters()
+        self.code = courier.compiled()
+        self._store = store
+        self._requester = requester
+        self._outbox = outbox
+        self._spread = spread
+        self._shut = False
+        self._metrics = metrics
+        self.residents: frozenset[BlockId] = frozenset()
+        """Blocks that the switch holds, of which the requester knows how to ask for them."""
+        self._arena_address = arena_address
+        self._most_bytes = most_bytes
+        self._kept: list[Any] = []
+        self._courier: Any = courier.blank()
+        self.address = ctypes.addressof(self._courier)
+        self._seen: tuple[Pool | None, int, object, bool, int] | None = None
+        self._shunned: dict[int, float] = {}
+        self._sizes: dict[int, _Size] = {}
+        self._unanswered: dict[BlockId, None] = {}
+        self._short = False
+        self._now = 0.0
+        """When it was let run last."""
+        self._no_room_until = -inf
+        self._holders: dict[int, Holder] = {}
+        self._places: dict[int, Copy] = {}
+        """By number, what lies ahead in the arena."""
+        mine = self._courier
+        mine.table = requester.placement.address
+        mine.patience_ns = int(PATIENCE_S * 1e9)
+        mine.reorder_ns = int(REORDER_S * 1e9)
+        mine.next_tag = requester.next_tag()
+        self._landings = self._array(courier.Landing, courier.LANDINGS)
+        mine.landings = ctypes.addressof(self._landings)
+        mine.landing_count = courier.LANDINGS
+        mine.enough_landed = STOCK // 2
+        for landing, number in zip(
+            self._landings, requester.placement.lend(courier.LANDINGS), strict=True
+        ):
+            landing.copy = number
+        self._asked = self._array(courier.Asked, courier.MAX_ASKED)
+        mine.asked = ctypes.addressof(self._asked)
+        self._clients = self._array(courier.Client, MAX_CLIENTS)
+        mine.clients = ctypes.addressof(self._clients)
+        mine.client_count = MAX_CLIENTS
+        self._records = self._array(courier.Record, courier.RECORDS)
+        self._records_view = memoryview(self._records).cast("B")
+        mine.records = ctypes.addressof(self._records)
+        self._answers = self._array(courier.Answer, courier.ANSWERS)
+        mine.answers = ctypes.addressof(self._answers)
+        self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
+        mine.homes = ctypes.addressof(self._homes)
+        self.fetching = (ctypes.c_uint32 * BUCKETS)()
+        """By bucket, how many blocks are being fetched otherwise (`Reads` counts)."""
+        mine.fetching = ctypes.addressof(self.fetching)
+        mine.index, mine.index_bits = index_address, index_bits
+        self.read = bytearray(_READ_LEAD + len(_read_of(CELLS.code, padded=True)))
+        mine.read = address_of_buffer(self.read) + _READ_LEAD
+        self._state = bytearray(_STATE_BYTES)
+        mine.state = address_of_buffer(self._state) + 63 & ~63
+        mine.reset, mine.update, mine.digest = hashing
+        self._reasons = (ctypes.c_uint64 * len(courier.REASONS))()
+        mine.counters = ctypes.addressof(self._reasons)
+        self.read_bytes = 0
+        """How long a READ is now,"""
+        self.read_address: int = mine.read
+        """and where it lies, with room in front of it."""
+        self._free = list(range(MAX_CLIENTS - 1, -1, -1))
+
+    def _array(self, kind: Any, count: int) -> Any:
+        return (ctypes_of(kind) * count)()
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def join(self, holder: Holder) -> int | None:
+        """A client that may ask; its number, None where there are too many."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        self._holders[number] = holder
+        client = self._clients[number]
+        client.state = courier.CLIENT_HERE
+        client.asked = client.given_bytes = 0
+        client.next_handle = FIRST_HANDLE
+        client.held_bytes, client.max_bytes = holder.may_be_given()
+
+        def tell(held_bytes: int) -> None:
+            client.held_bytes = held_bytes
+
+        holder.on_the_courier(tell)
+        return number
+
+    def leave(self, number: int) -> None:
+        """A client is gone."""
+        self.book(self._now)
+        self.code.leave(self.address, number)
+        self._clients[number].state = 0
+        self._holders.pop(number).on_the_courier(lambda _held_bytes: None)
+        self._free.append(number)
+
+    def state_of(self, number: int) -> int:
+        """CLIENT_HERE, CLIENT_GONE or CLIENT_OFFENDS."""
+        state: int = self._clients[number].state
+        return state
+
+    # --- without sockets: the simulation, fuzzers and tests ---------------------------------------
+
+    def hear(self, number: int, data: bytes, now: float) -> tuple[int, bytes] | None:
+        """What a client says, at a time; a READ that is to be sent, and the node that it is for."""
+        buffer = bytearray(data) or bytearray(1)
+        at = address_of_buffer(buffer)
+        told = self.code.hear(self.address, number, at, len(data), _ns(now))
+        if told == courier.OFFENCE:
+            self._clients[number].state = courier.CLIENT_OFFENDS
+        if told != courier.SEND_READ:
+            return None
+        return self._courier.read_node, bytes(self.read[_READ_LEAD : _READ_LEAD + self.read_bytes])
+
+    def frames_came(self, why: int, now: float) -> bool:
+        """Take what is the courier's own of what `place` has put in its place, and of the frame at
+        which it has stopped, if it did: whether that was the courier's."""
+        self.code.came(self.address, _ns(now))
+        table = self._requester.placement.table
+        return why == FRAME_FOR_PYTHON and self.code.frame_came(
+            self.address, table.frame, table.frame_length, table.frame_source, _ns(now)
+        )
+
+    def expire(self, now: float) -> float | None:
+        """Give up what has waited for long enough; when the next will have, None: there is none."""
+        return self.code.expire(self.address, _ns(now)) / 1e9 or None
+
+    def take_answers(self) -> list[tuple[int, bytes]]:
+        """What clients are told, each with its number."""
+        count: int = self._courier.answer_count
+        self._courier.answer_count = 0
+        return [
+            (answer.client, bytes(answer)[-ANSWER.size :])
+            for answer in self._answers[:count]
+            if answer.client != NOBODY
+        ]
+
+    # --- what it may do ---------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Questions without an answer."""
+        count: int = self._courier.in_flight
+        return count
+
+    @property
+    def unbooked(self) -> int:
+        """Records that wait for `book`."""
+        count: int = self._courier.record_count
+        return count
+
+    def prepare(self, now: float) -> None:
+        """From now on the courier runs, until `book`."""
+        self._now = now
+        shunned = self._shunned
+        if shunned and min(shunned.values()) <= now:
+            self._shunned = {home: until for home, until in shunned.items() if until > now}
+            self._seen = None
+        padded = self._requester.config.read_padding
+        seen = (
+            *(self._outbox.pool, self._store.generation, self.residents, padded),
+            self._spread.revision,
+        )
+        if seen != self._seen:
+            self._follow(seen)
+        self._courier.open = not self._shut and self._requester.reads_alone(now)
+        if self._short and not self._shut and now >= self._no_room_until:
+            self._fill(now)
+
+    def _follow(self, seen: tuple[Pool | None, int, Any, bool, int]) -> None:
+        """The map, the namespaces or what the switch holds have changed."""
+        pool = seen[0]
+        same = self._seen is not None and self._seen[:2] == seen[:2]
+        self._seen = seen
+        self.code.yield_all(self.address)
+        if not same:  # also: a landing place may be of a namespace that was dropped
+            self.give_room_back()
+        homes = [NOBODY] * BUCKETS
+        if pool is not None:
+            for bucket in range(BUCKETS):
+                nodes = pool.homes_of_bucket(bucket)
+                if not nodes or pool.index in nodes or nodes[0] in self._shunned:
+                    continue
+                if not self._spread.is_busy(nodes[0]):
+                    homes[bucket] = nodes[0]
+            for block in itertools.chain(self.residents, self._spread.blocks()):
+                homes[bucket_of(block.key)] = NOBODY
+            self._courier.chunk_code = pool.chunking.code
+            read = _read_of(pool.chunking.code, padded=bool(seen[3]))
+            self.read_bytes = len(read)
+            self.read[_READ_LEAD : _READ_LEAD + len(read)] = read
+        ctypes.memmove(self._homes, (ctypes.c_uint32 * BUCKETS)(*homes), ctypes.sizeof(self._homes))
+
+    def shut(self) -> None:
+        """It is asked for nothing any more."""
+        self._shut = True
+        self.give_room_back()
+
+    def learn(self, now: float, namespace: int, size_bytes: int) -> None:
+        """A block of that namespace was fetched: the next will be about as large."""
+        known = self._sizes.get(namespace)
+        if known is not None and courier.fits(size_bytes, known.size_bytes):
+            return
+        self._drop_places(namespace)
+        if known is None:
+            while len(self._sizes) >= MAX_SIZES:
+                first = next(iter(self._sizes))
+                del self._sizes[first]
+                self._drop_places(first)
+            self._sizes[namespace] = _Size(size_bytes)
+        else:
+            known.size_bytes = size_bytes
+            known.wrong += 1
+            pause_s = OTHER_SIZE_S * 2 ** min(known.wrong, 16)
+            known.not_before = now + min(pause_s, OTHER_SIZE_MAX_S)
+        self._short = True
+
+    def was_unanswered(self, block: BlockId) -> bool:
+        """Whether the courier's READ of a block was not answered, as far as is remembered: a switch
+        may hold another back, unless it says that it is a repeat. Told once."""
+        return self._unanswered.pop(block, self) is None
+
+    def yield_to(self, block: BlockId) -> None:
+        """A block is going to be fetched otherwise: whoever asked the courier for it is to ask the
+        agent."""
+        if self._courier.in_flight:
+            high = int.from_bytes(block.key[:8], "little")
+            low = int.from_bytes(block.key[8:], "little")
+            self.code.yield_block(self.address, block.namespace, high, low)
+
+    # --- landing places ---------------------------------------------------------------------------
+
+    def _fill(self, now: float) -> None:
+        """Have a stock of landing places for each size."""
+        budget = self._most_bytes - sum(copy.reserved_bytes for copy in self._places.values())
+        self._short = False
+        for namespace, known in self._sizes.items():
+            if known.size_bytes > SEGMENT_BYTES:
+                continue
+            if known.not_before > now:
+                self._short = True
+                self._no_room_until = known.not_before
+                continue
+            reserved_bytes = self._store.allocator.extent_bytes(known.size_bytes)
+            have = sum(c.block.namespace == namespace for c in self._places.values())
+            for _ in range(have, STOCK):
+                if budget < reserved_bytes:
+                    break
+                try:
+                    copy = self._store.reserve(BlockId(namespace, b""), known.size_bytes)
+                except StoreError:
+                    self._short = True
+                    self._no_room_until = now + NO_ROOM_S
+                    return
+                budget -= reserved_bytes
+                self._offer(copy)
+
+    def _offer(self, copy: Copy) -> None:
+        number = next(n for n in range(courier.LANDINGS) if n not in self._places)
+        self._places[number] = copy
+        landing = self._landings[number]
+        landing.namespace = copy.block.namespace
+        landing.size = copy.size_bytes
+        landing.offset = copy.offset
+        landing.address = self._arena_address + copy.offset
+        self._requester.placement.aim(
+            landing.copy,
+            landing.address,
+            ctypes.addressof(landing) + type(landing).missing.offset,
+            ctypes.addressof(landing) + type(landing).source.offset,
+        )
+        self._courier.largest = max(self._courier.largest, copy.reserved_bytes)
+        landing.state = courier.LANDING_FREE
+
+    def _drop_places(self, namespace: int) -> None:
+        for number in [n for n, c in self._places.items() if c.block.namespace == namespace]:
+            self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        if self._landings[number].state == courier.LANDING_TAKEN:
+            self.code.yield_all(self.address)
+        self._landings[number].state = 0
+        self._store.abort(self._places.pop(number))
+        self._short = True
+
+    def give_room_back(self) -> None:
+        """Let go of all landing places; what is in flight is to be asked of the agent."""
+        for number in list(self._places):
+            self._give_back(number)
+
+    # --- what it has done -------------------------------------------------------------------------
+
+    def book(self, now: float) -> bool:
+        """Take all records; whether there were any."""
+        mine = self._courier
+        count: int = mine.record_count
+        if not count:
+            return False
+        self._store.advance(now)
+        self._metrics.frames_answers_total += mine.frames
+        mine.frames = 0
+        landed: Copy | None = None
+        touched = set()
+        view = self._records_view[: count * RECORD.size]
+        for told in map(Told._make, RECORD.iter_unpack(bytes(view))):
+            touched.add(told.client)
+            if told.kind in (courier.LANDED, courier.JOINED):
+                if told.kind == courier.LANDED:
+                    if landed is not None:
+                        self._store.unpin(landed)
+                    landed = self._landed(now, told)
+                assert landed is not None  # and pinned, until all have it
+                self._give(now, told, landed)
+            elif told.kind == courier.RELEASED:
+                self._holders[told.client].returned(told.handle)
+            else:
+                self._failed(now, told)
+        if landed is not None:
+            self._store.unpin(landed)
+        mine.record_count = mine.landed = 0
+        touched.discard(NOBODY)
+        for number in touched:
+            client = self._clients[number]
+            client.given_bytes = 0
+            client.held_bytes, client.max_bytes = self._holders[number].may_be_given()
+        return True
+
+    def _landed(self, now: float, told: Told) -> Copy:
+        copy = self._places.pop(told.landing)
+        self._landings[told.landing].state = 0
+        self._short = True
+        landed = self._store.land(
+            copy, BlockId(told.namespace, told.key), told.size_bytes, told.digest
+        )
+        known = self._sizes.get(told.namespace)
+        if known is not None:
+            known.wrong = 0
+        metrics = self._metrics
+        metrics.fetches_total += 1
+        metrics.payload_bytes_received_udp_total += told.size_bytes
+        metrics.fetch_time.add(told.elapsed_ns / 1e9)
+        self._requester.was_read(
+            now,
+            told.home,
+            told.rtt_ns / 1e9,
+            chunks=-(-told.size_bytes // (CELLS.chunk_bytes << self._courier.chunk_code)),
+            shared=bool(told.flags & FLAG_SHARED),
+            resident=bool(told.flags & FLAG_RESIDENT),
+        )
+        return landed
+
+    def _give(self, now: float, told: Told, copy: Copy) -> None:
+        """A copy is a client's."""
+        metrics = self._metrics
+        mine = metrics.by_namespace.of(told.namespace)
+        metrics.gets_total += 1
+        mine.gets += 1
+        if told.kind == courier.JOINED:
+            metrics.gets_joined_total += 1
+            self.counters.joined += 1
+        tier = "home"
+        if told.flags & FLAG_RESIDENT:
+            tier = "switch"
+        elif told.flags & FLAG_SHARED:
+            tier = "shared"
+        metrics.count_hit(tier)
+        mine.hits[tier] += 1
+        mine.got_bytes += told.size_bytes
+        mine.get_time.add(told.elapsed_ns / 1e9)
+        if told.client == NOBODY:
+            self.counters.unasked += 1
+        else:
+            self.counters.given += 1
+            self._store.pin(copy)
+            self._holders[told.client].given(told.handle, copy)
+
+    def _failed(self, now: float, told: Told) -> None:
+        if told.flags == courier.SILENCE:
+            if len(self._unanswered) >= MAX_UNANSWERED:
+                del self._unanswered[next(iter(self._unanswered))]
+            self._unanswered[BlockId(told.namespace, told.key)] = None
+            self._shunned[told.home] = now + self._requester.config.suspect_s
+            self._seen = None
+        elif told.flags == courier.WRONG_DIGEST:
+            self._requester.counters.corrupt_blocks += 1
+
+    def values(self) -> dict[str, float]:
+        """Totals by name."""
+        values = {f"courier_handed_over_{why}": float(self._reasons[n]) for n, why in _REASONS}
+        for name in CourierCounters.__slots__:
+            values[f"courier_{name}"] = float(getattr(self.counters, name))
+        return {f"{name}_total": value for name, value in values.items()}
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+_REASONS: Final = tuple(enumerate(courier.REASONS))
+
+
+def _read_of(chunk_code: int, *, padded: bool) -> bytes:
+    """A READ for a whole first segment; namespace, key and tag are put in later."""
+    flags = FLAG_PADDED if padded else 0
+    key = bytes(KEY_BYTES)
+    segment = CHUNKINGS[chunk_code].number(0)
+    return encode(Frame(OP_READ, 0, key, segment, flags, wanted=FULL_SEGMENT))

@@ -1,0 +1,459 @@
+"""The courier's system calls: the loop that waits for everything, in compiled code.
+
+Owns: the sockets of the courier's clients, and the wait in which it runs. Must not know: what a
+question means, or what follows from an answer (`kvcast.protocol.courier`, `core.courier`).
+
+Each client that may use the courier has a socket pair of its own (SOCK_SEQPACKET): a question is
+one message, which the kernel copies into memory of ours before anybody looks at it. The event loop
+waits by `CourierSelector`: while nothing is ready but the courier's own sockets, and, while
+questions are in flight, the one for frames, compiled code serves them and waits on. Whatever else
+is ready ends the wait; then Python first books what the courier has done, and goes on with frames
+where the courier has stopped. So the courier never runs beside Python, and needs no lock; and what
+it did is known before any other event is.
+
+What is booked late costs nobody anything, so a wait ends for it only after `BOOKS_AFTER_MS`, or
+when many records are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import select
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Final
+
+from kvcast.hostagent.core.courier import MAX_CLIENTS, Courier, Holder
+from kvcast.hostagent.network.mover import Mover, Moves, receive, send
+from kvcast.native.linux import (
+    CLOCK_MONOTONIC,
+    EPOLLIN,
+    MSG_DONTWAIT,
+    EpollEvent,
+    TimeSpec,
+    clock_gettime,
+    epoll_wait,
+    recv,
+    write,
+)
+from kvcast.native.subset import (
+    I32,
+    I64,
+    U32,
+    U64,
+    Inline,
+    Library,
+    Ptr,
+    Struct,
+    address_of,
+    copy,
+    ctypes_of,
+    native,
+    signed,
+    size_of,
+    unsigned,
+)
+from kvcast.protocol import courier as couriers
+from kvcast.protocol.courier import (
+    CLIENT_GONE,
+    CLIENT_HERE,
+    CLIENT_OFFENDS,
+    NOBODY,
+    OFFENCE,
+    RECORDS,
+    RECORDS_ENOUGH,
+    SEND_READ,
+    Answer,
+    Question,
+    came,
+    expire,
+    frame_came,
+    hear,
+)
+from kvcast.protocol.messages.questions import QUESTION
+from kvcast.protocol.messages.shared import WORD_BYTES
+from kvcast.protocol.placement import (
+    ALL_PLACED,
+    FRAME_FOR_PYTHON,
+    Placement,
+    address_of_buffer,
+    place,
+)
+
+BOOKS_AFTER_MS: Final = 2
+_EVENTS: Final = 128
+_ROUNDS: Final = 4
+"""Of frames, before others have their turn."""
+_MAX_DESCRIPTORS: Final = 65_536
+"""A client with a higher one asks the agent for everything."""
+_SPARE: Final = 8
+"""Room for more than a question, so that what is too long shows."""
+_NS_A_MS: Final = 1_000_000
+_NS_A_S: Final = 1_000_000_000
+
+
+class Waiting(Struct):
+    """The state of the wait."""
+
+    epoll: I32
+    frames: U32
+    """The socket that frames come from."""
+    courier: Ptr[couriers.Courier]
+    moves: Ptr[Moves]
+    events: Ptr[EpollEvent]
+    clients: Ptr[U32]
+    """By descriptor, the number of a client, plus 1."""
+    descriptors: Ptr[I32]
+    """By number of a client, its descriptor."""
+    question: U64
+    read: U64
+    """Where a READ lies, with what is in front of it."""
+    read_length: U64
+    leads: U64
+    """By node, `lead` bytes that go in front of a READ."""
+    lead: U64
+    pieces: U64
+    """Pieces of frames that Python is to go on with,"""
+    why: U64
+    """and what `place` has said of them."""
+    stopped: U64
+    """Whether there are such."""
+    attention: U64
+    """Whether something is Python's: a client has hung up, or a READ waits for the socket."""
+    time: Annotated[Ptr[TimeSpec], Inline(1)]
+
+
+@native
+def now_of(w: Waiting) -> U64:
+    time = w.time[0]
+    clock_gettime(CLOCK_MONOTONIC, time)
+    return time.seconds * _NS_A_S + time.nanoseconds
+
+
+@native
+def send_answers(w: Waiting) -> None:
+    """Send what clients are told; who does not take it is given up."""
+    courier = w.courier[0]
+    for i in range(courier.answer_count):
+        answer = courier.answers[i]
+        if answer.client == NOBODY:
+            continue
+        who = courier.clients[answer.client]
+        if who.state == CLIENT_HERE:
+            size = size_of(Answer) - WORD_BYTES
+            if write(w.descriptors[answer.client], address_of(answer) + WORD_BYTES, size) < 0:
+                who.state = CLIENT_GONE
+                w.attention = 1
+    courier.answer_count = 0
+
+
+@native
+def serve(w: Waiting, client: U64, now_ns: U64) -> None:
+    """One message of a client."""
+    courier = w.courier[0]
+    who = courier.clients[client]
+    got = recv(w.descriptors[client], w.question, size_of(Question) + _SPARE, MSG_DONTWAIT)
+    if got < 0:
+        return
+    if got == 0:
+        who.state = CLIENT_GONE
+        w.attention = 1
+        return
+    told = hear(courier, client, w.question, unsigned(got), now_ns)
+    if told == OFFENCE:
+        who.state = CLIENT_OFFENDS
+        w.attention = 1
+    elif told == SEND_READ:
+        m = w.moves[0]
+        if w.lead != 0:
+            copy(w.read, w.leads + courier.read_node * w.lead, w.lead)
+        job = m.jobs[0]
+        job.node = courier.read_node
+        job.address = w.read
+        job.length = w.read_length
+        job.chunks = 0
+        job.chunk_code = 0
+        send(m, 1)
+        if m.waiting_count != 0:
+            w.attention = 1
+    send_answers(w)
+
+
+@native
+def receive_frames(w: Waiting, now_ns: U64) -> None:
+    """Take frames, up to what is Python's."""
+    courier = w.courier[0]
+    m = w.moves[0]
+    t = courier.table[0]
+    for _ in range(_ROUNDS):
+        count = receive(m)
+        if count == 0:
+            return
+        t.piece = 0
+        t.offset = 0
+        while True:
+            why = place(t, m.pieces, count)
+            came(courier, now_ns)
+            t.frame_taken = 0
+            theirs = False
+            if why == FRAME_FOR_PYTHON:
+                theirs = not frame_came(courier, t.frame, t.frame_length, t.frame_source, now_ns)
+                t.frame_taken = 0 if theirs else 1
+            send_answers(w)
+            if theirs or t.arrival_count != 0:
+                w.pieces = count
+                w.why = why
+                w.stopped = 1
+                return
+            if why == ALL_PLACED:
+                break
+
+
+@native
+def wait(w: Waiting, timeout_ms: I64) -> U32:
+    """Wait until something is Python's, or it is time (-1: never); how many of `events` are
+    Python's."""
+    courier = w.courier[0]
+    now_ns = now_of(w)
+    end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
+    w.stopped = 0
+    w.attention = 0
+    while True:
+        pause_ms = timeout_ms
+        if timeout_ms > 0:
+            pause_ms = signed((end_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
+        next_ns = expire(courier, now_ns)
+        send_answers(w)
+        if next_ns != 0:
+            until_ms = signed((next_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
+            if pause_ms < 0 or until_ms < pause_ms:
+                pause_ms = until_ms
+        if courier.record_count != 0 and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
+            pause_ms = signed(0 + BOOKS_AFTER_MS)
+        count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
+        if count < 0:
+            return 0
+        now_ns = now_of(w)
+        kept = 0
+        for i in range(unsigned(count)):
+            event = w.events[i]
+            client = 0
+            if event.data < _MAX_DESCRIPTORS:
+                client = 0 + w.clients[event.data]
+            frames = event.data == w.frames and event.events == EPOLLIN and courier.in_flight != 0
+            if client != 0:
+                if courier.clients[client - 1].state == CLIENT_HERE:
+                    serve(w, client - 1, now_ns)
+            elif frames and w.stopped == 0:
+                receive_frames(w, now_ns)
+            else:
+                w.events[kept].events = event.events
+                w.events[kept].data = event.data
+                kept += 1
+        if kept != 0 or w.stopped != 0 or w.attention != 0:
+            return kept
+        if courier.record_count >= RECORDS_ENOUGH or courier.landed >= courier.enough_landed:
+            return 0
+        if count == 0 and courier.record_count != 0:
+            return 0
+        if timeout_ms >= 0 and now_ns >= end_ns:
+            return 0
+
+
+# --- Python's side ----------------------------------------------------------------------------
+
+assert RECORDS - RECORDS_ENOUGH >= _EVENTS
+"""Each message may leave a record before Python takes them."""
+
+
+@cache
+def _compiled() -> tuple[Callable[[int, int], int], Callable[[int], None]]:
+    library = Library(wait, send_answers)
+    return library.call(wait), library.call(send_answers)
+
+
+class CourierSelector(selectors.EpollSelector):
+    """A selector for an event loop, in whose waits a courier can run."""
+
+    runs: CourierDriver | None = None
+
+    def watch(self, descriptor: int) -> None:
+        """Let a wait end, too, when this can be read; it is nobody's else."""
+        self._epoll().register(descriptor, select.EPOLLIN)
+
+    def watch_no_more(self, descriptor: int) -> None:
+        """Undo `watch`."""
+        self._epoll().unregister(descriptor)
+
+    def _epoll(self) -> select.epoll:
+        epoll = self._selector  # type: ignore[attr-defined] # the one that `fileno` is of
+        assert isinstance(epoll, select.epoll)
+        return epoll
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        runs = self.runs
+        if runs is None or not runs.has_clients:
+            return super().select(timeout)
+        ready = []
+        keys = self.get_map()
+        for descriptor, happened in runs.wait(timeout):
+            key = keys.get(descriptor)
+            if key is not None:
+                # As the selector has it: what is neither is an error, which both want to know.
+                events = selectors.EVENT_WRITE if happened & ~select.EPOLLIN else 0
+                events |= selectors.EVENT_READ if happened & ~select.EPOLLOUT else 0
+                ready.append((key, events & key.events))
+        return ready
+
+
+class CourierLoop(asyncio.SelectorEventLoop):
+    """An event loop in whose waits a courier can run."""
+
+    def __init__(self) -> None:
+        self.selector = CourierSelector()
+        super().__init__(self.selector)
+
+
+class CourierDriver:
+    """Runs a courier in the waits of a selector. `frames` is the socket for frames, and `mover` the
+    one that moves them. `go_on` is told where Python is to go on with them (why, pieces), `pump`
+    that some may wait for the socket, `count` that some were received; and `offended` of clients
+    that are to be cut off."""
+
+    def __init__(
+        self,
+        courier: Courier,
+        selector: CourierSelector,
+        placement: Placement,
+        *,
+        frames: socket.socket,
+        mover: Mover,
+        go_on: Callable[[int, int], None],
+        pump: Callable[[], None],
+        count: Callable[[], None],
+    ) -> None:
+        self.courier = courier
+        self.offended: Callable[[Holder], None] = lambda _holder: None
+        self._selector = selector
+        self._mover = mover
+        self._go_on = go_on
+        self._pump = pump
+        self._count = count
+        self._wait, self._send_answers = _compiled()
+        self._sockets: dict[Holder, tuple[socket.socket, int]] = {}
+        waiting: Any = ctypes_of(Waiting)()
+        self._waiting = waiting
+        self._address = ctypes.addressof(waiting)
+        self._events = (ctypes_of(EpollEvent) * _EVENTS)()
+        self._clients = (ctypes.c_uint32 * _MAX_DESCRIPTORS)()
+        self._descriptors = (ctypes.c_int32 * MAX_CLIENTS)()
+        self._question = bytearray(QUESTION.size + 2 * _SPARE)
+        waiting.epoll = selector.fileno()
+        waiting.frames = frames.fileno()
+        waiting.courier = courier.address
+        waiting.moves = mover.address
+        waiting.events = ctypes.addressof(self._events)
+        waiting.clients = ctypes.addressof(self._clients)
+        waiting.descriptors = ctypes.addressof(self._descriptors)
+        waiting.question = address_of_buffer(self._question)
+        self._leads: tuple[int, int, bytearray] = (-1, -1, bytearray(1))
+        self._placement = placement
+        placement.before_python = self._before_python
+        selector.runs = self
+
+    def close(self) -> None:
+        """The courier runs no more."""
+        self._selector.runs = None
+        for holder in list(self._sockets):
+            self.remove(holder)
+        self._placement.before_python = lambda _why: False
+        self.courier.give_room_back()
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether anybody may ask."""
+        return bool(self._sockets)
+
+    def add(self, holder: Holder) -> socket.socket | None:
+        """Let a client ask by the courier; its end of a socket pair, None where it cannot be."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        number = None if mine.fileno() >= _MAX_DESCRIPTORS else self.courier.join(holder)
+        if number is None:
+            mine.close()
+            theirs.close()
+            return None
+        self._sockets[holder] = mine, number
+        self._clients[mine.fileno()] = number + 1
+        self._descriptors[number] = mine.fileno()
+        self._selector.watch(mine.fileno())
+        return theirs
+
+    def remove(self, holder: Holder) -> None:
+        """A client asks no more by the courier."""
+        if holder not in self._sockets:
+            return
+        mine, number = self._sockets.pop(holder)
+        self.courier.leave(number)
+        self._clients[mine.fileno()] = 0
+        self._selector.watch_no_more(mine.fileno())
+        mine.close()
+
+    # --- the wait ---------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Run the courier until something else is ready, or it is time: (descriptor, what epoll
+        says of it)."""
+        courier, waiting = self.courier, self._waiting
+        courier.prepare(time.monotonic())
+        self._follow()
+        timeout_ms = -1
+        if timeout_s is not None:
+            timeout_ms = math.ceil(timeout_s * 1e3) if timeout_s > 0 else 0
+        count = self._wait(self._address, timeout_ms)
+        ready = [(event.data, event.events) for event in self._events[:count]]
+        if courier.unbooked:
+            courier.book(time.monotonic())
+            self._count()
+        if waiting.stopped:
+            self._go_on(waiting.why, waiting.pieces)
+        if waiting.attention:
+            for holder, (_, number) in list(self._sockets.items()):
+                state = courier.state_of(number)
+                if state != CLIENT_HERE:
+                    self.remove(holder)
+                    if state == CLIENT_OFFENDS:
+                        courier.counters.offences += 1
+                        self.offended(holder)
+            self._pump()
+        return ready
+
+    def _follow(self) -> None:
+        """Have what goes in front of READs as the map and the READs are now."""
+        length = self.courier.read_bytes
+        if self._leads[:2] != (self._mover.maps, length):
+            leads, each = self._mover.leads_of(length)
+            self._leads = self._mover.maps, length, leads
+            waiting = self._waiting
+            waiting.leads = address_of_buffer(leads)
+            waiting.lead = each
+            waiting.read = self.courier.read_address - each
+            waiting.read_length = length + each
+
+    def _before_python(self, why: int) -> bool:
+        """Frames are being taken outside of a wait."""
+        courier = self.courier
+        if not courier.in_flight:
+            return False
+        now = time.monotonic()
+        mine = courier.frames_came(why, now)
+        self._send_answers(self._address)
+        courier.book(now)
+        return mine

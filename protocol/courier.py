@@ -1,0 +1,868 @@
+"""The courier: a get of one small block, from a client's question to its answer, in compiled code.
+
+Owns: which questions are well-formed; the READ for a block, the landing place that its first DATA
+gets, its digest; the client's answer; and what Python hears of it afterwards. Must not know:
+sockets, clocks, sessions, or why Python allows what it allows.
+
+Python says beforehand what the courier may do: which home each bucket is asked at, if any, which
+namespaces may be looked up (the index in shared memory says so), how much a client may hold, and
+*landing places*, room for a block of one size in one namespace each. A question that the courier
+does not take, or not to its end (another size, silence, a gap, MISS, a wrong digest), is answered
+by `ASK_AGENT`: the client then asks by the socket, as for any other block, and all decisions are
+the requester's. The courier keeps nothing of such a question.
+
+What has happened stands in *records*, which Python takes before it does anything else. So nothing
+that the courier has given to a client is ever unknown to the code that might evict it.
+
+A question that is asked while another client's is in flight for the same block waits for the same
+answer. What lies here already, and what Python is fetching, is Python's to answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from kvcast.native.linux import swap16
+from kvcast.native.subset import (
+    I32,
+    U16,
+    U32,
+    U64,
+    Library,
+    Ptr,
+    Struct,
+    address_of,
+    bytes_at,
+    copy,
+    ctypes_of,
+    indirect,
+    native,
+    size_of,
+    u16_at,
+    u32_at,
+    u64_at,
+)
+from kvcast.protocol.messages import shared
+from kvcast.protocol.messages.questions import (
+    ANSWER,
+    ASK_AGENT,
+    GET,
+    GIVEN,
+    MAX_DEADLINE_MS,
+    QUESTION,
+    RELEASE,
+)
+from kvcast.protocol.messages.wire import (
+    BUCKETS,
+    CHUNK_BYTES,
+    FLAG_RESIDENT,
+    FLAG_SHARED,
+    KVCAST,
+    OP_DATA,
+    OP_MISS,
+    OP_READ,
+    SEGMENT_INDEX_BITS,
+)
+from kvcast.protocol.placement import (
+    ARRIVALS,
+    Arrival,
+    Table,
+    enter_copy,
+    find_copy,
+    leave_copy,
+    put_frame,
+)
+
+MAX_ASKED: Final = 64
+"""Questions in flight; more are the agent's to answer."""
+MAX_ASKED_A_CLIENT: Final = 16
+LANDINGS: Final = 64
+LEAST_PART: Final = 2
+"""A block takes more than this part of its landing place: a half."""
+RECORDS: Final = 256
+"""What Python has not taken yet, at most; a question that might need more is the agent's."""
+RECORDS_ENOUGH: Final = 128
+"""From so many on Python takes them before anything else happens."""
+ANSWERS: Final = 256
+NOBODY: Final = 0xFFFF_FFFF
+
+# Why a question was not taken, or not to its end: the place of its counter.
+CLOSED: Final = 0
+NOT_READABLE: Final = 1
+NO_HOME: Final = 2
+FULL: Final = 3
+"""All questions, records or landing places are in use."""
+HELD_BYTES: Final = 4
+"""The client holds as much as the courier may give it."""
+HERE: Final = 5
+"""It lies here, or is being fetched."""
+NO_LANDING: Final = 6
+"""Blocks of that namespace, or of the size that came, are not expected."""
+SILENCE: Final = 7
+GAP: Final = 8
+MISSED: Final = 9
+WRONG_DIGEST: Final = 10
+YIELDED: Final = 11
+"""Python took it over."""
+REASONS: Final = (
+    *("closed", "not_readable", "no_home", "full", "held_bytes", "here", "no_landing"),
+    *("silence", "gap", "missed", "wrong_digest", "yielded"),
+)
+
+# What `hear` returns.
+NOTHING: Final = 0
+SEND_READ: Final = 1
+OFFENCE: Final = 2
+
+# Records.
+LANDED: Final = 1
+JOINED: Final = 2
+"""One more client has the block of the LANDED before it."""
+RELEASED: Final = 3
+FAILED: Final = 4
+
+_NO_OBJECTION: Final = len(REASONS)
+_NS_A_MS: Final = 1_000_000
+_ALL: Final = (1 << 64) - 1
+_NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
+_OP_AT: Final = KVCAST.offset_of("op")
+_KEY_AT: Final = KVCAST.offset_of("key")
+_DIGEST_AT: Final = KVCAST.offset_of("digest")
+_SIZE_AT: Final = KVCAST.offset_of("size")
+_SEGMENT_AT: Final = KVCAST.offset_of("segment")
+_TAG_AT: Final = KVCAST.offset_of("tag")
+
+_FREE: Final = 0
+_ASKED: Final = 1
+_RECEIVING: Final = 2
+_WITH_ANOTHER: Final = 3
+_SERIAL_BIT: Final = 1 << 63
+_ASKED_BITS: Final = 8
+assert MAX_ASKED <= 1 << _ASKED_BITS
+
+LANDING_FREE: Final = 1
+LANDING_TAKEN: Final = 2
+LANDING_BOOKED: Final = 3
+"""A block has landed there: Python's, from the record on."""
+
+CLIENT_HERE: Final = 1
+CLIENT_GONE: Final = 2
+"""It has hung up, or does not read its answers."""
+CLIENT_OFFENDS: Final = 3
+"""It has said what no client of ours says."""
+
+_TAGS_WORD: Final = shared.TAGS_OFFSET // shared.WORD_BYTES
+_NAMESPACES_WORD: Final = shared.NAMESPACES_OFFSET // shared.WORD_BYTES
+_SPREAD, _SPREAD_AGAIN, _BY_LOW, _BY_NAMESPACE = shared.MULTIPLIERS
+
+
+class Question(Struct):
+    """As `QUESTION`; the key in two halves, as they lie in memory."""
+
+    kind: U16
+    namespace: U16
+    deadline_ms: U32
+    number: U64
+    key: U64
+    rest_of_key: U64
+    meaning: U64
+
+
+class Answer(Struct):
+    """As `ANSWER`, and in front of it the client it is for."""
+
+    client: U64
+    status: U16
+    tier: U16
+    padding: U32
+    number: U64
+    handle: U64
+    offset: U64
+    size: U64
+    digest: U64
+
+
+class Landing(Struct):
+    """Room for a block."""
+
+    state: U32
+    copy: U32
+    """Its number in the placement's table; where its bytes go stands there."""
+    namespace: U32
+    size: U32
+    offset: U64
+    missing: U64
+    """The chunks that have not arrived; the copy's `missing` points here,"""
+    source: U32
+    """and its `sources` here."""
+    padding: U32
+    address: U64
+
+
+class Asked(Struct):
+    """A question in flight."""
+
+    state: U32
+    client: U32
+    number: U64
+    key: U64
+    rest_of_key: U64
+    namespace: U32
+    home: U32
+    landing: U32
+    tag: U32
+    flags: U32
+    """Of all DATA that came."""
+    frames: U32
+    serial: U64
+    asked_ns: U64
+    began_ns: U64
+    """When the first DATA came."""
+    until_ns: U64
+    gap: U64
+    """Whether the answer has ended and chunks are missing."""
+
+
+class Record(Struct):
+    """What Python is to hear."""
+
+    kind: U32
+    client: U32
+    handle: U64
+    key: U64
+    rest_of_key: U64
+    namespace: U32
+    landing: U32
+    home: U32
+    flags: U32
+    """FAILED: why."""
+    size: U64
+    digest: U64
+    elapsed_ns: U64
+    rtt_ns: U64
+
+
+class Client(Struct):
+    """A client of the courier."""
+
+    state: U32
+    asked: U32
+    next_handle: U64
+    held_bytes: U64
+    """What its session says that it holds,"""
+    given_bytes: U64
+    """and what the courier has given it since."""
+    max_bytes: U64
+
+
+class Courier(Struct):
+    """All that the courier works on."""
+
+    table: Ptr[Table]
+    open: U64
+    chunk_code: U64
+    patience_ns: U64
+    reorder_ns: U64
+    next_tag: U64
+    next_serial: U64
+    in_flight: U64
+    landings: Ptr[Landing]
+    landing_count: U64
+    largest: U64
+    """No landing place is of more bytes."""
+    asked: Ptr[Asked]
+    clients: Ptr[Client]
+    client_count: U64
+    records: Ptr[Record]
+    record_count: U64
+    landed: U64
+    """Of them, those that have used up a landing place; from `enough_landed` on Python had better
+    take them."""
+    enough_landed: U64
+    answers: Ptr[Answer]
+    answer_count: U64
+    homes: Ptr[U32]
+    """By bucket, the node that is asked; NOBODY = the courier asks nobody."""
+    fetching: Ptr[U32]
+    """By bucket, how many blocks Python is fetching."""
+    index: Ptr[U64]
+    """The index in shared memory, by words."""
+    index_bits: U64
+    """It has 2^that buckets."""
+    read: U64
+    """Where the READ lies; namespace, key and tag are put in."""
+    read_node: U64
+    """The node that it is for."""
+    state: U64
+    reset: U64
+    update: U64
+    digest: U64
+    frames: U64
+    """Answers that came for the courier's questions."""
+    counters: Ptr[U64]
+    """By reason, the questions that were handed over."""
+
+
+@indirect
+def call_reset(address: U64, state: U64) -> I32:
+    raise NotImplementedError
+
+
+@indirect
+def call_update(address: U64, state: U64, data: U64, size: U64) -> I32:
+    raise NotImplementedError
+
+
+@indirect
+def call_digest(address: U64, state: U64) -> U64:
+    raise NotImplementedError
+
+
+@native
+def _swap32(value: U64) -> U64:
+    return (swap16(value & 0xFFFF) << 16) | swap16(value >> 16)
+
+
+@native
+def _swap64(value: U64) -> U64:
+    return (_swap32(value & 0xFFFFFFFF) << 32) | _swap32(value >> 32)
+
+
+# --- what Python allows -----------------------------------------------------------------------
+
+
+@native
+def may_look_up(courier: Courier, q: Question) -> bool:
+    """Whether clients may look a namespace's blocks up, and it means what this one was told."""
+    at = _NAMESPACES_WORD + 2 * q.namespace
+    if courier.index[at + 1] != 1:
+        return False
+    return q.meaning == 0 or q.meaning == courier.index[at]
+
+
+@native
+def _may_be_here(courier: Courier, q: Question) -> bool:
+    """Whether one of the block's two buckets in the index has its tag."""
+    tag = 0 + q.rest_of_key
+    if tag == 0:
+        tag = 1
+    mixed = (q.key + q.rest_of_key * _BY_LOW + q.namespace * _BY_NAMESPACE) * _SPREAD
+    for again in range(2):
+        if again == 1:
+            mixed = mixed * _SPREAD_AGAIN
+        first = _TAGS_WORD + (mixed >> (64 - courier.index_bits)) * shared.SLOTS_A_BUCKET
+        for slot in range(shared.SLOTS_A_BUCKET):
+            if courier.index[first + slot] == tag:
+                return True
+    return False
+
+
+@native
+def _bucket(rest_of_key: U64) -> U64:
+    """The bucket that a key is in: the low bits of its last two bytes."""
+    return swap16(rest_of_key >> 48) % BUCKETS
+
+
+@native
+def _has_landing(courier: Courier, namespace: U64) -> bool:
+    """Whether more landing places are free than questions of the namespace may need."""
+    spare = 0
+    wanted = 0
+    for i in range(courier.landing_count):
+        landing = courier.landings[i]
+        if landing.state == LANDING_FREE and landing.namespace == namespace:
+            spare += 1
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state == _ASKED and asked.namespace == namespace:
+            wanted += 1
+    return spare > wanted
+
+
+@native
+def _landing_for(courier: Courier, namespace: U64, size: U64) -> U64:
+    """A free landing place for a block of that size, of which it takes a good part;
+    `landing_count` if there is none."""
+    for i in range(courier.landing_count):
+        landing = courier.landings[i]
+        free = landing.state == LANDING_FREE
+        fits = size <= landing.size and size > landing.size // LEAST_PART
+        if free and landing.namespace == namespace and fits:
+            return i
+    return 0 + courier.landing_count
+
+
+# --- questions --------------------------------------------------------------------------------
+
+
+@native
+def _answer(courier: Courier, client: U64, number: U64) -> U64:
+    """Begin an answer: ASK_AGENT, unless it is changed. There is room: the caller of `hear` and
+    `came` sends them after each call."""
+    at = 0 + courier.answer_count
+    answer = courier.answers[at]
+    courier.answer_count += 1
+    answer.client = client
+    answer.status = ASK_AGENT
+    answer.tier = 0
+    answer.padding = 0
+    answer.number = number
+    answer.handle = 0
+    answer.offset = 0
+    answer.size = 0
+    answer.digest = 0
+    return at
+
+
+@native
+def _record(courier: Courier, kind: U64, client: U64) -> U64:
+    """Begin a record; there is room."""
+    at = 0 + courier.record_count
+    record = courier.records[at]
+    courier.record_count += 1
+    record.kind = kind
+    record.client = client
+    return at
+
+
+@native
+def _asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> U64:
+    """The question about a block that is asked of a home; MAX_ASKED if there is none."""
+    if courier.in_flight != 0:
+        for i in range(MAX_ASKED):
+            asked = courier.asked[i]
+            open_now = asked.state == _ASKED or asked.state == _RECEIVING
+            same_key = asked.key == key and asked.rest_of_key == rest_of_key
+            if open_now and same_key and asked.namespace == namespace:
+                return i
+    return 0 + MAX_ASKED
+
+
+@native
+def is_question(at: U64, length: U64) -> bool:
+    """Whether a message is of a form that a client of ours says."""
+    if length != size_of(Question):
+        return False
+    q = Question.at(at)
+    return q.kind == RELEASE or (q.kind == GET and q.deadline_ms <= MAX_DEADLINE_MS)
+
+
+@native
+def may_be_given(who: Client, bytes_more: U64) -> bool:
+    """Whether a client may hold so much more."""
+    return who.held_bytes + who.given_bytes + bytes_more <= who.max_bytes
+
+
+@native
+def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U32:
+    """What a client says, in memory that nobody else writes: NOTHING, SEND_READ (it lies at
+    `read`, for `read_node`), or OFFENCE."""
+    if not is_question(at, length):
+        return OFFENCE
+    q = Question.at(at)
+    if q.kind == RELEASE:
+        courier.records[_record(courier, RELEASED, client)].handle = q.number
+        return NOTHING
+    who = courier.clients[client]
+    other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
+    why = _objection(courier, who, q, other)
+    if why != _NO_OBJECTION:
+        courier.counters[why] += 1
+        _answer(courier, client, q.number)
+        return NOTHING
+    number = 0
+    while courier.asked[number].state != _FREE:
+        number += 1
+    asked = courier.asked[number]
+    asked.client = client
+    asked.number = q.number
+    asked.key = q.key
+    asked.rest_of_key = q.rest_of_key
+    asked.namespace = q.namespace
+    asked.flags = 0
+    asked.frames = 0
+    asked.gap = 0
+    asked.began_ns = 0
+    asked.asked_ns = now_ns
+    asked.until_ns = now_ns + courier.patience_ns
+    if q.deadline_ms * _NS_A_MS < courier.patience_ns:
+        asked.until_ns = now_ns + q.deadline_ms * _NS_A_MS
+    courier.in_flight += 1
+    who.asked += 1
+    if other < MAX_ASKED:
+        asked.state = _WITH_ANOTHER
+        return NOTHING
+    asked.state = _ASKED
+    asked.home = courier.homes[_bucket(q.rest_of_key)]
+    asked.tag = courier.next_tag
+    courier.next_tag += 1
+    u16_at(courier.read + _NAMESPACE_AT)[0] = swap16(q.namespace)
+    u64_at(courier.read + _KEY_AT)[0] = q.key
+    u64_at(courier.read + _KEY_AT + 8)[0] = q.rest_of_key
+    u32_at(courier.read + _TAG_AT)[0] = _swap32(asked.tag)
+    courier.read_node = asked.home
+    return SEND_READ
+
+
+@native
+def _objection(courier: Courier, who: Client, q: Question, other: U64) -> U64:
+    """Why the courier does not take a question; _NO_OBJECTION if it does. `other` as `_asked_for`
+    says."""
+    if courier.open == 0:
+        return CLOSED
+    if not may_look_up(courier, q):
+        return NOT_READABLE
+    if who.asked >= MAX_ASKED_A_CLIENT or courier.in_flight >= MAX_ASKED:
+        return FULL
+    if courier.record_count + courier.in_flight >= RECORDS_ENOUGH:
+        return FULL
+    if not may_be_given(who, (who.asked + 1) * courier.largest):
+        return HELD_BYTES
+    if other < MAX_ASKED:
+        return _NO_OBJECTION
+    bucket = _bucket(q.rest_of_key)
+    if courier.homes[bucket] == NOBODY:
+        return NO_HOME
+    if courier.fetching[bucket] != 0 or _may_be_here(courier, q):
+        return HERE
+    if not _has_landing(courier, q.namespace):
+        return NO_LANDING
+    return _NO_OBJECTION
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+@native
+def is_asked(asked: Asked, source: U64) -> bool:
+    """Whether a question is one to this node."""
+    return asked.home == source
+
+
+@native
+def is_right(wanted: U64, digest: U64) -> bool:
+    """Whether bytes are those of the copy that was sent."""
+    return wanted == digest
+
+
+@native
+def frame_came(courier: Courier, at: U64, length: U64, source: U64, now_ns: U64) -> bool:
+    """A well-formed frame at which `place` has stopped; whether it was for the courier."""
+    namespace = swap16(u16_at(at + _NAMESPACE_AT)[0])
+    key = u64_at(at + _KEY_AT)[0]
+    number = _asked_for(courier, namespace, key, u64_at(at + _KEY_AT + 8)[0])
+    op = bytes_at(at)[_OP_AT]
+    if number == MAX_ASKED or op == OP_READ:  # which somebody asks of us
+        return False
+    courier.frames += 1
+    if is_asked(courier.asked[number], source):
+        _answered(courier, number, at, length, now_ns)
+    return True
+
+
+@native
+def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) -> None:
+    """The home of a question says something of its block. Of a copy that is chosen all DATA goes
+    the short way, and what comes here is of another."""
+    asked = courier.asked[number]
+    op = bytes_at(at)[_OP_AT]
+    if op == OP_MISS and u32_at(at + _TAG_AT)[0] == _swap32(asked.tag):
+        give_up(courier, number, MISSED)
+    if op != OP_DATA or asked.state != _ASKED:
+        return
+    t = courier.table[0]
+    segment = swap16(u16_at(at + _SEGMENT_AT)[0])
+    size = _swap32(u32_at(at + _SIZE_AT)[0])
+    if segment >> SEGMENT_INDEX_BITS != courier.chunk_code:
+        return  # asked for at another time
+    place = _landing_for(courier, asked.namespace, size)
+    if place == courier.landing_count or find_copy(t, at) != 0:
+        give_up(courier, number, NO_LANDING)
+        return
+    landing = courier.landings[place]
+    landing.state = LANDING_TAKEN
+    landing.source = asked.home
+    chunk_bytes = CHUNK_BYTES << courier.chunk_code
+    chunks = (size + chunk_bytes - 1) // chunk_bytes
+    landing.missing = _ALL
+    if chunks < 64:
+        landing.missing = (1 << chunks) - 1
+    courier.next_serial += 1
+    entered = t.copies[landing.copy]
+    entered.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | number
+    entered.key = asked.key
+    entered.rest_of_key = asked.rest_of_key
+    entered.digest = u64_at(at + _DIGEST_AT)[0]
+    entered.namespace = u16_at(at + _NAMESPACE_AT)[0]
+    entered.size = size
+    entered.source_count = 1
+    entered.chunk_code = courier.chunk_code
+    enter_copy(t, landing.copy)
+    asked.state = _RECEIVING
+    asked.landing = place
+    asked.serial = entered.serial
+    asked.began_ns = now_ns
+    if t.arrival_count == ARRIVALS:  # of which none is kept for so long
+        give_up(courier, number, FULL)
+        return
+    courier.frames -= 1  # it is counted with what has been put in its place
+    put_frame(t, landing.copy, at, length, asked.home)
+    came(courier, now_ns)
+
+
+@native
+def came(courier: Courier, now_ns: U64) -> None:
+    """Take what has been put in place for the courier; what is left of `arrivals` is Python's."""
+    t = courier.table[0]
+    kept = 0
+    for i in range(t.arrival_count):
+        arrival = t.arrivals[i]
+        if arrival.serial & _SERIAL_BIT:
+            courier.frames += arrival.frames
+            number = arrival.serial & ((1 << _ASKED_BITS) - 1)
+            asked = courier.asked[number]
+            if asked.state == _RECEIVING and asked.serial == arrival.serial:
+                asked.flags |= arrival.flags
+                asked.frames += arrival.frames
+                if arrival.missing == 0:
+                    _whole(courier, number, now_ns)
+                elif arrival.last != 0:
+                    asked.gap = 1
+                    asked.until_ns = now_ns + courier.reorder_ns
+        else:
+            if kept != i:
+                copy(
+                    address_of(t.arrivals) + kept * size_of(Arrival),
+                    address_of(arrival),
+                    size_of(Arrival),
+                )
+            kept += 1
+    t.arrival_count = kept
+
+
+@native
+def _whole(courier: Courier, number: U64, now_ns: U64) -> None:
+    """All of a block has come."""
+    t = courier.table[0]
+    asked = courier.asked[number]
+    landing = courier.landings[asked.landing]
+    landed = t.copies[landing.copy]
+    wanted = _swap64(landed.digest)
+    leave_copy(t, landing.copy)
+    landed.serial = 0
+    call_reset(courier.reset, courier.state)
+    call_update(courier.update, courier.state, landing.address, landed.size)
+    digest = call_digest(courier.digest, courier.state)
+    if digest == 0:
+        digest = 1
+    if not is_right(wanted, digest):
+        asked.state = _ASKED  # its copy has left the table
+        landing.state = LANDING_FREE
+        give_up(courier, number, WRONG_DIGEST)
+        return
+    landing.state = LANDING_BOOKED
+    courier.landed += 1
+    tier = 0
+    if asked.flags & FLAG_RESIDENT:
+        tier = 2
+    elif asked.flags & FLAG_SHARED:
+        tier = 1
+    _give(courier, number, number, tier, digest, now_ns)
+    for i in range(MAX_ASKED):
+        other = courier.asked[i]
+        if other.state == _WITH_ANOTHER and _is_same(asked, other):
+            _give(courier, i, number, tier, digest, now_ns)
+    asked.state = _FREE
+
+
+@native
+def _is_same(one: Asked, other: Asked) -> bool:
+    if one.key != other.key or one.rest_of_key != other.rest_of_key:
+        return False
+    return one.namespace == other.namespace
+
+
+@native
+def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns: U64) -> None:
+    """Let whoever asked a question have the block that the question `of` has brought."""
+    asked = courier.asked[number]
+    brought = courier.asked[of]
+    landing = courier.landings[brought.landing]
+    client = 0 + asked.client
+    handle = 0
+    if client != NOBODY:
+        who = courier.clients[client]
+        who.asked -= 1
+        who.given_bytes += landing.size
+        handle = 0 + who.next_handle
+        who.next_handle += 1
+        answer = courier.answers[_answer(courier, client, asked.number)]
+        answer.status = GIVEN
+        answer.tier = tier
+        answer.handle = handle
+        answer.offset = landing.offset
+        answer.size = courier.table[0].copies[landing.copy].size
+        answer.digest = digest
+    record = courier.records[_record(courier, LANDED if number == of else JOINED, client)]
+    record.handle = handle
+    record.key = asked.key
+    record.rest_of_key = asked.rest_of_key
+    record.namespace = asked.namespace
+    record.landing = brought.landing
+    record.home = brought.home
+    record.flags = brought.flags
+    record.size = courier.table[0].copies[landing.copy].size
+    record.digest = digest
+    record.elapsed_ns = now_ns - asked.asked_ns
+    record.rtt_ns = brought.began_ns - brought.asked_ns
+    if number != of:
+        asked.state = _FREE
+    courier.in_flight -= 1
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+@native
+def _hand_over(courier: Courier, number: U64, why: U64) -> None:
+    """Let whoever asked a question ask the agent."""
+    asked = courier.asked[number]
+    courier.counters[why] += 1
+    courier.in_flight -= 1
+    if asked.client != NOBODY:
+        courier.clients[asked.client].asked -= 1
+        _answer(courier, asked.client, asked.number)
+
+
+@native
+def give_up(courier: Courier, number: U64, why: U64) -> None:
+    """End a question that is asked of a home, and those that wait with it: the agent is to be
+    asked."""
+    asked = courier.asked[number]
+    if asked.state == _RECEIVING:
+        landing = courier.landings[asked.landing]
+        leave_copy(courier.table[0], landing.copy)
+        courier.table[0].copies[landing.copy].serial = 0
+        landing.state = LANDING_FREE
+    asked.state = _ASKED
+    record = courier.records[_record(courier, FAILED, asked.client)]
+    record.flags = why
+    record.namespace = asked.namespace
+    record.key = asked.key
+    record.rest_of_key = asked.rest_of_key
+    record.home = asked.home
+    for i in range(MAX_ASKED):
+        other = courier.asked[i]
+        waits = other.state == _WITH_ANOTHER and _is_same(asked, other)
+        if i == number or waits:
+            _hand_over(courier, i, why)
+            if i != number:
+                other.state = _FREE
+    asked.state = _FREE
+
+
+@native
+def expire(courier: Courier, now_ns: U64) -> U64:
+    """Give up what has been waited for long enough; when the next is, 0 = there is none."""
+    next_ns = 0
+    if courier.in_flight != 0:
+        for i in range(MAX_ASKED):
+            asked = courier.asked[i]
+            if asked.state == _ASKED or asked.state == _RECEIVING:
+                if asked.until_ns <= now_ns:
+                    give_up(courier, i, GAP if asked.gap != 0 else SILENCE)
+                elif next_ns == 0 or asked.until_ns < next_ns:
+                    next_ns = 0 + asked.until_ns
+            elif asked.state == _WITH_ANOTHER and asked.until_ns <= now_ns:
+                _hand_over(courier, i, SILENCE)
+                asked.state = _FREE
+    return next_ns
+
+
+@native
+def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> None:
+    """Python fetches this block from now on."""
+    number = _asked_for(courier, namespace, key, rest_of_key)
+    if number < MAX_ASKED:
+        give_up(courier, number, YIELDED)
+
+
+@native
+def yield_all(courier: Courier) -> None:
+    """Python fetches everything from now on."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state == _ASKED or asked.state == _RECEIVING:
+            give_up(courier, i, YIELDED)
+
+
+@native
+def leave(courier: Courier, client: U64) -> None:
+    """A client is gone: nobody is told what it asked for."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state != _FREE and asked.client == client:
+            asked.client = NOBODY
+    courier.clients[client].asked = 0
+    for i in range(courier.answer_count):
+        if courier.answers[i].client == client:
+            courier.answers[i].client = NOBODY
+
+
+# --- Python's side ----------------------------------------------------------------------------
+
+assert QUESTION.size == ctypes.sizeof(ctypes_of(Question))
+assert ANSWER.size == ctypes.sizeof(ctypes_of(Answer)) - shared.WORD_BYTES
+RECORD: Final = struct.Struct("=IIQ16sIIIIQQQQ")
+assert RECORD.size == ctypes.sizeof(ctypes_of(Record))
+
+
+class Told(NamedTuple):
+    """A `Record`, for Python."""
+
+    kind: int
+    client: int
+    handle: int
+    key: bytes
+    namespace: int
+    landing: int
+    home: int
+    flags: int
+    size_bytes: int
+    digest: int
+    elapsed_ns: int
+    rtt_ns: int
+
+
+class Compiled(NamedTuple):
+    """Entry points for Python; `Courier`s are given by their addresses, times are nanoseconds."""
+
+    hear: Callable[[int, int, int, int, int], int]
+    frame_came: Callable[[int, int, int, int, int], bool]
+    came: Callable[[int, int], None]
+    expire: Callable[[int, int], int]
+    yield_block: Callable[[int, int, int, int], None]
+    yield_all: Callable[[int], None]
+    leave: Callable[[int, int], None]
+
+
+@cache
+def compiled() -> Compiled:
+    """The compiled functions; made, or read from the cache on disk, when first asked for."""
+    functions = (hear, frame_came, came, expire, yield_block, yield_all, leave)
+    library = Library(*functions)
+    return Compiled(*(library.call(function) for function in functions))
+
+
+def fits(size_bytes: int, room_bytes: int) -> bool:
+    """Whether a block of that size may land in such a place."""
+    return room_bytes // LEAST_PART < size_bytes <= room_bytes
+
+
+def blank() -> Any:
+    """A courier without memory of its own: whoever makes one gives it its tables."""
+    return ctypes_of(Courier)()

@@ -1,0 +1,224 @@
+"""The courier in real agents: the wait in which it runs, its sockets, and both clients.
+
+Oracle: the bytes that were put, and the agents' counters. Cannot see: two agents in one loop with a
+courier each (the first has it), and times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostagent_harness import Pool, key_of, running_pool, until
+from kvcast.hostagent import membarrier
+from kvcast.hostagent.client import AsyncClient, Client
+from kvcast.hostagent.network.courier import CourierLoop
+from kvcast.protocol.messages.questions import ANSWER, GET, GIVEN, QUESTION
+from kvcast.protocol.messages.wire import BlockId
+
+pytestmark = pytest.mark.skipif(
+    not membarrier.available(), reason="no membarrier(2), or not x86-64"
+)
+
+SIZE = 24_000
+
+
+def noise(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def on_a_courier(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    """Run a test on an event loop in whose waits a courier can run."""
+
+    def run(tmp_path: Path) -> None:
+        with asyncio.Runner(loop_factory=CourierLoop) as runner:
+            runner.run(asyncio.wait_for(test(tmp_path), 50.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@contextlib.asynccontextmanager
+async def pool_of_two(folder: Path) -> AsyncIterator[Pool]:
+    """Node 1 asks, and everything is at home at node 2; blocks 0 to 19 are there."""
+    async with running_pool(folder, 2) as pool:
+        pool.controller.homes_of = lambda _bucket: ["node-2"]
+        pool.controller.publish()
+        await pool.settled()
+        await pool.clients[2].put(1, {key_of(n): noise(n) for n in range(20)})
+        (first,) = await pool.clients[1].get(1, [key_of(0)])
+        assert first is not None
+        assert bytes(first.data) == noise(0)
+        first.release()
+        yield pool
+
+
+def courier_of(pool: Pool) -> dict[str, float]:
+    courier = pool.agents[1].core.reads.courier
+    assert courier is not None
+    return {name: value for name, value in courier.values().items() if value}
+
+
+@on_a_courier
+async def test_both_clients_get_blocks_by_the_courier_and_give_them_back(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        store = pool.agents[1].core.store
+
+        def read() -> list[str]:
+            tiers = []
+            with Client(str(tmp_path / "1.sock")) as client:
+                for number in range(1, 8):
+                    (block,) = client.get(1, [key_of(number)])
+                    assert block is not None
+                    assert bytes(block.data) == noise(number)
+                    assert block.verify()
+                    tiers.append(block.tier)
+                    block.release()
+            return tiers
+
+        assert await asyncio.to_thread(read) == ["home"] * 7
+        for number in range(8, 12):
+            (block,) = await pool.clients[1].get(1, [key_of(number)])
+            assert block is not None
+            assert bytes(block.data) == noise(number)
+            block.release()
+        stats = await pool.clients[1].stats()
+        # A machine that is busy may take longer than the courier waits.
+        handed_over = sum(v for name, v in stats.items() if name.startswith("courier_handed_over"))
+        assert 0 < stats["courier_given_total"] <= 11 <= stats["courier_given_total"] + handed_over
+        assert stats["gets_total"] == 12
+        assert stats["hits_home_total"] == 12
+        await until(lambda: not any(store.peek(b).pins for b in store.blocks()))  # type: ignore[union-attr]
+        received = stats["frames_received_total"]
+        assert received == stats["frames_answers_total"] + stats["responder_reads_total"]
+
+
+@on_a_courier
+async def test_many_at_once_share_what_is_on_its_way(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        clients = [await AsyncClient.connect(str(tmp_path / "1.sock")) for _ in range(5)]
+        rounds = [
+            client.get(1, [key_of(1 + (number + turn) % 19)])
+            for number, client in enumerate(clients)
+            for turn in range(6)
+        ]
+        for blocks in await asyncio.gather(*rounds):
+            (block,) = blocks
+            assert block is not None
+            assert block.verify()
+            block.release()
+        for client in clients:
+            await client.close()
+        assert courier_of(pool)["courier_given_total"] > 0
+
+
+@on_a_courier
+async def test_a_miss_and_a_lost_answer_end_as_without_a_courier(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        client = pool.clients[1]
+        (outcome,) = await client.get_outcomes(1, [key_of(99)])
+        assert outcome.block is None
+        assert (outcome.status, outcome.reason) == ("miss", "not_found")
+        lost = 0
+
+        def lose(port: int, frame: bytes) -> bool:
+            nonlocal lost
+            lost += port == 2 and len(frame) > 1000 and lost < 3
+            return port == 2 and len(frame) > 1000 and lost < 3
+
+        pool.switch.lose = lose
+        (block,) = await client.get(1, [key_of(2)])
+        assert block is not None
+        assert bytes(block.data) == noise(2)
+        block.release()
+        assert courier_of(pool)["courier_handed_over_missed_total"] == 1
+        handed_over = courier_of(pool)
+        assert {"courier_handed_over_gap_total", "courier_handed_over_silence_total"} & set(
+            handed_over
+        )
+
+
+@on_a_courier
+async def test_clients_that_vanish_or_offend_give_back_what_they_hold(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        core = pool.agents[1].core
+        client = await AsyncClient.connect(str(tmp_path / "1.sock"))
+        (block,) = await client.get(1, [key_of(3)])
+        assert block is not None
+        assert block.tier == "home"
+        copy = core.store.peek(BlockId(1, key_of(3)))
+        assert copy is not None
+        await until(lambda: copy.pins == 1)
+        await client.close()
+        await until(lambda: copy.pins == 0)
+
+        other = await AsyncClient.connect(str(tmp_path / "1.sock"))
+        courier = other._courier
+        assert courier is not None
+        asyncio.get_running_loop().remove_reader(courier.fileno())
+        courier.setblocking(True)
+
+        def say() -> bytes:
+            assert courier is not None
+            courier.send(QUESTION.pack(GET, 1, 1000, 7, key_of(4), 0))
+            answer = courier.recv(100)
+            courier.send(b"no question")
+            return answer
+
+        status, *_ = ANSWER.unpack(await asyncio.to_thread(say))
+        assert status == GIVEN
+        await until(lambda: core.reads.courier.counters.offences == 1)  # type: ignore[union-attr]
+        taken = core.store.peek(BlockId(1, key_of(4)))
+        assert taken is not None
+        await until(lambda: taken.pins == 0)
+        await until(lambda: not other.connected)
+        with contextlib.suppress(Exception):
+            await other.close()
+
+
+@on_a_courier
+async def test_a_client_that_does_not_read_its_answers_loses_its_courier_alone(
+    tmp_path: Path,
+) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        client = pool.clients[1]
+        courier = client._courier
+        assert courier is not None
+        asyncio.get_running_loop().remove_reader(courier.fileno())
+        courier.setblocking(True)
+        courier.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(8) + bytes([1]) + bytes(7))
+
+        def flood() -> None:
+            with contextlib.suppress(OSError):
+                for number in range(20_000):
+                    assert courier is not None
+                    courier.send(QUESTION.pack(GET, 2, 1, number, key_of(1), 0))
+
+        await asyncio.to_thread(flood)
+        client._leave_courier()
+        (block,) = await client.get(1, [key_of(5)])
+        assert block is not None
+        assert bytes(block.data) == noise(5)
+        block.release()
+
+
+@on_a_courier
+async def test_an_agent_that_ends_with_questions_in_flight_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        pool.switch.lose = lambda _port, _frame: True
+        waiting = asyncio.create_task(pool.clients[1].get_outcomes(1, [key_of(6)], 0.3))
+        courier = pool.agents[1].core.reads.courier
+        assert courier is not None
+        await until(lambda: courier.in_flight == 1)
+        (outcome,) = await waiting
+        assert outcome.block is None
+        assert outcome.status == "miss"
+        assert courier_of(pool)["courier_handed_over_silence_total"] == 1

@@ -1,0 +1,61 @@
+"""The courier, in compiled code, told anything in any order, beside what must hold of every answer.
+
+Oracle: the bytes of every block, and the stand's own books: each question is answered once, what a
+client holds stays as it is until it lets go, and at the end nothing is held. Cannot see: sockets,
+and the wait in which the courier runs (`test_hostagent_courier_pool`).
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvcast.bench.fuzz.courier import BLOCKS, CourierHarness, Stand
+
+
+def _steps(rng: random.Random, count: int) -> bytes:
+    """Mostly questions and whole answers, so that much is given; the rest is anything."""
+    steps = bytearray([6, 1, 0, 9, 1, 0])
+    for _ in range(count):
+        if rng.random() < 0.4:  # a block of the size that is expected, and then it is forgotten
+            block = rng.choice([1, 2, 3, 7, 8, 9])
+            steps += bytes([1, rng.randrange(200), block, 9, block, 0])
+            continue
+        block = rng.randrange(BLOCKS)
+        kind = rng.choice([1, 1, 1, 1, 2, 2, 4, 5, 6, 7, 8, 8, 8, 9, 10, 11])
+        if kind in (1,):
+            steps += bytes([1, rng.randrange(256), block])
+        elif kind == 2:
+            steps += bytes([2, block, rng.randrange(32) | rng.randrange(3) << 6])
+        elif kind == 5:
+            steps += bytes([5, 0, rng.choice([0, 1, 2, 60])])
+        else:
+            steps += bytes([kind, block, rng.randrange(256)])
+    return bytes(steps)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_happens_every_question_is_answered_once_and_by_the_right_bytes(
+    seed: int,
+) -> None:
+    CourierHarness().run(_steps(random.Random(seed), 120))
+
+
+def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
+    given = handed_over = 0
+    stands: list[Stand] = []
+    make = Stand.__init__
+
+    def made(stand: Stand) -> None:
+        make(stand)
+        stands.append(stand)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stand, "__init__", made)
+        for seed in range(12):
+            CourierHarness().run(_steps(random.Random(seed), 120))
+    for stand in stands:
+        given += stand.given
+        handed_over += stand.handed_over
+    assert given > 20
+    assert handed_over > 20

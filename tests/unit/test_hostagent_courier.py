@@ -1,0 +1,394 @@
+"""The courier, case by case: what it takes, what it hands over and why, and what is booked.
+
+Oracle: the bytes of blocks, the counters and the store's pins, as written here. Cannot see: sockets
+and the wait (`test_hostagent_courier_pool`), and orders of events that nobody thought of
+(`test_courier_property`).
+"""
+
+from __future__ import annotations
+
+import pytest
+from kvcast.bench.fuzz.courier import (
+    HOME,
+    HOME_IP,
+    NAMESPACE,
+    Stand,
+    content_of,
+    frame_of,
+    key_of,
+)
+from kvcast.hostagent.core.courier import OTHER_SIZE_S, PATIENCE_S, REORDER_S, STOCK
+from kvcast.protocol.courier import CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
+from kvcast.protocol.messages.control import BlockRef, Residents
+from kvcast.protocol.messages.questions import GET, QUESTION, RELEASE
+from kvcast.protocol.messages.wire import (
+    FLAG_LAST,
+    FLAG_RETRY,
+    FLAG_SHARED,
+    FULL_SEGMENT,
+    OP_READ,
+    BlockId,
+    decode,
+)
+
+
+def block_of(number: int) -> BlockId:
+    return BlockId(NAMESPACE, key_of(number))
+
+
+def reasons(stand: Stand) -> dict[str, int]:
+    values = stand.courier.values()
+    found = {why: int(values[f"courier_handed_over_{why}_total"]) for why in REASONS}
+    return {why: count for why, count in found.items() if count}
+
+
+@pytest.fixture
+def stand() -> Stand:
+    """With blocks of the size of block 1 (30 KB) expected."""
+    made = Stand()
+    made.fetch(1)
+    made.bring(1)
+    made.pass_time(0.001)
+    return made
+
+
+def test_a_block_comes_by_one_read_and_its_client_holds_it(stand: Stand) -> None:
+    stand.ask(0, 2)
+    (datagram,) = stand.reads
+    read = decode(datagram)
+    assert (read.op, read.block, read.wanted, read.flags) == (
+        OP_READ,
+        block_of(2),
+        FULL_SEGMENT,
+        0,
+    )
+    assert not stand.held[0]
+    stand.bring(2)
+    (handle,) = stand.held[0]
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    assert (copy.pins, copy.size_bytes, copy.home) == (1, len(content_of(2)), False)
+    assert copy.cell, "it is in the index for everybody"
+    metrics = stand.core.metrics
+    assert metrics.hits_home_total == 1
+    assert metrics.payload_bytes_received_udp_total == len(content_of(1)) + len(content_of(2))
+    assert metrics.by_namespace.of(NAMESPACE).hits["home"] == 1
+    stand.give_back(0, handle)
+    assert copy.pins == 0
+    stand.end()
+
+
+def test_clients_that_ask_for_one_block_get_it_by_one_read(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 2)
+    stand.ask(1, 2)
+    assert len(stand.reads) == 1
+    stand.bring(2)
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    assert copy.pins == 3
+    assert [len(held) for held in stand.held] == [1, 2]
+    assert stand.core.metrics.gets_joined_total == 2
+    stand.end()
+
+
+def test_what_lies_here_or_is_being_fetched_is_the_agents_to_answer(stand: Stand) -> None:
+    stand.ask(0, 1)
+    stand.fetch(3)
+    stand.ask(0, 3)
+    assert reasons(stand) == {"here": 2}
+    assert not stand.reads
+    stand.bring(3)
+    stand.ask(0, 6)
+    assert len(stand.reads) == 1, "what has been fetched is not in the way any more"
+    stand.end()
+
+
+def test_a_fetch_of_the_agents_takes_a_question_over(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.fetch(2)
+    assert reasons(stand) == {"yielded": 1}
+    stand.bring(2)
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    assert copy.pins == 0
+    stand.end()
+
+
+LAST = -(-len(content_of(2)) // 1024) - 1
+"""The last chunk of block 2."""
+
+
+def _handed_over(stand: Stand, why: str) -> None:
+    """The question about block 2 was, and the agent can fetch it."""
+    assert reasons(stand) == {why: 1}
+    assert stand.handed_over == 1
+    assert stand.store.peek(block_of(2)) is None
+    stand.fetch(2)
+    stand.bring(2)
+    assert stand.store.peek(block_of(2)) is not None
+    stand.end()
+
+
+def test_silence_is_handed_over(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S - 0.001)
+    assert not reasons(stand)
+    stand.pass_time(0.002)
+    _handed_over(stand, "silence")
+
+
+def test_a_gap_is_handed_over_unless_it_is_filled_at_once(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.receive(frame_of(2, LAST, flags=FLAG_LAST))
+    assert not reasons(stand)
+    stand.pass_time(REORDER_S + 0.0001)
+    _handed_over(stand, "gap")
+
+
+def test_a_miss_is_handed_over(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.miss(2)
+    _handed_over(stand, "missed")
+
+
+def test_bytes_that_are_not_the_digests_are_handed_over(stand: Stand) -> None:
+    stand.ask(0, 2)
+    for chunk in range(LAST + 1):
+        spoil = 1 if chunk == 3 else 0
+        stand.receive(frame_of(2, chunk, spoil=spoil, flags=FLAG_LAST * (chunk == LAST)))
+    _handed_over(stand, "wrong_digest")
+
+
+def test_a_home_that_was_silent_is_left_alone_for_a_while(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S + 0.001)
+    stand.ask(0, 3)
+    assert reasons(stand) == {"silence": 1, "no_home": 1}
+    stand.pass_time(stand.core.requester.config.suspect_s)
+    stand.ask(0, 3)
+    assert len(stand.reads) == 2
+    stand.end()
+
+
+def test_what_the_requester_asks_again_says_that_it_is_a_repeat(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S + 0.001)
+    reads = stand.core.reads
+    reads.prefetch(stand.now, NAMESPACE, [key_of(2), key_of(3)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), FLAG_RETRY)]
+    stand.bring(2)
+    stand.bring(3)
+    stand.end()
+
+
+def test_late_chunks_after_a_question_was_handed_over_are_written_nowhere(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.receive(frame_of(2, 0))
+    stand.pass_time(PATIENCE_S + 0.001)
+    stand.pass_time(2.0)
+    stand.ask(0, 3)
+    stand.receive(frame_of(3, 0))
+    before = bytes(stand.memory)
+    stand.receive(frame_of(2, 1))
+    assert bytes(stand.memory) == before
+    stand.bring(3)
+    assert stand.given == 1
+    stand.end()
+
+
+def test_data_of_another_node_or_copy_is_not_taken(stand: Stand) -> None:
+    stand.ask(0, 2)
+    for chunk in range(LAST + 1):
+        stand.receive(frame_of(2, chunk, spoil=1), HOME_IP + 1)
+    stand.receive(frame_of(2, 0))
+    stand.receive(frame_of(2, 1, spoil=2))
+    assert stand.given == 0
+    stand.bring(2)
+    assert stand.given == 1
+    stand.end()
+
+
+def test_a_block_of_another_size_is_handed_over_and_its_namespace_left_alone(
+    stand: Stand,
+) -> None:
+    stand.ask(0, 5)  # 9 KB
+    stand.bring(5)
+    assert reasons(stand) == {"no_landing": 1}
+    stand.fetch(5)
+    stand.bring(5)
+    stand.ask(0, 11)  # 9 KB, too
+    assert reasons(stand) == {"no_landing": 2}
+    stand.pass_time(2 * OTHER_SIZE_S + 0.001)
+    stand.ask(0, 11)
+    stand.bring(11)
+    assert stand.given == 1
+    stand.end()
+
+
+def test_landing_places_are_bounded_and_a_question_without_one_is_handed_over(
+    stand: Stand,
+) -> None:
+    for number in range(MAX_ASKED_A_CLIENT + 1):
+        stand.say(
+            0,
+            QUESTION.pack(
+                *(GET, NAMESPACE, 1000, 100 + number),
+                (number + 100 << 10).to_bytes(16, "big"),
+                stand.meaning,
+            ),
+        )
+    assert len(stand.reads) == MAX_ASKED_A_CLIENT
+    assert STOCK == MAX_ASKED_A_CLIENT
+    assert reasons(stand) == {"full": 1}
+    stand.ask(1, 2)
+    assert reasons(stand) == {"full": 1, "no_landing": 1}
+    stand.pass_time(PATIENCE_S + 0.001)
+    stand.end()
+
+
+def test_a_client_is_given_half_of_its_share_at_most(stand: Stand) -> None:
+    held, most = stand.sessions[0].may_be_given()
+    assert held == 0
+    assert most == stand.store.allocator.capacity_bytes // 4
+    number = 0
+    while "held_bytes" not in reasons(stand):
+        number += 1
+        block = 2 + number
+        stand.say(
+            0,
+            QUESTION.pack(
+                *(GET, NAMESPACE, 1000, 100 + number),
+                key_of(block % 12),
+                stand.meaning,
+            ),
+        )
+        stand.bring(block % 12)
+        stand.store.drop(block_of(block % 12))
+        assert number < 40
+    assert stand.sessions[0].may_be_given()[0] <= most
+    for handle in list(stand.held[0]):
+        stand.give_back(0, handle)
+    stand.ask(0, 2)
+    stand.bring(2)
+    assert len(stand.held[0]) == 1
+    stand.end()
+
+
+def test_a_block_that_was_put_meanwhile_stays_and_the_reader_keeps_what_it_was_given(
+    stand: Stand,
+) -> None:
+    stand.ask(0, 2)
+    stand.put(2)
+    put = stand.store.peek(block_of(2))
+    stand.bring(2)
+    assert stand.store.peek(block_of(2)) is put
+    assert stand.store.counters.duplicates == 1
+    (handle,) = stand.held[0]
+    assert put is not None
+    assert stand.held[0][handle][1] != put.offset
+    stand.give_back(0, handle)
+    stand.end()
+
+
+def test_a_client_that_goes_leaves_nothing_behind(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.ask(1, 3)
+    stand.bring(3)
+    stand.leave(1)
+    stand.leave(0)
+    stand.bring(2)  # what was on its way lands all the same
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    assert copy.pins == 0
+    assert stand.courier.counters.unasked == 1
+    stand.end()
+
+
+def test_an_answer_that_others_got_too_is_one_of_the_shared_tier(stand: Stand) -> None:
+    stand.ask(0, 2)
+    for chunk in range(LAST + 1):
+        stand.receive(frame_of(2, chunk, flags=FLAG_SHARED | (FLAG_LAST if chunk == LAST else 0)))
+    assert stand.given == 1
+    assert stand.core.metrics.hits_shared_total == 1
+    stand.end()
+
+
+def test_while_most_answers_are_shared_the_courier_is_closed(stand: Stand) -> None:
+    for number in (2, 3, 7, 8, 9):
+        stand.ask(0, number)
+        last = -(-len(content_of(number)) // 1024) - 1
+        for chunk in range(last + 1):
+            flags = FLAG_SHARED | (FLAG_LAST if chunk == last else 0)
+            stand.receive(frame_of(number, chunk, flags=flags))
+    assert reasons(stand).get("closed", 0) > 0
+    stand.pass_time(stand.core.requester.config.sharing_memory_s + 0.1)
+    stand.ask(1, 1)
+    stand.store.drop(block_of(1))
+    stand.ask(1, 1)
+    assert decode(stand.reads[-1]).block == block_of(1)
+    stand.end()
+
+
+def test_blocks_that_a_switch_holds_are_the_requesters_to_ask_for(stand: Stand) -> None:
+    stand.core.control_message(0.0, Residents([BlockRef(NAMESPACE, key_of(2))]))
+    stand.ask(0, 2)
+    assert reasons(stand) == {"no_home": 1}
+    stand.end()
+
+
+def test_a_namespace_that_means_another_thing_is_not_looked_up(stand: Stand) -> None:
+    old = stand.meaning
+    stand.ask(0, 2)
+    stand.new_map(version="another")
+    stand.settle()
+    stand.pass_time(0.001)
+    assert reasons(stand) == {"yielded": 1}
+    stand.say(0, QUESTION.pack(GET, NAMESPACE, 1000, 77, key_of(3), old))
+    assert reasons(stand) == {"yielded": 1, "not_readable": 1}
+    stand.end()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"x",
+        QUESTION.pack(GET, NAMESPACE, 1, 1, key_of(1), 0)[:-1],
+        QUESTION.pack(GET, NAMESPACE, 1, 1, key_of(1), 0) + b"x",
+        QUESTION.pack(3, NAMESPACE, 1, 1, key_of(1), 0),
+        QUESTION.pack(GET, NAMESPACE, 3_600_001, 1, key_of(1), 0),
+    ],
+)
+def test_what_is_no_question_is_an_offence(stand: Stand, message: bytes) -> None:
+    stand.say(0, message)
+    assert stand.courier.state_of(stand.numbers[0]) == CLIENT_OFFENDS
+    assert not stand.reads
+    stand.end()
+
+
+def test_a_handle_that_is_not_the_clients_is_counted(stand: Stand) -> None:
+    stand.ask(0, 2)
+    stand.bring(2)
+    (handle,) = stand.held[0]
+    stand.say(1, QUESTION.pack(RELEASE, 0, 0, handle, bytes(16), 0))
+    assert stand.core.metrics.local_unknown_handles_total == 1
+    copy = stand.store.peek(block_of(2))
+    assert copy is not None
+    assert copy.pins == 1
+    stand.end()
+
+
+def test_the_requester_learns_of_reads_by_the_courier(stand: Stand) -> None:
+    counters = stand.core.requester.counters
+    reads, data = counters.reads, counters.data
+    stand.ask(0, 2)
+    stand.now += 0.004
+    stand.bring(2)
+    assert counters.reads == reads + 1
+    assert counters.data == data + -(-len(content_of(2)) // 1024)
+    assert stand.core.requester.rto_s(HOME) > 0
+    stand.end()
