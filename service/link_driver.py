@@ -84,8 +84,12 @@ class LinkDriver(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         """The connection's socket, where it is ours to read and write."""
+        self._fd = -1
+        """Its descriptor. The loop is told this: of a socket that it does not know yet it makes a
+        description, by four system calls, and throws it away."""
         self._writing = False
-        """The socket took no more, and tells when it will."""
+        """Nothing is sent for now: the socket took no more, and tells when it will, or others have
+        their turn."""
         self._timer: asyncio.TimerHandle | None = None
         self._low_water_bytes = 1
         """The socket says that it can be read when so much is there."""
@@ -122,21 +126,22 @@ class LinkDriver(asyncio.BufferedProtocol):
         transport.pause_reading()
         theirs = transport.get_extra_info("socket")
         self._socket = socket.socket(fileno=os.dup(theirs.fileno()))
+        self._fd = self._socket.fileno()
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._make_lander is not None:
-            self._lander = self._make_lander(self._socket.fileno())
+            self._lander = self._make_lander(self._fd)
         if self._reading:
-            self._loop.add_reader(self._socket, self._readable)
+            self._loop.add_reader(self._fd, self._readable)
         self.flush()
 
     def _let_go_of_socket(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
             if self._reading:
-                self._loop.remove_reader(sock)
+                self._loop.remove_reader(self._fd)
             if self._writing:
-                self._loop.remove_writer(sock)
+                self._loop.remove_writer(self._fd)
             sock.close()
 
     def get_buffer(self, _sizehint: int) -> memoryview:
@@ -234,10 +239,13 @@ class LinkDriver(asyncio.BufferedProtocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _writable(self) -> None:
-        assert self._socket is not None
-        self._loop.remove_writer(self._socket)
-        self._writing = False
-        self.flush()
+        self._loop.remove_writer(self._fd)
+        self._go_on_writing()
+
+    def _go_on_writing(self) -> None:
+        if self._socket is not None:
+            self._writing = False
+            self.flush()
 
     def _write_socket(self, link: LinkStream[Any], sock: socket.socket, now: float) -> str | None:
         """Send what the socket takes now; what broke the connection, if anything."""
@@ -245,17 +253,19 @@ class LinkDriver(asyncio.BufferedProtocol):
         patience = _Patience(sock, self._may_wait())
         of_block = link.sending_block
         while not self._writing and (pieces := link.pieces_to_send()):
+            if left <= 0:  # others have their turn; the socket may well take more
+                self._writing = True
+                self._loop.call_soon(self._go_on_writing)
+                break
             try:
-                size = sock.sendmsg(pieces) if left > 0 else 0
+                size = sock.sendmsg(pieces)
             except BlockingIOError:
                 if patience.writable():
                     continue
-                size = 0
+                self._writing = True
+                self._loop.add_writer(self._fd, self._writable)
             except OSError as error:
                 return str(error) or type(error).__name__
-            if not size:
-                self._writing = True
-                self._loop.add_writer(sock, self._writable)
             else:
                 left -= size
                 link.sent(now, size)
@@ -321,9 +331,9 @@ class LinkDriver(asyncio.BufferedProtocol):
         if self._socket is None:
             (transport.resume_reading if reading else transport.pause_reading)()
         elif reading:
-            self._loop.add_reader(self._socket, self._readable)
+            self._loop.add_reader(self._fd, self._readable)
         else:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._fd)
 
     def _hang_up(self) -> None:
         transport = self._transport
