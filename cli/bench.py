@@ -135,6 +135,12 @@ _SIMULATION_FLAGS = (
         "NS",
     ),
     _Flag("gather_ms", 0, "what READs let the home gather", "MS"),
+    _Flag(
+        "stall_ms",
+        0.0,
+        "readers share processors, and wait for one for up to so long; 0: each has its own",
+        "MS",
+    ),
     _Flag("seed", 1, "seeds starts, losses and keys"),
 )
 _HOSTILE_FLAGS = (

@@ -8,7 +8,9 @@ What is real: the requester and responder cores, every byte of every frame, the 
 (compiled by the switch's engine), the tables that the controller would write, and the switch's
 ports with their rates and queues. What is simulated: time, the cables, and hosts whose processors
 cost nothing. So the numbers are those of the protocol and the network, not of any machine: a bound
-that hosts with RDMA come near and hosts with sockets do not.
+that hosts with RDMA come near and hosts with sockets do not. With `stall_ms` readers share processors
+with others, and come late to what has arrived, by up to so much: then it shows how well readers
+keep step that are held up again and again.
 
 A host's card sends one frame after the other at the link's rate, and asks the home for more when
 it is idle; a cable delays by LINK_DELAY_NS, a card that hands a frame over by CARD_DELAY_NS; the
@@ -59,6 +61,10 @@ DEADLINE_S: Final = 60.0
 _LINK_S: Final = LINK_DELAY_NS / 1e9
 _CARD_FRAMES: Final = 8
 """What a card takes of the home's answers at once."""
+SOCKET_FRAMES: Final = 4096
+"""What a host's socket keeps while the host waits for a processor; one more is dropped."""
+STALLED_PART: Final = 0.2
+READY_S: Final = 0.0015
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,9 @@ class SimulationOptions:
     spread_ns: int = 2000
     """The readers start within so much of each other, at times that the seed draws."""
     gather_ms: int = 0
+    stall_ms: float = 0.0
+    """For how long a reader does not get a processor, at most, one time in five that it needs one;
+    else up to a millisecond and a half. 0: it has one of its own, which costs no time."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -87,6 +96,8 @@ class SimulationOptions:
             raise PoolError(f"loss {self.loss} is no probability below 1")
         if not 0 <= self.gather_ms <= 255 or self.spread_ns < 0:
             raise PoolError("the gather time is 0 to 255 ms, and the spread is not negative")
+        if self.stall_ms < 0:
+            raise PoolError("a stall is not negative")
 
 
 class Held:
@@ -215,7 +226,11 @@ class _Host:
             lambda _link, _frame, kind: self._overrun(kind),
             LinkOptions(_LINK_S, run.options.link_rate_bits_per_s, QUEUE_FRAMES),
         )
-        self._alarm = Alarm(run.world, self._work)
+        self._alarm = Alarm(run.world, self._turn)
+        self._stalls = run.world.stream(f"stall/{index}")
+        self._arrived: list[bytes] = []
+        self._waits = False
+        """For a processor."""
         run.switch.hosts[port] = self._receive
         self.requester = Requester(
             RequesterConfig(),
@@ -242,16 +257,41 @@ class _Host:
         self._work()
 
     def _receive(self, data: bytes) -> None:
-        datagram = ethernet.unwrap(data)
-        frame = decode(datagram.payload)
-        source = self._run.index_by_ip[datagram.src.ip]
-        core = self.responder if self.index == 0 else self.requester
-        core.receive(self._world.now, source, frame)
+        if len(self._arrived) < SOCKET_FRAMES:
+            self._arrived.append(data)
+            self._turn()
+
+    def _turn(self) -> None:
+        """Something is to be done: do it, as soon as there is a processor."""
+        if not self._run.options.stall_ms or self.index == 0:
+            self._work()
+        elif not self._waits:
+            self._waits = True
+            self._world.at(self._world.now + self._stall_s(), self._have_processor)
+
+    def _stall_s(self) -> float:
+        longest_s = self._run.options.stall_ms / 1e3
+        if self._stalls.random() < STALLED_PART:
+            return self._stalls.uniform(0.0, longest_s)
+        return self._stalls.uniform(0.0, min(longest_s, READY_S))
+
+    def _have_processor(self) -> None:
+        self._waits = False
         self._work()
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for data in arrived:
+            datagram = ethernet.unwrap(data)
+            frame = decode(datagram.payload)
+            source = self._run.index_by_ip[datagram.src.ip]
+            core = self.responder if self.index == 0 else self.requester
+            core.receive(self._world.now, source, frame)
 
     def _work(self) -> None:
         """Let the cores decide, and give the card what it can send now."""
         now = self._world.now
+        self._take_arrived()
         if (due := self.requester.get_timer()) is not None and due <= now:
             self.requester.handle_timer(now)
         self._send(self.requester.frames_to_send())
@@ -260,6 +300,7 @@ class _Host:
         while (event := self.requester.next_event()) is not None:
             if isinstance(event, Fetched | Missed):
                 self._run.ended(self, event)
+        # While a host waits for a processor, what is due waits too.
         self._alarm.set(self.requester.get_timer())
         if (ready := self.responder.get_timer(now)) is not None:
             self._alarm.set(max(ready, self._card.free_at))
@@ -381,6 +422,7 @@ def run(options: SimulationOptions) -> dict[str, Any]:
             "loss": options.loss,
             "spread_ns": options.spread_ns,
             "gather_ms": options.gather_ms,
+            "stall_ms": options.stall_ms,
             "seed": options.seed,
         },
         **provenance.provenance(),

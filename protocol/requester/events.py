@@ -44,10 +44,11 @@ class RequesterConfig:
     """Segments in flight from one home, at first."""
     window_max: int = 64
     """Segments in flight from one home, at most."""
-    window_shared: int = 8
+    window_shared: int = 32
     """Segments in flight from one home while its answers are shared; the same for all readers.
-    A larger one rides out longer hold-ups of a reader, and meets more collisions and longer
-    queues: with 32, a software switch holds two seconds of answers to 31 readers."""
+    A reader that is held up for longer than the others take for so many falls behind for good,
+    and costs a copy of each segment from then on; so it is large. What it costs: more segments
+    that meet in an entry of the switch at the same time, and longer queues."""
     patience_shared_s: float = 10.0
     """While answers are shared and the home sends other segments, one of which nothing comes is
     asked for again only after so long; its turn has not come."""

@@ -47,6 +47,22 @@ def test_losses_are_repaired() -> None:
     assert 1.0 < report["home_egress_ratio"] < 2.0
 
 
+def test_readers_that_are_held_up_again_and_again_keep_step() -> None:
+    options = SimulationOptions(
+        readers=6,
+        blocks=64,
+        block_bytes=64 << 10,
+        link_rate_bits_per_s=1e9,
+        spread_ns=10_000_000,
+        gather_ms=100,
+        stall_ms=8.0,
+    )
+    report = run(options)
+    assert report["misses"] == report["wrong_bytes"] == 0
+    # With eight segments in flight to a reader, instead of 32, it is 1.4 to 2.1.
+    assert report["home_egress_ratio"] <= 1.2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -58,6 +74,7 @@ def test_losses_are_repaired() -> None:
         {"loss": 1.0},
         {"gather_ms": 256},
         {"spread_ns": -1},
+        {"stall_ms": -1.0},
     ],
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
