@@ -51,8 +51,8 @@ class IncastOptions:
     readers: int = 8
     """Nodes that read at once; the home is one more."""
     blocks: int = 8
-    """Distinct blocks that every reader asks for, in one get; an agent asks for 32 segments at once,
-    so more of them also asks how well readers keep in step."""
+    """Distinct blocks that every reader asks for, in one get; an agent asks for 32 segments at
+    once, so more of them also asks how well readers keep in step."""
     block_bytes: int = 64 * 1024
     """Size of each block; a segment has 64 KiB."""
     rounds: int = 1

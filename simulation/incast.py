@@ -8,9 +8,9 @@ What is real: the requester and responder cores, every byte of every frame, the 
 (compiled by the switch's engine), the tables that the controller would write, and the switch's
 ports with their rates and queues. What is simulated: time, the cables, and hosts whose processors
 cost nothing. So the numbers are those of the protocol and the network, not of any machine: a bound
-that hosts with RDMA come near and hosts with sockets do not. With `stall_ms` readers share processors
-with others, and come late to what has arrived, by up to so much: then it shows how well readers
-keep step that are held up again and again.
+that hosts with RDMA come near and hosts with sockets do not. With `stall_ms` readers share
+processors with others, and come late to what has arrived, by up to so much: then it shows how well
+readers keep step that are held up again and again.
 
 A host's card sends one frame after the other at the link's rate, and asks the home for more when
 it is idle; a cable delays by LINK_DELAY_NS, a card that hands a frame over by CARD_DELAY_NS; the

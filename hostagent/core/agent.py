@@ -338,11 +338,14 @@ class AgentCore:
         self.metrics.frames_answers_total += sum(arrived.frames for arrived in arrivals)
         self.requester.placed(now, arrivals)
 
-    def after_receiving(self, now: float) -> None:
-        """Act on what the frames since the last call have brought about."""
+    def after_receiving(self, now: float, *, heard: bool = True) -> None:
+        """Act on what the frames since the last call have brought about. `heard`: whether
+        `receive` or `placed` was told of any; else nothing is to be sent, or done."""
         if self.lane is not None:
             self.lane.close()
             self.responder.counters.reads_beyond_lane += self.lane.take_full()
+        if not heard:
+            return
         self.store.advance(now)
         self.reads.drain(now)
 

@@ -96,6 +96,8 @@ class Transport(ABC):
         self._pool: Pool | None = None
         self._now = 0.0
         """When what is being received was received."""
+        self._heard = False
+        """The cores were told something of it, but for what the lane has answered."""
         self._writing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -145,6 +147,7 @@ class Transport(ABC):
         metrics, mover, placement = self._metrics, self.mover, self._placement
         lane = self._core.open_lane(now, 0 if mover.waiting else SEND_ROUND)
         instead = None if lane is None else lane.place
+        self._heard = False
         taken = 0
         while taken < RECEIVE_ROUND:
             pieces = mover.receive()
@@ -152,11 +155,14 @@ class Transport(ABC):
                 break
             placement.place(mover.pieces, pieces, self._placed, self._frame, instead=instead)
             taken += self._count_received()
+            if mover.drained:
+                break
         metrics.frames_dropped_receiving_total = _kernel_drops(self.socket)
         # What the lane has sent; or it was an error that woke us.
         self._count_sent()
-        self._core.after_receiving(now)
-        self.pump()
+        self._core.after_receiving(now, heard=self._heard)
+        if self._heard or mover.waiting:
+            self.pump()
 
     def go_on(self, why: int, pieces: int) -> None:
         """Frames were taken in compiled code, up to these pieces, of which `place` has said why it
@@ -187,9 +193,11 @@ class Transport(ABC):
         return counts.frames
 
     def _placed(self, arrivals: list[Arrived]) -> None:
+        self._heard = True
         self._core.placed(self._now, arrivals)
 
     def _frame(self, source: int, datagram: bytes) -> None:
+        self._heard = True
         self._core.receive(self._now, source, decode(datagram))
 
     # --- out ----------------------------------------------------------------------------------

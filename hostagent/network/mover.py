@@ -137,6 +137,8 @@ class Moves(Struct):
     received: Ptr[MsgHdr]
     pieces: Ptr[Piece]
     at_once: U64
+    drained: U64
+    """Whether the last round brought all that was there."""
     peers: Ptr[Peer]
     peer_count: U64
     jobs: Ptr[Job]
@@ -169,6 +171,7 @@ class Moves(Struct):
 @native
 def receive(m: Moves) -> U32:
     """One round: how many pieces have come; 0 also after an error, which is counted."""
+    m.drained = 1
     arrived = recvmmsg(m.fd, m.received, m.at_once, MSG_DONTWAIT, 0)
     if arrived < 0:
         error = error_number()
@@ -176,6 +179,7 @@ def receive(m: Moves) -> U32:
             m.errors += 1
         return 0
     count = unsigned(arrived)
+    m.drained = 1 if count < m.at_once else 0
     frames = 0
     for i in range(count):
         message = m.received[i]
@@ -617,6 +621,11 @@ class Mover:
     def send_waiting(self) -> None:
         """Send some of what waits, as far as the socket takes it."""
         self._code.send_waiting(self.address)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last round brought all that was there."""
+        return bool(self._moves.drained)
 
     @property
     def waiting(self) -> int:

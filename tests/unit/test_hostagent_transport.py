@@ -90,7 +90,7 @@ class Recorder:
         """All that have arrived, as a bitmap."""
         return functools.reduce(operator.or_, (each.added for each in self.arrivals), 0)
 
-    def after_receiving(self, _now: float) -> None:
+    def after_receiving(self, _now: float, *, heard: bool) -> None:
         self.arrived.set()
 
     def answers_to_send(self, _now: float, budget: int) -> list[tuple[int, wire.Frame | Answer]]:
