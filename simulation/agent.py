@@ -43,6 +43,8 @@ from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.protocol.placement import address_of_buffer
 from kvcast.simulation.bulk import BulkSide
+from kvcast.simulation.disk import SimDisk
+from kvcast.simulation.disk_side import DiskSide
 from kvcast.simulation.network import Link
 from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
@@ -191,6 +193,7 @@ class SimHost:
         self.lives = 0
         self.stalled_until = 0.0
         self.uplink: Link | None = None
+        self.disk: SimDisk | None = None
         self.fabric: Fabric | None = None
         """What its RDMA card is connected to; None = it has no card."""
         self.tamper: Callable[[bytes], bytes | None] | None = None
@@ -350,6 +353,11 @@ class SimAgent(Process):
                 pump=self.pump,
                 acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
             )
+        self.disk: DiskSide | None = None
+        if host.disk is not None:
+            self.disk = DiskSide(
+                host.world, self, core, host.disk, host.options.node_id, rng, self.pump
+            )
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
         self._placement = core.requester.placement
@@ -370,6 +378,8 @@ class SimAgent(Process):
         self._driver: StreamDriver | None = None
 
     def start(self) -> None:
+        if self.disk is not None:
+            self.disk.start()
         self._control.start(self.now)
         self._act()
         self._recover()
@@ -390,6 +400,8 @@ class SimAgent(Process):
         self.bulk.die(machine=machine)
         if self.rdma is not None:
             self.rdma.die(machine=machine)
+        if self.disk is not None:
+            self.disk.die(machine=machine)
         if self._driver is not None:
             self._driver.end.stream.reset(by=0, machine=machine)
 

@@ -26,6 +26,7 @@ from kvcast.protocol.responder import ResponderConfig
 from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
+from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
 from kvcast.simulation.network import Link, LinkOptions
 from kvcast.simulation.plan import (
@@ -148,6 +149,8 @@ class Cluster:
             self.switch.ports[number] = down
             self.links[number] = (up, down)
             self.hosts[number] = host
+            if number in plan.disks:
+                host.disk = SimDisk(self.world.stream(f"disk/{number}"), f"disk of {number}")
             if number in plan.cards:
                 host.fabric = fabric
             if host_plan.clock_rate != 1.0:
@@ -542,6 +545,8 @@ class Cluster:
             core.store.check()
             if core.store.counters.policy_faults:
                 raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")
+            if host.process.disk is not None:
+                host.process.disk.check()
             where = f"agent {host.number} at rest:"
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (

@@ -30,6 +30,8 @@ class SimDisk:
         self.room_bytes = room_bytes
         """The file system has so much; a longer file is an error."""
         self.lies = False
+        self.slow_s = 0.0
+        """How much longer an order may take; for whoever does them."""
         self.full = False
         """Nothing can be written: a file system that promised room and has none."""
         self.read_errors = 0.0

@@ -19,9 +19,12 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted
 from kvcast.simulation.agent import SimAgent
 from kvcast.simulation.bulk import Lie
 from kvcast.simulation.cluster import Begin, Cluster, FaultKind
+from kvcast.simulation.disk import SimDisk
+from kvcast.simulation.disk_side import SLAB_BYTES, UNIT_BYTES
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
 from kvcast.simulation.plan import LEAST, Fault, PlanFault
@@ -315,6 +318,62 @@ def _card_gone(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
     return end
 
 
+def _on_disk(**wrong: float) -> Begin:
+    """Something is wrong with a host's disk (`SimDisk`)."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        host = cluster.hosts.get(fault.hosts[0])
+        if host is None or host.disk is None:
+            return None
+        disk = host.disk
+        for name, value in wrong.items():
+            setattr(disk, name, value)
+
+        def end() -> None:
+            for name, value in wrong.items():
+                setattr(disk, name, type(value)())
+
+        return end
+
+    return begin
+
+
+def _swap_disk(change: Callable[[SimDisk, random.Random], None]) -> Begin:
+    """An agent dies, and before the next one starts, somebody does something to its disk."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        host = cluster.hosts.get(fault.hosts[0])
+        if host is None or host.process is None or host.disk is None:
+            return None
+        cluster.crash_host(host.number, machine=False)
+        cluster.world.counts["fault.disk_changed"] += 1
+        change(host.disk, cluster.world.stream(f"fault/{fault.number}"))
+        return lambda: cluster.start_host(host.number)
+
+    return begin
+
+
+def _truncate(disk: SimDisk, rng: random.Random) -> None:
+    disk.truncate(rng.randrange(disk.size_bytes() + 1))
+
+
+def _make_stale(disk: SimDisk, rng: random.Random) -> None:
+    """The end of the file is empty, as after a restore that was not finished."""
+    old = disk.picture()
+    size = len(old)
+    at = rng.randrange(size + 1)
+    disk.restore(old[:at] + bytes(size - at))
+
+
+def _put_others(disk: SimDisk, _rng: random.Random) -> None:
+    """A file of another cluster lies there: it is refused, and the agent goes on without."""
+    other = SimDisk(random.Random(1))
+    size = disk.size_bytes()
+    if size:
+        open_formatted(other, cut_of("another cluster", size, UNIT_BYTES, SLAB_BYTES), 7)
+        disk.restore(other.picture())
+
+
 def _process_of(cluster: Cluster, fault: Fault) -> SimAgent | None:
     host = cluster.hosts.get(fault.hosts[0])
     return None if host is None else host.process
@@ -367,6 +426,18 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "rdma_late": FaultKind(_one_host(0.5, 3.0), _on_card(late=0.3)),
     "rdma_no_windows": FaultKind(_one_host(0.5, 3.0), _on_card(no_windows=1.0)),
     "rdma_windows_lost": FaultKind(_one_host(0.5, 3.0), _on_card(lost_windows=0.1)),
+    "disk_damaged": FaultKind(
+        _one_host(0.0, 2.0), _swap_disk(lambda disk, rng: disk.damage(rng.randrange(1, 2000)))
+    ),
+    "disk_errors": FaultKind(_one_host(0.5, 3.0), _on_disk(read_errors=0.3, write_errors=0.3)),
+    "disk_flips": FaultKind(_one_host(0.5, 3.0), _on_disk(wrong_reads=0.5)),
+    "disk_full": FaultKind(_one_host(0.5, 3.0), _on_disk(full=True)),
+    "disk_lies": FaultKind(_one_host(0.5, 4.0), _on_disk(lies=True)),
+    "disk_lost": FaultKind(_one_host(0.0, 2.0), _swap_disk(lambda disk, _rng: disk.lose())),
+    "disk_of_others": FaultKind(_one_host(0.0, 2.0), _swap_disk(_put_others)),
+    "disk_slow": FaultKind(_one_host(0.5, 3.0), _on_disk(slow_s=2.0)),
+    "disk_stale": FaultKind(_one_host(0.0, 2.0), _swap_disk(_make_stale)),
+    "disk_truncated": FaultKind(_one_host(0.0, 2.0), _swap_disk(_truncate)),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
     "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),
     "switch_reprogram": FaultKind(_nobody(0.1, 0.2), _reprogram_switch),

@@ -74,6 +74,21 @@ _RDMA: Final = frozenset(
     }
 )
 """Faults of RDMA cards."""
+_DISK: Final = frozenset(
+    {
+        "disk_damaged",
+        "disk_errors",
+        "disk_flips",
+        "disk_full",
+        "disk_lies",
+        "disk_lost",
+        "disk_of_others",
+        "disk_slow",
+        "disk_stale",
+        "disk_truncated",
+    }
+)
+"""Faults of disks."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
 """Faults of links that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
@@ -134,6 +149,8 @@ class Plan:
     """What the operator says of each namespace."""
     cards: frozenset[int] = frozenset()
     """Hosts with an RDMA card."""
+    disks: frozenset[int] = frozenset()
+    """Hosts with a disk below their DRAM."""
 
     def before(self, name: Name) -> tuple[bytes, int]:
         """The key of the block before this one in its prefix (b"" = it is the first), and how many
@@ -241,6 +258,9 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     cards = _cards(seed, planned)
     if cards:
         faults += _rdma_faults(seed, planned, fault_kinds, len(faults))
+    disks = _disks(seed, planned)
+    if disks:
+        faults += _disk_faults(seed, planned, fault_kinds, len(faults))
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -267,6 +287,7 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
         settings=_settings(seed, rights),
         cards=cards,
+        disks=disks,
     )
 
 
@@ -402,7 +423,9 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     """Some faults of some kinds; few kinds at a time, so that each has runs of its own. With
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
-    chosen = rng.sample(sorted(kinds.keys() - _BULK - _RDMA), rng.choice((0, 1, 1, 2, 2, 3, 4, 6)))
+    chosen = rng.sample(
+        sorted(kinds.keys() - _BULK - _RDMA - _DISK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    )
     if hostile:
         chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
     faults: list[Fault] = []
@@ -435,6 +458,26 @@ def _rdma_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int
     faults: list[Fault] = []
     for kind in rng.sample(sorted(kinds.keys() & _RDMA), rng.choice((0, 1, 2, 3))):
         for _ in range(rng.choice((1, 2, 3))):
+            targets, amount, for_s = kinds[kind](rng, hosts)
+            at = rng.uniform(0.0, CHAOS_S - 0.5)
+            faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
+    return faults
+
+
+def _disks(seed: int, hosts: int) -> frozenset[int]:
+    """Which hosts have a disk: in every third run most have one."""
+    if seed % 3 != 1:
+        return frozenset()
+    rng = random.Random(f"{seed}/disks")
+    return frozenset(n for n in range(1, hosts + 1) if rng.random() < 0.8)
+
+
+def _disk_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
+    """Faults of disks; drawn apart, as those of cards are."""
+    rng = random.Random(f"{seed}/disk faults")
+    faults: list[Fault] = []
+    for kind in rng.sample(sorted(kinds.keys() & _DISK), rng.choice((1, 2, 3, 4))):
+        for _ in range(rng.choice((1, 2))):
             targets, amount, for_s = kinds[kind](rng, hosts)
             at = rng.uniform(0.0, CHAOS_S - 0.5)
             faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
