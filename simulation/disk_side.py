@@ -105,7 +105,7 @@ class DiskSide:
                     self._disk.do(order)
                 else:
                     self._disk.tear(order)
-                    self._world.counts["fault.torn_disk_write"] += 1
+                    self._world.counts["disk.torn"] += 1
         self._pending.clear()
         if machine:
             self._disk.lose_power()
@@ -134,7 +134,7 @@ class DiskSide:
         error, digest = self._disk.do(order)
         self._world.counts[f"disk.{order.kind.value}"] += 1
         if error:
-            self._world.counts["fault.disk_error"] += 1
+            self._world.counts["disk.errors"] += 1
         now = self._owner.now
         self._core.store.advance(now)
         order.ended(now, error, digest)

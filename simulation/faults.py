@@ -346,7 +346,6 @@ def _swap_disk(change: Callable[[SimDisk, random.Random], None]) -> Begin:
         if host is None or host.process is None or host.disk is None:
             return None
         cluster.crash_host(host.number, machine=False)
-        cluster.world.counts["fault.disk_changed"] += 1
         change(host.disk, cluster.world.stream(f"fault/{fault.number}"))
         return lambda: cluster.start_host(host.number)
 

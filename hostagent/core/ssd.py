@@ -153,8 +153,7 @@ class _File:
     number: int
     formatted: Formatted
     first_slab: int
-    read_errors: int = 0
-    write_errors: int = 0
+    errors: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     """In a row, each: there are disks that only cannot be written any more."""
     failed: bool = False
 
@@ -555,8 +554,8 @@ class SsdTier:
         """An order of the present stage."""
 
         def ended(now: float, error: str, _digest: int) -> None:
+            self._note_end(file, kind, error)
             if error:
-                self._note_error(file, reads=False)
                 self._stage_failed.add(file.number)
             self._one_done(now)
 
@@ -609,10 +608,7 @@ class SsdTier:
         def ended(now: float, error: str, _digest: int) -> None:
             view.release()
             move.error = error
-            if error:
-                self._note_error(file, reads=False)
-            else:
-                file.write_errors = 0
+            self._note_end(file, Kind.WRITE, error)
             self._one_done(now)
 
         self._left += 1
@@ -787,13 +783,10 @@ class SsdTier:
 
         def ended(now: float, error: str, digest: int) -> None:
             self._reading -= 1
-            if error:
-                self._note_error(file, reads=True)
-            elif digest != held.digest:
+            self._note_end(file, Kind.READ, error)
+            if not error and digest != held.digest:
                 self.counters.damaged += 1
                 error = DAMAGED
-            else:
-                file.read_errors = 0
             if held.state != COMMITTED:
                 error = error or GONE
             elif error:
@@ -899,12 +892,15 @@ class SsdTier:
 
     # --- disks that fail ----------------------------------------------------------------------
 
-    def _note_error(self, file: _File, *, reads: bool) -> None:
-        file.read_errors += reads
-        file.write_errors += not reads
-        self.counters.read_errors += reads
-        self.counters.write_errors += not reads
-        if max(file.read_errors, file.write_errors) >= MAX_ERRORS and not file.failed:
+    def _note_end(self, file: _File, kind: Kind, error: str) -> None:
+        """An order has ended. A file that only fails is given up."""
+        if not error:
+            file.errors[kind] = 0
+            return
+        file.errors[kind] += 1
+        self.counters.read_errors += kind is Kind.READ
+        self.counters.write_errors += kind is not Kind.READ
+        if file.errors[kind] >= MAX_ERRORS and not file.failed:
             file.failed = True
             self.counters.files_failed += 1
             for block in self.shelf.blocks():

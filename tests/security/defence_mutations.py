@@ -689,6 +689,65 @@ def _others_files_kept() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.tiers.kept._open", opens)
 
 
+DISK_BITS = "damages what lies on an agent's disk"
+DISK_FILES = "leaves a file of another node"
+DISK_READS = "asks a home for blocks on its disk"
+DELETED_ON_DISK = "has blocks on disk outlive"
+
+
+@mutation(
+    "bytes from disk are given without their digest",
+    {DISK_BITS: ["test_damaged_bytes_are_never_served"]},
+)
+def _disk_believed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.ssd.DAMAGED", "")
+
+
+@mutation(
+    "an entry on disk is believed without its check",
+    {DISK_BITS: ["test_an_entry_says_again_what_it_was_told_and_nothing_when_any_bit_is_another"]},
+)
+def _disk_entries_believed() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.tiers.ssd.layout._check", lambda *_: 0)
+
+
+@mutation(
+    "an agent takes any file for its disk",
+    {
+        DISK_FILES: [
+            "test_a_file_is_made_found_again_and_refused_to_others",
+            "test_a_damaged_head_begins_anew_and_a_foreign_one_is_left_alone",
+        ]
+    },
+)
+def _any_disk() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.tiers.ssd.layout._identity_of", lambda *_: 7)
+
+
+@mutation(
+    "reads that wait for a disk are not bounded",
+    {DISK_READS: ["test_reads_at_once_and_reads_that_wait_are_bounded"]},
+)
+def _disk_reads_unbounded() -> AbstractContextManager[object]:
+    def reads(read: Any) -> Any:
+        def unbounded(self: Any, *of: Any) -> bool:
+            rules = replace(self.rules, max_reads_waiting=1 << 60)
+            with mock.patch.object(self, "rules", rules):
+                return bool(read(self, *of))
+
+        return unbounded
+
+    return around("kvcast.hostagent.core.ssd.SsdTier.read", reads)
+
+
+@mutation(
+    "a dropped namespace stays on disk",
+    {DELETED_ON_DISK: ["test_a_dropped_namespace_is_gone_from_disk_at_once"]},
+)
+def _disk_keeps_deleted() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.ssd.SsdTier.drop_namespace", nothing)
+
+
 @mutation(
     "every user of the machine gets in for all tenants",
     {SOCKET_TENANT: ["test_another_user_gets_what_its_rule_says"]},

@@ -1,0 +1,361 @@
+"""The SSD tier's decisions, on a disk that does what a test says, when it says it.
+
+Oracle: what was put, and the bounds that the rules state.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
+from kvcast.hostagent.core.store import Copy, NoRoomError, Store, StoreRules
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.hostagent.tiers.ssd.layout import Cut, cut_of, open_formatted, scan
+from kvcast.hostagent.tiers.ssd.orders import Kind, Order
+from kvcast.protocol.messages.wire import BlockId, digest_of
+from kvcast.simulation.disk import SimDisk
+
+UNIT, SLAB = 4096, 32 * 4096
+SIZE = 4096
+ARENA = 16 * SIZE
+CUT = cut_of("node", 5 * SLAB, UNIT, SLAB)
+RULES = SsdRules(0.75, 0.5, max_reads=2, max_reads_waiting=3)
+
+
+class Bench:
+    """A store of sixteen blocks, and a tier over one disk, or several."""
+
+    def __init__(
+        self,
+        rules: SsdRules = RULES,
+        disks: list[SimDisk] | None = None,
+        cut: Cut = CUT,
+        now: float = 0.0,
+        epoch_s: float = 1e9,
+    ) -> None:
+        self.disks = disks or [SimDisk(random.Random(1))]
+        self.memory = memoryview(bytearray(ARENA))
+        self.store = Store(Allocator(ARENA, 8192))
+        formatted = [open_formatted(d, cut, 7 + n) for n, d in enumerate(self.disks)]
+        self.tier = SsdTier(rules, self.store, self.memory, formatted, epoch_s)
+        self.tier.meaning_of = lambda namespace: 70 + namespace
+        self.store.below = self.tier
+        self.now = now
+        self.store.advance(now)
+        for number, each in enumerate(formatted):
+            if each.found:
+                for piece in scan(self.disks[number], each):
+                    self.tier.found(number, piece)
+                self.tier.scanned()
+        self.tier.begin()
+        self.waiting: list[Order] = []
+        self.got: list[tuple[int, str, float]] = []
+
+    def put(self, number: int, data: bytes = b"", namespace: int = 1) -> Copy:
+        data = data or bytes([number]) * SIZE
+        copy = self.store.reserve(block(number, namespace), len(data))
+        self.memory[copy.offset : copy.offset + len(data)] = data
+        return self.store.commit(copy, digest_of(data), home=True)
+
+    def fill(self, numbers: range, namespace: int = 1) -> None:
+        for number in numbers:
+            self.put(number, namespace=namespace)
+            self.work()
+
+    def take(self) -> None:
+        self.waiting += self.tier.take_orders(self.now)
+
+    def end(self, order: Order, error: str = "") -> None:
+        """An order is done, or fails."""
+        self.waiting.remove(order)
+        digest = 0
+        if not error:
+            error, digest = self.disks[order.file].do(order)
+        order.ended(self.now, error, digest)
+        self.take()
+
+    def work(self, error: str = "", kind: Kind | None = None) -> None:
+        """The disk does all that it is to do; orders of that kind fail."""
+        self.take()
+        while self.waiting:
+            order = self.waiting[0]
+            self.end(order, error if kind in (None, order.kind) else "")
+        self.tier.check()
+        self.store.check()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.store.advance(self.now)
+
+    def read(self, number: int, namespace: int = 1) -> bool:
+        room: Copy | None = None
+
+        def begin(size_bytes: int) -> memoryview | None:
+            nonlocal room
+            try:
+                room = self.store.reserve(block(number, namespace), size_bytes)
+            except NoRoomError:
+                return None
+            return self.memory[room.offset : room.offset + size_bytes]
+
+        def ended(_now: float, error: str, digest: int, committed_at: float) -> None:
+            self.got.append((number, error, committed_at))
+            if room is None:
+                return
+            if error:
+                self.store.abort(room)
+                return
+            assert bytes(self.memory[room.offset : room.offset + SIZE]) == bytes([number]) * SIZE
+            copy = self.store.commit(room, digest, home=True, since=committed_at)
+            self.tier.promoted(copy)
+
+        return self.tier.read(block(number, namespace), begin, ended)
+
+    def in_dram(self, number: int, namespace: int = 1) -> bool:
+        return self.store.known(block(number, namespace)) is not None
+
+    def on_disk(self, number: int, namespace: int = 1) -> bool:
+        return self.tier.holds(block(number, namespace))
+
+
+def block(number: int, namespace: int = 1) -> BlockId:
+    return BlockId(namespace, number.to_bytes(16, "big"))
+
+
+def test_nothing_goes_down_below_the_high_mark_and_what_goes_then_is_what_was_not_used() -> None:
+    bench = Bench()
+    bench.fill(range(12))
+    assert not len(bench.tier.shelf)
+    bench.store.get(block(0))
+    bench.fill(range(12, 13))
+    down = [number for number in range(13) if bench.on_disk(number)]
+    assert down == [1, 2, 3, 4, 5]
+    assert [number for number in range(13) if not bench.in_dram(number)] == down
+    assert bench.tier.counters.demotions_room == 5
+
+
+def test_what_is_used_while_it_is_written_stays_and_is_clean() -> None:
+    bench = Bench()
+    bench.fill(range(12))
+    bench.put(12)
+    bench.take()
+    bench.pass_time(1.0)
+    assert bench.store.get(block(0)) is not None
+    bench.work()
+    assert bench.in_dram(0)
+    assert bench.on_disk(0)
+    bench.fill(range(13, 20))
+    written = bench.tier.counters.demotions_room
+    for number in range(20, 30):
+        bench.fill(range(number, number + 1))
+    assert not bench.in_dram(0)
+    assert bench.tier.counters.demotions_clean >= 1
+    assert bench.tier.counters.demotions_room > written
+
+
+def test_a_disk_that_is_too_slow_costs_blocks_and_no_put() -> None:
+    bench = Bench()
+    for number in range(60):
+        bench.put(number)  # nothing is ever written
+        bench.take()
+    assert bench.tier.counters.left_unwritten > 30
+    assert bench.in_dram(59)
+    bench.work()
+    bench.fill(range(60, 80))
+    assert bench.on_disk(65)
+
+
+def test_a_block_that_is_dropped_while_it_is_written_does_not_come_back() -> None:
+    bench = Bench()
+    bench.fill(range(12))
+    bench.put(12)
+    bench.take()
+    assert bench.store.drop(block(0))
+    bench.store.drop_namespace(2)
+    bench.work()
+    assert not bench.on_disk(0)
+    assert bench.tier.counters.demotions_cancelled == 1
+    again = Bench(disks=bench.disks)
+    again.work()
+    assert not again.on_disk(0)
+    assert again.on_disk(1)
+
+
+def test_a_block_that_is_dropped_while_it_is_read_is_not_served() -> None:
+    bench = Bench()
+    bench.fill(range(20))
+    assert bench.read(0)
+    bench.take()
+    assert bench.store.drop(block(0))
+    bench.work()
+    assert [(number, bool(error)) for number, error, _ in bench.got] == [(0, True)]
+    assert not bench.in_dram(0)
+
+
+def test_reads_at_once_and_reads_that_wait_are_bounded() -> None:
+    bench = Bench()
+    bench.fill(range(40))
+    down = [n for n in range(40) if not bench.in_dram(n)]
+    assert [bench.read(number) for number in down[:7]] == [True] * 5 + [False] * 2
+    bench.take()
+    assert sum(order.kind is Kind.READ for order in bench.waiting) == RULES.max_reads
+    assert bench.tier.counters.reads_refused == 2
+    assert not bench.read(99)
+    bench.work()
+    assert [error for _, error, _ in bench.got] == [""] * 5
+
+
+def test_what_is_read_once_goes_first_and_what_comes_again_stays() -> None:
+    bench = Bench()
+    bench.fill(range(20))
+    bench.pass_time(1.0)
+    assert bench.read(0)
+    bench.work()
+    assert bench.in_dram(0)
+    bench.fill(range(20, 24))
+    assert not bench.in_dram(0), "it was used last, and has passed"
+    assert bench.tier.counters.passed == 1
+    bench.pass_time(HEAT_S / 2)
+    assert bench.read(0)
+    bench.work()
+    assert bench.tier.counters.promotions_hot == 1
+    bench.fill(range(24, 28))
+    assert bench.in_dram(0)
+
+
+def test_time_to_live_goes_on_in_either_tier_and_over_a_restart() -> None:
+    rules = {1: StoreRules(ttl_s=100.0)}
+    bench = Bench()
+    bench.store.configure(rules)
+    bench.tier.configure(rules, set())
+    bench.fill(range(1))
+    bench.pass_time(60.0)
+    bench.fill(range(1, 20))
+    assert bench.on_disk(0)
+    assert bench.read(0)
+    bench.work()
+    assert bench.got[-1][2] == 0.0
+    after = Bench(disks=bench.disks, now=5.0, epoch_s=1e9 + 55.0)  # the clock began anew
+    after.tier.configure(rules, set())
+    after.work()
+    assert after.on_disk(0)
+    bench.pass_time(41.0)
+    assert not bench.in_dram(0)
+    assert not bench.on_disk(0)
+    assert bench.on_disk(1)
+    after.pass_time(41.0)
+    assert not after.on_disk(0)
+    assert after.store.why_gone(block(0)) == "expired"
+
+
+def test_a_clock_that_was_set_back_makes_nothing_live_longer_than_from_now_on() -> None:
+    rules = {1: StoreRules(ttl_s=100.0)}
+    bench = Bench(epoch_s=2e9)
+    bench.fill(range(20))
+    after = Bench(disks=bench.disks, epoch_s=1e9)
+    after.tier.configure(rules, set())
+    after.work()
+    assert after.on_disk(0)
+    after.pass_time(101.0)
+    assert not after.on_disk(0)
+
+
+def test_a_namespace_that_means_something_else_now_is_not_found() -> None:
+    bench = Bench()
+    bench.fill(range(20))
+    after = Bench(disks=bench.disks)
+    after.tier.meaning_of = lambda _namespace: 99
+    after.work()
+    assert after.tier.counters.entries_refused > 0
+    assert not len(after.tier.shelf)
+    last = Bench(disks=bench.disks)
+    last.work()
+    assert not len(last.tier.shelf), "what was refused is not there any more"
+
+
+def test_writes_that_fail_are_tried_again_later_and_nothing_is_lost() -> None:
+    bench = Bench()
+    bench.fill(range(12))
+    bench.put(12)
+    bench.take()
+    while bench.waiting:
+        order = bench.waiting[0]
+        bench.end(
+            order,
+            "an error" if order.kind is Kind.WRITE and order.offset >= CUT.blocks_offset else "",
+        )
+        if bench.tier.counters.write_errors >= 2:
+            break
+    bench.work()
+    assert bench.tier.get_timer(bench.now) == bench.now + RETRY_S
+    assert all(bench.in_dram(n) or bench.on_disk(n) for n in range(13))
+    bench.pass_time(RETRY_S)
+    bench.work()
+    assert bench.store.used_bytes <= ARENA / 2
+    assert all(bench.in_dram(n) or bench.on_disk(n) for n in range(13))
+
+
+@pytest.mark.parametrize("kind", [Kind.WRITE, Kind.FLUSH])
+def test_a_file_that_only_fails_is_given_up_and_the_other_goes_on(kind: Kind) -> None:
+    disks = [SimDisk(random.Random(n)) for n in (1, 2)]
+    bench = Bench(disks=disks)
+    bench.fill(range(20))
+    for round_ in range(40):
+        for number in range(100 + 16 * round_ % 64, 116 + 16 * round_ % 64):
+            bench.put(number)
+            bench.take()
+            while bench.waiting:
+                order = bench.waiting[0]
+                fails = order.file == 0 and order.kind is kind
+                bench.end(order, "an error" if fails else "")
+        bench.pass_time(RETRY_S)
+    assert bench.tier.counters.files_failed == 1
+    assert bench.tier.counters.write_errors >= MAX_ERRORS
+    bench.work()
+    bench.fill(range(200, 240))
+    assert bench.on_disk(215)
+    assert bench.tier.values()["ssd_files"] == 1
+    assert all(
+        bench.tier._file_of(bench.tier.shelf.peek(b).offset).number == 1
+        for b in bench.tier.shelf.blocks()
+    )  # type: ignore[union-attr]
+
+
+def test_no_block_lies_in_two_files() -> None:
+    bench = Bench(
+        disks=[SimDisk(random.Random(n)) for n in (1, 2)], cut=cut_of("node", 3 * SLAB, UNIT, SLAB)
+    )
+    store = bench.tier.shelf
+    got = []
+    for number in range(8):
+        try:
+            got.append(store.reserve(block(number), SLAB + 1))
+        except NoRoomError:
+            break
+    assert {bench.tier._file_of(c.offset).number for c in got} == {0, 1}
+    assert len(got) == 2
+
+
+def test_a_block_that_is_put_with_other_bytes_is_not_served_as_it_was() -> None:
+    bench = Bench()
+    bench.fill(range(20))
+    assert bench.on_disk(0)
+    bench.put(0, b"other" * 100)
+    assert not bench.on_disk(0)
+    assert bench.tier.counters.superseded == 1
+
+
+def test_what_goes_in_a_hurry_lies_on_disk_if_anything_does() -> None:
+    bench = Bench()
+    bench.fill(range(13))
+    for number in (1, 2):
+        bench.read(number)
+    bench.work()
+    bench.tier.rules = SsdRules(2.0, 2.0)
+    before = {n for n in range(13) if bench.in_dram(n)}
+    for number in range(50, 58):
+        bench.put(number)
+    assert bench.tier.counters.left_unwritten < 8
+    gone = {n for n in before if not bench.in_dram(n)}
+    assert {1, 2} <= gone
