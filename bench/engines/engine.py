@@ -115,10 +115,23 @@ class Engine:
         await self._process.stdin.drain()
         return await self._line(ANSWER_S)
 
-    async def generate(self, prompts: Sequence[Prompt], max_tokens: int = 8) -> Answers:
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        *,
+        handover: Mapping[str, Any] | None = None,
+        salt: str = "",
+    ) -> Answers:
         """All at once; each answer with tokens, logprobs, how many tokens were cached, and how the
-        request has ended. `seconds`: how long all took together."""
-        order = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        request has ended. `seconds`: how long all took together. `handover`: what the requests say
+        to the connector; `salt`: their cache_salt."""
+        order = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "max_tokens": max_tokens,
+            "handover": dict(handover or {}),
+            "salt": salt,
+        }
         answer = await self._ask(order)
         answers: Answers = answer["answers"]
         for one in answers:

@@ -2,10 +2,10 @@
 
 Runs in the engines' environment: `python -m kvcast.bench.engines.process OPTIONS`, a JSON object of
 vLLM's engine arguments. Each line on the standard input is {"prompts": [[token, …], …],
-"max_tokens": N}; each is answered by a line on what was the standard output: the tokens and their
-log-probabilities, how many of the prompt's tokens were cached, and how long it took. {"stats":
-true} asks for the connector's totals; {"hashes": [token, …]} for the prompt's block hashes, in
-hexadecimal.
+"max_tokens": N}, with "handover" and "salt" where they are to be said; each is answered by a line
+on what was the standard output: the tokens and their log-probabilities, how many of the prompt's
+tokens were cached, and how long it took. {"stats": true} asks for the connector's totals;
+{"hashes": [token, …]} for the prompt's block hashes, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -57,9 +57,17 @@ def main() -> None:
             continue
         began = time.monotonic()
         answers = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in order["prompts"]],
+            [
+                {"prompt_token_ids": prompt}
+                | ({"cache_salt": order["salt"]} if order.get("salt") else {})
+                for prompt in order["prompts"]
+            ],
             SamplingParams(
-                max_tokens=order.get("max_tokens", 8), temperature=0.0, logprobs=3, ignore_eos=True
+                max_tokens=order.get("max_tokens", 8),
+                temperature=0.0,
+                logprobs=3,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": {"kvcast": order.get("handover", {})}},
             ),
             use_tqdm=False,
         )

@@ -19,6 +19,7 @@ MOST_TIMES: Final = 1024
 NAMES: Final[dict[str, tuple[str, str]]] = {
     "lookups": ("", "questions to the pool about a prompt's chain"),
     "lookups_failed": ("reason", "requests that were computed because that was not answered"),
+    "awaits_failed": ("", "requests whose prompt another engine did not compute in time"),
     "loads": ("", "requests for which blocks were loaded"),
     "failed_loads": ("reason", "loads of which not all came; the rest was computed"),
     "load_blocks": ("tier", "engine blocks that came from the pool, by the slowest tier of each"),

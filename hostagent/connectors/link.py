@@ -137,16 +137,29 @@ class Link(AgentLink):
             finally:
                 answered(held)
             if held is not None and self._prefetches:
-                await self._prefetch(lookup.hashes[lookup.prefetch_from : held], groups)
+                hashes = lookup.hashes[lookup.prefetch_from : held]
+                await self._prefetch(hashes, groups, lookup.readers)
 
         self._do(ask)
 
-    async def _prefetch(self, hashes: Sequence[bytes], groups: int) -> None:
+    async def _prefetch(self, hashes: Sequence[bytes], groups: int, readers: Sequence[str]) -> None:
+        """Have the agent fetch these; with several readers, as their group."""
         keys = [key for one in hashes for key in keys_of(one, groups)][:PREFETCH_KEYS]
-        if keys:
-            with contextlib.suppress(KvcastError, UnreachableError):
-                client, namespace = await self._ready()
+        if not keys:
+            return
+        with contextlib.suppress(KvcastError, UnreachableError):
+            client, namespace = await self._ready()
+            if len(readers) < 2 or client.node_id not in readers:
                 await client.prefetch(namespace, keys)
+                return
+            group = await client.group(namespace, list(readers))
+            some = dict(enumerate(keys))
+            asked, expected = await self._askers(client, namespace, some, readers)
+            for theirs, expect in ((asked, False), (expected, True)):
+                if theirs:
+                    await client.prefetch(
+                        namespace, list(theirs.values()), group=group, expect=expect
+                    )
 
     def agree(self, facts: bytes, differs: Callable[[bytes], None]) -> None:
         """As `compare`, in the namespace that is used."""
@@ -200,7 +213,7 @@ class Link(AgentLink):
             some = dict(
                 zip(parts[begin : begin + window], keys[begin : begin + window], strict=True)
             )
-            asked, expected = await self._askers(client, namespace, some)
+            asked, expected = await self._askers(client, namespace, some, self._nodes)
             bringing = [
                 asyncio.create_task(self._bring_some(opened, memory, theirs, tiers, expect=expect))
                 for theirs, expect in ((asked, False), (expected, True))
@@ -219,15 +232,16 @@ class Link(AgentLink):
         self._counters.add("load_bytes", whole * sum(memory.part_bytes))
 
     async def _askers(
-        self, client: AsyncClient, namespace: int, some: dict[int, bytes]
+        self, client: AsyncClient, namespace: int, some: dict[int, bytes], nodes: Sequence[str]
     ) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Which of these parts this rank asks for, and which it expects since another does.
+        """Which of these parts this node of a group asks for, and which it expects since another
+        does.
 
         For a block asks the last of the group, since the first saves, and would not ask for what
         its agent still has. Nor would the node that is the block's home: then it is the last but
         one. Without a group this one asks for all.
         """
-        if not self._group:
+        if len(nodes) < 2:
             return some, {}
         homes: list[str] = []
         keys = list(some.values())
@@ -236,7 +250,7 @@ class Link(AgentLink):
         asked: dict[int, bytes] = {}
         expected: dict[int, bytes] = {}
         for (part, key), home in zip(some.items(), homes, strict=True):
-            asker = self._nodes[-1] if self._nodes[-1] != home else self._nodes[-2]
+            asker = nodes[-1] if nodes[-1] != home else nodes[-2]
             (asked if client.node_id == asker else expected)[part] = key
         return asked, expected
 

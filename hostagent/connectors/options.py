@@ -42,6 +42,10 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     computed."""
     lookup_s: Annotated[float, Meta(gt=0.0, le=60.0)] = 0.25
     """The share of it that finding out what the pool holds may take."""
+    await_s: Seconds = 0.0
+    """How long a request that says that its prompt is being computed elsewhere waits for that,
+    while what is there already is fetched. 0: what requests say of it is not heard, since anybody
+    may say it who can send requests, and reader groups are few."""
     fresh_s: Seconds = 0.5
     """How old an answer about a prompt's chain may be when the engine gets to it; an older one is
     asked for again."""
@@ -127,3 +131,26 @@ def parse_options(extra: Mapping[str, Any] | None) -> ConnectorOptions:
         return msgspec.convert(dict(extra or {}), ConnectorOptions)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"kvcast's connector: {error}") from error
+
+
+MOST_READERS: Final = 32
+"""Nodes that may wait for one prompt as a reader group."""
+
+
+class _Handover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prefilling: bool = False
+    readers: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+        Meta(max_length=MOST_READERS),
+    ] = ()
+
+
+def handover_of(parameters: Mapping[str, Any] | None) -> tuple[bool, tuple[str, ...]]:
+    """What a request says of its prompt, under "kvcast" in vLLM's `kv_transfer_params`: whether
+    another engine is computing it (`prefilling`), and the nodes whose engines wait for that
+    (`readers`). What is not understood counts as not said: it comes from a user."""
+    try:
+        said = msgspec.convert((parameters or {}).get("kvcast") or {}, _Handover)
+    except (msgspec.ValidationError, AttributeError, TypeError):
+        return False, ()
+    return said.prefilling, tuple(dict.fromkeys(said.readers))

@@ -31,6 +31,8 @@ from kvcast.protocol.bounded_map import BoundedMap
 
 MOST_MISSING: Final = 16_384
 """Blocks that are remembered as not to be had."""
+AWAIT_STEP_S: Final = 0.02
+"""How soon the pool is asked again for what is being computed elsewhere."""
 MOST_LOOKUPS: Final = 128
 """Questions without an answer; a request beyond them is computed (counted)."""
 
@@ -42,6 +44,7 @@ class PlannerOptions:
     deadline_s: float = 2.0
     lookup_s: float = 0.25
     fresh_s: float = 0.5
+    await_s: float = 0.0
     retry_s: float = 5.0
     save_s: float = 10.0
     least_blocks: int = 0
@@ -66,6 +69,8 @@ class Lookup:
     hashes: tuple[bytes, ...]
     prefetch_from: int
     left_s: float
+    readers: tuple[str, ...] = ()
+    """The nodes that want the chain at the same time, if more than this one do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,15 @@ class _Request:
     stage: Stage = Stage.NEW
     lookup: int = 0
     """The number of the last question about it."""
+    asked_at: float = 0.0
     answered_at: float = 0.0
     wanted_since: float | None = None
     """Since when the engine waits for us: the deadline counts from here."""
     held: int = 0
     """How many of its blocks the pool held, from the first."""
+    awaits: bool = False
+    """Whether another engine is computing its prompt."""
+    readers: tuple[str, ...] = ()
     known: bool = False
     """Whether `held` was answered at all."""
     here: int = 0
@@ -183,10 +192,22 @@ class Planner:
 
     # --- a request's way ------------------------------------------------------------------------
 
-    def arrived(self, now: float, name: str, hashes: Sequence[bytes], here: int = 0) -> None:
+    def arrived(
+        self,
+        now: float,
+        name: str,
+        hashes: Sequence[bytes],
+        here: int = 0,
+        *,
+        awaits: bool = False,
+        readers: Sequence[str] = (),
+    ) -> None:
         """The engine has a new request. `hashes`: its full blocks'; `here`: how many of them the
-        engine holds itself, from the first."""
+        engine holds itself, from the first. `awaits`: another engine is computing the prompt;
+        `readers`: the nodes whose engines wait for that, this one's among them."""
         request = self._requests[name] = _Request()
+        if self._options.await_s:
+            request.awaits, request.readers = awaits, tuple(readers)
         if self._options.load and hashes:
             self._ask(now, name, request, hashes, here)
 
@@ -201,8 +222,10 @@ class Planner:
         if request is None or request.lookup != number or request.stage is not Stage.ASKED:
             return
         if held is None:
-            self._give_up(request, "unavailable")
-            return
+            if not request.awaits or not self.health.well:
+                self._give_up(request, "unavailable")
+                return
+            held = request.held  # there is time to ask again
         request.stage = Stage.KNOWN
         request.answered_at = now
         request.held = held
@@ -228,6 +251,11 @@ class Planner:
             self._ask(now, name, request, hashes, here)
         if request.wanted_since is None:
             request.wanted_since = now
+        if request.awaits:
+            if self._awaited(now, name, request, hashes, here, most):
+                return None
+            request.awaits = False
+            request.wanted_since = now  # what is a load's time has not begun before
         late = now - request.wanted_since
         if request.stage is Stage.ASKED:
             if late < options.lookup_s:
@@ -415,11 +443,37 @@ class Planner:
         self._lookups_out.pop(request.lookup, None)
         request.lookup = self._numbers
         request.stage = Stage.ASKED
+        request.asked_at = now
         self._lookups_out[self._numbers] = name
         self._counters.add("lookups")
         self.out.lookups.append(
-            Lookup(name, self._numbers, tuple(hashes), here, self._options.lookup_s)
+            Lookup(
+                name, self._numbers, tuple(hashes), here, self._options.lookup_s, request.readers
+            )
         )
+
+    def _awaited(
+        self,
+        now: float,
+        name: str,
+        request: _Request,
+        hashes: Sequence[bytes],
+        here: int,
+        most: int,
+    ) -> bool:
+        """Whether to wait on for what another engine computes. What comes to be held is fetched
+        meanwhile, since each question says what was held at the last one."""
+        assert request.wanted_since is not None
+        if request.stage is Stage.ASKED:
+            return now - request.asked_at < self._options.lookup_s
+        if request.stage is not Stage.KNOWN or request.held >= most:
+            return False
+        if now - request.wanted_since >= self._options.await_s:
+            self._counters.add("awaits_failed")
+            return False
+        if now - request.answered_at >= AWAIT_STEP_S:
+            self._ask(now, name, request, hashes, max(here, request.held))
+        return request.stage in (Stage.ASKED, Stage.KNOWN)
 
     def _give_up(self, request: _Request, reason: str) -> None:
         """This request is computed, as if there were no pool."""

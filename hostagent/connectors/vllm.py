@@ -39,7 +39,7 @@ from kvcast.hostagent.connectors.naming import (
     hashing_facts,
     namespace_name,
 )
-from kvcast.hostagent.connectors.options import ConnectorOptions, parse_options
+from kvcast.hostagent.connectors.options import ConnectorOptions, handover_of, parse_options
 from kvcast.hostagent.connectors.planner import Load, Planner, PlannerOptions, Save
 from kvcast.hostagent.connectors.torch_memory import TorchMemory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -369,6 +369,7 @@ class _SchedulerHalf:
                 deadline_s=options.deadline_s,
                 lookup_s=options.lookup_s,
                 fresh_s=options.fresh_s,
+                await_s=options.await_s,
                 retry_s=options.retry_s,
                 save_s=options.save_s,
                 least_blocks=-(-options.least_tokens // self._block_tokens),
@@ -432,7 +433,10 @@ class _SchedulerHalf:
         hashes = request.block_hashes[: self._most(request)]
         if request.skip_reading_prefix_cache:
             hashes = []
-        self.planner.arrived(time.monotonic(), name, hashes, self._cached(hashes))
+        awaits, readers = handover_of(request.kv_transfer_params)
+        self.planner.arrived(
+            time.monotonic(), name, hashes, self._cached(hashes), awaits=awaits, readers=readers
+        )
         self._send_lookups()
 
     def _most(self, request: Any) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from kvcast.bench.engines import engine
 from kvcast.bench.engines.engine import ANSWER_S, START_S, Answers, Engine, Prompt
+from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.part import die_with_parent
@@ -267,6 +268,16 @@ async def corrupt(pool: Pool, block_hash: bytes) -> int:
             arena[at] ^= 1
         places += 1
     return places
+
+
+async def egress_bytes(pool: Pool) -> float:
+    """What homes have sent to readers."""
+    total = 0.0
+    for socket in pool.sockets.values():
+        async with await AsyncClient.connect(str(socket)) as client:
+            counters = await client.stats()
+            total += sum(counters[name] for name in EGRESS_COUNTERS)
+    return total
 
 
 async def saved(one: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) -> None:

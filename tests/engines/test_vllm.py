@@ -15,6 +15,7 @@ import pytest
 from engines_harness import (
     Server,
     corrupt,
+    egress_bytes,
     make_model,
     needs_engines,
     pool_of,
@@ -113,6 +114,12 @@ async def test_what_one_node_computed_the_others_read(
                         {tuple(p[: 32 * (at + 1)]) for p in prompts for at in range(len(p) // 32)}
                     )
                     assert stats.get("save_blocks", 0) == 0  # what is there is not saved again
+                if node == "node-2":
+                    [salted] = await engine.generate([prompts[0]], salt="another's")
+                    assert (salted["cached"], right([salted], computed.new["hits"][:1])) == (
+                        0,
+                        True,
+                    )
 
 
 async def test_three_engines_at_once(
@@ -291,3 +298,56 @@ async def test_the_server_needs_one_flag_and_shows_what_it_does(
                 else:
                     await server.shows("kvcast_load_blocks_total", blocks)
                     await server.shows("kvcast_load_seconds_count", len(prompts))
+
+
+async def test_decoding_engines_go_on_from_what_another_computes(
+    llama: Path, tmp_path: Path
+) -> None:
+    """All are asked at once: one computes, the others wait for its blocks, as one reader group."""
+    [prompt] = prompts_of("handover", 1)
+    blocks = (len(prompt) - 1) // 32
+    async with pool_of(tmp_path, nodes=3, replicas=0) as pool, contextlib.AsyncExitStack() as stack:
+        nodes = list(pool.sockets)
+        first, *others = await asyncio.gather(
+            *(
+                stack.enter_async_context(
+                    running(
+                        tmp_path / f"{node}.log",
+                        model=str(llama),
+                        max_num_batched_tokens=256,
+                        kv_transfer_config=transfer(
+                            pool.sockets[node], await_s=120.0, lookup_s=10.0, deadline_s=30.0
+                        ),
+                    )
+                )
+                for node in nodes
+            )
+        )
+        before = await egress_bytes(pool)
+        handover = {"prefilling": True, "readers": nodes[1:]}
+        computed, *decoded = await asyncio.gather(
+            first.generate([prompt]),
+            *(other.generate([prompt], handover=handover) for other in others),
+        )
+        for other, answers in zip(others, decoded, strict=True):
+            assert right(answers, computed)
+            assert answers[0]["cached"] == blocks * 32
+            stats = await other.stats()
+            assert sum(n for name, n in stats.items() if name.startswith("load_blocks")) == blocks
+            assert "awaits_failed" not in stats
+        # Two read: their bytes have left homes once, but for what was late.
+        assert 0 < await egress_bytes(pool) - before < 1.5 * stats["load_bytes"]
+        # One that nobody computes after all is computed here, when it was waited for long enough.
+        [alone] = prompts_of("nobody", 1, shared=64, own=8)
+    async with (
+        pool_of(tmp_path / "second", nodes=1, replicas=0) as pool,
+        running(
+            tmp_path / "alone.log",
+            model=str(llama),
+            kv_transfer_config=transfer(pool.sockets["node-1"], await_s=0.5),
+        ) as engine,
+    ):
+        [answer] = await engine.generate([alone], handover={"prefilling": True})
+        assert (answer["finish"], answer["cached"]) == ("length", 0)
+        assert answer["seconds"] > 0.5
+        assert (await engine.stats())["awaits_failed"] == 1

@@ -1,4 +1,5 @@
-"""Everything in examples/, run: the walk through three nodes, and the chat behind a real router.
+"""Everything in examples/, run: the walk through three nodes, the chat behind a real router, and
+prefill and decode apart.
 
 Oracle: what the examples print and answer. Cannot see: a model (the engines behind the router are
 fake ones), or a browser.
@@ -23,6 +24,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from fake_engine import FakeEngine, fake_engines
+from kvcast.hostagent.connectors.options import handover_of
 from kvcast.routing.core.router import Router, RouterOptions
 from kvcast.routing.engines import Engines
 from kvcast.routing.options import EngineAddress, HealthOptions, ProxyOptions
@@ -34,8 +36,9 @@ CHAT = EXAMPLES / "chat/chat.py"
 
 def test_every_example_is_listed_and_run_here() -> None:
     listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
-    assert listed == {"three-nodes/walk.sh", "chat/chat.py"}
-    assert {path.name for path in EXAMPLES.iterdir()} == {"README.md", "three-nodes", "chat"}
+    assert listed == {"three-nodes/walk.sh", "chat/chat.py", "prefill-decode/ask.py"}
+    folders = {"three-nodes", "chat", "prefill-decode"}
+    assert {path.name for path in EXAMPLES.iterdir()} == {"README.md", *folders}
 
 
 def free_ports(count: int) -> int:
@@ -175,3 +178,27 @@ async def test_the_chat_answers_on_the_terminal() -> None:
         assert process.returncode == 0, errors.decode()
         assert told.decode() == "onetwothree\n" or told.decode() == "onetwothree"
         assert "from a" in errors.decode()
+
+
+# --- prefill and decode apart -------------------------------------------------------------------
+
+
+async def test_one_engine_is_asked_to_compute_and_the_others_told_to_wait(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("Once upon a time")
+    async with fake_engines("a", "b", "c") as fakes:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(EXAMPLES / "prefill-decode/ask.py"), "--model", "m"),
+            *("--prefill", fakes[0].url, "--decode", fakes[1].url, fakes[2].url),
+            *("--nodes", "node-2", "node-3", "--prompt-file", str(tmp_path / "prompt")),
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        told, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, errors.decode()
+        answers = [json.loads(line) for line in told.splitlines()]
+        assert [answer["server"] for answer in answers] == [fake.url for fake in fakes]
+        asked = [fake.requests[0] for fake in fakes]
+    assert {each["prompt"] for each in asked} == {"Once upon a time"}
+    assert (asked[0]["max_tokens"], "kv_transfer_params" in asked[0]) == (1, False)
+    for each in asked[1:]:
+        assert handover_of(each["kv_transfer_params"]) == (True, ("node-2", "node-3"))

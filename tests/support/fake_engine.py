@@ -116,7 +116,9 @@ class FakeEngine:
         if how.status != 200:
             return web.json_response({"error": {"message": "so it is"}}, status=how.status)
         if not body.get("stream"):
-            return web.json_response({"engine": self.name, "text": " ".join(how.say)})
+            said = " ".join(how.say)
+            choices = [{"index": 0, "text": said}]
+            return web.json_response({"engine": self.name, "text": said, "choices": choices})
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         for number, word in enumerate(how.say):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from kvcast.hostagent.connectors.counters import NAMES, Counters, merged, split
@@ -20,8 +21,14 @@ from kvcast.hostagent.connectors.naming import (
     keys_of,
     namespace_name,
 )
-from kvcast.hostagent.connectors.options import ConfigurationError, parse_options
-from kvcast.hostagent.connectors.planner import MOST_LOOKUPS, Load, Planner, PlannerOptions
+from kvcast.hostagent.connectors.options import ConfigurationError, handover_of, parse_options
+from kvcast.hostagent.connectors.planner import (
+    MOST_LOOKUPS,
+    Load,
+    Lookup,
+    Planner,
+    PlannerOptions,
+)
 
 OPTIONS = PlannerOptions(deadline_s=2.0, lookup_s=0.25, most_saving=64)
 
@@ -217,6 +224,92 @@ def test_a_dead_pool_is_left_alone_and_asked_again_later() -> None:
     assert planner.matched(1.1, "t", hashes, 0, 4) == 4
     planner.arrived(1.2, "u", hashes)
     assert planner.out.lookups
+
+
+# --- prompts that another engine computes ---------------------------------------------------------
+
+
+def awaiting(planner: Planner, hashes: list[bytes], held: int) -> None:
+    planner.arrived(0.0, "r", hashes, awaits=True, readers=("a", "b"))
+    assert planner.matched(0.0, "r", hashes, 0, 10) is None
+    hear(planner, 0.01, held)
+
+
+def hear(planner: Planner, now: float, held: int | None) -> Lookup:
+    lookup = planner.out.lookups.pop()
+    planner.answered(now, lookup.request, lookup.number, held)
+    return lookup
+
+
+def test_a_prompt_that_another_engine_computes_is_waited_for_and_fetched_meanwhile() -> None:
+    planner, hashes = make(await_s=10.0), chain("a", 10)
+    awaiting(planner, hashes, held=0)
+    now, fetched_from = 0.02, []
+    for held in (0, 3, 7, 10):
+        while not planner.out.lookups:
+            assert planner.matched(now, "r", hashes, 0, 10) is None
+            now += 0.01
+        lookup = hear(planner, now, held)
+        assert lookup.readers == ("a", "b")
+        fetched_from.append(lookup.prefetch_from)
+    assert fetched_from == [0, 0, 3, 7]  # what was held before has been fetched before
+    assert planner.matched(5.0, "r", hashes, 0, 10) == 10
+    planner.allocated(5.0, "r", hashes, 10, ids(10))
+    assert planner.out.loads.pop().left_s == pytest.approx(2.0)  # from now on, not from the start
+
+
+def test_it_is_waited_for_no_longer_than_that_may_take() -> None:
+    planner, hashes = make(await_s=1.0), chain("a", 10)
+    awaiting(planner, hashes, held=4)
+    now = 0.02
+    while (found := planner.matched(now, "r", hashes, 0, 10)) is None:
+        if planner.out.lookups:
+            hear(planner, now, 4)
+        now += 0.01
+    assert found == 4  # the rest is computed
+    assert now == pytest.approx(1.0, abs=0.05)
+    assert counts(planner)["awaits_failed"] == 1
+
+
+def test_what_requests_say_of_their_prompts_is_heard_only_where_the_operator_wants_it() -> None:
+    planner, hashes = make(), chain("a", 10)
+    planner.arrived(0.0, "r", hashes, awaits=True, readers=("a", "b"))
+    assert hear(planner, 0.01, 4).readers == ()
+    assert planner.matched(0.02, "r", hashes, 0, 10) == 4
+
+
+def test_it_is_not_waited_for_where_the_pool_does_not_answer() -> None:
+    planner, hashes = make(await_s=10.0), chain("a", 10)
+    planner.arrived(0.0, "r", hashes, awaits=True)
+    assert planner.matched(0.1, "r", hashes, 0, 10) is None
+    assert planner.matched(0.36, "r", hashes, 0, 10) is None  # a lookup's time begins anew
+    assert planner.matched(0.62, "r", hashes, 0, 10) == 0
+    planner, hashes = make(await_s=10.0), chain("a", 10)
+    awaiting(planner, hashes, held=4)
+    for failure in range(FAILURES):
+        assert planner.matched(0.1 + failure, "r", hashes, 0, 10) is None
+        hear(planner, 0.2 + failure, None)
+    assert planner.matched(0.3 + FAILURES, "r", hashes, 0, 10) == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        {},
+        {"other": 1},
+        {"kvcast": None},
+        {"kvcast": 3},
+        {"kvcast": {"prefilling": "yes"}},
+        {"kvcast": {"readers": ["n"] * 33}},
+        {"kvcast": {"readers": "node-1"}},
+        {"kvcast": {"x": 1}},
+    ],
+)
+def test_what_a_request_says_of_its_prompt_is_believed_where_it_is_understood(said: Any) -> None:
+    assert handover_of(said) == (False, ())
+    right = {"kvcast": {"prefilling": True, "readers": ["b", "a", "b"]}}
+    assert handover_of(right) == (True, ("b", "a"))
 
 
 # --- saves ----------------------------------------------------------------------------------------
