@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvcast.hostagent import membarrier
+from kvcast.hostagent.cold import ColdOfAgent, open_store
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.recovery import Recovery
@@ -197,6 +198,12 @@ class Agent:
             self.ssd = SsdOfAgent(self.core, options.ssd, owner, self.transport.pump)
             stack.push_async_callback(self.ssd.close)
             self.ssd.start(patient=standing is not None)
+        self.cold: ColdOfAgent | None = None
+        if options.cold:
+            objects = open_store(options.cold)
+            self.cold = ColdOfAgent(self.core, objects, options.arena.cluster, self.transport.pump)
+            stack.push_async_callback(self.cold.close)
+            self.cold.start()
         self._local_server = LocalServer(
             *(self.core, self.arena, options.local, self.transport.pump, self.index_file),
             keeper=standing.keeper if standing is not None else NOBODY,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcast.hostagent.agent import Agent
+from kvcast.hostagent.cold import ColdError
 from kvcast.hostagent.core.tracing import Traces
 from kvcast.hostagent.flags import AgentFlags, Setup, options_of, parse
 from kvcast.hostagent.network.courier import CourierLoop
@@ -61,7 +62,7 @@ async def run(setup: Setup, place: Place | None = None) -> int:
     agent = Agent(options_of(setup), place.standing if place is not None else None)
     try:
         await agent.start()
-    except (ArenaError, SsdError, SocketInUseError, OSError) as error:
+    except (ArenaError, ColdError, SsdError, SocketInUseError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
     servers: list[HttpServer] = []

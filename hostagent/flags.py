@@ -209,6 +209,13 @@ class SsdFlags:
         metavar="FILE",
     )
     ssd_bytes: int = size("size of each file of --ssd", default=SsdOptions.size_bytes)
+    cold: str = option(
+        "an object store (s3://, gs://, az://, file:///) for blocks of namespaces whose media name "
+        "cold; credentials come from the environment",
+        default="",
+        parse=str,
+        metavar="URL",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,5 +520,6 @@ def options_of(setup: Setup) -> Options:
             quotas=dict(flags.quota),
         ),
         ssd=SsdOptions(paths=flags.ssd, size_bytes=flags.ssd_bytes),
+        cold=flags.cold,
         credentials=setup.credentials,
     )

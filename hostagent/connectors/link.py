@@ -37,7 +37,7 @@ ARENA_SHARE: Final = 8
 PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
 _HOME: Final[Ack] = "home"
-TIERS: Final = ("local", "ssd", "switch", "shared", "home", "bulk")
+TIERS: Final = ("local", "ssd", "cold", "switch", "shared", "home", "bulk")
 """Where a block came from, the nearest first."""
 
 _log = logging.getLogger("kvcast.connector")

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
+from kvcast.hostagent.core.cold import ColdTier
 from kvcast.hostagent.core.handover import Handover, HandoverOptions
 from kvcast.hostagent.core.limits import Limits, RateLimit
 from kvcast.hostagent.core.metrics import Metrics
@@ -173,6 +174,7 @@ class AgentCore:
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
         )
         self.ssd: SsdTier | None = None
+        self.cold: ColdTier | None = None
         self._parked = 0
         """READs that wait for the disk."""
         self.handover = Handover(options.handover, store, self.outbox)
@@ -217,6 +219,7 @@ class AgentCore:
         self._rules: dict[int, StoreRules] = {}
         self._ssd_rules: dict[int, StoreRules] = {}
         self._kept_off_ssd: set[int] = set()
+        self._cold_ttl_s: dict[int, float] = {}
         self._asked_again: set[int] = set()
         """Those of them for which it was asked on this connection."""
         self._asked: dict[int, Found] = {}
@@ -238,7 +241,7 @@ class AgentCore:
             pool = self.outbox.pool
             assert pool is not None  # there are no node indices without it
             if pool.may_use(frame.namespace, pool.nodes[source].node_id):
-                if self.ssd is None or not self._park(now, source, frame):
+                if not self.reads.sources or not self._park(now, source, frame):
                     self.responder.receive(now, source, frame)
             else:
                 self.metrics.frames_forbidden_total += 1
@@ -274,7 +277,8 @@ class AgentCore:
 
     def use_ssd(self, ssd: SsdTier) -> None:
         """Have blocks lie on this node's disk, too, from now on."""
-        self.ssd = self.reads.ssd = ssd
+        self.ssd = ssd
+        self.reads.sources.insert(0, ssd)
         self.handover.lower = ssd.shelf.blocks
         self.handover.recall = self._recall
         if self.reads.courier is not None:
@@ -285,6 +289,13 @@ class AgentCore:
         if self.pool is not None:
             ssd.begin()
 
+    def use_cold(self, cold: ColdTier) -> None:
+        """Have blocks lie in an object store, too, from now on."""
+        self.cold = self.store.beyond = cold
+        self.reads.sources.append(cold)
+        cold.meaning_of = self._meaning_of
+        cold.configure(self._cold_ttl_s)
+
     def _meaning_of(self, namespace: int) -> int | None:
         return self.pool.meaning_of(namespace) if self.pool is not None else None
 
@@ -294,14 +305,14 @@ class AgentCore:
 
     def _recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
         """Bring a block from the disk for another node; see `Reads.recall`."""
-        if self.ssd is None or self.store.peek(block) is not None:
+        if not self.reads.sources or self.store.peek(block) is not None:
             return False
         return self.reads.recall(now, block, then)
 
     def _park(self, now: float, source: int, frame: Frame) -> bool:
         """Let a READ of a block that lies on the disk wait for it; False where it does not."""
         if self._parked >= MAX_PARKED:
-            if self.ssd is None or not self.ssd.holds(frame.block):
+            if not self.store.lies_below(frame.block):
                 return False
             if self.store.peek(frame.block) is not None:
                 return False
@@ -567,6 +578,7 @@ class AgentCore:
         rules: dict[int, StoreRules] = {}
         below: dict[int, StoreRules] = {}
         kept_off: set[int] = set()
+        cold: dict[int, float] = {}
         limits: dict[int, RateLimit] = {}
         for namespace, info in {**self._missing, **pool.namespaces}.items():
             said = info.settings
@@ -578,6 +590,8 @@ class AgentCore:
             below[namespace] = replace(rules[namespace], quota_bytes=said.quota_bytes.get("ssd", 0))
             if not said.allows("ssd"):
                 kept_off.add(namespace)
+            if said.allows("cold"):
+                cold[namespace] = said.ttl_s
             limits[namespace] = RateLimit(said.operations_per_s, said.bytes_per_s)
         if rules != self._rules:
             self._rules = rules
@@ -585,6 +599,9 @@ class AgentCore:
         if (below, kept_off) != (self._ssd_rules, self._kept_off_ssd):
             self._ssd_rules, self._kept_off_ssd = below, kept_off
             self._state_ssd_rules()
+        self._cold_ttl_s = cold
+        if self.cold is not None:
+            self.cold.configure(cold)
         self.limits.configure(limits)
         self.metrics.by_namespace.keep(rules.keys())
 
@@ -796,6 +813,10 @@ class AgentCore:
             values["ssd_evictions_total"] = float(self.ssd.shelf.counters.evictions)
             values["ssd_expired_total"] = float(self.ssd.shelf.counters.expired)
             values |= self.ssd.values()
+        if self.cold is not None:
+            for item in fields(self.cold.counters):
+                values[f"cold_{item.name}_total"] = float(getattr(self.cold.counters, item.name))
+            values |= self.cold.values()
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (
             ("requester", self.requester.counters),

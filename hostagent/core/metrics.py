@@ -58,6 +58,7 @@ class Metrics:
     gets_total: int = 0
     hits_local_total: int = 0
     hits_ssd_total: int = 0
+    hits_cold_total: int = 0
     hits_switch_total: int = 0
     hits_shared_total: int = 0
     hits_home_total: int = 0

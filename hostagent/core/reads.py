@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.courier import Courier
@@ -36,7 +36,6 @@ from kvcast.hostagent.core.namespace_metrics import explained_by
 from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.spread import Spread
-from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
@@ -54,7 +53,6 @@ from kvcast.protocol.requester import (
 from kvcast.protocol.timers import Timer, TimerQueue
 
 LOCAL_TIER: Final = "local"
-SSD_TIER: Final = "ssd"
 MAX_RECALLERS: Final = 256
 """Who may wait for one block from the disk without a get; one more is told at once that it is not
 there."""
@@ -130,10 +128,33 @@ class _Fetch:
     home: int | None = None
     """The home that is probed."""
     from_disk: bool = False
-    """Whether the block is coming from this node's disk."""
+    """Whether the block is coming from a tier below this node's DRAM."""
     recallers: list[Callable[[], None]] = field(default_factory=list)
     """Told when the disk has answered, or has taken too long."""
-    disk_asked: bool = False
+    source: Source | None = None
+    """From which tier below; None = it is not asked yet."""
+
+
+class Source(Protocol):
+    """A tier below DRAM, as far as blocks come from it."""
+
+    @property
+    def tier(self) -> str: ...
+
+    @property
+    def patience_s(self) -> float: ...
+
+    def holds(self, block: BlockId) -> bool: ...
+
+    def read(
+        self,
+        block: BlockId,
+        begin: Callable[[int], memoryview | None],
+        ended: Callable[[float, str, int, float], None],
+    ) -> bool:
+        """See `SsdTier.read`."""
+
+    def promoted(self, copy: Copy) -> None: ...
 
 
 class _Patience(Timer):
@@ -185,7 +206,8 @@ class Reads:
         self._timers = TimerQueue()
         self._now = 0.0
         """At the last event."""
-        self.ssd: SsdTier | None = None
+        self.sources: list[Source] = []
+        """The tiers below, the nearest first."""
         self.courier: Courier | None = None
         """Which fetches what it may without us."""
         self.residents: frozenset[BlockId] = frozenset()
@@ -364,7 +386,7 @@ class Reads:
     def _from_disk(self, now: float, block: BlockId, deadline: float) -> _Fetch | None:
         """The fetch of a block that lies on the disk; None where it does not, or its fetch goes
         elsewhere already. To be followed by `_read_disk`."""
-        if self.ssd is None or not self.ssd.holds(block):
+        if not any(source.holds(block) for source in self.sources):
             return None
         fetch = self._fetches.get(block)
         if fetch is None:
@@ -384,10 +406,13 @@ class Reads:
 
     def _read_disk(self, now: float, fetch: _Fetch) -> None:
         """Have a fetch's block read, unless it is already."""
-        if fetch.disk_asked:
+        if fetch.source is not None:
             return
-        fetch.disk_asked = True
-        assert self.ssd is not None
+        source = next(source for source in self.sources if source.holds(fetch.block))
+        self._read_source(now, fetch, source)
+
+    def _read_source(self, now: float, fetch: _Fetch, source: Source) -> None:
+        fetch.source = source
         room: ArenaReservation | None = None
 
         def begin(size_bytes: int) -> memoryview | None:
@@ -398,10 +423,16 @@ class Reads:
         def ended(now: float, error: str, digest: int, committed_at: float) -> None:
             self._disk_ended(now, fetch, room, error, digest, committed_at)
 
-        if not self.ssd.read(fetch.block, begin, ended):
+        if not source.read(fetch.block, begin, ended):
             self._disk_ended(now, fetch, None, "not read", 0, 0.0)
         elif fetch.from_disk:
-            self._timers.arm(_Patience(fetch), now + self.ssd.rules.patience_s)
+            self._timers.arm(_Patience(fetch), now + source.patience_s)
+
+    def _source_after(self, fetch: _Fetch) -> Source | None:
+        """Where a block lies, too, that its source did not give."""
+        assert fetch.source is not None
+        rest = self.sources[self.sources.index(fetch.source) + 1 :]
+        return next((source for source in rest if source.holds(fetch.block)), None)
 
     def _disk_ended(
         self,
@@ -414,18 +445,24 @@ class Reads:
     ) -> None:
         self._now = now
         wanted = self._fetches.get(fetch.block) is fetch and fetch.fetch_id < 0
-        fetch.from_disk = False
+        source = fetch.source
+        assert source is not None
         if error or not wanted:
             if room is not None:
                 room.abort()
+            after = self._source_after(fetch) if wanted else None
+            if after is not None:
+                self._read_source(now, fetch, after)
+                return
+            fetch.from_disk = False
             if wanted:
                 self._ask_elsewhere(now, fetch)
             self._tell_recallers(fetch)
         else:
             assert room is not None
-            assert self.ssd is not None
+            fetch.from_disk = False
             self._over(fetch.block)
-            self._deliver(fetch, room, digest, SSD_TIER, now - fetch.started_at, committed_at)
+            self._deliver(fetch, room, digest, source.tier, now - fetch.started_at, committed_at)
             self._tell_recallers(fetch)
         self.drain(now)
 
@@ -661,8 +698,8 @@ class Reads:
             self._end_without(fetch, MissReason.CANCELLED)
             return
         self._metrics.fetch_time.add(elapsed_s)
-        if tier == SSD_TIER and self.ssd is not None:
-            self.ssd.promoted(copy)
+        if fetch.source is not None and tier == fetch.source.tier:
+            fetch.source.promoted(copy)
         if self.courier is not None:
             self.courier.learn(self._now, fetch.block.namespace, copy.size_bytes)
         # It is held while its waiters are told: one of them may put or drop.

@@ -158,7 +158,7 @@ class Serving:
     def is_below(self, namespace: int, wanted: WantedBlock) -> bool:
         """Whether a block is not here, but in the tier below."""
         block = BlockId(namespace, wanted.key)
-        return self._store.peek(block) is None and self._store.below.holds(block)
+        return self._store.peek(block) is None and self._store.lies_below(block)
 
     def get(self, caller: str, namespace: int, wanted: WantedBlock) -> Copy | str:
         """A pinned copy to send (see `end_get`), or why there is none."""

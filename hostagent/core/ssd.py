@@ -231,6 +231,8 @@ class SsdTier:
     """See the module's description. It is the store's `Below`. `take_orders` is to be called after
     `wake`, and when `get_timer` says so."""
 
+    tier: Final = "ssd"
+
     def __init__(
         self,
         rules: SsdRules,
@@ -743,6 +745,11 @@ class SsdTier:
         if held is not room:
             self._table.clear(unit)
         return True
+
+    @property
+    def patience_s(self) -> float:
+        """As `SsdRules`."""
+        return self.rules.patience_s
 
     # --- up -----------------------------------------------------------------------------------
 

@@ -218,6 +218,26 @@ class Below(Protocol):
         ...
 
 
+class Beyond(Protocol):
+    """Where copies lie besides the store and what is below it."""
+
+    def holds(self, block: BlockId) -> bool:
+        """Whether it is known to have the block."""
+        ...
+
+    def committed(self, copy: Copy) -> None:
+        """A copy was committed here. The store may not be changed now."""
+        ...
+
+    def drop(self, block: BlockId) -> bool:
+        """Forget a block; whether it was known."""
+        ...
+
+    def drop_namespace(self, namespace: int) -> None:
+        """Forget all blocks of a namespace."""
+        ...
+
+
 class _NothingBelow:
     """What leaves the store is gone."""
 
@@ -347,6 +367,7 @@ class Store:
         self.recovery: Recovery | None = None
         """Set while there is something left to recover."""
         self.below: Below = _NothingBelow()
+        self.beyond: Beyond | None = None
         self.counters = StoreCounters()
         self._default_quota = default_quota_bytes
         self._quotas = dict(quotas or {})
@@ -515,18 +536,21 @@ class Store:
 
     def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
         """Which blocks have a committed copy, here or below, which is not a use of them."""
-        below = self.below
         if self.recovery is not None:
             blocks = [BlockId(namespace, key) for key in keys]
-            return [self.peek(block) is not None or below.holds(block) for block in blocks]
-        if isinstance(below, _NothingBelow):
+            return [self.peek(block) is not None or self.lies_below(block) for block in blocks]
+        if isinstance(self.below, _NothingBelow) and self.beyond is None:
             if namespace not in self._namespaces:
                 return [False for _ in keys]
             # A pair is as good as a BlockId here, and quicker made.
             pairs = zip(itertools.repeat(namespace), keys, strict=False)
             return list(map(self._index.__contains__, pairs))
         blocks = [BlockId(namespace, key) for key in keys]
-        return [block in self._index or below.holds(block) for block in blocks]
+        return [block in self._index or self.lies_below(block) for block in blocks]
+
+    def lies_below(self, block: BlockId) -> bool:
+        """Whether a block can be had from where copies go."""
+        return self.below.holds(block) or (self.beyond is not None and self.beyond.holds(block))
 
     def get(self, block: BlockId) -> Copy | None:
         """The committed copy of a block, now the most recently used."""
@@ -658,6 +682,8 @@ class Store:
         self.counters.commits += 1
         self.elsewhere.publish(copy)
         self.below.committed(copy)
+        if self.beyond is not None:
+            self.beyond.committed(copy)
         return copy
 
     def land(self, copy: Copy, block: BlockId, size_bytes: int, digest: int) -> Copy:
@@ -709,6 +735,8 @@ class Store:
         """Forget a block, below, too; whether it was held."""
         self._gone.pop(block, None)
         below = self.below.drop(block)
+        if self.beyond is not None:
+            below = self.beyond.drop(block) or below
         copy = self.peek(block)
         if copy is None:
             return below
@@ -726,6 +754,8 @@ class Store:
         for block in [block for block in self._gone if block.namespace == namespace]:
             del self._gone[block]
         self.below.drop_namespace(namespace)
+        if self.beyond is not None:
+            self.beyond.drop_namespace(namespace)
         gone = [copy for block, copy in self._index.items() if block.namespace == namespace]
         self.elsewhere.withdraw(gone)
         for copy in gone:

@@ -68,7 +68,7 @@ POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
 """Eviction policies that a namespace can have (`kvcast.hostagent.tiers.policies`)."""
 TIERS = ("dram", "ssd")
 """Tiers of an agent that a namespace can have a quota of."""
-MEDIA = (*TIERS, "switch")
+MEDIA = (*TIERS, "switch", "cold")
 """What a namespace's blocks may lie on; dram always."""
 
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
@@ -103,7 +103,9 @@ class NamespaceSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     def allows(self, medium: str) -> bool:
         """Whether blocks may lie on that of `MEDIA`."""
-        return not self.media or medium in self.media or medium == "dram"
+        if not self.media:
+            return medium != "cold"
+        return medium in self.media or medium == "dram"
 
 
 class NamespaceInfo(Struct, frozen=True):

@@ -691,6 +691,7 @@ def _others_files_kept() -> AbstractContextManager[object]:
 
 DISK_BITS = "damages what lies on an agent's disk"
 DISK_FILES = "leaves a file of another node"
+COLD_OBJECTS = "changes objects of"
 DISK_READS = "asks a home for blocks on its disk"
 DELETED_ON_DISK = "has blocks on disk outlive"
 
@@ -709,6 +710,27 @@ def _disk_believed() -> AbstractContextManager[object]:
 )
 def _disk_entries_believed() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.tiers.ssd.layout._check", lambda *_: 0)
+
+
+@mutation(
+    "objects are given without their digest",
+    {COLD_OBJECTS: ["test_objects_that_are_not_what_they_should_be_are_not_served"]},
+)
+def _cold_believed() -> AbstractContextManager[object]:
+    from kvcast.hostagent.core.cold import HEAD
+
+    def believes(take: Any) -> Any:
+        def taken(self: Any, now: float, fetch: Any, data: Any) -> None:
+            if len(data) <= HEAD.size:
+                take(self, now, fetch, data)
+                return
+            room = fetch.begin(len(data) - HEAD.size)
+            room[:] = data[HEAD.size :]
+            fetch.ended(now, "", HEAD.unpack_from(data)[4], now)
+
+        return taken
+
+    return around("kvcast.hostagent.core.cold.ColdTier._take", believes)
 
 
 @mutation(

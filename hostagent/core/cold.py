@@ -1,0 +1,355 @@
+"""The cold tier: blocks of some namespaces lie in an object store, too.
+
+Owns: which blocks are written there, which are known to be there, what is believed of an object
+that comes back, and how much waits. Must not know: object stores or their addresses (an adapter
+does the errands), or what a get does with a block (`reads`).
+
+Only namespaces whose `media` name `cold` are kept here. A block that was committed at one of its
+homes is written in the background, some at a time, as one object; what waits is bounded, and what
+is beyond is left out and counted. A copy that has left DRAM before its turn is left out, too.
+Blocks are asked for here when neither DRAM nor the disk has them, by whoever knows that they are
+here: who wrote them, and who has listed at its start what lies under the namespaces' meanings.
+
+An object is a head and the block's bytes. Its name says cluster, meaning and key; its head the
+same again, with size, digest and time. What does not say what it should, or has not the digest that
+it says, is not served, and is deleted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvcast.hostagent.core.store import COMMITTED, Copy, Store
+from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
+
+HEAD: Final = struct.Struct("<8sQ16sQQd")
+"""Magic, meaning, key, size, digest, when it was committed (seconds since 1970)."""
+MAGIC: Final = b"kvcold\r\n"
+DONE: Final = ""
+NO_ROOM: Final = "no room in DRAM"
+GONE: Final = "not in the object store"
+DAMAGED: Final = "not what was stored"
+
+
+@dataclass(frozen=True)
+class ColdRules:
+    """How much is done at once."""
+
+    max_errands: int = 8
+    """Objects on their way, either way."""
+    max_waiting: int = 4096
+    """Blocks that wait to be written, and as many that wait to be read; more are left out."""
+    max_known: int = 1 << 20
+    """Blocks that are known to be there; those known for longest are forgotten first."""
+    patience_s: float = 2.0
+    """How long a read may take before the block is asked for elsewhere."""
+
+
+@dataclass(slots=True)
+class ColdCounters:
+    """Totals since the start."""
+
+    stored: int = 0
+    stored_bytes: int = 0
+    left_out: int = 0
+    """Blocks that were not written: too many waited, or they had left DRAM."""
+    store_errors: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    fetch_errors: int = 0
+    fetches_refused: int = 0
+    damaged: int = 0
+    """Objects that were not what their names said; nobody got them."""
+    deleted: int = 0
+
+
+class Errand(Enum):
+    """What an adapter is to do with an object."""
+
+    STORE = "store"
+    FETCH = "fetch"
+    DELETE = "delete"
+    DELETE_ALL = "delete all"
+    """Whatever has a name that begins so."""
+    LIST = "list"
+    """Tell of all whose names begin so, by `ColdTier.found`."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One errand. `data`: what to store, head first; `ended(now, error, object)` is called once."""
+
+    errand: Errand
+    name: str
+    ended: Callable[[float, str, memoryview | None], None]
+    data: tuple[bytes, memoryview] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    block: BlockId
+    begin: Callable[[int], memoryview | None]
+    ended: Callable[[float, str, int, float], None]
+
+
+class ColdTier:
+    """See the module's description. It is the store's `Beyond`. `take_tasks` is to be called after
+    `wake`."""
+
+    tier: Final = "cold"
+
+    def __init__(
+        self, rules: ColdRules, store: Store, memory: memoryview, cluster: str, epoch_s: float
+    ) -> None:
+        """`cluster`: only what was stored under this name is seen; `epoch_s`: what is to be added
+        to the caller's clock to have seconds since 1970."""
+        self.rules = rules
+        self.counters = ColdCounters()
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there are tasks to take: soon, but not at once."""
+        self.meaning_of: Callable[[int], int | None] = lambda _namespace: None
+        self._store = store
+        self._memory = memory
+        self._cluster = cluster
+        self._epoch_s = epoch_s
+        self._ttl_s: dict[int, float] = {}
+        """Of the namespaces that are kept here; 0 = for ever."""
+        self._known: BoundedMap[BlockId, None] = BoundedMap(rules.max_known)
+        self._to_store: deque[tuple[Copy, int]] = deque()
+        self._to_fetch: deque[_Fetch] = deque()
+        self._others: deque[Task] = deque()
+        self._listed: dict[str, int] = {}
+        """Prefixes that were listed, and their namespaces."""
+        self._errands = 0
+        self._now = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """As `ColdRules`."""
+        return self.rules.patience_s
+
+    # --- the store's side ---------------------------------------------------------------------
+
+    def holds(self, block: BlockId) -> bool:
+        """Whether a block is known to be there."""
+        return block in self._known and block.namespace in self._ttl_s
+
+    def committed(self, copy: Copy) -> None:
+        """A copy was committed in DRAM: if it is a home's, it is stored."""
+        block = copy.block
+        if not copy.home or block.namespace not in self._ttl_s or block in self._known:
+            return
+        if len(self._to_store) >= self.rules.max_waiting:
+            self.counters.left_out += 1
+            return
+        self._to_store.append((copy, copy.digest))
+        self.wake()
+
+    def drop(self, block: BlockId) -> bool:
+        """Forget a block; whether it was known."""
+        if block not in self._known:
+            return False
+        del self._known[block]
+        self._delete(block)
+        return True
+
+    def drop_namespace(self, namespace: int) -> None:
+        """Forget all blocks of a namespace."""
+        for block in [b for b in self._known if b.namespace == namespace]:
+            del self._known[block]
+        for prefix in [p for p, number in self._listed.items() if number == namespace]:
+            del self._listed[prefix]
+            self._others.append(Task(Errand.DELETE_ALL, prefix, self._other_ended))
+        self.wake()
+
+    def configure(self, ttl_s: Mapping[int, float]) -> None:
+        """State the namespaces that are kept here, and how long their blocks live."""
+        self._ttl_s = dict(ttl_s)
+        for namespace in self._ttl_s:
+            prefix = self._prefix_of(namespace)
+            if prefix is not None and prefix not in self._listed:
+                self._listed[prefix] = namespace
+                self._others.append(Task(Errand.LIST, prefix, self._other_ended))
+        self.wake()
+
+    def advance(self, now: float) -> None:
+        """It is `now`."""
+        self._now = max(self._now, now)
+
+    # --- names --------------------------------------------------------------------------------
+
+    def _prefix_of(self, namespace: int) -> str | None:
+        meaning = self.meaning_of(namespace)
+        return None if meaning is None else f"{self._cluster}/{meaning:016x}/"
+
+    def _name_of(self, block: BlockId) -> str | None:
+        prefix = self._prefix_of(block.namespace)
+        return None if prefix is None else f"{prefix}{block.key.hex()}"
+
+    def found(self, prefix: str, names: Iterable[str]) -> None:
+        """Objects that are there; names that are none of ours are passed over."""
+        namespace = self._listed.get(prefix)
+        if namespace is None:
+            return
+        for name in names:
+            text = name.removeprefix(prefix)
+            if len(text) == 32 and not set(text) - set("0123456789abcdef"):
+                self._known[BlockId(namespace, bytes.fromhex(text))] = None
+
+    # --- errands ------------------------------------------------------------------------------
+
+    def take_tasks(self, now: float) -> list[Task]:
+        """What is to be done now."""
+        self.advance(now)
+        tasks: list[Task] = []
+        while self._errands + len(tasks) < self.rules.max_errands:
+            task = self._next()
+            if task is None:
+                break
+            tasks.append(task)
+        self._errands += len(tasks)
+        return tasks
+
+    def _next(self) -> Task | None:
+        """Readers first; then what is to be forgotten; then what is to be stored."""
+        while self._to_fetch:
+            fetch = self._to_fetch.popleft()
+            name = self._name_of(fetch.block)
+            if name is not None and self.holds(fetch.block):
+                return Task(Errand.FETCH, name, self._fetched_by(fetch))
+            fetch.ended(self._now, GONE, 0, 0.0)
+        if self._others:
+            return self._others.popleft()
+        while self._to_store:
+            copy, digest = self._to_store.popleft()
+            name = self._name_of(copy.block)
+            if name is None or copy.state != COMMITTED or copy.digest != digest:
+                self.counters.left_out += 1
+                continue
+            return self._store_task(copy, name)
+        return None
+
+    def _store_task(self, copy: Copy, name: str) -> Task:
+        meaning = self.meaning_of(copy.block.namespace)
+        assert meaning is not None
+        head = HEAD.pack(
+            *(MAGIC, meaning, copy.block.key, copy.size_bytes, copy.digest),
+            copy.committed_at + self._epoch_s,
+        )
+        view = self._memory[copy.offset : copy.offset + copy.size_bytes]
+        self._store.pin(copy)
+
+        def ended(now: float, error: str, _data: memoryview | None) -> None:
+            self._errand_ended(now)
+            view.release()
+            dropped = copy.state != COMMITTED
+            self._store.unpin(copy)
+            if error:
+                self.counters.store_errors += 1
+                return
+            self.counters.stored += 1
+            self.counters.stored_bytes += copy.size_bytes
+            if dropped:
+                self._others.append(Task(Errand.DELETE, name, self._other_ended))
+            else:
+                self._known[copy.block] = None
+
+        return Task(Errand.STORE, name, ended, (head, view))
+
+    def _delete(self, block: BlockId) -> None:
+        name = self._name_of(block)
+        if name is not None:
+            self.counters.deleted += 1
+            self._others.append(Task(Errand.DELETE, name, self._other_ended))
+            self.wake()
+
+    def _other_ended(self, now: float, error: str, _data: memoryview | None) -> None:
+        self._errand_ended(now)
+        self.counters.store_errors += bool(error)
+
+    def _errand_ended(self, now: float) -> None:
+        self.advance(now)
+        self._errands -= 1
+        self.wake()
+
+    # --- back ---------------------------------------------------------------------------------
+
+    def read(
+        self,
+        block: BlockId,
+        begin: Callable[[int], memoryview | None],
+        ended: Callable[[float, str, int, float], None],
+    ) -> bool:
+        """As `SsdTier.read`."""
+        if not self.holds(block):
+            return False
+        if len(self._to_fetch) >= self.rules.max_waiting:
+            self.counters.fetches_refused += 1
+            return False
+        self._to_fetch.append(_Fetch(block, begin, ended))
+        self.wake()
+        return True
+
+    def promoted(self, copy: Copy) -> None:
+        """A block that was read is in DRAM now."""
+
+    def _fetched_by(self, fetch: _Fetch) -> Callable[[float, str, memoryview | None], None]:
+        def ended(now: float, error: str, data: memoryview | None) -> None:
+            self._errand_ended(now)
+            if error or data is None:
+                self.counters.fetch_errors += 1
+                if error == GONE:
+                    self._known.pop(fetch.block, None)
+                fetch.ended(now, error or GONE, 0, 0.0)
+                return
+            if not self.holds(fetch.block):  # it was dropped meanwhile
+                fetch.ended(now, GONE, 0, 0.0)
+                return
+            self._take(now, fetch, data)
+
+        return ended
+
+    def _take(self, now: float, fetch: _Fetch, data: memoryview) -> None:
+        """An object has come: is it what it should be?"""
+        block = fetch.block
+        said = HEAD.unpack_from(data) if len(data) > HEAD.size else None
+        body = data[HEAD.size :]
+        right = (
+            said is not None
+            and said[:3] == (MAGIC, self.meaning_of(block.namespace), block.key)
+            and said[3] == len(body) <= MAX_BLOCK_BYTES
+            and digest_of(body) == said[4]
+        )
+        if said is None or not right:
+            self.counters.damaged += 1
+            self.drop(block)
+            fetch.ended(now, DAMAGED, 0, 0.0)
+            return
+        since = min(now, said[5] - self._epoch_s)
+        ttl_s = self._ttl_s[block.namespace]
+        if ttl_s and since + ttl_s <= now:
+            self.drop(block)
+            fetch.ended(now, GONE, 0, 0.0)
+            return
+        room = fetch.begin(len(body))
+        if room is None:
+            fetch.ended(now, NO_ROOM, 0, 0.0)
+            return
+        room[:] = body
+        self.counters.fetched += 1
+        self.counters.fetched_bytes += len(body)
+        fetch.ended(now, DONE, said[4], since)
+
+    def values(self) -> dict[str, float]:
+        """Present values by name."""
+        return {
+            "cold_blocks_known": float(len(self._known)),
+            "cold_stores_waiting": float(len(self._to_store)),
+            "cold_fetches_waiting": float(len(self._to_fetch)),
+        }

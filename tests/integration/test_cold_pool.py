@@ -1,0 +1,204 @@
+"""Blocks of a namespace in an object store: a folder, and moto's S3 server where it is installed.
+
+The oracle is what was put, and the folder's files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from hostagent_harness import MIB, Pool, key_of, running_pool, until
+from kvcast.hostagent.cold import ColdError
+from kvcast.hostagent.core.cold import HEAD, ColdTier
+from kvcast.hostagent.options import Options
+from kvcast.protocol.messages.control import NamespaceSettings
+
+pytest.importorskip("obstore", reason="obstore is not installed (pip install 'kvcast[cold]')")
+
+COUNT = 40
+
+
+def with_cold(url: str, *nodes: int) -> Callable[[Options], Options]:
+    def change(options: Options) -> Options:
+        cold = url if options.network.switch_port in nodes else ""
+        return replace(options, arena=replace(options.arena, size_bytes=MIB), cold=cold)
+
+    return change
+
+
+def data_of(number: int) -> bytes:
+    return random.Random(number).randbytes(48_000 + number)
+
+
+def kept_cold(pool: Pool) -> None:
+    """Namespace 1 may lie in the object store, and its home is node 1; namespace 2 is as it was."""
+    info = pool.controller.namespaces[0]
+    pool.controller.namespaces[0] = msgspec.structs.replace(
+        info, settings=NamespaceSettings(media=["dram", "cold"])
+    )
+    pool.controller.homes_of = lambda _bucket: ["node-1"]
+    pool.controller.publish()
+
+
+def tier_at(pool: Pool, node: int) -> ColdTier:
+    cold = pool.agents[node].cold
+    assert cold is not None
+    return cold.tier
+
+
+async def put(pool: Pool, numbers: range, namespace: int = 1) -> None:
+    """Put blocks on node 1, no faster than they are stored."""
+    tier = tier_at(pool, 1)
+    for number in numbers:
+        await pool.clients[1].put(namespace, {key_of(number): data_of(number)})
+        await until(lambda: not tier.values()["cold_stores_waiting"] and not tier._errands)
+
+
+async def tier_of(pool: Pool, node: int, number: int, namespace: int = 1) -> str:
+    (block,) = await pool.clients[node].get(namespace, [key_of(number)], deadline_s=10.0)
+    if block is None:
+        return ""
+    with block:
+        assert bytes(block.data) == data_of(number)
+        return block.tier
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+async def all_of_it(tmp_path: Path, url: str) -> None:
+    """What leaves DRAM comes back, here and at another node; and so it does for the next agent."""
+    async with running_pool(tmp_path, 2, with_cold(url, 1)) as pool:
+        kept_cold(pool)
+        await pool.settled()
+        await put(pool, range(COUNT))
+        assert tier_at(pool, 1).counters.stored == COUNT
+        tiers = [await tier_of(pool, 1, number) for number in reversed(range(COUNT))]
+        assert set(tiers) == {"local", "cold"}
+        assert "" not in [await tier_of(pool, 2, number) for number in range(10)]
+        assert await pool.clients[2].exists(1, [key_of(n) for n in range(COUNT)]) == COUNT
+        await pool.kill(1)
+        await pool.start_agent(1, with_cold(url, 1))
+        await pool.settled()
+        await pool.client(1)
+        tier = tier_at(pool, 1)
+        await until(lambda: tier.values()["cold_blocks_known"] == COUNT)
+        assert await tier_of(pool, 1, 25) == "cold"
+
+
+async def test_blocks_come_back_from_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    await all_of_it(tmp_path, f"file://{folder}")
+    assert len(files(folder)) == COUNT
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket at an S3 server on this machine."""
+    server = pytest.importorskip("moto.server", reason="moto's S3 server is not installed")
+    boto = pytest.importorskip("boto3")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    running.start()
+    host, port = running.get_host_and_port()
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "somebody"),
+        ("AWS_SECRET_ACCESS_KEY", "something"),
+        ("AWS_REGION", "us-east-1"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+        ("AWS_ENDPOINT", f"http://{host}:{port}"),
+        ("AWS_ALLOW_HTTP", "true"),
+    ):
+        monkeypatch.setenv(name, value)
+    boto.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="blocks")
+    yield "s3://blocks"
+    running.stop()
+
+
+@pytest.mark.filterwarnings("default")
+async def test_blocks_come_back_from_an_s3_server(tmp_path: Path, s3: str) -> None:
+    await all_of_it(tmp_path, s3)
+
+
+async def test_only_what_may_lies_there_and_what_is_dropped_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    async with running_pool(tmp_path, 1, with_cold(f"file://{folder}", 1)) as pool:
+        kept_cold(pool)
+        await pool.settled()
+        await put(pool, range(5), namespace=2)
+        assert files(folder) == []
+        await put(pool, range(5))
+        assert len(files(folder)) == 5
+        await pool.clients[1].drop(1, [key_of(3)])
+        await until(lambda: len(files(folder)) == 4)
+        assert await tier_of(pool, 1, 3) == ""
+        pool.agents[1].core.store.drop_namespace(1)
+        await until(lambda: not files(folder))
+        assert await tier_of(pool, 1, 1) == ""
+
+
+async def test_objects_that_are_not_what_they_should_be_are_not_served(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    async with running_pool(tmp_path, 1, with_cold(f"file://{folder}", 1)) as pool:
+        kept_cold(pool)
+        await pool.settled()
+        await put(pool, range(COUNT))
+        names = {key_of(n).hex(): n for n in range(COUNT)}
+        by_number = {names[path.name]: path for path in files(folder)}
+        tier = tier_at(pool, 1)
+        damaged = bytearray(by_number[0].read_bytes())
+        damaged[HEAD.size + 100] ^= 1
+        by_number[0].write_bytes(damaged)
+        by_number[1].write_bytes(by_number[2].read_bytes())
+        by_number[3].write_bytes(b"short")
+        by_number[4].write_bytes(by_number[4].read_bytes() + b"?")
+        by_number[5].unlink()
+        for number in (0, 1, 3, 4):
+            assert await tier_of(pool, 1, number) == ""
+        assert tier.counters.damaged == 4
+        assert await tier_of(pool, 1, 5) == ""
+        assert tier.counters.fetch_errors == 1
+        await until(lambda: not {by_number[n] for n in (0, 1, 3, 4)} & set(files(folder)))
+        assert await tier_of(pool, 1, 2) == "cold"
+        assert await pool.clients[1].exists(1, [key_of(5)]) == 0
+
+
+async def test_a_store_that_does_not_answer_costs_nobody_what_is_here(tmp_path: Path) -> None:
+    folder = tmp_path / "objects"
+    folder.mkdir()
+    async with running_pool(tmp_path, 1, with_cold(f"file://{folder}", 1)) as pool:
+        kept_cold(pool)
+        await pool.settled()
+        tier = tier_at(pool, 1)
+        tier.rules = replace(tier.rules, max_waiting=4)
+        agent = pool.agents[1]
+        assert agent.cold is not None
+        hangs = asyncio.Event()
+
+        async def never(_task: object) -> None:
+            await hangs.wait()
+
+        agent.cold._errand = never  # type: ignore[method-assign, assignment]
+        for number in range(30):
+            await pool.clients[1].put(1, {key_of(number): data_of(number)})
+        assert tier.counters.left_out > 0
+        assert await tier_of(pool, 1, 29) == "local"
+        hangs.set()
+        await until(lambda: not tier._errands)
+
+
+def test_an_agent_says_why_it_cannot_use_a_store(tmp_path: Path) -> None:
+    from kvcast.hostagent.cold import open_store
+
+    for url in ("nothing://x", "no url"):
+        with pytest.raises(ColdError):
+            open_store(url)
