@@ -273,6 +273,9 @@ class Agent:
             go_on=transport.go_on,
             pump=transport.pump,
             count=transport.count_frames,
+            lane=core.lane,
+            open_lane=transport.open_lane,
+            close_lane=transport.close_lane,
         )
 
     def _let_go(self, index: Index) -> None:

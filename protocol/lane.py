@@ -167,6 +167,8 @@ class NativeLane(Struct):
     job_count: U64
     answered: Ptr[NativeAnswered]
     answered_count: U64
+    marked_count: U64
+    """Those of them that a switch had marked."""
     full: U64
     """READs that found too few `frames_left`, while the lane was open."""
 
@@ -239,7 +241,7 @@ def header_for(lane: NativeLane, read: U64, op: U64, digest: U64, size: U64, nod
 @native
 def answer(lane: NativeLane, read: U64, node: U64) -> bool:
     """Answer a well-formed frame from a node, if it is a READ that needs no decision."""
-    if lane.opened == 0:
+    if lane.opened == 0 or lane.job_count + 2 > JOBS or lane.answered_count == JOBS:
         return False
     b = bytes_at(read)
     flags = swap16(u16_at(read + _FLAGS_AT)[0])
@@ -306,7 +308,10 @@ def answer(lane: NativeLane, read: U64, node: U64) -> bool:
     told.cell = (entry[0] << SLOT_BITS) | slot
     told.reader = node
     told.segment = number
-    told.marked = 1 if marked else 0
+    told.marked = 0
+    if marked:
+        told.marked = 1
+        lane.marked_count += 1
     told.frames = count
     told.payload_bytes = length
     told.offers = offers
@@ -365,7 +370,8 @@ class Lane:
         believed."""
         self._code = compiled()
         self._lane: Any = ctypes_of(NativeLane)()
-        self._address = ctypes.addressof(self._lane)
+        self.address = ctypes.addressof(self._lane)
+        """For compiled code that answers by it, and has what was answered told (`tell`)."""
         self._jobs = (ctypes_of(Job) * JOBS)()
         self._answered = (ctypes_of(NativeAnswered) * JOBS)()
         self._answered_view = memoryview(self._answered).cast("B")
@@ -433,15 +439,23 @@ class Lane:
 
     def place(self, table: int, pieces: int, count: int) -> int:
         """What `Placement.place` calls instead of the compiled `place`."""
-        why = self._code(self._address, table, pieces, count)
+        why = self._code(self.address, table, pieces, count)
         lane = self._lane
         if lane.job_count:
             self.send(lane.jobs, lane.job_count)
             lane.job_count = 0
-            view = self._answered_view[: lane.answered_count * _ANSWERED.size]
-            lane.answered_count = 0
-            self.told([Answered._make(each) for each in _ANSWERED.iter_unpack(view)])
+        self.tell()
         return why
+
+    def tell(self) -> bool:
+        """Say what was answered; False if nothing was. The answers have been sent."""
+        lane = self._lane
+        count = lane.answered_count
+        if count:
+            view = self._answered_view[: count * _ANSWERED.size]
+            lane.answered_count = lane.marked_count = 0
+            self.told([Answered._make(each) for each in _ANSWERED.iter_unpack(view)])
+        return bool(count)
 
     def take_full(self) -> int:
         """READs since the last time that went to Python since the frames of the round were used

@@ -264,6 +264,17 @@ class AgentCore:
             lane.open(frames, takes_marked=not self.responder.holds_back)
         return lane
 
+    def after_lane(self, now: float) -> bool:
+        """Hear of what the lane has answered since it was opened, and close it; whether there is
+        any that was not told before."""
+        if self.lane is None:
+            return False
+        self._now = now
+        told = self.lane.tell()
+        self.lane.close()
+        self.responder.counters.reads_beyond_lane += self.lane.take_full()
+        return told
+
     def _answered(self, answered: list[Answered]) -> None:
         """The lane has answered these READs, and sent the answers."""
         assert self.shared is not None
@@ -352,9 +363,7 @@ class AgentCore:
     def after_receiving(self, now: float, *, heard: bool = True) -> None:
         """Act on what the frames since the last call have brought about. `heard`: whether
         `receive` or `placed` was told of any; else nothing is to be sent, or done."""
-        if self.lane is not None:
-            self.lane.close()
-            self.responder.counters.reads_beyond_lane += self.lane.take_full()
+        self.after_lane(now)
         if not heard:
             return
         self.store.advance(now)

@@ -75,6 +75,7 @@ from kvcast.protocol.courier import (
     frame_came,
     hear,
 )
+from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
 from kvcast.protocol.messages.questions import QUESTION
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
@@ -86,6 +87,11 @@ from kvcast.protocol.placement import (
 )
 
 BOOKS_AFTER_MS: Final = 2
+LANE_ENOUGH: Final = JOBS // 2
+"""READs that the lane has answered, after which Python is to hear of them. Of those that a switch
+has marked it hears at once, since it may have to hold the next ones back."""
+LANE_FRAMES: Final = 256
+"""As many as the home sends in one round."""
 _EVENTS: Final = 128
 _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
@@ -105,6 +111,9 @@ class Waiting(Struct):
     """The socket that frames come from."""
     courier: Ptr[couriers.Courier]
     moves: Ptr[Moves]
+    lane: Ptr[NativeLane]
+    lane_frames: U64
+    """By so many frames it may answer before it sends them."""
     events: Ptr[EpollEvent]
     clients: Ptr[U32]
     """By descriptor, the number of a client, plus 1."""
@@ -185,6 +194,23 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
 
 
 @native
+def send_lane(w: Waiting) -> None:
+    """Send what the lane has answered."""
+    lane = w.lane[0]
+    if lane.job_count != 0:
+        m = w.moves[0]
+        jobs = m.jobs
+        m.jobs = lane.jobs
+        send(m, lane.job_count)
+        m.jobs = jobs
+        lane.job_count = 0
+        lane.frames_left = w.lane_frames
+        if m.waiting_count != 0:  # the home is asked for nothing more until it is gone
+            lane.opened = 0
+            w.attention = 1
+
+
+@native
 def receive_frames(w: Waiting, now_ns: U64) -> None:
     """Take frames, up to what is Python's."""
     courier = w.courier[0]
@@ -203,15 +229,19 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
             theirs = False
             if why == FRAME_FOR_PYTHON:
                 theirs = not frame_came(courier, t.frame, t.frame_length, t.frame_source, now_ns)
+                if theirs:
+                    theirs = not answer(w.lane[0], t.frame, t.frame_source)
                 t.frame_taken = 0 if theirs else 1
             send_answers(w)
             if theirs or t.arrival_count != 0:
+                send_lane(w)
                 w.pieces = count
                 w.why = why
                 w.stopped = 1
                 return
             if why == ALL_PLACED:
                 break
+        send_lane(w)
 
 
 @native
@@ -219,6 +249,7 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
     """Wait until something is Python's, or it is time (-1: never); how many of `events` are
     Python's."""
     courier = w.courier[0]
+    lane = w.lane[0]
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     w.stopped = 0
@@ -233,7 +264,8 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             until_ms = signed((next_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
             if pause_ms < 0 or until_ms < pause_ms:
                 pause_ms = until_ms
-        if courier.record_count != 0 and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
+        untold = courier.record_count != 0 or lane.answered_count != 0
+        if untold and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
             pause_ms = signed(0 + BOOKS_AFTER_MS)
         count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
         if count < 0:
@@ -245,7 +277,9 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             client = 0
             if event.data < _MAX_DESCRIPTORS:
                 client = 0 + w.clients[event.data]
-            frames = event.data == w.frames and event.events == EPOLLIN and courier.in_flight != 0
+            frames = event.data == w.frames and event.events == EPOLLIN
+            if courier.in_flight == 0 and lane.opened == 0:
+                frames = False
             if client != 0:
                 if courier.clients[client - 1].state == CLIENT_HERE:
                     serve(w, client - 1, now_ns)
@@ -259,7 +293,9 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             return kept
         if courier.record_count >= RECORDS_ENOUGH or courier.landed >= courier.enough_landed:
             return 0
-        if count == 0 and courier.record_count != 0:
+        if lane.marked_count != 0 or lane.answered_count >= LANE_ENOUGH:
+            return 0
+        if count == 0 and untold:
             return 0
         if timeout_ms >= 0 and now_ns >= end_ns:
             return 0
@@ -297,7 +333,7 @@ class CourierSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         runs = self.runs
-        if runs is None or not runs.has_clients:
+        if runs is None or not runs.is_of_use:
             return super().select(timeout)
         ready = []
         keys = self.get_map()
@@ -336,8 +372,15 @@ class CourierDriver:
         go_on: Callable[[int, int], None],
         pump: Callable[[], None],
         count: Callable[[], None],
+        lane: Lane | None,
+        open_lane: Callable[[float], None],
+        close_lane: Callable[[float], bool],
     ) -> None:
         self.courier = courier
+        self._lane = lane
+        self._open_lane = open_lane
+        self._close_lane = close_lane
+        self._no_lane = ctypes_of(NativeLane)()
         self.offended: Callable[[Holder], None] = lambda _holder: None
         self._selector = selector
         self._mover = mover
@@ -357,6 +400,8 @@ class CourierDriver:
         waiting.frames = frames.fileno()
         waiting.courier = courier.address
         waiting.moves = mover.address
+        waiting.lane = ctypes.addressof(self._no_lane) if lane is None else lane.address
+        waiting.lane_frames = LANE_FRAMES
         waiting.events = ctypes.addressof(self._events)
         waiting.clients = ctypes.addressof(self._clients)
         waiting.descriptors = ctypes.addressof(self._descriptors)
@@ -377,9 +422,9 @@ class CourierDriver:
     # --- clients ----------------------------------------------------------------------------------
 
     @property
-    def has_clients(self) -> bool:
-        """Whether anybody may ask."""
-        return bool(self._sockets)
+    def is_of_use(self) -> bool:
+        """Whether anybody may ask, or be answered."""
+        return bool(self._sockets) or self._lane is not None
 
     def add(self, holder: Holder) -> socket.socket | None:
         """Let a client ask by the courier; its end of a socket pair, None where it cannot be."""
@@ -412,15 +457,22 @@ class CourierDriver:
         """Run the courier until something else is ready, or it is time: (descriptor, what epoll
         says of it)."""
         courier, waiting = self.courier, self._waiting
-        courier.prepare(time.monotonic())
+        now = time.monotonic()
+        courier.prepare(now)
         self._follow()
+        if timeout_s != 0:
+            self._open_lane(now)
         timeout_ms = -1
         if timeout_s is not None:
             timeout_ms = math.ceil(timeout_s * 1e3) if timeout_s > 0 else 0
         count = self._wait(self._address, timeout_ms)
         ready = [(event.data, event.events) for event in self._events[:count]]
+        now = time.monotonic()
+        answered = self._close_lane(now)
         if courier.unbooked:
-            courier.book(time.monotonic())
+            courier.book(now)
+            answered = True
+        if answered:
             self._count()
         if waiting.stopped:
             self._go_on(waiting.why, waiting.pieces)

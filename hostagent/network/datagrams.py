@@ -178,9 +178,19 @@ class Transport(ABC):
         self._core.after_receiving(self._now)
         self.pump()
 
+    def open_lane(self, now: float) -> None:
+        """Frames may be taken in compiled code from now on."""
+        self._follow_pool()
+        self._core.open_lane(now, 0 if self.mover.waiting else SEND_ROUND)
+
+    def close_lane(self, now: float) -> bool:
+        """No more; whether the lane has answered any."""
+        return self._core.after_lane(now)
+
     def count_frames(self) -> None:
         """Frames were received, and sent, in compiled code."""
         self._count_received()
+        self._metrics.frames_dropped_receiving_total = _kernel_drops(self.socket)
         self._count_sent()
 
     def _count_received(self) -> int:

@@ -13,12 +13,14 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hostagent_harness import Pool, key_of, running_pool, until
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, Client
 from kvcast.hostagent.network.courier import CourierLoop
+from kvcast.hostagent.network.datagrams import Transport
 from kvcast.protocol.messages.questions import ANSWER, GET, GIVEN, QUESTION
 from kvcast.protocol.messages.wire import BlockId
 
@@ -222,3 +224,40 @@ async def test_an_agent_that_ends_with_questions_in_flight_leaves_nothing_behind
         assert outcome.block is None
         assert outcome.status == "miss"
         assert courier_of(pool)["courier_handed_over_silence_total"] == 1
+
+
+@on_a_courier
+async def test_a_home_answers_while_it_waits_and_hears_of_it_afterwards(tmp_path: Path) -> None:
+    told: list[int] = []
+    close_lane = Transport.close_lane
+
+    def closed(transport: Transport, now: float) -> bool:
+        before = transport._core.responder.counters.reads_by_lane
+        answered = close_lane(transport, now)
+        told.append(transport._core.responder.counters.reads_by_lane - before)
+        return answered
+
+    with mock.patch.object(Transport, "close_lane", closed):
+        async with running_pool(tmp_path, 2) as pool:
+            # The first agent has the loop's waits for itself: let it be the home.
+            pool.controller.homes_of = lambda _bucket: ["node-1"]
+            pool.controller.publish()
+            await pool.settled()
+            await pool.clients[1].put(1, {key_of(n): noise(n) for n in range(20)})
+            for number in range(20):
+                (block,) = await pool.clients[2].get(1, [key_of(number)])
+                assert block is not None
+                assert bytes(block.data) == noise(number)
+                block.release()
+            home = pool.agents[1].core
+            counters = home.responder.counters
+            await until(lambda: counters.reads == 20)
+            assert counters.reads_by_lane == counters.reads_answered == 20
+            assert counters.payload_bytes == 20 * SIZE
+            assert 0 < sum(told) <= 20, "none was answered in a wait"
+            assert {heat.block.key for heat in home.responder.take_heat(30)} == {
+                key_of(number) for number in range(20)
+            }
+            stats = await pool.clients[1].stats()
+            received = stats["frames_received_total"]
+            assert received == stats["frames_answers_total"] + stats["responder_reads_total"]
