@@ -23,9 +23,13 @@ import torch
 from kvcast.hostagent.connectors.block_link import BlockLink, Named, Room
 from kvcast.hostagent.connectors.counters import Counters, merged
 from kvcast.hostagent.connectors.naming import NamespaceName, RankFacts, key_of, namespace_name
-from kvcast.hostagent.connectors.options import StoreOptions, parse_store_options
+from kvcast.hostagent.connectors.options import (
+    ConfigurationError,
+    StoreOptions,
+    parse_store_options,
+)
 from kvcast.hostagent.connectors.transfers import DEADLINE, Transfer
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
 from sglang.version import __version__ as sglang_version
 
 GRACE_S: Final = 0.05
@@ -72,6 +76,15 @@ class KvcastHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         self._namespace = _namespace(self._config, mem_pool_host, self._options)
         _log.info("kvcast: %s", self._namespace)
+
+    def on_host_pools_registered(self) -> None:
+        """All pools are known; ConfigurationError where there are several."""
+        others = {str(name) for name in getattr(self, "registered_pools", {})} - {str(PoolName.KV)}
+        if others:
+            raise ConfigurationError(
+                "kvcast's adapter takes models with one pool of host memory; this one has "
+                f"{', '.join(sorted(others))}, too"
+            )
 
     # --- questions ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageFailureInjector,
+    PoolName,
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
@@ -241,6 +243,38 @@ def hung(one: str, other: str, pid: str) -> None:
     backend.close()
 
 
+def crowd(one: str, other: str) -> None:
+    """Many threads at once: none fails, and none gets another's page."""
+    mine, theirs = HostPool(), HostPool()
+    mine.fill(1)
+    here, there = make(one, mine, {"load_s": 20.0}), make(other, theirs, {"load_s": 20.0})
+    failures: list[BaseException] = []
+
+    def play(number: int) -> None:
+        try:
+            pages = range(number * 2, number * 2 + 2)
+            for turn in range(8):
+                names = keys(f"{number} {turn}", 2)
+                assert here.batch_set_v1(names, indices(pages)) == [True] * 2
+                assert there.batch_exists(names) == 2
+                assert there.batch_get_v1(names, indices(pages)) == [True] * 2
+                for at in pages:
+                    assert theirs.page(at) == mine.page(at)
+                    for piece in theirs.pieces(at):
+                        piece.zero_()
+        except BaseException as error:
+            failures.append(error)
+
+    players = [threading.Thread(target=play, args=(number,)) for number in range(PAGES // 2)]
+    for player in players:
+        player.start()
+    for player in players:
+        player.join()
+    assert not failures, failures
+    here.close()
+    there.close()
+
+
 def injected(one: str) -> None:
     """Behind SGLang's own injector of failures, all is as it says."""
     from sglang.srt.environ import envs
@@ -270,6 +304,16 @@ def wrong() -> None:
             raise AssertionError(params)
         assert "kvcast" in said
     backend = make("/nonexistent/agent.sock", HostPool())
+    backend.register_mem_host_pool_v2(HostPool(), PoolName.KV)
+    backend.on_host_pools_registered()
+    backend.register_mem_host_pool_v2(HostPool(), PoolName.MAMBA)
+    try:
+        backend.on_host_pools_registered()
+    except ValueError as error:
+        said = str(error)
+    else:
+        raise AssertionError("several pools")
+    assert "mamba" in said
     names = keys("a", 2)
     assert backend.batch_exists(names) == 0
     assert backend.batch_set_v1(names, indices(range(2))) == [False] * 2
@@ -281,6 +325,7 @@ if __name__ == "__main__":
     scenarios: dict[str, Any] = {
         "contract": contract,
         "apart": apart,
+        "crowd": crowd,
         "hung": hung,
         "injected": injected,
         "wrong": wrong,

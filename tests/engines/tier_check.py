@@ -8,6 +8,7 @@ into, and reads from, the region.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.plugins import load_general_plugins
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
@@ -204,6 +206,18 @@ def apart(one: str, other: str) -> None:
     assert same.hits(keys) == 4
     assert same.holds(keys, "mine")
     same.close()
+    # Who makes its hashes from another seed finds nothing, and is told so.
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kvcast.connector").addHandler(handler)
+    kv_cache_utils._NONE_HASH_SEED = "another"
+    stranger = Engine(other)
+    end = time.monotonic() + WAIT_S
+    while not any("from another seed" in one for one in said):
+        assert time.monotonic() < end, said
+        time.sleep(0.05)
+    stranger.close()
     here.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from importlib.metadata import entry_points
 
 import pytest
 from kvcast.hostagent.connectors.found import Found
@@ -178,3 +179,10 @@ def test_an_option_that_is_not_understood_is_named() -> None:
     for wrong in ({"deadline": 1}, {"load_s": 0}, {"ack": "all"}, {"waiting_bytes": "much"}):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             parse_store_options(wrong)
+
+
+def test_vllm_finds_the_tier_where_it_is_installed_and_loading_it_needs_no_vllm() -> None:
+    [point] = [one for one in entry_points(group="vllm.general_plugins") if one.name == "kvcast"]
+    register = point.load()
+    register()  # a vLLM without secondary tiers, or none
+    register()
