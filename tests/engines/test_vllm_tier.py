@@ -79,7 +79,13 @@ def offload(socket: Path | str) -> dict[str, Any]:
 
 
 async def answers(
-    log: Path, model: Path, prompts: list[Prompt], socket: Path | None = None, turns: int = 1
+    log: Path,
+    model: Path,
+    prompts: list[Prompt],
+    socket: Path | None = None,
+    *,
+    turns: int = 1,
+    saves: bool = False,
 ) -> list[Answers]:
     """An engine's, so many times over: with its own cache, and with the tier at `socket`."""
     options = {} if socket is None else {"kv_transfer_config": offload(socket)}
@@ -89,7 +95,7 @@ async def answers(
         given = []
         for _ in range(turns):
             given.append([(await engine.generate([prompt]))[0] for prompt in prompts])
-        if socket is not None:
+        if saves:
             await saved(engine, prompts)
         return given
 
@@ -104,7 +110,7 @@ async def test_an_engine_answers_by_what_another_has_offloaded_as_by_its_own_cac
     new, again = await answers(tmp_path / "alone.log", model, prompts, turns=2)
     async with pool_of(tmp_path, nodes=2) as pool:
         one, other = pool.sockets["node-1"], pool.sockets["node-2"]
-        [first] = await answers(tmp_path / "one.log", model, prompts, one)
+        [first] = await answers(tmp_path / "one.log", model, prompts, one, saves=True)
         assert right(first, new)
         [second] = await answers(tmp_path / "other.log", model, prompts, other)
         assert [answer["cached"] for answer in second] == [answer["cached"] for answer in again]
