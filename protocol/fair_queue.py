@@ -1,6 +1,7 @@
 """Whose turn it is: what waits for one way, shared by weights.
 
-Owns: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Must not know: what waits, or
+Owns: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), of items (`FairQueue`) and of
+whatever else waits (`Shares`). Must not know: what waits, or
 what way it is.
 
 Whatever waits belongs to a flow, and costs so much. Flows that have something waiting get shares of
@@ -21,9 +22,47 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_FLOWS: Final = 1024
+"""Flows of which `Shares` remembers what they have had; beyond it, those with the least to be
+remembered are forgotten."""
+
 MAX_IDLE_FLOWS: Final = 1024
 """Flows without anything waiting whose times are remembered; beyond it, those of times that are
 over are forgotten, and then that which has been idle for longest."""
+
+
+class Shares:
+    """What flows have had of a way, and who is next; what waits is the caller's to know.
+
+    Unlike in a `FairQueue`, a flow that takes less than its share saves up: it may be behind by up
+    to `credit` (of cost, for a weight of 1), and goes first until it has had that. So who asks for
+    little is answered as if nobody else were there, and who asks for much waits for its turn; over
+    any longer time, shares are by weight. A flow that was not there before has saved nothing.
+    """
+
+    def __init__(
+        self, credit: float = 0.0, weight_of: Callable[[int], float] = lambda _flow: 1.0
+    ) -> None:
+        self.credit = credit
+        self.weight_of = weight_of
+        self._starts: dict[int, float] = {}
+        self._now = 0.0
+
+    def next_of(self, flows: Iterable[int]) -> int:
+        """Of these flows, which all wait (there is at least one), whose turn it is."""
+        return min(flows, key=self._start)
+
+    def took(self, flow: int, cost: float) -> None:
+        """A flow was given something."""
+        start = self._start(flow)
+        self._now = max(self._now, start)
+        self._starts[flow] = start + cost / self.weight_of(flow)
+        if len(self._starts) > MAX_FLOWS:
+            last = sorted(self._starts, key=self._starts.__getitem__)
+            self._starts = {flow: self._starts[flow] for flow in last[MAX_FLOWS // 2 :]}
+
+    def _start(self, flow: int) -> float:
+        return max(self._starts.get(flow, self._now), self._now - self.credit)
 
 
 class _Flow(Generic[T]):

@@ -168,7 +168,10 @@ class AgentCore:
         self.spread = Spread(rng)
         self.queries = Queries(store, self.outbox, self.spread.replicas_of)
         self.responder = Responder(
-            options.responder, lookup=self._lookup, make_offer=self._make_offer
+            options.responder,
+            lookup=self._lookup,
+            make_offer=self._make_offer,
+            weight_of=self.weight_of,
         )
         self.serving = Serving(
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
@@ -199,6 +202,7 @@ class AgentCore:
                 shared.memory, memory, max_chunk_bytes=options.responder.max_chunk_bytes
             )
             self.lane.told = self._answered
+        self.requester.weigh(self.weight_of)
         self.reads = Reads(
             options.reads,
             options.node_id,

@@ -14,10 +14,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Final
 
+from kvcast.protocol.fair_queue import Shares
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKS_PER_SEGMENT,
@@ -41,6 +43,13 @@ from kvcast.protocol.requester.segment import (
 )
 from kvcast.protocol.timers import TimerQueue
 
+_ASSURED: Final = 2
+"""Segments that a namespace may have in flight, whatever others have: while one arrives, the next
+is asked for."""
+_SAVED: Final = 16.0
+"""Segments for which a namespace that asks for little goes first."""
+_ASSURED_IN_ALL: Final = 16
+"""Segments beyond the credit, of all namespaces together, that are so asked for."""
 _SHARED_GAIN: Final = 1 / 4
 _SHARED_MOSTLY: Final = 0.5
 """From this part of the answers on, READs gather."""
@@ -57,7 +66,7 @@ class Home:
         "awaited",
         "in_window",
         "index",
-        "queue",
+        "queues",
         "rtt",
         "small_until",
         "suspect_until",
@@ -75,9 +84,9 @@ class Home:
         self.suspect_until = -inf
         self.small_until = -inf
         """Until then it is asked for the smallest chunks: its network seems to take no others."""
-        self.queue: list[tuple[int, int]] = []
-        """A heap of fetches that have something to ask for: id and ticket. An entry counts only
-        while its fetch is `queued_at` this home."""
+        self.queues: dict[int, list[tuple[int, int]]] = {}
+        """By namespace, a heap of fetches that have something to ask for: id and ticket; none is
+        empty. An entry counts only while its fetch is `queued_at` this home."""
 
 
 class Asker:
@@ -93,6 +102,10 @@ class Asker:
     ) -> None:
         self.config = config
         self.homes: dict[int, Home] = {}
+        self.fair = Shares(_SAVED)
+        """Of the namespaces, in segments asked for."""
+        self.flows: dict[int, int] = {}
+        """By namespace, segments that count in some home's window."""
         self.waiting: dict[int, Home] = {}
         """Homes with a queue, in the order of their turns."""
         self.in_window = 0
@@ -140,31 +153,34 @@ class Asker:
             fetch.queued_at = current
             home = self.home(current)
             self._next_ticket += 1
-            heapq.heappush(home.queue, (fetch.id, self._next_ticket))
+            queue = home.queues.setdefault(fetch.block.namespace, [])
+            heapq.heappush(queue, (fetch.id, self._next_ticket))
             self.waiting[current] = home
 
     def pump(self, now: float) -> None:
-        """Ask for idle segments, one home after the other, while credit and windows last."""
+        """Ask for idle segments, one home after the other, while credit and windows last; a
+        namespace that has next to nothing in flight need not wait until others' segments have
+        come."""
         if self.more_comes:
             return
         waiting = self.waiting
         blocked = 0  # homes in a row that had nothing to ask for now
         while waiting and blocked < len(waiting):
-            if self.in_window >= self.config.credit_segments:
+            no_credit = self.in_window >= self.config.credit_segments
+            if no_credit and len(self.flows) == 1 and not self._others_wait():
                 return
             index, home = next(iter(waiting.items()))
             del waiting[index]
-            if home.in_window >= self._window(now, home):
-                waiting[index] = home
-                blocked += 1
-                continue
-            turn = self._next_idle(home)
+            full = no_credit or home.in_window >= self._window(now, home)
+            turn = self._next_idle(home, full=full)
             if turn is not None:
                 fetch, segment = turn
                 self._take_off(now, fetch, segment)
                 self._ask(now, fetch, segment)
                 blocked = 0
-            if home.queue:
+            elif full:
+                blocked += 1
+            if home.queues:
                 waiting[index] = home
 
     def _window(self, now: float, home: Home) -> int:
@@ -178,13 +194,41 @@ class Asker:
             return self.config.window_shared
         return int(home.window.size)
 
-    def _next_idle(self, home: Home) -> tuple[Fetch, Segment] | None:
-        """The next segment to ask `home` for.
+    def _others_wait(self) -> bool:
+        """Whether another namespace waits than that which has everything in flight."""
+        return any(
+            namespace not in self.flows for h in self.waiting.values() for namespace in h.queues
+        )
+
+    def _next_idle(self, home: Home, *, full: bool) -> tuple[Fetch, Segment] | None:
+        """The next segment to ask `home` for; where its window, or the credit, is `full`, one of a
+        namespace of which next to nothing is in flight, since others take it all."""
+        while home.queues:
+            waiting: Collection[int] = home.queues
+            if full:
+                most = self.config.credit_segments + _ASSURED_IN_ALL
+                waiting = [
+                    namespace
+                    for namespace in home.queues
+                    if (mine := self.flows.get(namespace, 0)) < _ASSURED < self.in_window - mine
+                    and self.in_window < most
+                ]
+            if not waiting:
+                return None
+            namespace = self.fair.next_of(waiting) if len(waiting) > 1 else next(iter(waiting))
+            found = self._next_of(home, home.queues[namespace])
+            if found is not None:
+                self.fair.took(namespace, 1.0)
+                return found
+            del home.queues[namespace]
+        return None
+
+    def _next_of(self, home: Home, queue: list[tuple[int, int]]) -> tuple[Fetch, Segment] | None:
+        """The next segment of one namespace.
 
         Fetches come in the order in which they started: the blocks of a prefix are worth nothing
         without those before, and readers of one prefix share answers if they go the same way.
         """
-        queue = home.queue
         while queue:
             fetch = self._fetches.get(queue[0][0])
             queued = fetch is not None and fetch.queued_at == home.index
@@ -213,20 +257,29 @@ class Asker:
         segment.tries = 0
         home.in_window += 1
         self.in_window += 1
+        namespace = fetch.block.namespace
+        self.flows[namespace] = self.flows.get(namespace, 0) + 1
 
     def land(self, now: float, segment: Segment, event: SegmentEvent) -> None:
         """Let a segment be complete, leave its home or be dropped: it is in flight no more."""
         segment.happen(now, event)
         home = self.homes[segment.home]
         if segment.in_window:
-            segment.in_window = False
-            home.in_window -= 1
-            self.in_window -= 1
+            self._leave_window(segment, home)
         else:
             self.beside -= 1
         home.awaited.pop(segment, None)
         segment.overtaken = False
         self._timers.cancel(segment)
+
+    def _leave_window(self, segment: Segment, home: Home) -> None:
+        segment.in_window = False
+        home.in_window -= 1
+        self.in_window -= 1
+        namespace = segment.story.block.namespace
+        self.flows[namespace] -= 1
+        if not self.flows[namespace]:
+            del self.flows[namespace]
 
     def land_all(self, now: float, segments: Iterable[Segment], event: SegmentEvent) -> None:
         """The same for all of these that are in flight."""
@@ -242,10 +295,8 @@ class Asker:
         segments alone, and be answered alone. At most `credit_segments` are beside the window.
         """
         if segment.in_window and self.beside < self.config.credit_segments:
-            segment.in_window = False
+            self._leave_window(segment, self.homes[segment.home])
             self.beside += 1
-            self.homes[segment.home].in_window -= 1
-            self.in_window -= 1
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -530,16 +581,19 @@ class Asker:
         assert self.in_window == len(in_window), f"{self.in_window} for {in_window}"
         assert self.beside == len(flying) - len(in_window), f"{self.beside} beside, of {flying}"
         assert self.beside <= self.config.credit_segments
+        flows = Counter(s.story.block.namespace for s in in_window)
+        assert self.flows == flows, f"{self.flows}, not {flows}"
         for home in self.homes.values():
             mine = [s for s in in_window if s.home == home.index]
             assert home.in_window == len(mine), f"{home.in_window} of home {home.index}: {mine}"
             awaited = {s for s in mine if s.state in AWAITING and not s.overtaken}
             assert set(home.awaited) == awaited, f"awaited of home {home.index}"
-            assert not home.queue or home.index in self.waiting, f"turn of home {home.index}"
+            assert not home.queues or home.index in self.waiting, f"turn of home {home.index}"
         for fetch in self._fetches.values():
             queued_at = fetch.queued_at
             if queued_at >= 0:
-                entries = [fetch_id for fetch_id, _ in self.homes[queued_at].queue]
+                queue = self.homes[queued_at].queues.get(fetch.block.namespace, ())
+                entries = [fetch_id for fetch_id, _ in queue]
                 assert fetch.id in entries, f"{fetch} is not in the queue of home {queued_at}"
             if fetch.idle and fetch.state is not FetchState.EXPECTING:
                 assert queued_at == fetch.homes.current, f"{fetch} waits for home {queued_at}"

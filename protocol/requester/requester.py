@@ -34,7 +34,7 @@ listened to.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Final
 
@@ -201,6 +201,10 @@ class Requester:
     def may_probe(self, now: float) -> bool:
         """Whether a fetch that begins now, and looks for no company, would take an offer."""
         return bool(self.config.usable_offer_kinds) and not self._asker.shares(now)
+
+    def weigh(self, weight_of: Callable[[int], float]) -> None:
+        """Share windows and credit by weights of namespaces."""
+        self._asker.fair.weight_of = weight_of
 
     def shares(self, now: float) -> bool:
         """Whether most answers of late went to others, too."""

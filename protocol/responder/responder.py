@@ -8,8 +8,9 @@ A caller passes on READs (`receive`), and takes what is to be sent (`answers_to_
 `get_timer` says so: DATA not as frames but as `Answer`s, each many chunks of one segment, since
 whoever sends them can make the frames faster. A READ becomes a *job*: the chunks of one segment,
 for one reader, with the block held until the last of them is out. Jobs of one reader go in order,
-repairs (PARTIAL) before all others; readers take turns; a token bucket sets the pace; and a job
-whose READ allows gathering waits for its joiners first.
+repairs (PARTIAL) before all others; a token bucket sets the pace; and a job whose READ allows
+gathering waits for its joiners first. Namespaces share what goes out by weight, and who has taken
+less than its share of late goes first (`fair_queue.Shares`); within one, readers take turns.
 
 Readers that want the same blocks, a moment apart, cost a copy each: when the second asks, the
 answer has passed the switch, and they stay a moment apart until both are done. So answers to READs
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.fair_queue import Shares
 from kvcast.protocol.lane import Answered
 from kvcast.protocol.messages.wire import (
     CELLS,
@@ -93,6 +95,10 @@ class ResponderConfig:
     """Frames a second to all readers together; 0 = no limit but the caller's budget."""
     burst_frames: int = 128
     """Frames that may go out at once after a pause; two segments."""
+    saved_s: float = 0.5
+    """A namespace that has taken less than its share goes first for as much as goes out in so long
+    (at `rate_frames_per_s`; without a rate, for `saved_frames`)."""
+    saved_frames: int = 4096
     turn_frames: int = 8
     """Frames to one reader before the next reader's turn."""
     max_bypass: int = 8
@@ -265,10 +271,10 @@ _JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, PA
 
 
 class _Reader:
-    __slots__ = ("jobs", "queue")
+    __slots__ = ("jobs", "queues")
 
     def __init__(self) -> None:
-        self.queue: deque[_Job] = deque()  # ready to be sent
+        self.queues: dict[int, deque[_Job]] = {}  # ready to be sent, by namespace
         self.jobs = 0  # ready or gathering
 
 
@@ -293,9 +299,11 @@ class Responder:
         lookup: Lookup,
         is_home: Callable[[BlockId], bool] | None = None,
         make_offer: MakeOffer | None = None,
+        weight_of: Callable[[int], float] = lambda _namespace: 1.0,
     ) -> None:
         """`is_home`: whether this node is a home of a block by its own pool map; with it, a READ
-        that went astray is told from one for a block that is not there."""
+        that went astray is told from one for a block that is not there. `weight_of`: a
+        namespace's share, as against others'."""
         self.config = config
         self.counters = ResponderCounters()
         self._lookup = lookup
@@ -307,7 +315,9 @@ class Responder:
         self._shared_jobs: dict[tuple[BlockId, int], _Job] = {}  # by block and segment
         self._job_count = 0
         self._readers: dict[int, _Reader] = {}
-        self._turns: deque[int] = deque()  # readers with something in their queue
+        # By namespace, the readers with something of it in their queue; each has some.
+        self._turns: dict[int, deque[int]] = {}
+        self._shares = Shares(self._saved_frames(config.rate_frames_per_s), weight_of)
         self._ready = 0  # jobs in queues
         self._gathering: list[tuple[float, int, int, _Job]] = []  # until, sequence, reader, job
         self._sequence = 0
@@ -364,15 +374,23 @@ class Responder:
         while self._replies and len(answers) < allowed:
             answers.append(self._replies.popleft())
         left = allowed - len(answers)
-        turns = self._turns
-        while turns and left > 0:
-            index = self._whose_turn()
-            reader = self._readers[index]
+        while self._turns and left > 0:
+            namespace = self._shares.next_of(self._turns)
+            turns = self._turns[namespace]
+            index = self._whose_turn(namespace, turns)
+            queues = self._readers[index].queues
             # Whoever is alone has one turn after the other.
-            turn = min(self.config.turn_frames, left) if turns else left
-            left -= self._take_turn(now, index, reader, turn, answers)
-            if reader.queue:
+            alone = not turns and len(self._turns) == 1
+            turn = left if alone else min(self.config.turn_frames, left)
+            count = self._take_turn(now, index, queues[namespace], turn, answers)
+            self._shares.took(namespace, count)
+            left -= count
+            if queues[namespace]:
                 turns.append(index)
+            else:
+                del queues[namespace]
+                if not turns:
+                    del self._turns[namespace]
         self._bucket.take(allowed - left)
         self._copy_time.took(now, allowed - left, more=self._ready > 0)
         return answers
@@ -390,6 +408,10 @@ class Responder:
     def set_rate(self, now: float, rate_frames_per_s: float) -> None:
         """Go on at another pace; 0 = no limit."""
         self._bucket.set_rate(now, rate_frames_per_s)
+        self._shares.credit = self._saved_frames(rate_frames_per_s)
+
+    def _saved_frames(self, rate_frames_per_s: float) -> float:
+        return self.config.saved_s * rate_frames_per_s or self.config.saved_frames
 
     def drop_reader(self, reader: int) -> None:
         """Forget what waits to be sent to a node that has left."""
@@ -397,9 +419,12 @@ class Responder:
         for job in gone:
             self._finish(job)
         if reader in self._readers:
-            self._ready -= len(self._readers.pop(reader).queue)
-        if reader in self._turns:
-            self._turns.remove(reader)
+            self._ready -= sum(map(len, self._readers.pop(reader).queues.values()))
+        for namespace, turns in list(self._turns.items()):
+            if reader in turns:
+                turns.remove(reader)
+            if not turns:
+                del self._turns[namespace]
         self._gathering = [entry for entry in self._gathering if entry[2] != reader]
         heapq.heapify(self._gathering)
         self._replies = deque(reply for reply in self._replies if reply[0] != reader)
@@ -437,6 +462,7 @@ class Responder:
         counters.payload_bytes += answered.payload_bytes
         counters.offers += answered.offers
         self._bucket.take(answered.frames + answered.offers)
+        self._shares.took(block.namespace, answered.frames + answered.offers)
         cells = CELLS.segments_of(answered.payload_bytes)
         self.note_heat(answered.reader, block, size, digest, cells)
         if answered.marked:
@@ -571,12 +597,15 @@ class Responder:
         return wanted
 
     def _make_ready(self, reader: int, state: _Reader, job: _Job) -> None:
-        if not state.queue:
-            self._turns.append(reader)
+        namespace = job.block.namespace
+        queue = state.queues.get(namespace)
+        if queue is None:
+            queue = state.queues[namespace] = deque()
+            self._turns.setdefault(namespace, deque()).append(reader)
         if job.flags:  # a repair is short, and a whole segment waits for it
-            state.queue.appendleft(job)
+            queue.appendleft(job)
         else:
-            state.queue.append(job)
+            queue.append(job)
         self._ready += 1
 
     def _end_gathering(self, now: float) -> None:
@@ -638,8 +667,8 @@ class Responder:
 
     # --- sending ----------------------------------------------------------------------------
 
-    def _whose_turn(self) -> int:
-        """The reader that is served next, taken out of the turns.
+    def _whose_turn(self, namespace: int, turns: deque[int]) -> int:
+        """The reader of a namespace that is served next, taken out of its turns.
 
         Readers take turns, but of those that read the same block the one that is furthest behind
         goes first. So readers that began at different times come to want the same segments at
@@ -648,12 +677,11 @@ class Responder:
         four 2 MiB blocks. Without a switch the total stays as it is. Whoever's turn it is waits
         for at most `max_bypass` others.
         """
-        turns = self._turns
         index = turns[0]
         if self._bypassed < self.config.max_bypass:
-            head = self._readers[index].queue[0]
+            head = self._readers[index].queues[namespace][0]
             for other in turns:
-                job = self._readers[other].queue[0]
+                job = self._readers[other].queues[namespace][0]
                 if (job.segment < head.segment and job.block == head.block) or (
                     job.behind and not head.behind
                 ):
@@ -666,15 +694,15 @@ class Responder:
         self,
         now: float,
         index: int,
-        reader: _Reader,
+        queue: deque[_Job],
         turn: int,
         answers: list[tuple[int, Frame | Answer]],
     ) -> int:
         """Add up to `turn` frames of one reader's jobs; returns how many."""
         counters = self.counters
         left = turn
-        while left and reader.queue:
-            job = reader.queue[0]
+        while left and queue:
+            job = queue[0]
             if job.offer is not None:
                 answers.append((index, job.offer))
                 job.offer = None
@@ -696,7 +724,7 @@ class Responder:
             counters.payload_bytes += count * chunk_bytes - max(0, beyond)
             if not job.remaining:
                 answer.last = True
-                reader.queue.popleft()
+                queue.popleft()
                 self._ready -= 1
                 if not job.flags:
                     counters.segments_full += 1
@@ -714,12 +742,17 @@ class Responder:
         reader = job.key[0]
         state = self._readers[reader]
         state.jobs -= 1
-        if not state.jobs and not state.queue:
+        if not state.jobs and not any(state.queues.values()):
             del self._readers[reader]
         job.held.release()
 
     def _all_jobs(self) -> list[_Job]:
-        ready = [job for reader in self._readers.values() for job in reader.queue]
+        ready = [
+            job
+            for reader in self._readers.values()
+            for queue in reader.queues.values()
+            for job in queue
+        ]
         return ready + [entry[3] for entry in self._gathering]
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.core.limits import BURST_S, Limits, RateLimit
-from kvcast.protocol.fair_queue import MAX_IDLE_FLOWS, FairQueue
+from kvcast.protocol.fair_queue import MAX_FLOWS, MAX_IDLE_FLOWS, FairQueue, Shares
 
 FLOWS = 4
 MOST_COST = 9
@@ -189,3 +189,49 @@ def test_a_limit_that_did_not_change_does_not_begin_anew() -> None:
     assert limits.admit(1.0, 1, 1)
     limits.configure({})
     assert limits.admit(1.0, 1, 100)
+
+
+# --- shares -----------------------------------------------------------------------------------
+
+
+@given(
+    weights=WEIGHTS,
+    credit=st.sampled_from((0.0, 5.0, 40.0)),
+    takes=st.lists(st.tuples(st.sets(st.integers(0, FLOWS - 1), min_size=1), st.integers(1, 9))),
+)
+@settings(max_examples=300, deadline=None)
+def test_whoever_waits_all_the_while_gets_its_share_but_for_what_others_had_saved(
+    weights: list[float], credit: float, takes: list[tuple[set[int], int]]
+) -> None:
+    """Flow 0 waits all the while."""
+    shares = Shares(credit, lambda flow: weights[flow])
+    served = [0.0] * FLOWS
+    for waiting, cost in takes:
+        flow = shares.next_of(waiting | {0})
+        shares.took(flow, cost)
+        served[flow] += cost / weights[flow]
+        bound = credit + MOST_COST / weights[0]
+        assert all(one <= served[0] + bound + MOST_COST / weight + 1e-6
+                   for one, weight in zip(served, weights, strict=True))  # fmt: skip
+
+
+def test_who_asks_for_little_goes_first_and_who_comes_anew_has_saved_nothing() -> None:
+    shares = Shares(credit=20.0)
+    shares.took(1, 1.0)
+    for _ in range(100):
+        shares.took(2, 1.0)
+    assert [_next_and_take(shares) for _ in range(15)] == [1] * 15
+    assert sorted({_next_and_take(shares, (2, 3)) for _ in range(2)}) == [2, 3]
+
+
+def _next_and_take(shares: Shares, flows: tuple[int, ...] = (1, 2)) -> int:
+    flow = shares.next_of(flows)
+    shares.took(flow, 1.0)
+    return flow
+
+
+def test_what_flows_have_had_is_remembered_of_so_many() -> None:
+    shares = Shares()
+    for flow in range(3 * MAX_FLOWS):
+        shares.took(flow, 1.0)
+        assert len(shares._starts) <= MAX_FLOWS

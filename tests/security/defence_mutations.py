@@ -1074,6 +1074,24 @@ def _in_order_of_coming() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "a home answers the namespace that came first",
+    {TURNS: ["test_a_namespace_that_asks_for_little_is_answered_before_one_that_asks_for_much"]},
+)
+def _answers_without_turns() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.protocol.fair_queue.Shares.next_of", lambda _self, flows: next(iter(flows))
+    )
+
+
+@mutation(
+    "a reader's window is whoever's filled it",
+    {TURNS: ["test_a_namespace_that_has_nothing_in_flight_does_not_wait_for_anothers_segments"]},
+)
+def _windows_without_turns() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.requester.asking._ASSURED", 0)
+
+
+@mutation(
     "what was deleted is kept",
     {KEPT: ["test_a_deleted_namespaces_space_is_free_at_once_and_it_is_not_asked_for_again"]},
 )

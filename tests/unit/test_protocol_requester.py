@@ -1197,3 +1197,40 @@ def test_a_fetch_that_may_not_gather_does_not_whatever_is_configured_or_shared()
     assert [read.gather for read in bench.reads()] == [0]
     bench.data(0.016, 0, range(64), last=63, flags=wire.FLAG_SHARED)
     assert [read.gather for read in bench.reads()] == [0]
+
+
+def test_a_namespace_that_has_nothing_in_flight_does_not_wait_for_anothers_segments() -> None:
+    other = BlockId(BLOCK.namespace + 1, BLOCK.key)
+    bench = Bench(window_initial=3, credit_segments=3)
+    bench.fetch(expect_size=64 * SEGMENT)
+    assert len(bench.reads()) == 3
+    bench.core.fetch(0.0, other, (HOME,), deadline=100.0, expect_size=64 * SEGMENT)
+    assert [read.namespace for read in bench.reads()] == [other.namespace] * 2
+    bench.core.fetch(0.0, BlockId(other.namespace, bytes(16)), (HOME,), deadline=100.0)
+    assert bench.reads() == [], "that much and no more"
+
+
+def test_namespaces_share_a_window_by_weight() -> None:
+    other = BlockId(BLOCK.namespace + 1, BLOCK.key)
+    bench = Bench(window_initial=1, credit_segments=64)
+    bench.core.weigh(lambda namespace: 3.0 if namespace == BLOCK.namespace else 1.0)
+    size = len(BYTES)
+    for number in range(40):
+        for namespace in (BLOCK.namespace, other.namespace):
+            which = BlockId(namespace, number.to_bytes(16, "big"))
+            bench.core.fetch(0.0, which, (HOME,), deadline=100.0, expect_size=size)
+    asked: list[int] = []
+    while len(asked) < 60:
+        for read in bench.reads():
+            asked.append(read.namespace)
+            miss = Frame(
+                wire.OP_MISS,
+                read.namespace,
+                read.key,
+                read.segment,
+                chunk=wire.MISS_NOT_FOUND,
+                tag=read.tag,
+            )
+            bench.core.receive(0.0, HOME, miss)
+    of_one = asked[10:60].count(BLOCK.namespace)
+    assert 30 <= of_one <= 42

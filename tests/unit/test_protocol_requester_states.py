@@ -309,7 +309,7 @@ def spoil_nobody_asks(scene: Scene) -> None:
 
 def spoil_queue(scene: Scene) -> None:
     """is not in the queue of home 1"""
-    scene.home.queue.clear()
+    scene.home.queues.clear()
 
 
 def spoil_queued_nowhere(scene: Scene) -> None:

@@ -448,3 +448,56 @@ def test_reads_that_share_nothing_wait_only_if_many_were_behind() -> None:
     pair.send(1.1)
     pair.read(1.101, 1, 11)
     assert pair.send(1.101) == []
+
+
+# --- namespaces -------------------------------------------------------------------------------
+
+LOUD = BlockId(BLOCK.namespace + 1, BLOCK.key)
+
+
+def two_namespaces(weight_of_loud: float = 1.0, **config: Any) -> Responder:
+    """A home of a block of each; the loud one's has had all that went out so far."""
+    held = {block: Held(BYTES) for block in (BLOCK, LOUD)}
+
+    def lookup(block: BlockId) -> HeldBlock:
+        held[block].holds += 1
+        return held[block]
+
+    core = Responder(
+        ResponderConfig(**config),
+        lookup=lookup,
+        weight_of=lambda number: weight_of_loud if number == LOUD.namespace else 1.0,
+    )
+    for reader in range(10, 20):
+        for segment in (0, 1):
+            core.receive(0.0, reader, Frame(wire.OP_READ, *LOUD, segment=segment, wanted=FULL))
+    return core
+
+
+def namespaces_sent(core: Responder, frames: int) -> list[int]:
+    return [frame.namespace for _, frame in core.frames_to_send(0.0, frames)]
+
+
+def test_a_namespace_that_asks_for_little_is_answered_before_one_that_asks_for_much() -> None:
+    core = two_namespaces()
+    core.receive(0.0, 1, Frame(wire.OP_READ, *BLOCK, segment=0, wanted=1, flags=wire.FLAG_PARTIAL))
+    assert BLOCK.namespace in namespaces_sent(core, 16)  # what it has not had it has not saved
+    namespaces_sent(core, 400)
+    core.receive(0.0, 1, Frame(wire.OP_READ, *BLOCK, segment=0, wanted=FULL))
+    assert namespaces_sent(core, 64) == [BLOCK.namespace] * 64
+
+
+def test_namespaces_that_both_ask_for_much_share_by_weight_however_many_readers_each_has() -> None:
+    for weight in (1.0, 3.0):
+        core = two_namespaces(weight, saved_frames=1)
+        core.receive(0.0, 1, Frame(wire.OP_READ, *BLOCK, segment=0, wanted=FULL))
+        core.receive(0.0, 1, Frame(wire.OP_READ, *BLOCK, segment=1, wanted=FULL))
+        sent = namespaces_sent(core, 96)
+        assert abs(sent.count(LOUD.namespace) - 96 * weight / (1 + weight)) <= 2 * 8
+
+
+def test_a_reader_of_two_namespaces_does_not_wait_for_itself() -> None:
+    core = two_namespaces()
+    namespaces_sent(core, 64)
+    core.receive(0.0, 10, Frame(wire.OP_READ, *BLOCK, segment=0, wanted=FULL))
+    assert BLOCK.namespace in namespaces_sent(core, 16)

@@ -1,0 +1,249 @@
+"""One tenant at full blast: how much longer does another wait for its blocks?
+
+Two tenants of equal weight in one pool of separate processes, over emulated links. All blocks have
+one home. The quiet tenant gets a block now and then, so that it takes less than its share of the
+home's link; the loud one's readers, on several nodes and on the quiet one's, too, get blocks as
+fast as they come. No reader asks for a block that another reads just then, and the readers' arenas
+are too small for what they read, so that every get goes to the home.
+
+The gets of the quiet tenant are timed alone, with the loud one, and alone again;
+`p99_with_over_without` is the 99th percentile of the second over that of the others together.
+
+    python -m kvcast.bench.tenants --json tenants.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from kvcast.bench.incast import home_keys
+from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.service.provenance import provenance
+from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
+from kvcast.topologies.star import Star
+from kvcast.workloads import content
+
+HOME: Final = "node-1"
+QUIET: Final = "node-2"
+GET_DEADLINE_S: Final = 60.0
+_PACE: Final = 0.95
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run."""
+
+    nodes: int
+    """Of the loud tenant, beside the quiet one's."""
+    readers: int
+    """Of the loud tenant on each node."""
+    blocks: int
+    """Of each tenant."""
+    block_bytes: int
+    link_rate: float
+    pause_s: float
+    """Of the quiet tenant, between a block and the next."""
+    measure_s: float
+    """Alone, with the other, and alone again, each."""
+    seed: int
+
+
+@dataclass
+class Tenant:
+    """What a tenant's readers do, and have got."""
+
+    namespace: int
+    keys: list[bytes]
+    size_bytes: int
+    times_s: list[float] = field(default_factory=list)
+    got_bytes: int = 0
+    misses: int = 0
+    wrong_bytes: int = 0
+    errors: list[str] = field(default_factory=list)
+    reading: set[bytes] = field(default_factory=set)
+    """By some reader, at this moment."""
+
+    async def read(self, client: AsyncClient, order: list[bytes], pause_s: float) -> None:
+        """Get one block after the other, until cancelled."""
+        waiting = deque(order)
+        while True:
+            while waiting[0] in self.reading:
+                waiting.rotate(-1)
+            key = waiting[0]
+            waiting.rotate(-1)
+            self.reading.add(key)
+            begun = time.perf_counter()
+            try:
+                (block,) = await client.get(self.namespace, [key], GET_DEADLINE_S)
+            except KvcastError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            finally:
+                self.reading.discard(key)
+            took_s = time.perf_counter() - begun
+            if block is None:
+                self.misses += 1
+                continue
+            with block:
+                self.wrong_bytes += content.wrong_bytes(key, self.size_bytes, block.data)
+                if block.tier != "local":
+                    self.times_s.append(took_s)
+                    self.got_bytes += self.size_bytes
+            if pause_s:
+                await asyncio.sleep(pause_s)
+
+
+def pacing_flags(link_rate_bits_per_s: float) -> tuple[str, ...]:
+    """Have homes send a little less than their links carry, and nothing ahead: what waits in the
+    network has no weight any more."""
+    frames_per_s = _PACE * link_rate_bits_per_s / (8 * DATA_FRAME_BYTES)
+    return (f"--responder-rate={frames_per_s:g}", "--responder-burst=8")
+
+
+def _pool(options: Options) -> Pool:
+    nodes = 2 + options.nodes
+    held = 2 * options.blocks * options.block_bytes
+    reader_arena = max(_MIB, options.blocks * options.block_bytes // 4 // _MIB * _MIB)
+    readers = [f"node-{2 + number}" for number in range(nodes - 1)]
+    return Pool(
+        Star.of(nodes),
+        PoolOptions(
+            replicas=0,
+            admit="off",
+            seed=options.seed,
+            arena_bytes=4 * held,
+            link_rate_bits_per_s=options.link_rate,
+            # The question is about one home's link: nobody else is to answer.
+            # With secrets, the pool's keys are others, and so are their homes.
+            controller_flags=("--no-hot-replicas", "--namespace-secrets=never"),
+            agent_flags=pacing_flags(options.link_rate),
+            node_flags=dict.fromkeys(readers, (f"--arena-bytes={reader_arena}",)),
+            log_level="warning",
+        ),
+    )
+
+
+async def run(options: Options) -> dict[str, Any]:
+    """The report."""
+    async with _pool(options) as pool, contextlib.AsyncExitStack() as stack:
+        home = await stack.enter_async_context(await AsyncClient.connect(str(pool.sockets[HOME])))
+        keys = home_keys(pool, HOME, 2 * options.blocks, options.seed)
+        tenants = []
+        for name, mine in (("quiet", keys[::2]), ("loud", keys[1::2])):
+            namespace = await home.namespace(name, "m", "1", "tenants")
+            for key in mine:
+                data = content.block_bytes(key, options.block_bytes)
+                await home.put(namespace, {key: data})
+            tenants.append(Tenant(namespace, mine, options.block_bytes))
+        quiet, loud = tenants
+        rng = random.Random(options.seed)
+        loud_tasks: list[asyncio.Task[None]] = []
+
+        async def begin(tenant: Tenant, node: str, pause_s: float) -> asyncio.Task[None]:
+            client = await AsyncClient.connect(str(pool.sockets[node]))
+            await stack.enter_async_context(client)
+            order = rng.sample(tenant.keys, len(tenant.keys))
+            return asyncio.create_task(tenant.read(client, order, pause_s))
+
+        quiet_task = await begin(quiet, QUIET, options.pause_s)
+        await asyncio.sleep(2.0)
+        phases: dict[str, list[float]] = {}
+        loud_bytes_per_s = 0.0
+        for phase in ("alone", "with", "alone again"):
+            if phase == "with":
+                loud_tasks = [
+                    await begin(loud, f"node-{2 + node}", 0.0)
+                    for node in range(options.nodes + 1)
+                    for _ in range(options.readers)
+                ]
+                await asyncio.sleep(2.0)
+            quiet.times_s, before = [], loud.got_bytes
+            await asyncio.sleep(options.measure_s)
+            phases[phase] = quiet.times_s
+            if phase == "with":
+                loud_bytes_per_s = (loud.got_bytes - before) / options.measure_s
+                await _end(loud_tasks)
+                await asyncio.sleep(2.0)
+            say(f"{phase}: {len(phases[phase])} gets, p99 {1e3 * _p99(phases[phase]):.1f} ms")
+        await _end([quiet_task])
+        pool.check_alive()
+    without = _p99([*phases["alone"], *phases["alone again"]])
+    return {
+        "bench": "tenants",
+        "p99_with_over_without": _p99(phases["with"]) / without,
+        "p99_without_ms": without * 1e3,
+        "p99_with_ms": _p99(phases["with"]) * 1e3,
+        "p50_with_over_without": _p50(phases["with"])
+        / _p50([*phases["alone"], *phases["alone again"]]),
+        "p99_alone_ms": {name: _p99(times) * 1e3 for name, times in phases.items()},
+        "quiet_gets": {name: len(times) for name, times in phases.items()},
+        "quiet_bytes_per_s": len(phases["with"]) * options.block_bytes / options.measure_s,
+        "loud_bytes_per_s": loud_bytes_per_s,
+        "link_bytes_per_s": options.link_rate / 8,
+        "misses": quiet.misses + loud.misses,
+        "wrong_bytes": quiet.wrong_bytes + loud.wrong_bytes,
+        "errors": sorted({*quiet.errors, *loud.errors})[:5],
+        "parameters": vars(options),
+        "provenance": provenance(),
+    }
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _p99(times_s: list[float]) -> float:
+    return float(np.percentile(times_s, 99)) if times_s else float("nan")
+
+
+def _p50(times_s: list[float]) -> float:
+    return float(np.percentile(times_s, 50)) if times_s else float("nan")
+
+
+def say(text: str) -> None:
+    """What has become of it so far."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--nodes", type=int, default=4, help="of the loud tenant")
+    parser.add_argument("--readers", type=int, default=4, help="of the loud tenant on each node")
+    parser.add_argument("--blocks", type=int, default=64, help="of each tenant")
+    parser.add_argument("--block-bytes", type=int, default=64 << 10)
+    parser.add_argument("--link-rate", type=float, default=10e6, help="of every link, bits/s")
+    parser.add_argument("--pause", type=float, default=0.15, help="of the quiet tenant, seconds")
+    parser.add_argument("--measure", type=float, default=30.0, help="seconds of each phase")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the report here, too")
+    given = parser.parse_args()
+    if given.blocks <= 2 * given.readers * (given.nodes + 1):
+        parser.error("there must be more than two blocks a reader, or readers meet")
+    options = Options(
+        *(given.nodes, given.readers, given.blocks, given.block_bytes),
+        *(given.link_rate, given.pause, given.measure, given.seed),
+    )
+    report = asyncio.run(run(options))
+    text = json.dumps(report, indent=2)
+    print(text)
+    if given.json is not None:
+        given.json.write_text(text + "\n")
+    return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
