@@ -14,7 +14,9 @@ workloads; `calibration_error_max_virtual` and `_pool` say it of either pool alo
 `chat_p50_over_plain` and `chat_p99_over_plain`, and the same of each trace (what a get takes on
 real agents behind kvcast, as it adapts, over what it takes behind a plain switch),
 `value_over_optimum_min` (bytes of hits over those of an optimum that knows the future),
-`value_over_best_online_min` (over those of the best policy that does not), `hosts_max`,
+`value_over_best_online_min` (over those of the best policy that does not),
+`value_over_optimum_after_fill_min` and `value_over_best_online_after_fill_min` (of the reads alone
+that a controller beside the switch can have answered), `hosts_max`,
 `seconds_per_simulated_hour_10k`.
 """
 
@@ -212,7 +214,12 @@ def headline(report: Numbers) -> Numbers:
             top[f"{row['stream']}_{point}"] = row[point]
     if memory := report.get("memory"):
         top["value_over_optimum_min"] = min(row["value_over_optimum"] for row in memory)
-        top["value_over_best_online_min"] = min(row["value_over_best_online"] for row in memory)
+        for ratio in (
+            "value_over_best_online",
+            "value_over_optimum_after_fill",
+            "value_over_best_online_after_fill",
+        ):
+            top[f"{ratio}_min"] = min(row[ratio] for row in memory)
     if scale := report.get("scale"):
         top["hosts_max"] = scale["hosts"]
         top["seconds_per_simulated_hour_10k"] = scale["seconds_per_hour"]

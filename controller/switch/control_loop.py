@@ -30,6 +30,7 @@ log = logging.getLogger("kvcast.controller")
 
 RETRY_SWITCH_S = 1.0
 SWITCH_GRACE_S = 3.0
+HEAT_PAUSE_S = 0.05
 """While the switch has been away for less than this, changes wait for it, so that agents are not
 told of what the switch does not let through yet; after that they are told all the same."""
 
@@ -283,8 +284,13 @@ class ControlLoop:
         self._wake()
 
     def heat(self, samples: list[HeatSample]) -> None:
-        """Heat digests of the switch."""
-        self.pool.heat(samples, self.clock())
+        """Heat digests of the switch: a burst is soon over, so they are not left to the next tick.
+        A flood of them wakes no round before the last one is HEAT_PAUSE_S old; what it brings is
+        heard with the next list."""
+        now = self.clock()
+        self.pool.heat(samples, now)
+        if now - self.rounded_at >= HEAT_PAUSE_S:
+            self._wake()
 
     def switch_changed(self) -> None:
         """The connection to the switch was made or lost, or who is primary has changed."""

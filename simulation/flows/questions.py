@@ -335,6 +335,16 @@ def memory(
                     "value_over_optimum": round(hits["value"] / hits["optimum"], 4)
                     if hits["optimum"]
                     else 1.0,
+                    "value_over_optimum_after_fill": round(
+                        hits["value"] / hits["optimum, after the fill"], 4
+                    )
+                    if hits["optimum, after the fill"]
+                    else 1.0,
+                    "value_over_best_online_after_fill": round(
+                        hits["value"] / hits["best, after the fill"], 4
+                    )
+                    if hits["best, after the fill"]
+                    else 1.0,
                     "value_over_best_online": round(hits["value"] / best, 4) if best else 1.0,
                 }
             )

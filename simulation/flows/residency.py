@@ -2,9 +2,10 @@
 
 Owns: a stream of reads as the switch sees it, who holds what when, and the bytes that hits are
 worth. Must not know: links or queues. What runs as `value` is the controller's own code
-(`kvcast.controller.core.tiers`), told what it is told in a pool, and as late: homes' reports once a
-renewal, hits and decisions once a tick, and a block that was let in answers from the read after the
-one whose DATA fills it. The others see every read at once and fill in no time, which favours them.
+(`kvcast.controller.core.tiers`), told what it is told in a pool, and as late (`ControlLoop`):
+homes' reports once a renewal, the switch's digests of heat, hits once a tick; and a block that was
+let in answers from the read after the one whose DATA fills it. The others see every read at once
+and fill in no time, which favours them.
 
 The optimum knows the future. For blocks of one size it is Belady's rule (IBM Systems Journal 1966)
 with the right to let a block pass by, which nothing can beat. For blocks of several sizes it is the
@@ -22,18 +23,13 @@ import numpy as np
 from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.requests import Outgoing
 from kvcast.controller.core.residency import Residency
-from kvcast.controller.core.tiers import AdmitMode, Tiers
+from kvcast.controller.core.tiers import AdmitMode, HeatSample, Tiers
 from kvcast.protocol.messages.control import Credit, Describe, Described, HotBlock, Keep, Kept
 from kvcast.protocol.messages.wire import CELLS, SEGMENT_BYTES, BlockId
 from kvcast.simulation.flows.demand import NS, Demand
 from kvcast.simulation.flows.networks import Ints
 from numpy.typing import NDArray
 
-TICK_S = 0.5
-RENEWAL_S = 1.0
-"""How often the controller decides, and how often agents report (a third of their lease)."""
-AT_ONCE_S = 0.05
-"""Either, where we ask how much of a gap is the control loop's."""
 _QUIET_TICKS = 8
 """Ticks without a read after which the next ones are left out."""
 _SPAN = 1 << 48
@@ -50,6 +46,13 @@ class Stream:
     block: Ints
     node: Ints
     block_bytes: Ints
+    joined: Ints | None = None
+    """By how many others each read is joined; None = by nobody."""
+
+    @property
+    def together(self) -> Ints:
+        """How many nodes share the answer to each read."""
+        return np.ones(len(self.at), np.int64) if self.joined is None else 1 + self.joined
 
     @classmethod
     def of(cls, demand: Demand) -> Stream:
@@ -67,6 +70,7 @@ class Stream:
         home: those share its answer, with or without memory."""
         order = np.argsort(self.block, kind="stable")
         keep = np.zeros(len(order), bool)
+        joined = np.zeros(len(order), np.int64)
         block, at = self.block[order], self.at[order]
         begins = np.flatnonzero(np.r_[True, block[1:] != block[:-1]]) if len(order) else order
         ends = np.r_[begins[1:], len(order)].astype(np.int64)
@@ -77,51 +81,146 @@ class Stream:
         while len(begins):
             keep[order[begins]] = True
             after = following[begins]
+            joined[order[begins]] = np.minimum(after, ends) - begins - 1
             on = after < ends
             begins, ends = after[on], ends[on]
-        return Stream(self.at[keep], self.block[keep], self.node[keep], self.block_bytes)
+        return Stream(
+            self.at[keep], self.block[keep], self.node[keep], self.block_bytes, joined[keep]
+        )
 
     @property
     def bytes(self) -> Ints:
         return self.block_bytes[self.block]
 
 
-def value(
-    stream: Stream,
-    slots: int,
-    options: ValueOptions | None = None,
-    *,
-    tick_s: float = TICK_S,
-    renewal_s: float = RENEWAL_S,
-) -> Hits:
-    """Which reads the switch would answer with the controller's policy, `slots` of 64 KiB."""
-    options = options or ValueOptions()
-    tiers = Tiers(
-        AdmitMode.AUTO,
-        Residency(slots, first_generation=1, drain_s=0.2),
-        options,
-        lambda _block: (_HOME,),
-        refresh_s=1e9,
-    )
-    hits = np.zeros(len(stream.at), bool)
-    ids = [BlockId(1, int(block).to_bytes(16, "big")) for block in range(len(stream.block_bytes))]
-    sizes = stream.block_bytes.tolist()
-    filled: set[BlockId] = set()
-    served: Counter[int] = Counter()
-    """Slot to READs served from it."""
-    reads: Counter[int] = Counter()
-    readers: defaultdict[int, set[int]] = defaultdict(set)
-    reported = 0.0
-    tick = 0.0
-    at_s = (stream.at / NS).tolist()
-    blocks, nodes = stream.block.tolist(), stream.node.tolist()
+@dataclass(frozen=True)
+class ControlLoop:
+    """How soon the controller hears of reads, and acts. Times in seconds."""
 
-    def answer(outgoing: Outgoing, now: float) -> None:
+    tick_s: float = 0.5
+    """How often it reads the counters of hits."""
+    renewal_s: float = 1.0
+    """How often each home reports what it answered (a third of its lease); they take turns."""
+    homes: int = 16
+    heat_threshold: int = 3
+    """READs of a segment in one window of the switch, joined ones too, that raise a digest."""
+    window_s: float = (1 << 14) * 64e-6
+    digest_s: float = 0.06
+    """From then until the controller has it: it comes in a list that waits for others."""
+    write_s: float = 0.01
+    """From a decision until the switch holds the entries: questions to a home, and writes."""
+
+
+AT_ONCE = ControlLoop(tick_s=0.05, renewal_s=0.05, heat_threshold=1, digest_s=0.0, write_s=0.0)
+"""Where we ask how much of a gap is the control loop's."""
+
+
+class _Switch:
+    """The controller's own code, told of a stream's reads as it is in a pool."""
+
+    def __init__(
+        self, stream: Stream, slots: int, options: ValueOptions, loop: ControlLoop
+    ) -> None:
+        self._loop, self._slots = loop, slots
+        self._tiers = Tiers(
+            AdmitMode.AUTO,
+            Residency(slots, first_generation=1, drain_s=0.2),
+            options,
+            lambda _block: (_HOME,),
+            refresh_s=1e9,
+        )
+        self._sizes = stream.block_bytes.tolist()
+        self._ids = [BlockId(1, n.to_bytes(16, "big")) for n in range(len(self._sizes))]
+        self._events: list[tuple[float, str, int]] = []
+        """When, what, and whose: a home's report, a block's digest, or a tick."""
+        self._due: set[tuple[str, int]] = set()
+        self._reads: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        """By home: READs by block since the last report."""
+        self._readers: defaultdict[int, set[int]] = defaultdict(set)
+        self._heat: dict[int, tuple[int, int, int]] = {}
+        """By block: window, READs of each of its segments in it, and ports waiting at once."""
+        self._served: Counter[int] = Counter()
+        self._usable: dict[BlockId, float] = {}
+        """From when on the switch holds a resident's entries."""
+        self._filled: set[BlockId] = set()
+        self._quiet = 0
+
+    def read(self, now: float, block: int, node: int, together: int) -> bool:
+        """A READ, and those that join it; whether the switch answers."""
+        while self._events and self._events[0][0] <= now:
+            self._happen(*heapq.heappop(self._events))
+        name, loop = self._ids[block], self._loop
+        self._quiet = 0
+        self._plan("tick", 0, now - now % loop.tick_s + loop.tick_s)
+        resident = self._tiers.residency.residents.get(name)
+        if resident is not None and name in self._filled:
+            for slot in resident.slots:
+                self._served[slot] += together
+            return True
+        if resident is not None and now >= self._usable.get(name, now):
+            self._filled.add(name)
+        home = block % loop.homes
+        self._reads[home][block] += CELLS.segments_of(self._sizes[block])
+        self._readers[block].add(node)
+        phase = loop.renewal_s * home / loop.homes
+        self._plan("report", home, now + loop.renewal_s - (now - phase) % loop.renewal_s)
+        window = int(now / loop.window_s)
+        before = self._heat.get(block, (window, 0, 0))
+        count = together + (before[1] if before[0] == window else 0)
+        self._heat[block] = window, count, together
+        if count >= loop.heat_threshold > count - together:
+            self._plan("digest", block, now + loop.digest_s)
+        return False
+
+    def _plan(self, what: str, whose: int, at: float) -> None:
+        if (what, whose) not in self._due:
+            self._due.add((what, whose))
+            heapq.heappush(self._events, (at, what, whose))
+
+    def _happen(self, now: float, what: str, whose: int) -> None:
+        self._due.discard((what, whose))
+        tiers = self._tiers
+        if what == "report":
+            for block, count in self._reads.pop(whose, Counter()).most_common(256):
+                name, size = self._ids[block], self._sizes[block]
+                readers = len(self._readers.pop(block))
+                tiers.heard_report(HotBlock(1, name.key, count, readers, 0, size, 1), now)
+        elif what == "digest":
+            _, _, together = self._heat[whose]
+            count = self._loop.heat_threshold
+            for segment in range(CELLS.segments_of(self._sizes[whose])):
+                ports = (1 << together) - 1
+                tiers.heard_heat(HeatSample(self._ids[whose], segment, ports, count), now)
+        elif what == "tick":
+            self._quiet += 1
+            if self._quiet < _QUIET_TICKS:
+                self._plan("tick", 0, now + self._loop.tick_s)
+            if tiers.residency.residents:
+                hits = {slot: self._served[slot] for slot in range(self._slots)}
+                self._answer(tiers.heard_hits(hits, now), now)
+        self._advance(now)
+
+    def _advance(self, now: float) -> None:
+        tiers = self._tiers
+        self._answer(tiers.advance(now), now)
+        tiers.residency.deleted(tiers.residency.waiting_for_deletion(), now)
+        residents = tiers.residency.residents
+        self._filled.intersection_update(residents)
+        for name in self._usable.keys() - residents.keys():
+            del self._usable[name]
+        for name in residents.keys() - self._usable.keys():
+            self._usable[name] = now + self._loop.write_s
+        free_at = tiers.residency.next_deadline()
+        if free_at is not None:
+            self._plan("drained", 0, free_at)
+
+    def _answer(self, outgoing: Outgoing, now: float) -> None:
+        tiers = self._tiers
         while outgoing:
             node, message = outgoing.pop()
             if isinstance(message, Describe):
                 held = [
-                    (ref.namespace, ref.key, sizes[int.from_bytes(ref.key, "big")], 1)
+                    (ref.namespace, ref.key, self._sizes[int.from_bytes(ref.key, "big")], 1)
                     for ref in message.blocks
                 ]
                 tiers.described(Described(message.request, held), node, now)
@@ -134,43 +233,24 @@ def value(
             else:
                 assert isinstance(message, Credit)
 
-    def advance(now: float) -> None:
-        nonlocal reported
-        if now - reported >= renewal_s:
-            reported = now
-            for block, count in reads.most_common(256):
-                name, size = ids[block], sizes[block]
-                tiers.heard_report(
-                    HotBlock(1, name.key, count, len(readers[block]), 0, size, 1), now
-                )
-            reads.clear()
-            readers.clear()
-        if tiers.residency.residents:
-            answer(tiers.heard_hits({slot: served[slot] for slot in range(slots)}, now), now)
-        answer(tiers.advance(now), now)
-        tiers.residency.deleted(tiers.residency.waiting_for_deletion(), now)
-        filled.intersection_update(tiers.residency.residents)
 
-    for index, now in enumerate(at_s):
-        quiet = 0
-        while tick + tick_s <= now:
-            tick += tick_s
-            advance(tick)
-            quiet += 1
-            if quiet >= _QUIET_TICKS:  # nothing is heard: nothing is decided until the next read
-                tick = max(tick, now - now % tick_s - tick_s)
-        name = ids[blocks[index]]
-        resident = tiers.residency.residents.get(name)
-        if resident is not None and name in filled:
-            hits[index] = True
-            for slot in resident.slots:
-                served[slot] += 1
-            continue
-        if resident is not None:
-            filled.add(name)
-        reads[blocks[index]] += CELLS.segments_of(sizes[blocks[index]])
-        readers[blocks[index]].add(nodes[index])
-    return hits
+def value(
+    stream: Stream,
+    slots: int,
+    options: ValueOptions | None = None,
+    *,
+    loop: ControlLoop = ControlLoop(),
+) -> Hits:
+    """Which reads the switch would answer with the controller's policy, `slots` of 64 KiB."""
+    switch = _Switch(stream, slots, options or ValueOptions(), loop)
+    rows = zip(
+        (stream.at / NS).tolist(),
+        stream.block.tolist(),
+        stream.node.tolist(),
+        stream.together.tolist(),
+        strict=True,
+    )
+    return np.array([switch.read(*row) for row in rows], bool)
 
 
 def next_use(block: Ints) -> Ints:
@@ -206,6 +286,22 @@ def belady(stream: Stream, capacity_bytes: int) -> Hits:
             if kept.get(victim) == -when:
                 del kept[victim]
     return hits
+
+
+def after_its_fill(stream: Stream, delay_s: float) -> Stream:
+    """Without the reads of each block that no controller outside the switch can have answered: up
+    to the first one that comes so long after the block's first, and which fills. The first read of
+    what is left is that one."""
+    order = np.argsort(stream.block, kind="stable")
+    block, at = stream.block[order], stream.at[order]
+    begins = np.r_[True, block[1:] != block[:-1]] if len(order) else np.zeros(0, bool)
+    first_at = at[begins][np.cumsum(begins) - 1] if len(order) else at
+    keep = np.zeros(len(order), bool)
+    keep[order] = ~begins & (at >= first_at + round(delay_s * NS))
+    joined = None if stream.joined is None else stream.joined[keep]
+    return Stream(
+        stream.at[keep], stream.block[keep], stream.node[keep], stream.block_bytes, joined
+    )
 
 
 def bound_bytes(stream: Stream, capacity_bytes: int) -> int:
@@ -279,10 +375,11 @@ def other(name: str) -> Callable[[Stream, int], Hits]:
 
 
 def compared(stream: Stream, slots: int) -> dict[str, int]:
-    """Bytes of hits of every policy, by name; `optimum` and `static` need the future."""
+    """Bytes of hits of every policy, by name; `optimum` and `static` need the future. *After the
+    fill*: of the reads alone that a controller beside the switch can have answered."""
     capacity = slots * SEGMENT_BYTES
     size = stream.bytes
-    soon = value(stream, slots, tick_s=AT_ONCE_S, renewal_s=AT_ONCE_S)
+    soon = value(stream, slots, loop=AT_ONCE)
     results = {
         "none": 0,
         "value": int(size[value(stream, slots)].sum()),
@@ -290,6 +387,11 @@ def compared(stream: Stream, slots: int) -> dict[str, int]:
     }
     for name in others():
         results[name] = int(size[other(name)(stream, capacity)].sum())
+    late = after_its_fill(stream, ControlLoop.write_s)
+    results["best, after the fill"] = max(
+        (int(late.bytes[other(name)(late, capacity)].sum()) for name in others()), default=0
+    )
+    results["optimum, after the fill"] = optimum_bytes(late, capacity)
     results["static"] = static_bytes(stream, capacity)
     results["optimum"] = optimum_bytes(stream, capacity)
     return results

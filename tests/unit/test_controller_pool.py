@@ -24,6 +24,7 @@ from kvcast.controller.core.namespaces import Namespaces, TenantRules, number_of
 from kvcast.controller.core.pool import Close, Pool, PoolOptions, SavedState, Send
 from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
+from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
@@ -1154,3 +1155,26 @@ def test_a_controller_that_starts_remembers_who_is_drained() -> None:
     assert last_map(again).settled == 1
     hand_over(again, 1, 2)
     assert last_map(again).buckets == [[2]] * 1024
+
+
+def test_heat_wakes_the_controller_but_a_flood_of_it_not_without_a_pause() -> None:
+    driver = Driver()
+    woken: list[float] = []
+    now = [10.0]
+    loop = ControlLoop(
+        driver.pool,
+        state=None,  # type: ignore[arg-type]
+        tick_s=0.5,
+        clock=lambda: now[0],
+        wake=lambda: woken.append(now[0]),
+        on_settled=lambda: None,
+    )
+    loop.rounded_at = 10.0
+    for _ in range(100):
+        now[0] += 0.001
+        loop.heat([])
+    assert woken[0] == pytest.approx(10.05, abs=0.0015)  # and on until there was a round
+    loop.rounded_at = now[0]
+    before = len(woken)
+    loop.heat([])
+    assert len(woken) == before > 1

@@ -61,6 +61,10 @@ def test_nothing_beats_the_bound_and_nobody_the_optimum(blocks: list[int], room:
         assert int(reads.bytes[hits].sum()) <= optimum
     assert int(reads.bytes[residency.value(reads, room)].sum()) <= optimum
     assert residency.static_bytes(reads, capacity) <= optimum
+    late = residency.after_its_fill(reads, residency.ControlLoop.write_s)
+    assert int(reads.bytes[residency.value(reads, room)].sum()) <= residency.optimum_bytes(
+        late, capacity
+    )
 
 
 def test_the_controllers_policy_serves_a_block_that_is_read_again_and_again() -> None:
@@ -80,9 +84,28 @@ def test_reads_that_share_an_answer_are_not_memorys() -> None:
     alone = reads.without_joins(100_000_000)
     # The second and third join the first; the fifth comes 160 ms after it, the sixth joins that.
     assert alone.block.tolist() == [0, 1, 0]
+    assert alone.together.tolist() == [3, 1, 2]
 
 
 def test_no_reads_at_all() -> None:
     empty = stream([])
     assert residency.compared(empty, 4)["optimum"] == 0
     assert not len(empty.without_joins(1).at)
+
+
+def test_what_no_controller_can_have_answered_is_each_blocks_beginning() -> None:
+    late = residency.after_its_fill(stream([0, 1, 0, 0, 1, 2, 0], step_s=0.1), 0.25)
+    # Block 0 is read at 0, 0.2, 0.3 and 0.6 s: that at 0.3 s fills. Block 1's second read fills.
+    assert late.block.tolist() == [0, 1, 0]
+    assert (late.at / NS).round(1).tolist() == [0.3, 0.4, 0.6]
+
+
+def test_a_burst_of_joined_reads_is_heard_of_by_the_switchs_digest_before_any_report() -> None:
+    alone = stream([0] * 8, step_s=0.15)
+    burst = Stream(
+        alone.at, alone.block, alone.node, alone.block_bytes, np.full(len(alone.at), 2, np.int64)
+    )
+    slow = residency.ControlLoop(renewal_s=100.0)
+    assert residency.value(burst, 1, loop=slow).tolist() == [False] * 2 + [True] * 6
+    deaf = residency.ControlLoop(renewal_s=100.0, heat_threshold=1000)
+    assert not residency.value(burst, 1, loop=deaf).any()
