@@ -55,6 +55,8 @@ from kvcast.protocol.requester import Requester
 MAX_CLIENTS: Final = 1024
 STOCK: Final = 16
 """Landing places of one namespace."""
+QUOTA_SHARE: Final = 32
+"""Of a namespace's quota they take this part at most: its blocks pay for them."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
 """Namespaces that have some; one more takes the place of the one that was first."""
 PATIENCE_S: Final = 0.05
@@ -382,7 +384,11 @@ class Courier:
                 continue
             reserved_bytes = self._store.allocator.extent_bytes(known.size_bytes)
             have = sum(c.block.namespace == namespace for c in self._places.values())
-            for _ in range(have, STOCK):
+            most = STOCK
+            quota = self._store.quota_of(namespace)
+            if quota:
+                most = min(STOCK, quota // QUOTA_SHARE // reserved_bytes)
+            for _ in range(have, most):
                 if budget < reserved_bytes:
                     break
                 try:

@@ -19,6 +19,7 @@ from kvcast.bench.fuzz.engine import Options, Target, fuzz, tell
 from kvcast.bench.fuzz.targets import TARGETS, FunctionHarness, register
 
 INPUTS = {
+    "courier": 120,
     "index": 150,
     "pin-region": 150,
     "json-loader": 60,

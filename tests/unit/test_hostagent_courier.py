@@ -17,7 +17,14 @@ from kvcast.bench.fuzz.courier import (
     frame_of,
     key_of,
 )
-from kvcast.hostagent.core.courier import OTHER_SIZE_S, PATIENCE_S, REORDER_S, STOCK
+from kvcast.hostagent.core.courier import (
+    OTHER_SIZE_S,
+    PATIENCE_S,
+    QUOTA_SHARE,
+    REORDER_S,
+    STOCK,
+)
+from kvcast.hostagent.core.store import StoreRules
 from kvcast.protocol.courier import CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
 from kvcast.protocol.messages.control import BlockRef, Residents
 from kvcast.protocol.messages.questions import GET, QUESTION, RELEASE
@@ -247,6 +254,28 @@ def test_landing_places_are_bounded_and_a_question_without_one_is_handed_over(
     stand.ask(1, 2)
     assert reasons(stand) == {"full": 1, "no_landing": 1}
     stand.pass_time(PATIENCE_S + 0.001)
+    stand.end()
+
+
+def test_landing_places_take_little_of_a_quota(stand: Stand) -> None:
+    def landing_bytes() -> int:
+        held = stand.store.namespace_bytes(NAMESPACE)
+        return held - sum(
+            copy.reserved_bytes
+            for block in stand.store.blocks()
+            if (copy := stand.store.peek(block)) is not None
+        )
+
+    assert landing_bytes() == STOCK * stand.store.allocator.extent_bytes(30_000)
+    for quota_bytes in (0, 8 << 20, 64 * 1024):
+        stand.courier.give_room_back()
+        stand.store.configure({NAMESPACE: StoreRules(quota_bytes=quota_bytes)})
+        stand.pass_time(0.2)
+        most = quota_bytes // QUOTA_SHARE if quota_bytes else 1 << 30
+        assert landing_bytes() <= most
+    assert not landing_bytes(), "of a small quota nothing"
+    stand.ask(0, 2)
+    assert reasons(stand) == {"no_landing": 1}
     stand.end()
 
 
