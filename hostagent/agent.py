@@ -54,6 +54,7 @@ from kvcast.hostagent.tiers.arena import Allocator, ArenaError, ArenaFile
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptFile
 from kvcast.hostagent.tiers.ledger import Ledger
+from kvcast.hostagent.tiers.placement import placement_of, preferring
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
@@ -72,6 +73,7 @@ _NO_MAP_PAUSE_S: Final = 0.01
 """How often it is seen whether there is a map, without which nothing can be recovered."""
 _LANDINGS_SHARE: Final = 64
 """All landing places of the courier take this part of the arena at most."""
+_LOOK_AT_MEMORY_S: Final = 1.0
 _REST_S: Final = 2.0
 """How long an agent that gives way to another waits for what was begun."""
 
@@ -118,9 +120,10 @@ class Agent:
         if standing is not None:
             self.arena = standing.kept.arena
         else:
-            self.arena = ArenaFile(
-                options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
-            )
+            with preferring(options.arena.numa_node):
+                self.arena = ArenaFile(
+                    options.arena.size_bytes, options.arena.path, reserve=options.arena.reserve
+                )
             stack.callback(self.arena.close)
         store = Store(
             Allocator(options.arena.size_bytes, options.arena.slab_bytes),
@@ -250,6 +253,8 @@ class Agent:
                 _RECOVERY_BEGINS_S, self._recover
             )
         stack.callback(self._end_recovery)
+        looking = asyncio.create_task(self._look_at_memory())
+        stack.callback(looking.cancel)
 
     def _make_courier(self, loop: CourierLoop, index: Index, store: Store) -> CourierDriver | None:
         """Have small blocks fetched in compiled code, where that can be."""
@@ -296,6 +301,12 @@ class Agent:
                 "took over %d blocks of the agent before; %d were damaged, and %d entries refused",
                 *(counters.copies, counters.copies_damaged, counters.entries_refused),
             )
+
+    async def _look_at_memory(self) -> None:
+        """Say where the arena's memory is, when everything else has begun."""
+        await asyncio.sleep(_LOOK_AT_MEMORY_S)
+        placement = await asyncio.to_thread(placement_of, self.arena.path)
+        self.core.facts |= placement.values()
 
     def _end_recovery(self) -> None:
         if self._recovering is not None:

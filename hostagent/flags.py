@@ -25,6 +25,7 @@ from kvcast.hostagent.options import (
     Options,
     SsdOptions,
 )
+from kvcast.hostagent.tiers.placement import MAX_NODE
 from kvcast.hostagent.tiers.ssd.layout import SsdError, cut_of
 from kvcast.protocol.links.control_caller import ControlOptions
 from kvcast.protocol.messages.ethernet import parse_ip, unicast_mac
@@ -186,6 +187,12 @@ class MemoryFlags:
     arena_reserve: bool = either(
         "take the arena's memory at the start, not when it is first used",
         default=ArenaOptions.reserve,
+    )
+    numa_node: int | None = option(
+        "NUMA node whose memory the arena should take, best that of the network card",
+        default=None,
+        parse=whole_number(0, MAX_NODE),
+        metavar="N",
     )
     slab_bytes: int = size("unit of the arena's allocator", default=ArenaOptions.slab_bytes)
     namespace_quota_bytes: int = size(
@@ -518,6 +525,7 @@ def options_of(setup: Setup) -> Options:
             slab_bytes=flags.slab_bytes,
             default_quota_bytes=flags.namespace_quota_bytes,
             quotas=dict(flags.quota),
+            numa_node=flags.numa_node,
         ),
         ssd=SsdOptions(paths=flags.ssd, size_bytes=flags.ssd_bytes),
         cold=flags.cold,

@@ -21,6 +21,7 @@ from kvcast.hostagent.network.local_server import listen_locally
 from kvcast.hostagent.network.survivors import NOBODY, Keeper, Survivor
 from kvcast.hostagent.options import NetworkOptions, Options
 from kvcast.hostagent.tiers.kept import Kept, KeptOptions, open_kept
+from kvcast.hostagent.tiers.placement import preferring
 from kvcast.protocol.messages.control import PoolMap, Registered
 from kvcast.service.listener import listening_sockets
 
@@ -80,7 +81,8 @@ def index_beside(arena_path: str) -> str:
 def stand_up(options: Options) -> Standing:
     """Open everything, and take over the files of a former agent. ArenaError, SocketInUseError,
     OSError; on failure nothing is left open."""
-    kept = open_kept(kept_options(options), secrets.randbits(62) + 1)
+    with preferring(options.arena.numa_node):
+        kept = open_kept(kept_options(options), secrets.randbits(62) + 1)
     opened: list[socket.socket] = []
     try:
         frames, buffer_bytes = open_frames(options.network)

@@ -178,6 +178,8 @@ class AgentCore:
         )
         self.ssd: SsdTier | None = None
         self.cold: ColdTier | None = None
+        self.facts: dict[str, float] = {}
+        """What an adapter has found out about this node, by name: among `values`."""
         self._parked = 0
         """READs that wait for the disk."""
         self.handover = Handover(options.handover, store, self.outbox)
@@ -849,6 +851,7 @@ class AgentCore:
         )
         if self.reads.courier is not None:
             values |= self.reads.courier.values()
+        values |= self.facts
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)
         values["arena_held_bytes"] = float(self.store.held_bytes)
