@@ -16,6 +16,14 @@ counts, since whatever else the machine does only makes one slower. In the emula
 sides share its two processors: the ratios say what the link costs beside the card's own work there,
 and no rate says anything of a real card. After each round the bytes of all blocks are compared one
 by one (`wrong_bytes`).
+
+Then, in machines of their own, shared answers (`rdma_shared`): `shared_home_egress_ratio` = bytes
+that the home's card sent over the blocks' bytes, the worse of two and of three readers;
+`shared_blocks_by_rdma` of `shared_blocks` came by RDMA WRITE to their last chunk;
+`shared_icrc_dropped` = copies that a switch without loss sent and a card did not take;
+`shared_loss_egress_ratio` = the first with 1 % loss on each link; `reader_cpu_over_udp` = processor
+time a byte of the readers' agents over that by DATA (`reader_machine_cpu_over_udp`: of their
+machines, which includes what Soft-RoCE does in place of a card). `shared_rounds` has all of it.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from kvcast.bench import rdma_shared
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
@@ -47,6 +56,7 @@ from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.service import provenance
 from kvcast.topologies.machines import DEVICE, MachineNetwork
 from kvcast.topologies.network import NetworkError
+from kvcast.topologies.pool import PoolError
 from kvcast.topologies.star import Star
 
 NAMESPACE: Final = 1
@@ -328,13 +338,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.here is None:
             report = _in_machine(options.seconds)
+            shared = asyncio.run(rdma_shared.measure())
+            shared["wrong_bytes"] = report["wrong_bytes"] + shared.pop("shared_wrong_bytes")
+            report |= shared
         else:
             ips = options.here.split(",")
             if options.side is not None:
                 asyncio.run(_side(options.side, ips))
                 return 0
             report = measure(ips, options.seconds)
-    except (NetworkError, RuntimeError) as error:
+    except (NetworkError, PoolError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     report |= {"provenance": provenance.provenance()} if options.here is None else {}

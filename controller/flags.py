@@ -5,6 +5,7 @@ Owns: the flags, what must go together, and the files that flags name. Must not 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -53,6 +54,13 @@ def _tenant(text: str) -> tuple[str, frozenset[str]]:
         raise TextError(f"{text!r} is not NAME or NAME=NODE,…")
     listed = nodes.split(",") if equals else []
     return name, frozenset(parse_node_id(node.strip()) for node in listed)
+
+
+def _ipv4(text: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        raise TextError(f"{text!r} is no IPv4 address") from None
 
 
 def _device_ports(text: str) -> tuple[int, ...]:
@@ -125,6 +133,13 @@ class SwitchFlags:
         unit="READs",
         low=1,
         high=2**32 - 1,
+    )
+    rdma_address: str | None = option(
+        "an IPv4 address of the pool's network that no host has, to which homes send what the "
+        "switch writes into the memory of all who wait; without it shared answers never go by RDMA",
+        default=None,
+        parse=_ipv4,
+        metavar="IP",
     )
     router_mac: str | None = option(
         "address to which hosts send what is to be routed; without it nothing is",
@@ -369,6 +384,7 @@ def pool_options(flags: ControllerFlags) -> PoolOptions:
             device_ports=flags.device_ports or profile.device_ports,
             serve_goes_round=profile.serve_goes_round,
             loop_groups=tuple(sorted(profile.loop_groups.items())),
+            rdma_address=flags.rdma_address,
         ),
         slots=profile.slots,
         read_padding_bytes=profile.read_padding_bytes,

@@ -14,6 +14,7 @@ import secrets
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.cold import ColdOfAgent, open_store
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
@@ -36,6 +37,7 @@ from kvcast.hostagent.network.interfaces import (
     interface_mtu,
 )
 from kvcast.hostagent.network.lander import hashing
+from kvcast.hostagent.network.landing_zone import ZoneKeeper
 from kvcast.hostagent.network.local_server import LocalServer
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.survivors import NOBODY
@@ -59,6 +61,7 @@ from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import chunking_for
 from kvcast.protocol.placement import address_of_buffer
@@ -243,8 +246,20 @@ class Agent:
             or (interface_bits_per_s(network.ip) if network.tunnel is None else 0),
         )
         self._control = ControlLink(
-            self.core, options.control, register, rng, self.transport.pump, options.credentials
+            self.core, options.control, register, rng, self._core_told, options.credentials
         )
+        self._zone: ZoneKeeper | None = None
+        if self.card is not None and self._may_share_by_rdma(self.card):
+
+            def tell(queue_pair: int, key: int) -> None:
+                self._control.register_anew(
+                    msgspec.structs.replace(register, zone_queue_pair=queue_pair, zone_key=key)
+                )
+
+            self._zone = ZoneKeeper(
+                self.core, self.card, self.arena.memory, tell, self.transport.pump
+            )
+            stack.callback(self._zone.close)
         self.ready = self._control.ready
         self._control.start()
         stack.push_async_callback(self._control.close)
@@ -282,6 +297,19 @@ class Agent:
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,
         )
+
+    def _core_told(self) -> None:
+        if self._zone is not None:
+            self._zone.follow()
+        self.transport.pump()
+
+    def _may_share_by_rdma(self, card: Card) -> bool:
+        """Whether chunks of shared answers fit, written and by DATA."""
+        chunking = SHARED_CHUNKING
+        fits: int = min(self.mtu_bytes, card.mtu_bytes + chunking.mtu_bytes - chunking.chunk_bytes)
+        if fits < chunking.mtu_bytes:
+            log.info("shared answers go by DATA: RDMA's need an MTU of %d", chunking.mtu_bytes)
+        return fits >= chunking.mtu_bytes
 
     def _let_go(self, index: Index) -> None:
         if not self._local_server.cut_off_holders:

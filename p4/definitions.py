@@ -44,10 +44,12 @@ class Kind(Code):
     READ = 2, "of a full segment: the only one that coalesces"
     PARTIAL_READ = 3, ""
     DATA = 5, ""
-    LAST_DATA = 6, "ends the wait"
+    LAST_DATA = 6, "ends the wait; WRITTEN is one"
     MISS = 7, "ends the wait"
     PLAIN_DATA = 8, "answers a PARTIAL READ: touches nobody else's wait"
     PLAIN_ANSWER = 9, "OFFER, and a MISS that answers a PARTIAL READ"
+    WRITE = 10, "RDMA WRITE for whoever waits; treated like DATA"
+    TO_ZONE = 11, "RoCE that a host sent to a reader's landing zone itself"
 
 
 class Decision(Code):
@@ -61,7 +63,7 @@ class Decision(Code):
     EXPIRED = 5, "READ took over an entry past its lease, and went to the home"
     RETRY = 6, "READ repeated by its reader: refreshed the entry, and went to the home"
     PARTIAL = 7, "READ of a part of a segment: forwarded plainly"
-    SHARED = 8, "DATA or MISS multicast to several ports"
+    SHARED = 8, "DATA, WRITTEN, MISS or an RDMA WRITE multicast to who waits"
     UNICAST = 9, "DATA, MISS or OFFER sent to its destination alone"
     GUARDED = 10, "kvcast frame of a source, namespace or bucket not allowed"
     DROPPED = 11, "no route, malformed, parser error, TTL"
@@ -87,6 +89,7 @@ class Delivery(Code):
     SERVE = 3, "a chunk to the reader, and the READ round again"
     SERVE_GROUP = 4, "a chunk to every port of the reader's group, likewise"
     SHARED = 5, "to port_bits, by multicast, filter and rewrite"
+    WRITE_SHARED = 6, "the same with an RDMA WRITE"
 
 
 class Task(Code):

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from kvcast.p4 import definitions
 from kvcast.p4.definitions import Code
-from kvcast.protocol.messages import wire
+from kvcast.protocol.messages import roce, wire
 
 COMMAND: Final = "python -m kvcast.p4.generate"
 FOLDER: Final = Path(__file__).resolve().parent / "generated"
@@ -106,6 +106,21 @@ def _protocol() -> Iterator[str]:
         yield from _header(header)
 
 
+def _roce() -> Iterator[str]:
+    yield ""
+    yield _constant("ROCE_UDP_PORT", 16, roce.ROCE_UDP_PORT)
+    yield _constant("UC_WRITE_ONLY_WITH_IMMEDIATE", 8, roce.UC_WRITE_ONLY_WITH_IMMEDIATE)
+    yield _constant("POOL_KEY", 32, roce.POOL_KEY, "of a packet that is for whoever waits")
+    address = "A chunk's address in a landing zone"
+    yield f"// {address}: the upper half, and bits of the lower that are 0."
+    yield _constant("ZONE_ADDRESS_HIGH", 32, roce.ZONE_ADDRESS_HIGH)
+    yield _constant("ADDRESS_MID_ZEROS", 16, roce.ADDRESS_MID_ZEROS)
+    yield _constant("ADDRESS_LOW_ZEROS", 16, roce.ADDRESS_LOW_ZEROS)
+    yield _constant("WRITE_CHUNK_CODE", 2, wire.WRITE_CODE)
+    for header in roce.HEADERS:
+        yield from _header(header)
+
+
 def _program() -> Iterator[str]:
     yield from _codes(_CODES)
     yield "\n// Multicast group of all host ports: always right, since egress filters by port_bits."
@@ -125,6 +140,7 @@ def _tna() -> Iterator[str]:
 
 FILES: Final[dict[str, tuple[str, Callable[[], Iterator[str]]]]] = {
     "kvcast_headers.p4": ("protocol/messages/wire.py", _protocol),
+    "roce.p4": ("protocol/messages/roce.py", _roce),
     "codes.p4": ("p4/definitions.py", _program),
     "tna.p4": ("p4/definitions.py", _tna),
 }

@@ -34,6 +34,12 @@
 // 1024 buckets with up to eight homes, each behind one port.
 #define BUCKET_HOMES 8192
 
+// The pool's own queue pair, and each reader's landing zone.
+#define RDMA_TARGETS 64
+
+// A home and a reader each: 32 times 32.
+#define LANDING_ZONES 1024
+
 // Reader groups alive at once; each has multicast state of its own, which is the scarcer.
 #define READER_GROUPS 4096
 

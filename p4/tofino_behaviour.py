@@ -194,7 +194,7 @@ def _actions(table: dict[str, Any], stage_table: dict[str, Any], slices: Slices)
     }
 
 
-_PATTERN = re.compile(r"^ +(0[xb][0-9a-f*]+):")
+_PATTERN = re.compile(r"^ +(0[xbo][0-9a-f*]+):")
 _FIELD = re.compile(r"^(\d+): (.*?)(?:\((\d+)(?:\.\.(\d+))?\))?$")
 
 
@@ -204,7 +204,10 @@ def _bits(pattern: str) -> str:
         return ""
     if pattern.startswith("0b"):
         return pattern[:1:-1]
-    digits = ("****" if digit == "*" else f"{int(digit, 16):04b}" for digit in pattern[2:])
+    width = 3 if pattern.startswith("0o") else 4
+    digits = (
+        "*" * width if digit == "*" else f"{int(digit, 16):0{width}b}" for digit in pattern[2:]
+    )
     return "".join(digits)[::-1]
 
 
@@ -372,20 +375,23 @@ def field_widths(context: dict[str, Any]) -> dict[str, int]:
     return dict(sorted(widths.items()))
 
 
-_ROW = re.compile(r"^ {6}(\*|0[xb][0-9a-f*]+):$")
-_EXTRACT = re.compile(r"^ {8}(\d+)(?:\.\.(\d+))?: \w+(?:\([\d.]+\))?(?:  # (.*))?$")
+_ROW = re.compile(r"^ {6}(\*|0[xbo][0-9a-f*]+):$")
+_EXTRACT = re.compile(r"^ {8}(\d+)(?:\.\.(\d+))?: \w+(?:\((\d+)\.\.\d+\))?(?:  # (.*))?$")
 _CONSTANT = re.compile(r"value (\d+) -> \w+ bit\[[\d.]+\]: (?:in|e)gress::(\S+)")
-_PLACED = re.compile(r"^bit\[(\d+)(?:\.\.(\d+))?\] -> \w+ bit\[[\d.]+\]: (?:in|e)gress::(\S+)$")
+_PLACED = re.compile(r"^bit\[[\d.]+\] -> \w+ bit\[(\d+)(?:\.\.(\d+))?\]: (?:in|e)gress::(\S+)$")
 _NAMED = re.compile(r"^(?:in|e)gress::(\S+)$")
 _PART = re.compile(r"^(.*?)(?:\[\d+:\d+\])?(?:\.(\d+)-(\d+))?$")
 
 
-def _extract(text: str, first: int, last: int) -> list[Any] | None:
+def _extract(text: str, first: int, last: int, low: int) -> list[Any] | None:
     """[first bit in the input, last, field, lowest bit of the field], bits counted from where the
-    state begins; None for what does not come from the packet."""
+    state begins; None for what does not come from the packet. `first` and `last`: of what comes
+    into a container, from its bit `low` on. (The input's bits that the assembly names beside them
+    are those of the state as it was written, which the compiler may have joined with another.)"""
     placed, named = _PLACED.match(text), _NAMED.match(text)
     if placed:
-        first, last, name = int(placed[1]), int(placed[2] or placed[1]), placed[3]
+        high, name = int(placed[1]), placed[3]
+        first, last = last - (high - low), last - (int(placed[2] or high) - low)
     elif named:
         name = named[1]
     else:
@@ -404,7 +410,7 @@ def parser(assembly: str, gress: str) -> dict[str, Any]:
     found: dict[str, Any] = {"prefix": 0, "start": "", "states": {}}
     state: dict[str, Any] = {}
     row: dict[str, Any] = {}
-    bits = (0, 0)
+    bits = (0, 0, 0)
     lines = iter(assembly.splitlines())
     for line in lines:
         if line.startswith(f"parser {gress}:"):
@@ -428,8 +434,8 @@ def parser(assembly: str, gress: str) -> dict[str, Any]:
             state["rows"].append(row)
         elif extracted := _EXTRACT.match(line):
             first, last = int(extracted[1]), int(extracted[2] or extracted[1])
-            bits = (8 * first, 8 * last + 7)
-            entry = _extract(extracted[3] or "", *bits)
+            bits = (8 * first, 8 * last + 7, int(extracted[3] or 0))
+            entry = _extract(extracted[4] or "", *bits)
             row["extract"] += [entry] if entry else []
         elif re.match(r"^ {8}\d", line):
             raise ValueError(f"an extraction that is not understood: {text}")

@@ -6,12 +6,14 @@
 
 #include "generated/codes.p4"
 #include "generated/kvcast_headers.p4"
+#include "generated/roce.p4"
 #include "sizes.p4"
 
 // One pending entry, as read and as to be written back. Free: all zero.
 struct pending_entry_t {
     bit<32> fingerprint;  // [31:16] namespace, whole, so that no two tenants ever share an entry;
-                          // [15:1] hash of key and segment; [0] 1, so that it is never 0
+                          // [15:1] hash of key and segment, [0] 1, so that it is never 0; or,
+                          // of a shared answer by RDMA, [15:8] 0x80, [7:1] its slot
     bit<32> stamp;        // tick of the last READ sent on, or answer seen
     bit<32> ports;        // bit p-1: port p waits
 }
@@ -47,6 +49,7 @@ struct local_metadata_t {
     bit<1>  is_answer;      // DATA, MISS, OFFER
     bit<1>  has_memory;     // may be served from, or fill, switch memory
     bit<1>  coalesces;      // takes part in the pending interest table
+    bit<1>  formed;         // an RDMA WRITE as a home makes it for whoever waits
     bit<1>  refused;        // goes nowhere (control Gate)
     bit<1>  rewritten;      // the IPv4 header checksum must be made anew
     bit<8>  decision;       // DECISION_*

@@ -52,24 +52,28 @@ from kvcast.protocol.messages.wire import (
     FLAG_PADDED,
     FLAG_PARTIAL,
     FLAG_RETRY,
+    FLAG_SHARED,
+    FLAG_WRITE,
     HEADER_BYTES,
     IP_PROTOCOL_UDP,
     IPV4,
     KVCAST,
-    MISS_CHUNK_SIZE,
     MISS_FLAGS,
+    MISS_NO_WRITE,
     MISS_NOT_FOUND,
     OFFER_BYTES,
     OP_DATA,
     OP_MISS,
     OP_OFFER,
     OP_READ,
+    OP_WRITTEN,
     READ_FLAGS,
     READ_PADDING_BYTES,
     SEGMENT_BYTES,
     SEGMENT_INDEX_BITS,
     UDP,
     VERSION,
+    WRITE_CODE,
     BlockId,
     Chunking,
     Header,
@@ -287,6 +291,10 @@ def well_formed(t: Table, at: U64, length: U64) -> bool:
             expected += READ_PADDING_BYTES
         if length != expected or (flags & ~READ_FLAGS) != 0 or wanted == 0:
             return False
+        if flags & FLAG_WRITE:
+            code = _u16(at + _SEGMENT_AT) >> SEGMENT_INDEX_BITS
+            if (flags & (FLAG_PARTIAL | FLAG_PADDED)) != 0 or code != WRITE_CODE:
+                return False
         partial = flags & FLAG_PARTIAL
         if wanted == _FULL and partial != 0:
             return False
@@ -296,12 +304,21 @@ def well_formed(t: Table, at: U64, length: U64) -> bool:
     if op == OP_MISS:
         if length != HEADER_BYTES or (flags & ~MISS_FLAGS) != 0:
             return False
-        reason_holds = chunk >= MISS_NOT_FOUND and chunk <= MISS_CHUNK_SIZE
+        reason_holds = chunk >= MISS_NOT_FOUND and chunk <= MISS_NO_WRITE
         return reason_holds and size == 0 and gather == 0 and wanted == 0
     if op == OP_OFFER:
         if length != HEADER_BYTES + OFFER_BYTES or flags != 0:
             return False
         if size == 0 or u64_at(at + _DIGEST_AT)[0] == 0:
+            return False
+        return chunk == 0 and gather == 0 and wanted == 0
+    if op == OP_WRITTEN:
+        segment = _u16(at + _SEGMENT_AT)
+        if length != HEADER_BYTES or (flags & ~FLAG_SHARED) != FLAG_WRITE:
+            return False
+        if (segment >> SEGMENT_INDEX_BITS) != WRITE_CODE or u64_at(at + _DIGEST_AT)[0] == 0:
+            return False
+        if segment_start(segment & _INDEX, CHUNK_BYTES << WRITE_CODE) >= size:
             return False
         return chunk == 0 and gather == 0 and wanted == 0
     return False
@@ -729,6 +746,46 @@ class Placement:
         entered.sources = nodes.buffer_info()[0]
         entered.source_count = len(sources)
         self._kept[number] = (self._kept[number][0], nodes)
+
+    def put_written(
+        self,
+        number: int,
+        segment: int,
+        chunks: int,
+        slot: memoryview,
+        flags: int,
+        tag: int,
+        source: int,
+        *,
+        last: bool,
+    ) -> Arrived:
+        """Put those of `chunks` that are not there yet in their places, from where they lie side by
+        side in `slot`. Arrivals until now must have been taken."""
+        missing = self._kept[number][0]
+        to = self._copies[number]
+        chunk_bytes = CHUNK_BYTES << to.chunk_code
+        start = SEGMENT_BYTES + (segment - 1) * CHUNKS_PER_SEGMENT * chunk_bytes if segment else 0
+        added = missing[segment] & chunks
+        address, left = address_of_buffer(slot), added
+        while left:
+            first = (left & -left).bit_length() - 1
+            run = (~(left >> first) & -~(left >> first)).bit_length() - 1
+            left &= ~(((1 << run) - 1) << first)
+            at, end = start + first * chunk_bytes, start + (first + run) * chunk_bytes
+            ctypes.memmove(to.address + at, address + first * chunk_bytes, min(end, to.size) - at)
+        missing[segment] &= ~added
+        ended = _NOT_LAST if not last else _LAST_NEW if added else _LAST_AGAIN
+        return Arrived(
+            to.serial,
+            added,
+            missing[segment],
+            segment,
+            source,
+            flags,
+            tag,
+            chunks.bit_count(),
+            ended,
+        )
 
     def listens_to(self, number: int) -> frozenset[int]:
         """The nodes that DATA of this copy is taken from."""

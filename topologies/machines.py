@@ -46,8 +46,11 @@ from kvcast.topologies.star import Host, Star
 HOST_ADDRESS: Final = "10.0.2.2"
 """What a machine calls the loopback address 127.0.0.1 of this one."""
 MTU_BYTES: Final = 9000
-POOL_MTU_BYTES: Final = 1500
-"""Of the pool's own frames; RDMA's are longer."""
+POOL_MTU_BYTES: Final = 4200
+"""Of the pool's own frames: chunks of 4 KiB, as RDMA's packets have them."""
+RDMA_ADDRESS: Final = "10.77.0.250"
+RDMA_MAC: Final = "02:6b:76:00:00:fa"
+"""The pool's own, which no machine has."""
 DEVICE: Final = "rxe0"
 """The name of a machine's RDMA device."""
 MEMORY_MIB: Final = 384
@@ -64,7 +67,7 @@ _SCRIPT: Final = """\
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C.UTF-8
 exec > {folder}/log 2>&1
 mkdir -p /dev/pts /dev/shm; mount -t devpts devpts /dev/pts; mount -t tmpfs shm /dev/shm
-for m in crc32_generic configfs rdma_rxe rdma_ucm; do modprobe -d {modules} $m; done
+for m in crc32_generic configfs rdma_rxe rdma_ucm veth; do modprobe -d {modules} $m; done
 mount -t configfs configfs /sys/kernel/config
 ip link set lo up
 ip link set eth0 mtu {mtu} up
@@ -205,7 +208,7 @@ class Machine:
         machine reads although they lie where it has a file system of its own."""
         self.folder.mkdir(parents=True)
         script = self.folder / "boot.sh"
-        neighbours = "\n".join(
+        neighbours = f"ip neighbour add {RDMA_ADDRESS} lladdr {RDMA_MAC} dev eth0\n" + "\n".join(
             f"ip neighbour add {peer.ip} lladdr {peer.mac} dev eth0"
             for peer in self._peers
             if peer != self.host

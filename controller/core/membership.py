@@ -54,6 +54,8 @@ class Address:
     bulk_host: str
     bulk_port: int
     rdma_port: int = 0
+    zone_queue_pair: int = 0
+    zone_key: int = 0
 
 
 @dataclass
@@ -145,6 +147,8 @@ def checked_address(message: Register, max_port: int) -> Address:
         bulk_host=message.bulk_host,
         bulk_port=message.bulk_port,
         rdma_port=message.rdma_port,
+        zone_queue_pair=message.zone_queue_pair,
+        zone_key=message.zone_key,
     )
 
 
@@ -377,6 +381,8 @@ class Membership:
     def _die(self, node: Node) -> bool:
         was_live = node.live
         self._views = None
+        # Its card's memory may be anybody's by now.
+        node.address = dataclasses.replace(node.address, zone_queue_pair=0, zone_key=0)
         node.live = node.placed = node.joining = False
         node.newcomer = False
         return was_live

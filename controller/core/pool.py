@@ -75,6 +75,7 @@ from kvcast.protocol.messages.control import (
     Replicas,
     Residents,
 )
+from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     CELLS,
@@ -85,6 +86,7 @@ from kvcast.protocol.messages.wire import (
 )
 from kvcast.protocol.namespace_secrets import SECRET_BYTES, KeyDerivation
 
+MAX_CHUNK_BYTES = CHUNKINGS[-1].chunk_bytes
 MAX_COUNTERS = 256
 MAX_HOT = 256
 MAX_NAMESPACES = 256
@@ -771,6 +773,7 @@ class Pool:
             self._moves_epoch, self._moves_since = self.epoch, self._now
         settled = min(self.options.replicas + 1, len(views.placed))
         index = {n.node_id: n.index for n in live}
+        zones = sum(n.address.zone_queue_pair > 0 for n in live)
         return PoolMap(
             epoch=self.epoch,
             nodes=[n.info for n in sorted(live, key=lambda n: n.index)],
@@ -780,7 +783,10 @@ class Pool:
             chunk_bytes=min(
                 chunking_for(min((n.mtu_bytes for n in live), default=0)).chunk_bytes,
                 self.options.max_chunk_bytes,
+                # Longer ones would fit no packet of RDMA.
+                SHARED_CHUNKING.chunk_bytes if zones > 1 else MAX_CHUNK_BYTES,
             ),
+            rdma_address=self.options.settings.rdma_address or "",
             deleted=list(self.namespaces.deleted),
             alone=[n for n in sorted(self.namespaces.by_number) if not self.adaptive.gathers(n)],
             settled=0 if self.membership.is_settled else settled,

@@ -37,6 +37,7 @@ from kvcast.controller.core.reconcile import (
 from kvcast.controller.core.residency import Resident
 from kvcast.p4.definitions import ALL_PORTS_GROUP, RECIRCULATE_RID
 from kvcast.p4.targets import MAX_PORTS
+from kvcast.protocol.messages import roce
 from kvcast.protocol.messages.control import NamespaceInfo
 
 SETTINGS = "settings"
@@ -49,6 +50,8 @@ READER_GROUP = "reader_group"
 RESIDENT = "resident"
 PORT_SET = "port_set"
 EGRESS_HOST = "egress_host"
+RDMA_TARGET = "rdma_target"
+LANDING_ZONE = "landing_zone"
 OWNED_TABLES = (
     L2_FORWARD,
     IPV4_ROUTE,
@@ -59,6 +62,8 @@ OWNED_TABLES = (
     RESIDENT,
     PORT_SET,
     EGRESS_HOST,
+    RDMA_TARGET,
+    LANDING_ZONE,
 )
 """Tables whose entries are the controller's alone; `settings` has only its default action."""
 
@@ -103,7 +108,8 @@ class Settings:
     the address to which hosts send what is to be routed, None for a switch that does not route;
     `device_ports`: the switch's number of host port 1, 2, …; `serve_goes_round`: serving groups
     hold the copy that is recirculated; `loop_groups`: (group, device port) of groups that hold
-    nothing else.
+    nothing else; `rdma_address`: the IPv4 address to which homes send what is written into all
+    readers' landing zones, None = shared answers never go by RDMA.
     """
 
     enabled: bool
@@ -113,6 +119,7 @@ class Settings:
     device_ports: tuple[int, ...] = tuple(range(1, MAX_PORTS + 1))
     serve_goes_round: bool = True
     loop_groups: tuple[tuple[int, int], ...] = ()
+    rdma_address: str | None = None
 
     def device_port(self, port: int) -> int:
         """What the switch calls a host's port."""
@@ -174,6 +181,8 @@ def desired_state(
         entries[EGRESS_HOST, (port,)] = ActionCall(
             "rewrite", (mac_number(a.mac), ip_number(a.ip), a.udp_port, host.port_bit)
         )
+    if settings.rdma_address is not None:
+        _landing_zones(entries, settings, settings.rdma_address, hosts)
     users: dict[int, list[Host]] = {}
     allow = ActionCall("allow")
     for info in namespaces:
@@ -195,6 +204,33 @@ def desired_state(
         entries[PORT_SET, (bits,)] = ActionCall("set_group", (PORT_SET_BASE + place,))
     state.digests[HEAT_DIGEST] = HEAT_DIGEST_CONFIG
     return state
+
+
+def _landing_zones(
+    entries: dict[EntryKey, ActionCall], settings: Settings, address: str, hosts: Sequence[Host]
+) -> None:
+    """Lets hosts with a landing zone write into each other's, by the switch alone."""
+    pool = ip_number(address)
+    entries[RDMA_TARGET, (pool, roce.POOL_QUEUE_PAIR)] = ActionCall("to_pool")
+    zones = [host for host in hosts if host.address.zone_queue_pair]
+    for reader in zones:
+        a = reader.address
+        target = roce.Target(pool, ip_number(a.ip), a.zone_queue_pair, a.zone_key)
+        entries[RDMA_TARGET, (target.destination, target.queue_pair)] = ActionCall("to_zone")
+        for home in zones:
+            change = _compensation(ip_number(home.address.ip), target)
+            ports = settings.device_port(home.port), settings.device_port(reader.port)
+            entries[LANDING_ZONE, ports] = ActionCall(
+                "readdress",
+                (mac_number(a.mac), *target, *change, reader.port_bit),
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _compensation(home: int, target: roce.Target) -> roce.Compensation:
+    """What leaves a packet right that `home` sent to the pool's address, and is made `target`'s."""
+    sent = roce.Target(home, target.source, roce.POOL_QUEUE_PAIR, roce.POOL_KEY)
+    return roce.compensation(sent, target)
 
 
 @functools.lru_cache(maxsize=2)

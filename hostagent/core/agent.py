@@ -33,6 +33,7 @@ from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
+from kvcast.hostagent.core.writing import WriteCard, Writing
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.lane import Answered, Lane
@@ -65,6 +66,7 @@ from kvcast.protocol.messages.control import (
     Residents,
 )
 from kvcast.protocol.messages.wire import (
+    FLAG_WRITE,
     OFFER_TCP,
     OP_DATA,
     OP_READ,
@@ -78,6 +80,7 @@ from kvcast.protocol.messages.wire import (
 from kvcast.protocol.namespace_secrets import KeyDerivation
 from kvcast.protocol.placement import Arrived, Placement
 from kvcast.protocol.requester import Requester, RequesterConfig
+from kvcast.protocol.requester.landing import Landing, LandingCounters
 from kvcast.protocol.responder import Answer, HeldBlock, Responder, ResponderConfig
 
 _OFFERS: Final = frozenset({OFFER_TCP})
@@ -173,6 +176,8 @@ class AgentCore:
             make_offer=self._make_offer,
             weight_of=self.weight_of,
         )
+        self.writing = Writing(self._lookup)
+        self.landing_counters = LandingCounters()
         self.serving = Serving(
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
         )
@@ -216,6 +221,8 @@ class AgentCore:
             self.spread,
         )
         self.connected = False
+        self.rdma_address = ""
+        """Where homes send what the switch writes into landing zones; "" = nowhere."""
         self.lease_s = 3.0
         self._secrets: dict[int, KeyDerivation] = {}
         self._index = -1
@@ -379,15 +386,23 @@ class AgentCore:
         """READs, and answers of up to `budget` frames; send or copy them before anything else
         happens, since they are views of the arena."""
         answers: list[tuple[int, Frame | Answer]] = [*self.requester.frames_to_send()]
-        if budget > 0:
-            answers += self.responder.answers_to_send(now, budget)
+        answers += self.writing.take_frames()
+        if budget > 0 and not self.writing.full:
+            for reader, answer in self.responder.answers_to_send(now, budget):
+                if isinstance(answer, Answer) and answer.frame.flags & FLAG_WRITE:
+                    self.writing.write(reader, answer)
+                else:
+                    answers.append((reader, answer))
         return answers
 
     def frames_to_send(self, now: float, budget: int) -> list[tuple[int, Frame]]:
         """The same, frame by frame."""
-        frames = self.requester.frames_to_send()
-        if budget > 0:
-            frames += self.responder.frames_to_send(now, budget)
+        frames: list[tuple[int, Frame]] = []
+        for node, answer in self.answers_to_send(now, budget):
+            if isinstance(answer, Answer):
+                frames += [(node, frame) for frame in answer.frames()]
+            else:
+                frames.append((node, answer))
         return frames
 
     def get_timer(self, now: float) -> float | None:
@@ -432,6 +447,19 @@ class AgentCore:
         except AddressValueError:  # a name, or IPv6
             ipv4 = 0
         return Offer(OFFER_TCP, node.bulk_port, ipv4, 0, 0)
+
+    # --- answers by RDMA ----------------------------------------------------------------------
+
+    def use_zone(self, landing: Landing | None, card: WriteCard | None) -> None:
+        """From now on answers to this node may be written into these slots, and its own by this
+        card; without, neither."""
+        self.requester.use_landing(landing)
+        self.writing.card = card
+        self.responder.can_write = card is not None
+
+    def landed(self, now: float, segments: list[object]) -> None:
+        """Chunks of these segments lie in the landing zone."""
+        self.requester.landed(now, segments)
 
     # --- the controller -----------------------------------------------------------------------
 
@@ -513,6 +541,10 @@ class AgentCore:
         self.outbox.pool = pool
         self._last_map = message
         self._use_chunking(pool.chunking)
+        self.requester.use_writers(
+            frozenset(index for index, node in pool.nodes.items() if node.zone_queue_pair)
+        )
+        self.rdma_address = message.rdma_address
         self._apply_settings(pool)
         if self.recovery is not None and not self.recovery.begun:
             self.recovery.begin(pool)
@@ -838,6 +870,8 @@ class AgentCore:
             ("responder", self.responder.counters),
             ("store", self.store.counters),
             ("handover", self.handover.counters),
+            ("writing", self.writing.counters),
+            ("landing", self.landing_counters),
         ):
             for item in fields(counters):
                 value = getattr(counters, item.name)

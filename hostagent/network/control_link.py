@@ -76,6 +76,10 @@ class ControlLink:
             except TimeoutError:
                 self._driver.abort()
 
+    def register_anew(self, register: Register) -> None:
+        """Be known by this from now on."""
+        self._link.register_anew(register)
+
     def _wake(self) -> None:
         """The core has something to say: it may be in the middle of an event."""
         if self._driver is not None:

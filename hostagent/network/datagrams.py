@@ -252,8 +252,9 @@ class Transport(ABC):
     # --- time ---------------------------------------------------------------------------------
 
     def _set_timer(self, now: float) -> None:
-        if self.mover.waiting:
-            # The home waits for the socket, and `_writable` will pump: only fetches have timers.
+        if self.mover.waiting or self._core.writing.full:
+            # The home waits for the socket, or for the card, which will pump: only fetches have
+            # timers.
             when = self._core.reads.get_timer()
             if when is not None and when <= now:
                 when = now + _FULL_PAUSE_S

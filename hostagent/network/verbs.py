@@ -182,11 +182,11 @@ class Card:
 
     def _open(self, memory: memoryview) -> None:
         pyverbs, enums = self._pyverbs, self.enums
-        self._context, self._port, self._gid_index = self._find()
+        self._context, self.port, self.gid_index = self._find()
         device = self._context.query_device()
         if not device.device_cap_flags & enums.IBV_DEVICE_MEM_WINDOW_TYPE_2B:
             raise VerbsError(f"{self._context.name} has no memory windows of type 2B")
-        port = self._context.query_port(self._port)
+        port = self._context.query_port(self.port)
         self.mtu_bytes = 128 << port.active_mtu
         self.max_transfer_bytes = min(port.max_msg_sz, 1 << 30)
         self.max_reads = max(1, min(_MAX_READS, device.max_qp_rd_atom, 255))
@@ -224,6 +224,11 @@ class Card:
                     return context, entry.port_num, entry.gid_index
             context.close()
         raise VerbsError("no RDMA card has this address by RoCE version 2")
+
+    @property
+    def name(self) -> str:
+        """The card's."""
+        return str(self._context.name)
 
     # --- pairs --------------------------------------------------------------------------------
 
@@ -267,7 +272,7 @@ class Card:
         return queue
 
     def _attributes(self) -> Any:
-        attributes = self._pyverbs.qp.QPAttr(port_num=self._port)
+        attributes = self._pyverbs.qp.QPAttr(port_num=self.port)
         attributes.qp_access_flags = (
             self.enums.IBV_ACCESS_REMOTE_READ | self.enums.IBV_ACCESS_REMOTE_WRITE
         )
@@ -290,9 +295,9 @@ class Card:
         attributes.rnr_retry = _RETRIES
         gid = ":".join(remote.gid[i : i + 2].hex() for i in range(0, 16, 2))
         attributes.ah_attr = addr.AHAttr(
-            gr=addr.GlobalRoute(dgid=addr.GID(gid), sgid_index=self._gid_index, hop_limit=64),
+            gr=addr.GlobalRoute(dgid=addr.GID(gid), sgid_index=self.gid_index, hop_limit=64),
             is_global=1,
-            port_num=self._port,
+            port_num=self.port,
         )
         try:
             queue.to_rtr(attributes)

@@ -11,10 +11,11 @@ const bit<16> DATA_LENGTH_1   = UDP_BYTES + KVCAST_BYTES + 2 * CHUNK_BYTES;
 const bit<16> DATA_LENGTH_2   = UDP_BYTES + KVCAST_BYTES + 4 * CHUNK_BYTES;
 const bit<16> DATA_LENGTH_3   = UDP_BYTES + KVCAST_BYTES + 8 * CHUNK_BYTES;
 const bit<16> MISS_LENGTH     = UDP_BYTES + KVCAST_BYTES;
+const bit<16> WRITTEN_LENGTH  = UDP_BYTES + KVCAST_BYTES;
 const bit<16> OFFER_LENGTH    = UDP_BYTES + KVCAST_BYTES + OFFER_BYTES;
 
 const bit<16> DATA_FLAGS = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT;
-const bit<16> MISS_FLAGS = FLAG_PARTIAL | FLAG_SHARED;
+const bit<16> MISS_FLAGS = FLAG_PARTIAL | FLAG_SHARED | FLAG_WRITE;
 // Bits that must be as the entry says; the complement is free.
 const bit<16> READ_FIXED = ~(FLAG_RETRY | FLAG_SHARED);
 const bit<16> DATA_FIXED = ~(DATA_FLAGS & ~(FLAG_PARTIAL | FLAG_LAST));
@@ -71,6 +72,7 @@ control FrameClass(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (WHOLE, OP_DATA,  FLAG_PARTIAL &&& PART_FIXED,         3,  IN_IP(DATA_LENGTH_3),  0 &&& 0xC0, 0)            : classify(KIND_PLAIN_DATA,   1, 0, 0);
             (WHOLE, OP_READ,  0 &&& READ_FIXED,                    _,  IN_IP(READ_LENGTH),    0,         FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
             (WHOLE, OP_READ,  FLAG_PADDED &&& READ_FIXED,          _,  IN_IP(PADDED_LENGTH),  0,         FULL_SEGMENT) : classify(KIND_READ,         0, 1, 1);
+            (WHOLE, OP_READ,  FLAG_WRITE &&& READ_FIXED,      WRITE_CHUNK_CODE, IN_IP(READ_LENGTH),    0,         FULL_SEGMENT) : classify(KIND_READ,         0, 0, 1);
             (WHOLE, OP_READ,  _,                                   _,  IN_IP(READ_LENGTH),    _,         FULL_SEGMENT) : malformed();
             (WHOLE, OP_READ,  _,                                   _,  IN_IP(PADDED_LENGTH),  _,         FULL_SEGMENT) : malformed();
             (WHOLE, OP_READ,  _,                                   _,  IN_IP(READ_LENGTH),    _,         0)            : malformed();
@@ -79,6 +81,7 @@ control FrameClass(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (WHOLE, OP_READ,  FLAG_PARTIAL | FLAG_PADDED,          _,  IN_IP(PADDED_LENGTH),  0,         _)            : classify(KIND_PARTIAL_READ, 0, 1, 0);
             (WHOLE, OP_MISS,  0 &&& MISS_FIXED,                    _,  IN_IP(MISS_LENGTH),    _,         0)            : classify(KIND_MISS,         1, 0, 1);
             (WHOLE, OP_MISS,  FLAG_PARTIAL &&& MISS_FIXED,         _,  IN_IP(MISS_LENGTH),    _,         0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
+            (WHOLE, OP_WRITTEN, FLAG_WRITE &&& ~FLAG_SHARED,  WRITE_CHUNK_CODE, IN_IP(WRITTEN_LENGTH), 0,        0)            : classify(KIND_LAST_DATA,    1, 0, 1);
             (WHOLE, OP_OFFER, 0,                                   _,  IN_IP(OFFER_LENGTH),   0,         0)            : classify(KIND_PLAIN_ANSWER, 1, 0, 0);
 #undef WHOLE
 #undef IN_IP

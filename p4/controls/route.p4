@@ -32,6 +32,7 @@ control Route(inout local_metadata_t local_metadata) {
         const entries = {
             (KIND_ORDINARY,     _, _, DELIVER_NOWHERE) : drop();
             (KIND_ORDINARY,     _, _, _)               : decide(DECISION_FORWARDED);
+            (KIND_WRITE,        _, _, _)               : drop();     // but for those who wait
             (_,                 1, 0, _)               : drop();
             (_,                 1, _, _)               : decide(DECISION_UNICAST);
             (_,                 0, 0, _)               : drop_read();

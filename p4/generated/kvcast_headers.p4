@@ -14,6 +14,7 @@ const bit<8> OP_READ = 0x01;
 const bit<8> OP_DATA = 0x02;
 const bit<8> OP_MISS = 0x03;
 const bit<8> OP_OFFER = 0x04;
+const bit<8> OP_WRITTEN = 0x05;
 
 // flags
 const bit<16> FLAG_RETRY = 0x0001;
@@ -22,6 +23,7 @@ const bit<16> FLAG_LAST = 0x0004;
 const bit<16> FLAG_SHARED = 0x0008;
 const bit<16> FLAG_PADDED = 0x0010;
 const bit<16> FLAG_RESIDENT = 0x0020;
+const bit<16> FLAG_WRITE = 0x0040;
 
 // reasons of a MISS, in its chunk field
 const bit<8> MISS_NOT_FOUND = 0x01;
@@ -29,6 +31,7 @@ const bit<8> MISS_DIGEST_GONE = 0x02;
 const bit<8> MISS_OVERLOADED = 0x03;
 const bit<8> MISS_NOT_HOME = 0x04;
 const bit<8> MISS_CHUNK_SIZE = 0x05;
+const bit<8> MISS_NO_WRITE = 0x06;
 
 // sizes, in bytes unless the name says otherwise
 const bit<64> FULL_SEGMENT = 0xffffffffffffffff;

@@ -19,6 +19,8 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
     bit<16> index;          /* hash of namespace, key and segment: of the pending entry */ \
     bit<16> print;          /* another: its fingerprint */ \
     bit<16> other_hash;     /* and another */ \
+    bit<16> entry_namespace;    /* of the pending entry */ \
+    bit<16> place;          /* of a shared answer by RDMA: [8:2] its slot */ \
     bit<32> clock;          /* now, in sixteenths of a lease */ \
     bit<8>  match;          /* MINE_*, OTHER_* */ \
     bit<32> waiting;        /* ports in the pending entry */ \

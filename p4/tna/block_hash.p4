@@ -9,6 +9,7 @@ control BlockHash(inout headers_t hdr, inout local_metadata_t local_metadata) {
     Hash<bit<16>>(HashAlgorithm_t.CUSTOM, ccitt) print_hash;
     Hash<bit<16>>(HashAlgorithm_t.CUSTOM, dect) other_hash;
     Hash<bit<32>>(HashAlgorithm_t.IDENTITY) assemble;
+    Hash<bit<16>>(HashAlgorithm_t.IDENTITY) slot_print;
 
     action make_index() {
         local_metadata.index =
@@ -25,15 +26,61 @@ control BlockHash(inout headers_t hdr, inout local_metadata_t local_metadata) {
             other_hash.get({ hdr.kvcast.namespace, hdr.kvcast.key, hdr.kvcast.segment });
     }
 
-    // As pending_entry_t says: the namespace whole, 15 bits of hash, and 1.
+    // A shared answer by RDMA: its packets say what the READ's tag has said.
+    action take_index() {
+        local_metadata.index = hdr.write.immediate_low ^ hdr.write.address_low;
+        local_metadata.entry_namespace = hdr.write.immediate_high ^ hdr.write.address_mid;
+    }
+
+    action take_tagged_index() {
+        local_metadata.index = hdr.kvcast.tag[15:0];
+    }
+
+    action take_slot() {
+        local_metadata.print = slot_print.get({ 8w0x80, local_metadata.place[8:2], 1w1 });
+    }
+
+    // As pending_entry_t says: the namespace whole, 15 bits of hash or the slot, and 1.
     action make_fingerprint() {
         local_metadata.fingerprint =
-            assemble.get({ hdr.kvcast.namespace, local_metadata.print[15:1], 1w1 });
+            assemble.get({ local_metadata.entry_namespace, local_metadata.print[15:1], 1w1 });
+    }
+
+    @hidden
+    table entry_index {
+        key = {
+            hdr.write.isValid() : exact;
+            hdr.kvcast.flags    : ternary;
+        }
+        actions = { make_index; take_index; take_tagged_index; @defaultonly NoAction; }
+        const default_action = NoAction();
+        const entries = {
+            (true,  _)                         : take_index();
+            (false, FLAG_WRITE &&& FLAG_WRITE) : take_tagged_index();
+            (false, _)                         : make_index();
+        }
+        size = 4;
+    }
+
+    @hidden
+    table entry_print {
+        key = {
+            hdr.write.isValid() : exact;
+            hdr.kvcast.flags    : ternary;
+        }
+        actions = { make_print; take_slot; @defaultonly NoAction; }
+        const default_action = NoAction();
+        const entries = {
+            (true,  _)                         : take_slot();
+            (false, FLAG_WRITE &&& FLAG_WRITE) : take_slot();
+            (false, _)                         : make_print();
+        }
+        size = 4;
     }
 
     apply {
-        make_index();
-        make_print();
+        entry_index.apply();
+        entry_print.apply();
         make_other_hash();
         make_fingerprint();
     }

@@ -135,6 +135,7 @@ control Departure(inout headers_t hdr, inout local_metadata_t local_metadata,
             (TASK_NONE,    _,        _, _, _, _, DELIVER_UNICAST) : unicast();
             (TASK_NONE,    _,        _, _, _, _, DELIVER_FLOOD)   : multicast();
             (TASK_NONE,    _,        _, _, _, _, DELIVER_SHARED)  : multicast();
+            (TASK_NONE,    _,        _, _, _, _, DELIVER_WRITE_SHARED) : multicast();
             (TASK_NEXT,    _,        _, _, _, _, DELIVER_UNICAST) : unicast();
             (TASK_GATHER,  0,        1, _, _, _, _)               : gathered();
             (TASK_GATHER,  _,        1, _, _, _, _)               : gather_on();

@@ -5,6 +5,7 @@
 #define KVCAST_HEADERS_TNA_P4_
 
 #include "../generated/kvcast_headers.p4"
+#include "../generated/roce.p4"
 #include "../generated/tna.p4"
 #include "cell_words.p4"
 
@@ -14,6 +15,8 @@ struct headers_t {
     ipv4_h     ipv4;
     udp_h      udp;
     kvcast_h   kvcast;
+    bth_h      bth;
+    write_h    write;
     row_head_h row_head;    // the words that every row has
     row_tail_h row_tail;    // the words that the last row lacks
 }

@@ -13,6 +13,7 @@
 #include "ports.p4"
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
+#include "../controls/write_class.p4"
 #include "../controls/port_guard.p4"
 #include "../controls/gate.p4"
 #include "../controls/reader_group.p4"
@@ -32,6 +33,7 @@
 #include "../controls/port_set.p4"
 #include "../controls/decisions.p4"
 #include "../controls/egress_host.p4"
+#include "../controls/write_copy.p4"
 #include "../controls/served_data.p4"
 #include "parser.p4"
 #include "delivery.p4"
@@ -45,6 +47,7 @@
 // not be packed together.
 @pa_solitary("ingress", "local_metadata.enabled")
 @pa_solitary("ingress", "local_metadata.admitted")
+@pa_solitary("ingress", "local_metadata.formed")
 @pa_solitary("ingress", "local_metadata.permitted")
 @pa_solitary("ingress", "local_metadata.resident")
 @pa_solitary("ingress", "local_metadata.current")
@@ -60,6 +63,7 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
     Settings() settings;
     Clock() clock;
     FrameClass() frame_class;
+    WriteClass() write_class;
     PortGuard() port_guard;
     Gate() gate;
     ReaderGroup() reader_group;
@@ -106,6 +110,9 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
         resident.apply(hdr, local_metadata);
         if (hdr.kvcast.isValid() && hdr.round.task == TASK_NONE) {
             frame_class.apply(hdr, local_metadata);
+        }
+        if (hdr.bth.isValid()) {
+            write_class.apply(hdr, local_metadata);
         }
         port_guard.apply(hdr, local_metadata, intrinsic.ingress_port);
         chunk_bit.apply(hdr, local_metadata);
@@ -155,6 +162,7 @@ control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
                      inout egress_intrinsic_metadata_for_deparser_t deparser,
                      inout egress_intrinsic_metadata_for_output_port_t output) {
     EgressHost() egress_host;
+    WriteCopy() write_copy;
     ServedData() served_data;
 
     apply {
@@ -171,6 +179,11 @@ control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
             if (hdr.round.delivery == DELIVER_SHARED
                 || hdr.round.delivery == DELIVER_SERVE_GROUP) {
                 egress_host.apply(hdr, local_metadata, intrinsic.egress_port);
+                if (local_metadata.member == 0) {
+                    deparser.drop_ctl = 1;
+                }
+            } else if (hdr.round.delivery == DELIVER_WRITE_SHARED) {
+                write_copy.apply(hdr, local_metadata, hdr.round.ingress_port, intrinsic.egress_port);
                 if (local_metadata.member == 0) {
                     deparser.drop_ctl = 1;
                 }

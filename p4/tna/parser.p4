@@ -131,12 +131,29 @@ parser KvcastIngressParser(packet_in packet, out headers_t hdr, out local_metada
         packet.extract(hdr.udp);
         transition select(hdr.udp.dst_port) {
             KVCAST_UDP_PORT: parse_kvcast;
+            ROCE_UDP_PORT: parse_bth;
             default: accept;
         }
     }
 
+    state parse_bth {
+        packet.extract(hdr.bth);
+        transition select(hdr.bth.opcode) {
+            UC_WRITE_ONLY_WITH_IMMEDIATE: parse_write;
+            default: accept;
+        }
+    }
+
+    state parse_write {
+        packet.extract(hdr.write);
+        local_metadata.place = hdr.write.address_mid;
+        transition accept;
+    }
+
     state parse_kvcast {
         packet.extract(hdr.kvcast);
+        local_metadata.entry_namespace = hdr.kvcast.namespace;
+        local_metadata.place = hdr.kvcast.tag[31:16];
         transition accept;
     }
 }
@@ -180,8 +197,22 @@ parser KvcastEgressParser(packet_in packet, out headers_t hdr, out local_metadat
         packet.extract(hdr.udp);
         transition select(hdr.udp.dst_port) {
             KVCAST_UDP_PORT: parse_kvcast;
+            ROCE_UDP_PORT: parse_bth;
             default: accept;
         }
+    }
+
+    state parse_bth {
+        packet.extract(hdr.bth);
+        transition select(hdr.bth.opcode) {
+            UC_WRITE_ONLY_WITH_IMMEDIATE: parse_write;
+            default: accept;
+        }
+    }
+
+    state parse_write {
+        packet.extract(hdr.write);
+        transition accept;
     }
 
     state parse_kvcast {

@@ -136,6 +136,7 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY, IN_PART##part, 1, 0) : do_ask_again##part(); \
             (KIND_READ,      _,                         IN_PART##part, 1, 0) : do_ask##part(); \
             (KIND_DATA,      _,                         IN_PART##part, 1, 0) : do_answer##part(); \
+            (KIND_WRITE,     _,                         IN_PART##part, 1, 0) : do_answer##part(); \
             (KIND_LAST_DATA, _,                         IN_PART##part, 1, 0) : do_end##part(); \
             (KIND_MISS,      _,                         IN_PART##part, 1, 0) : do_end##part(); \
         } \
@@ -194,6 +195,8 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (KIND_READ,      OTHER_STALE) : do_open_ports();
             (KIND_DATA,      MINE_FRESH)  : do_read_ports();
             (KIND_DATA,      MINE_STALE)  : do_read_ports();
+            (KIND_WRITE,     MINE_FRESH)  : do_read_ports();
+            (KIND_WRITE,     MINE_STALE)  : do_read_ports();
             (KIND_LAST_DATA, MINE_FRESH)  : do_take_ports();
             (KIND_LAST_DATA, MINE_STALE)  : do_take_ports();
             (KIND_MISS,      MINE_FRESH)  : do_take_ports();
@@ -239,6 +242,12 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
         hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
     }
 
+    action share_write() {
+        local_metadata.port_bits = local_metadata.waiting;
+        local_metadata.decision = DECISION_SHARED;
+        local_metadata.delivery = DELIVER_WRITE_SHARED;
+    }
+
     action pass_by() { }
 
     @name(".coalescing")
@@ -250,13 +259,15 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
             local_metadata.waiting : ternary @name("waiting");
             local_metadata.others  : ternary @name("others");
         }
-        actions = { sent_on; join; collide; share; pass_by; }
+        actions = { sent_on; join; collide; share; share_write; pass_by; }
         const default_action = pass_by();
         const entries = {
             // kind          match        flags                      waiting others
             (KIND_DATA,      _,           _,                         _, 0) : pass_by();
             (KIND_DATA,      MINE_FRESH,  _,                         _, _) : share();
             (KIND_DATA,      MINE_STALE,  _,                         _, _) : share();
+            (KIND_WRITE,     MINE_FRESH,  _,                         _, _) : share_write();
+            (KIND_WRITE,     MINE_STALE,  _,                         _, _) : share_write();
             (KIND_LAST_DATA, _,           _,                         _, 0) : pass_by();
             (KIND_LAST_DATA, MINE_FRESH,  _,                         _, _) : share();
             (KIND_LAST_DATA, MINE_STALE,  _,                         _, _) : share();
@@ -271,7 +282,7 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (KIND_MISS,      MINE_FRESH,  _,                         _, _) : share();
             (KIND_MISS,      MINE_STALE,  _,                         _, _) : share();
         }
-        size = 16;
+        size = 32;
     }
 
     apply {

@@ -77,6 +77,13 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
         hdr.kvcast.flags = hdr.kvcast.flags | FLAG_SHARED;
     }
 
+    action share_write() {
+        local_metadata.port_bits = local_metadata.entry.ports;
+        local_metadata.entry.stamp = local_metadata.now;
+        local_metadata.decision = DECISION_SHARED;
+        local_metadata.delivery = DELIVER_WRITE_SHARED;
+    }
+
     action share_and_end() {
         local_metadata.port_bits = local_metadata.entry.ports | local_metadata.out_bit;
         local_metadata.entry.fingerprint = 0;
@@ -110,13 +117,14 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
         }
         actions = {
             open; join; refresh; ask_again; take_over; collide;
-            share; share_and_end; continue_alone; end_alone; pass_by;
+            share; share_write; share_and_end; continue_alone; end_alone; pass_by;
         }
         const default_action = pass_by();
         const entries = {
             // kind           free mine stale flags                      others
             (KIND_DATA,       _,   1,   _,    _,                         0) : continue_alone();
             (KIND_DATA,       _,   1,   _,    _,                         _) : share();
+            (KIND_WRITE,      _,   1,   _,    _,                         _) : share_write();
             (KIND_LAST_DATA,  _,   1,   _,    _,                         0) : end_alone();
             (KIND_LAST_DATA,  _,   1,   _,    _,                         _) : share_and_end();
             (KIND_READ,       1,   _,   _,    _,                         _) : open();

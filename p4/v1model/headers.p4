@@ -11,6 +11,8 @@ struct headers_t {
     udp_h          udp;
     kvcast_h       kvcast;
     cell_h         cell;         // DATA's chunk
+    bth_h          bth;          // RoCE
+    write_h        write;        // an RDMA WRITE with an immediate
     read_padding_h padding;      // what a PADDED READ brings, so that a target may grow it
 }
 

@@ -10,6 +10,7 @@
 #include "parser.p4"
 #include "../controls/settings.p4"
 #include "../controls/frame_class.p4"
+#include "../controls/write_class.p4"
 #include "../controls/port_guard.p4"
 #include "../controls/gate.p4"
 #include "../controls/reader_group.p4"
@@ -29,6 +30,7 @@
 #include "../controls/port_set.p4"
 #include "../controls/decisions.p4"
 #include "../controls/egress_host.p4"
+#include "../controls/write_copy.p4"
 #include "../controls/served_data.p4"
 #include "delivery.p4"
 #include "checksums.p4"
@@ -48,6 +50,7 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
     Arrival() arrival;
     Settings() settings;
     FrameClass() frame_class;
+    WriteClass() write_class;
     PortGuard() port_guard;
     Gate() gate;
     ReaderGroup() reader_group;
@@ -78,6 +81,10 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
             if (local_metadata.enabled == 1) {
                 if (hdr.kvcast.isValid()) {
                     frame_class.apply(hdr, local_metadata);
+                } else if (hdr.bth.isValid()) {
+                    write_class.apply(hdr, local_metadata);
+                }
+                if (hdr.udp.isValid()) {
                     port_guard.apply(hdr, local_metadata, standard.ingress_port);
                 }
                 gate.apply(local_metadata);
@@ -118,7 +125,7 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
                 if (local_metadata.demand == 1 && local_metadata.heat_threshold != 0) {
                     heat.apply(hdr, local_metadata);
                 }
-                if (local_metadata.delivery == DELIVER_SHARED) {
+                if (local_metadata.delivery >= DELIVER_SHARED) {
                     port_set.apply(local_metadata, local_metadata.port_bits);
                 }
             }
@@ -132,11 +139,17 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
 control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
                      inout standard_metadata_t standard) {
     EgressHost() egress_host;
+    WriteCopy() write_copy;
     ServedData() served_data;
     ServeAgain() serve_again;
 
     apply {
-        if (local_metadata.delivery >= DELIVER_SERVE) {
+        if (local_metadata.delivery == DELIVER_WRITE_SHARED) {
+            write_copy.apply(hdr, local_metadata, standard.ingress_port, standard.egress_port);
+            if (local_metadata.member == 0) {
+                mark_to_drop(standard);
+            }
+        } else if (local_metadata.delivery >= DELIVER_SERVE) {
             // A chunk from switch memory leaves by every copy but one, which fetches the next.
             if (local_metadata.delivery != DELIVER_SHARED) {
                 if (standard.egress_rid == RECIRCULATE_RID) {

@@ -45,8 +45,23 @@ parser FrameParser(packet_in packet, out headers_t hdr) {
         packet.extract(hdr.udp);
         transition select(hdr.udp.dst_port) {
             KVCAST_UDP_PORT: parse_kvcast;
+            ROCE_UDP_PORT: parse_bth;
             default: accept;
         }
+    }
+
+    // RDMA's packet is in the UDP datagram whole, or none at all.
+    state parse_bth {
+        packet.extract(hdr.bth);
+        transition select(hdr.bth.opcode) {
+            UC_WRITE_ONLY_WITH_IMMEDIATE: parse_write;
+            default: accept;
+        }
+    }
+
+    state parse_write {
+        packet.extract(hdr.write);
+        transition accept;
     }
 
     state parse_kvcast {
@@ -75,6 +90,8 @@ control FrameDeparser(packet_out packet, in headers_t hdr) {
         packet.emit(hdr.ipv4);
         packet.emit(hdr.udp);
         packet.emit(hdr.kvcast);
+        packet.emit(hdr.bth);
+        packet.emit(hdr.write);
         packet.emit(hdr.cell);
         packet.emit(hdr.padding);
     }

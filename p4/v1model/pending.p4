@@ -3,7 +3,8 @@
 // never seen half written; @atomic says so to other targets.
 //
 // The hash (block_hash.p4) that indexes the table also gives the fingerprint's lower half: 31 bits of
-// identity within a namespace, and the namespace itself whole. A key can be made to collide with
+// identity within a namespace, and the namespace itself whole. A shared answer by RDMA has no key in
+// its packets: there the READ's tag says index and slot, and each packet says them again. A key can be made to collide with
 // another on purpose (CRC is linear), but only within a namespace that its sender may read.
 
 #include "coalescing.p4"
@@ -17,8 +18,18 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
     bit<32> interest = 0;
 
     apply {
-        index = (bit<32>)local_metadata.hash[15:0];
-        local_metadata.fingerprint = hdr.kvcast.namespace ++ (local_metadata.hash[31:16] | 1);
+        if (hdr.write.isValid()) {
+            index = (bit<32>)(hdr.write.immediate_low ^ hdr.write.address_low);
+            local_metadata.fingerprint = (hdr.write.immediate_high ^ hdr.write.address_mid)
+                ++ 8w0x80 ++ hdr.write.address_mid[8:2] ++ 1w1;
+        } else if (hdr.kvcast.flags & FLAG_WRITE != 0) {
+            index = (bit<32>)hdr.kvcast.tag[15:0];
+            local_metadata.fingerprint =
+                hdr.kvcast.namespace ++ 8w0x80 ++ hdr.kvcast.tag[24:18] ++ 1w1;
+        } else {
+            index = (bit<32>)local_metadata.hash[15:0];
+            local_metadata.fingerprint = hdr.kvcast.namespace ++ (local_metadata.hash[31:16] | 1);
+        }
         if (local_metadata.is_answer == 1) {
             interest = ~local_metadata.out_bit;
         } else {

@@ -117,6 +117,12 @@ class ControlCaller:
         taken, self._attempts = self._attempts, []
         return taken
 
+    def register_anew(self, register: Register) -> None:
+        """Be known by this from now on."""
+        self.register = register
+        if self.connection is not None:
+            self.connection.register_anew()
+
     def leave(self, now: float) -> None:
         """Say goodbye, so that the controller need not wait for the lease, and do not come back."""
         self._left = True
@@ -167,6 +173,11 @@ class ControlConnection(LinkStream[ControllerMessage]):
         self._link.counters.control_connects_total += 1
         self._deadline = now + self._link.options.register_timeout_s
         self._send(self._link.register)
+
+    def register_anew(self) -> None:
+        """Say again who this is, if that was said."""
+        if self.is_registered:
+            self._tell(self._link.register)
 
     def wrong_peer(self, now: float, problem: str) -> None:
         """Who answers is no controller of ours."""

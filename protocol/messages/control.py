@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 CONTROL_PROTOCOL_VERSION = 4
 
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
+U24 = Annotated[int, Meta(ge=0, le=0xFFFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U64 = Annotated[int, Meta(ge=0)]
 Mtu = Annotated[int, Meta(ge=1280, le=65535)]
@@ -50,7 +51,8 @@ class NodeInfo(Struct, frozen=True):
     `index` is the node's place in bucket lists (stable for its lifetime); `mac` as
     "02:6b:76:00:00:01"; `ip` its address behind the switch; `switch_port` the switch's port
     number that it is attached to; `udp_port` of its READ/DATA socket; `bulk_host`/`bulk_port`
-    of its TCP bulk listener; `rdma_port`, on the same host, of its RDMA link's (0 = it has none).
+    of its TCP bulk listener; `rdma_port`, on the same host, of its RDMA link's (0 = it has none);
+    `zone_queue_pair` and `zone_key` of its landing zone (0 and 0 = it has none).
     """
 
     index: U16
@@ -62,6 +64,8 @@ class NodeInfo(Struct, frozen=True):
     bulk_host: Text
     bulk_port: U16
     rdma_port: U16 = 0
+    zone_queue_pair: U24 = 0
+    zone_key: U32 = 0
 
 
 POLICIES = ("lru", "lfu", "fifo", "arc", "s3fifo", "ttl", "value")
@@ -165,6 +169,8 @@ class Register(Struct, frozen=True, tag="register"):
     mtu_bytes: Mtu = 1500
     rdma_port: U16 = 0
     link_bits_per_s: U64 = 0
+    zone_queue_pair: U24 = 0
+    zone_key: U32 = 0
 
 
 class HotBlock(Struct, frozen=True, array_like=True):
@@ -287,6 +293,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     `buckets[b]` lists node indices, home first, then replicas in the order in which they take
     over; its length is `kvcast.protocol.messages.wire.BUCKETS`. `chunk_bytes`: READs are for
     chunks of so many bytes, which all live nodes' networks take (1024, 2048, 4096 or 8192).
+    `rdma_address`: where homes send what the switch writes into landing zones, "" = nowhere.
     `deleted`: namespaces that an operator has deleted, and nobody has made again: their blocks are
     to be dropped. One that is in neither list was lost, not deleted. `alone`: namespaces whose
     reads gather for nobody, since too few are shared.
@@ -304,6 +311,7 @@ class PoolMap(Struct, frozen=True, tag="map"):
     deleted: list[U16] = []
     alone: list[U16] = []
     settled: U16 = 0
+    rdma_address: Text = ""
 
 
 class Residents(Struct, frozen=True, tag="residents"):

@@ -6,7 +6,7 @@ program's headers from the same tables. Must not know: sockets, Ethernet (see `e
 or what a node does with a frame.
 
 A datagram is the 52-byte kvcast header (big-endian) and a payload: one chunk in DATA, 24 bytes in
-OFFER, nothing in MISS, and in READ nothing or 608 bytes of padding.
+OFFER, nothing in MISS and WRITTEN, and in READ nothing or 608 bytes of padding.
 
 A block is cut into chunks of 1 KiB, or of 2, 4 or 8 where the network takes such frames (a
 `Chunking`), and these are grouped into segments: the first of 64 KiB, so that a read finds out at
@@ -56,6 +56,8 @@ OP_READ: Final = 1
 OP_DATA: Final = 2
 OP_MISS: Final = 3
 OP_OFFER: Final = 4
+OP_WRITTEN: Final = 5
+"""The end of an answer whose chunks were written by RDMA (`roce`)."""
 
 FLAG_RETRY: Final = 0x0001
 """READ: a repeat of an unanswered READ of a full segment."""
@@ -70,6 +72,9 @@ FLAG_PADDED: Final = 0x0010
 """READ: READ_PADDING_BYTES follow the header."""
 FLAG_RESIDENT: Final = 0x0020
 """DATA: served from a switch's memory."""
+FLAG_WRITE: Final = 0x0040
+"""READ: its answer may come by RDMA WRITE into the landing zone (`roce`), chunks are of 4 KiB, and
+the tag says the place. WRITTEN, MISS: answers such a READ, and has its tag."""
 
 MISS_NOT_FOUND: Final = 1
 MISS_DIGEST_GONE: Final = 2
@@ -77,6 +82,8 @@ MISS_OVERLOADED: Final = 3
 MISS_NOT_HOME: Final = 4
 MISS_CHUNK_SIZE: Final = 5
 """The home's network does not take frames with chunks as large as the READ asks for."""
+MISS_NO_WRITE: Final = 6
+"""The home cannot answer a READ with FLAG_WRITE by RDMA, now or ever."""
 
 OFFER_TCP: Final = 1
 OFFER_RDMA: Final = 2
@@ -272,6 +279,8 @@ class Chunking(NamedTuple):
 
 CHUNKINGS: Final = tuple(Chunking(code, CHUNK_BYTES << code) for code in range(4))
 """By code: chunks of 1, 2, 4 and 8 KiB."""
+WRITE_CODE: Final = 2
+"""Of the chunks of a READ with FLAG_WRITE: 4 KiB."""
 CELLS: Final = CHUNKINGS[0]
 """As switch memory has it, and as every network takes it."""
 MAX_DATAGRAM_BYTES: Final = HEADER_BYTES + CHUNKINGS[-1].chunk_bytes
@@ -346,9 +355,9 @@ class Offer(NamedTuple):
     address: int
 
 
-READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_SHARED | FLAG_PADDED
+READ_FLAGS: Final = FLAG_RETRY | FLAG_PARTIAL | FLAG_SHARED | FLAG_PADDED | FLAG_WRITE
 DATA_FLAGS: Final = FLAG_PARTIAL | FLAG_LAST | FLAG_SHARED | FLAG_RESIDENT
-MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED
+MISS_FLAGS: Final = FLAG_PARTIAL | FLAG_SHARED | FLAG_WRITE
 _NOT_READ_FLAGS: Final = 0xFFFF & ~READ_FLAGS
 _NOT_DATA_FLAGS: Final = 0xFFFF & ~DATA_FLAGS
 _NOT_MISS_FLAGS: Final = 0xFFFF & ~MISS_FLAGS
@@ -415,7 +424,7 @@ def decode(data: Buffer) -> Frame:
             memoryview(data)[HEADER_BYTES:],
         )
     if op == OP_READ:
-        _check_read(length, flags, size, chunk, wanted)
+        _check_read(length, flags, size, segment, chunk, wanted)
         return Frame(
             op, namespace, key, segment, flags, group, digest, 0, 0, gather, wanted, tag, b""
         )
@@ -424,11 +433,23 @@ def decode(data: Buffer) -> Frame:
             raise WireError(f"MISS with a payload of {length - HEADER_BYTES} bytes")
         if flags & _NOT_MISS_FLAGS:
             raise WireError(f"MISS with flags {flags:#06x}")
-        if not MISS_NOT_FOUND <= chunk <= MISS_CHUNK_SIZE:
+        if not MISS_NOT_FOUND <= chunk <= MISS_NO_WRITE:
             raise WireError(f"MISS with reason {chunk}")
         if size or gather or wanted:
             raise WireError("MISS with size, gather or wanted")
         return Frame(op, namespace, key, segment, flags, group, digest, 0, chunk, 0, 0, tag, b"")
+    if op == OP_WRITTEN:
+        if length != HEADER_BYTES:
+            raise WireError(f"WRITTEN with a payload of {length - HEADER_BYTES} bytes")
+        if flags & ~FLAG_SHARED != FLAG_WRITE:
+            raise WireError(f"WRITTEN with flags {flags:#06x}")
+        if segment >> SEGMENT_INDEX_BITS != WRITE_CODE:
+            raise WireError(f"WRITTEN of segment {segment:#06x}")
+        if digest == 0 or CHUNKINGS[WRITE_CODE].bytes_of(size, segment_index(segment)) == 0:
+            raise WireError(f"WRITTEN beyond {size} bytes, or of no copy")
+        if chunk or gather or wanted:
+            raise WireError("WRITTEN with chunk, gather or wanted")
+        return Frame(op, namespace, key, segment, flags, group, digest, size, 0, 0, 0, tag, b"")
     if op == OP_OFFER:
         if length != HEADER_BYTES + OFFER_BYTES:
             raise WireError(f"OFFER carries {length - HEADER_BYTES} bytes, not {OFFER_BYTES}")
@@ -443,9 +464,13 @@ def decode(data: Buffer) -> Frame:
     raise WireError(f"unknown op {op}")
 
 
-def _check_read(length: int, flags: int, size: int, chunk: int, wanted: int) -> None:
+def _check_read(length: int, flags: int, size: int, segment: int, chunk: int, wanted: int) -> None:
     if flags & _NOT_READ_FLAGS:
         raise WireError(f"READ with flags {flags:#06x}")
+    if flags & FLAG_WRITE and (
+        flags & (FLAG_PARTIAL | FLAG_PADDED) or segment >> SEGMENT_INDEX_BITS != WRITE_CODE
+    ):
+        raise WireError(f"READ of segment {segment:#06x} with flags {flags:#06x}")
     expected = HEADER_BYTES + (READ_PADDING_BYTES if flags & FLAG_PADDED else 0)
     if length != expected:
         raise WireError(f"READ of {length} bytes, not {expected}")

@@ -20,12 +20,14 @@ from math import inf
 from typing import Final
 
 from kvcast.protocol.fair_queue import Shares
+from kvcast.protocol.messages.roce import SHARED_CHUNKING, Place, place_of
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKS_PER_SEGMENT,
     FLAG_PADDED,
     FLAG_PARTIAL,
     FLAG_RETRY,
+    FLAG_WRITE,
     FULL_SEGMENT,
     OP_READ,
     Chunking,
@@ -34,6 +36,7 @@ from kvcast.protocol.messages.wire import (
 from kvcast.protocol.pacing import RttEstimator, Window
 from kvcast.protocol.requester.events import RequesterConfig, RequesterCounters
 from kvcast.protocol.requester.fetch import Fetch, FetchState
+from kvcast.protocol.requester.landing import Landing
 from kvcast.protocol.requester.segment import (
     AWAITING,
     IN_FLIGHT,
@@ -66,6 +69,7 @@ class Home:
         "awaited",
         "in_window",
         "index",
+        "no_writes_until",
         "queues",
         "rtt",
         "small_until",
@@ -84,6 +88,8 @@ class Home:
         self.suspect_until = -inf
         self.small_until = -inf
         """Until then it is asked for the smallest chunks: its network seems to take no others."""
+        self.no_writes_until = -inf
+        """Until then it is not asked for answers by RDMA: it had none to give."""
         self.queues: dict[int, list[tuple[int, int]]] = {}
         """By namespace, a heap of fetches that have something to ask for: id and ticket; none is
         empty. An entry counts only while its fetch is `queued_at` this home."""
@@ -117,6 +123,10 @@ class Asker:
         self.more_comes = False
         """Whether more will be told of what came at the same time; only then is anything asked
         for, once for all of it."""
+        self.landing: Landing | None = None
+        """Where answers by RDMA come; None = nowhere."""
+        self.writers: frozenset[int] = frozenset()
+        """Homes that can answer by RDMA."""
         self.outbox: list[tuple[int, Frame]] = []
         self._outbox_max = 4 * config.credit_segments
         self._counters = counters
@@ -143,6 +153,47 @@ class Asker:
     def use_cells(self, now: float, home: int) -> None:
         """Ask a home for the smallest chunks from now on, for a while."""
         self.home(home).small_until = now + self.config.small_chunks_s
+
+    def without_writes(self, now: float, home: int) -> None:
+        """Ask a home for no answers by RDMA, for a while."""
+        self.home(home).no_writes_until = now + self.config.small_chunks_s
+
+    # --- answers by RDMA --------------------------------------------------------------------
+
+    def _place_for(self, now: float, fetch: Fetch, index: int, home: int) -> Place | None:
+        """Where the answer to a READ of a segment may be written; None = it comes by DATA.
+
+        Who is in a reader group is answered unasked, and so without a slot."""
+        if self.landing is None or not self.landing.usable or fetch.group:
+            return None
+        if fetch.chunking is not SHARED_CHUNKING or home not in self.writers:
+            return None
+        if now < self.home(home).no_writes_until:
+            return None
+        return place_of(fetch.block.namespace, fetch.block.key, fetch.chunking.number(index))
+
+    def _must_wait(self, now: float, fetch: Fetch, index: int) -> bool:
+        """Whether a segment's slot is another's just now; that one's end lets it go on."""
+        place = self._place_for(now, fetch, index, fetch.homes.current)
+        return place is not None and self.landing is not None and not self.landing.can_claim(place)
+
+    def _claim(self, now: float, fetch: Fetch, segment: Segment) -> None:
+        """Have the answer to a READ of the whole segment come by RDMA, where it can."""
+        place = self._place_for(now, fetch, segment.index, segment.home)
+        if place is None:
+            self.let_slot_go(segment)
+        elif segment.place is None:
+            assert self.landing is not None
+            if self.landing.claim(place, segment):
+                segment.place = place
+                segment.written = False
+
+    def let_slot_go(self, segment: Segment) -> None:
+        """Nothing of the segment is to come by RDMA any more."""
+        if segment.place is not None:
+            assert self.landing is not None
+            self.landing.release(segment.place)
+            segment.place = None
 
     # --- turns ------------------------------------------------------------------------------
 
@@ -172,13 +223,13 @@ class Asker:
             index, home = next(iter(waiting.items()))
             del waiting[index]
             full = no_credit or home.in_window >= self._window(now, home)
-            turn = self._next_idle(home, full=full)
+            turn = self._next_idle(now, home, full=full)
             if turn is not None:
                 fetch, segment = turn
                 self._take_off(now, fetch, segment)
                 self._ask(now, fetch, segment)
                 blocked = 0
-            elif full:
+            elif home.queues:
                 blocked += 1
             if home.queues:
                 waiting[index] = home
@@ -200,30 +251,38 @@ class Asker:
             namespace not in self.flows for h in self.waiting.values() for namespace in h.queues
         )
 
-    def _next_idle(self, home: Home, *, full: bool) -> tuple[Fetch, Segment] | None:
+    def _next_idle(self, now: float, home: Home, *, full: bool) -> tuple[Fetch, Segment] | None:
         """The next segment to ask `home` for; where its window, or the credit, is `full`, one of a
         namespace of which next to nothing is in flight, since others take it all."""
-        while home.queues:
+        held: set[int] = set()  # what they have to ask for waits for slots
+        while len(held) < len(home.queues):
             waiting: Collection[int] = home.queues
+            if held:
+                waiting = [namespace for namespace in home.queues if namespace not in held]
             if full:
                 most = self.config.credit_segments + _ASSURED_IN_ALL
                 waiting = [
                     namespace
-                    for namespace in home.queues
+                    for namespace in waiting
                     if (mine := self.flows.get(namespace, 0)) < _ASSURED < self.in_window - mine
                     and self.in_window < most
                 ]
             if not waiting:
                 return None
             namespace = self.fair.next_of(waiting) if len(waiting) > 1 else next(iter(waiting))
-            found = self._next_of(home, home.queues[namespace])
+            found = self._next_of(now, home, home.queues[namespace])
             if found is not None:
                 self.fair.took(namespace, 1.0)
                 return found
-            del home.queues[namespace]
+            if home.queues[namespace]:
+                held.add(namespace)
+            else:
+                del home.queues[namespace]
         return None
 
-    def _next_of(self, home: Home, queue: list[tuple[int, int]]) -> tuple[Fetch, Segment] | None:
+    def _next_of(
+        self, now: float, home: Home, queue: list[tuple[int, int]]
+    ) -> tuple[Fetch, Segment] | None:
         """The next segment of one namespace.
 
         Fetches come in the order in which they started: the blocks of a prefix are worth nothing
@@ -233,12 +292,24 @@ class Asker:
             fetch = self._fetches.get(queue[0][0])
             queued = fetch is not None and fetch.queued_at == home.index
             if fetch is not None and queued and fetch.state is not FetchState.EXPECTING:
-                while fetch.idle:
+                waiting: list[int] = []
+                found: Segment | None = None
+                while fetch.idle and found is None:
                     index = fetch.idle.popleft()
-                    if index < len(fetch.segments):  # else a guess was too high
-                        segment = fetch.segments[index]
-                        if segment.state is SegmentState.IDLE:
-                            return fetch, segment
+                    if index >= len(fetch.segments):  # a guess was too high
+                        continue
+                    segment = fetch.segments[index]
+                    if segment.state is not SegmentState.IDLE:
+                        continue
+                    if self._must_wait(now, fetch, index):
+                        waiting.append(index)
+                    else:
+                        found = segment
+                fetch.idle.extendleft(reversed(waiting))
+                if found is not None:
+                    return fetch, found
+                if waiting:
+                    return None
             heapq.heappop(queue)
             if fetch is not None and queued:
                 fetch.queued_at = -1
@@ -270,6 +341,7 @@ class Asker:
             self.beside -= 1
         home.awaited.pop(segment, None)
         segment.overtaken = False
+        self.let_slot_go(segment)
         self._timers.cancel(segment)
 
     def _leave_window(self, segment: Segment, home: Home) -> None:
@@ -468,8 +540,15 @@ class Asker:
         segment.gather_s = gather_ms / 1000
         if first_wave and gather_ms >= config.repeat_from_gather_ms:
             segment.repeat_at = now + segment.gather_s / 3
-        segment.tag = self._next_tag
-        self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
+        if event is SegmentEvent.ASK:
+            self._claim(now, fetch, segment)
+        if event is SegmentEvent.ASK and segment.place is not None:
+            # A repeat has the same tag, so what it is answered to cannot be told.
+            segment.tag = -1 if flags & FLAG_RETRY else segment.place.tag
+            self._counters.reads_by_write += 1
+        else:
+            segment.tag = self._next_tag
+            self._next_tag = (self._next_tag + 1) & 0xFFFFFFFF
         self._await(now, segment, patient=not flags & FLAG_PARTIAL)
         self._send_read(fetch, segment, flags, wanted, gather_ms)
 
@@ -490,6 +569,10 @@ class Asker:
         if len(self.outbox) >= self._outbox_max:
             self._counters.outbox_dropped += 1
             return
+        tag = segment.tag
+        if segment.place is not None and not flags & FLAG_PARTIAL:
+            flags = flags & ~FLAG_PADDED | FLAG_WRITE
+            tag = segment.place.tag
         self.outbox.append(
             (
                 segment.home,
@@ -503,7 +586,7 @@ class Asker:
                     fetch.chosen_digest,
                     gather=gather_ms,
                     wanted=wanted,
-                    tag=segment.tag,
+                    tag=tag,
                 ),
             )
         )
@@ -589,6 +672,8 @@ class Asker:
             awaited = {s for s in mine if s.state in AWAITING and not s.overtaken}
             assert set(home.awaited) == awaited, f"awaited of home {home.index}"
             assert not home.queues or home.index in self.waiting, f"turn of home {home.index}"
+        claimed = [s.place for s in flying if s.place is not None]
+        assert self.landing is None or self.landing.claims == len(claimed), f"slots of {claimed}"
         for fetch in self._fetches.values():
             queued_at = fetch.queued_at
             if queued_at >= 0:

@@ -91,6 +91,23 @@ class Assembly:
         assert arrived is not None, f"{frame} is not of {self.block}"
         return arrived
 
+    def put_written(
+        self,
+        index: int,
+        chunks: int,
+        slot: memoryview,
+        flags: int,
+        tag: int,
+        source: int,
+        *,
+        last: bool,
+    ) -> Arrived:
+        """Put chunks of a segment, which lie in a slot of the landing zone, in their places;
+        `last`: they end an answer."""
+        return self._placement.put_written(
+            self._number, index, chunks, slot, flags, tag, source, last=last
+        )
+
     def took(self, arrived: Arrived) -> int:
         """Note that chunks are there; returns those of their segment that were missing then."""
         self.missing[arrived.segment] = arrived.missing

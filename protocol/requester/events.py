@@ -169,6 +169,8 @@ class FetchReport:
     """Chunks that came in answers to several readers."""
     chunks_plain: int = 0
     """Chunks that a home sent to this reader only."""
+    chunks_written: int = 0
+    """Of all of these, chunks that came by RDMA."""
     bulk: bool = False
     """The block came the bulk way, or all of it but the first segment."""
     reads: int = 0
@@ -273,12 +275,18 @@ class RequesterCounters:
     reads_again: int = 0
     """READs repeated while their home gathered, beside `reads`."""
     reads_partial: int = 0
+    reads_by_write: int = 0
+    """READs whose answer may come by RDMA."""
     overtaken: int = 0
     """Segments that missed the answer which other readers shared, and so left the window."""
     data: int = 0
     data_bytes: int = 0
     data_resident: int = 0
     data_shared: int = 0
+    data_by_write: int = 0
+    """Chunks that came by RDMA."""
+    blocks_by_write: int = 0
+    """Blocks of which all chunks did."""
     duplicates: int = 0
     """DATA of a chunk that was there already."""
     unsolicited: int = 0

@@ -47,12 +47,14 @@ from kvcast.protocol.messages.wire import (
     FLAG_SHARED,
     MISS_CHUNK_SIZE,
     MISS_DIGEST_GONE,
+    MISS_NO_WRITE,
     MISS_NOT_FOUND,
     MISS_NOT_HOME,
     MISS_OVERLOADED,
     OP_DATA,
     OP_MISS,
     OP_OFFER,
+    OP_WRITTEN,
     SEGMENT_BYTES,
     BlockId,
     Chunking,
@@ -83,6 +85,7 @@ from kvcast.protocol.requester.fetch import (
     FetchEvent,
     FetchState,
 )
+from kvcast.protocol.requester.landing import Landing
 from kvcast.protocol.requester.lifecycle import Lifecycle
 from kvcast.protocol.requester.segment import AWAITING, Segment, SegmentEvent, SegmentState
 from kvcast.protocol.requester.story import Story
@@ -286,6 +289,8 @@ class Requester:
             self._receive_data(now, source, frame, fetch)
         elif frame.op == OP_MISS:
             self._receive_miss(now, source, frame, fetch)
+        elif frame.op == OP_WRITTEN:
+            self._receive_written(now, source, frame, fetch)
         elif frame.op == OP_OFFER:
             self._receive_offer(source, frame, fetch)
         else:
@@ -492,6 +497,93 @@ class Requester:
         elif arrived.ends_anew:
             asker.gap(now, segment, missing.bit_count())
 
+    # --- answers by RDMA --------------------------------------------------------------------
+
+    def use_landing(self, landing: Landing | None) -> None:
+        """From now on answers may come by RDMA, into these slots, or (None) not any more. What was
+        to come into the slots before is asked for again when it is overdue."""
+        for fetch in self._fetches.values():
+            for segment in fetch.segments:
+                self._asker.let_slot_go(segment)
+        self._asker.landing = landing
+
+    def use_writers(self, homes: frozenset[int]) -> None:
+        """The homes that can answer by RDMA."""
+        self._asker.writers = homes
+
+    def landed(self, now: float, segments: Sequence[object]) -> None:
+        """New chunks of these segments, which have claimed a slot, have come: put them in their
+        places, if the end of their answer has come, or they are all that was missing."""
+        for segment in segments:
+            assert isinstance(segment, Segment)
+            fetch = self._fetches.get(segment.fetch_id)
+            assembly = None if fetch is None else fetch.assembly
+            if fetch is None or assembly is None or segment.place is None:
+                continue
+            landing = self._asker.landing
+            assert landing is not None
+            left = assembly.missing[segment.index] & ~landing.peek(segment.place)
+            if segment.written or not left:
+                flags = FLAG_SHARED if fetch.saw_shared else 0
+                self._take_landed(now, fetch, segment, assembly, flags, segment.home, last=False)
+        self._asker.pump(now)
+
+    def _receive_written(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
+        """The end of an answer by RDMA: what has come of it is in the landing zone."""
+        segment = self._flying(source, frame, fetch)
+        landing = self._asker.landing
+        if segment is None or segment.place is None or segment.place.tag != frame.tag:
+            self.counters.unsolicited += 1
+            return
+        assert landing is not None
+        landing.look()  # the card may have more to say
+        if not _expected(segment):
+            return  # that has ended it
+        assembly = fetch.assembly
+        if assembly is None:
+            assembly = self._choose_copy(now, source, frame, fetch)
+            if assembly is None:
+                return
+        elif not assembly.is_of(frame.size, frame.digest):
+            self.counters.other_copy += 1
+            fetch.homes.other_copies.add(source)
+            landing.take(segment.place)  # they are of the other copy
+            self._swallowed(now, source, frame, fetch)
+            return
+        if not _expected(segment):
+            return  # the block is shorter than was thought
+        segment.written = True
+        self._take_landed(now, fetch, segment, assembly, frame.flags, source, last=True)
+
+    def _take_landed(
+        self,
+        now: float,
+        fetch: Fetch,
+        segment: Segment,
+        assembly: Assembly,
+        flags: int,
+        source: int,
+        *,
+        last: bool,
+    ) -> None:
+        landing, place = self._asker.landing, segment.place
+        assert landing is not None
+        assert place is not None
+        chunks = landing.take(place)
+        arrived = assembly.put_written(
+            segment.index,
+            chunks,
+            landing.view(place),
+            flags & FLAG_SHARED,
+            place.tag,
+            source,
+            last=last,
+        )
+        new = arrived.added.bit_count()
+        self.counters.data_by_write += new
+        fetch.report.chunks_written += new
+        self._arrived(now, fetch, arrived)
+
     def _choose_copy(self, now: float, source: int, frame: Frame, fetch: Fetch) -> Assembly | None:
         """The first DATA of an assembly decides which copy it is of."""
         if fetch.state in IN_BULK:
@@ -559,6 +651,10 @@ class Requester:
         if not assembly.verified():
             self._life.start_anew(now, fetch)
             return
+        report = fetch.report
+        others = report.chunks_plain + report.chunks_shared + report.chunks_resident
+        if report.chunks_written and report.chunks_written == others:
+            self.counters.blocks_by_write += 1
         self._life.note_size(fetch, assembly.size)
         assert fetch.reservation is not None
         reservation, fetch.reservation = fetch.reservation, None
@@ -576,6 +672,14 @@ class Requester:
             self.counters.misses += 1
             self._wait_ended(now, source, frame, fetch)
             self._life.judge(now, fetch, source, MissReason.NOT_HOME)
+            return
+        if reason == MISS_NO_WRITE:
+            self.counters.misses += 1
+            self._asker.without_writes(now, source)
+            self._wait_ended(now, source, frame, fetch)
+            segment = self._flying(source, frame, fetch)
+            if segment is not None:
+                self._asker.swallowed(now, segment, 0.0)
             return
         if reason == MISS_CHUNK_SIZE:
             self.counters.misses += 1
@@ -720,3 +824,8 @@ class Requester:
             fetch.happen(now, FetchEvent.READ_ALL)
         fetch.idle.extend(range(1, len(assembly.missing)))
         self._asker.enqueue(fetch)
+
+
+def _expected(segment: Segment) -> bool:
+    """Whether something of the segment may still come by RDMA."""
+    return segment.place is not None

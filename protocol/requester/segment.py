@@ -21,6 +21,7 @@ from enum import IntEnum
 from math import inf
 from typing import Final
 
+from kvcast.protocol.messages.roce import Place
 from kvcast.protocol.requester.story import ImpossibleEventError, Story
 from kvcast.protocol.timers import Timer
 
@@ -146,6 +147,7 @@ class Segment(Timer):
         "index",
         "overtaken",
         "patience_s",
+        "place",
         "repeat_at",
         "sent_at",
         "state",
@@ -154,6 +156,7 @@ class Segment(Timer):
         "tries",
         "wait_s",
         "waits_at_switch",
+        "written",
     )
 
     def __init__(self, index: int, story: Story) -> None:
@@ -172,6 +175,11 @@ class Segment(Timer):
         """Whether a switch may hold a wait of ours for it, so that the next READ is a RETRY."""
         self.tag = -1
         """Of the READ that a round trip is being measured for."""
+        self.place: Place | None = None
+        """In flight: its place in the landing zone, where its answer comes by RDMA."""
+        self.written = False
+        """Whether the end of an answer by RDMA has come, so that what lands is put in its place at
+        once."""
         self.sent_at = 0.0
         self.gather_s = 0.0
         self.tries = 0

@@ -35,6 +35,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.fair_queue import Shares
 from kvcast.protocol.lane import Answered
+from kvcast.protocol.messages.roce import place_of
 from kvcast.protocol.messages.wire import (
     CELLS,
     CHUNKINGS,
@@ -43,8 +44,10 @@ from kvcast.protocol.messages.wire import (
     FLAG_PARTIAL,
     FLAG_RETRY,
     FLAG_SHARED,
+    FLAG_WRITE,
     MISS_CHUNK_SIZE,
     MISS_DIGEST_GONE,
+    MISS_NO_WRITE,
     MISS_NOT_FOUND,
     MISS_NOT_HOME,
     MISS_OVERLOADED,
@@ -155,6 +158,8 @@ class ResponderCounters:
     misses_overloaded: int = 0
     misses_not_home: int = 0
     misses_chunk_size: int = 0
+    misses_no_write: int = 0
+    """READs that asked for RDMA where this home has none, or no switch had marked them."""
     misses_beyond: int = 0
     """For segments that a block which is here does not have."""
     replies_dropped: int = 0
@@ -258,7 +263,7 @@ class _Job:
         self.block = block
         self.held = held
         self.segment = frame.segment
-        self.flags = frame.flags & FLAG_PARTIAL
+        self.flags = frame.flags & (FLAG_PARTIAL | FLAG_WRITE)
         self.group = frame.group
         self.tag = frame.tag
         self.chunking = chunking_of(frame.segment)
@@ -267,7 +272,7 @@ class _Job:
         self.behind = False  # another reader was sent the segment a moment ago
 
 
-_JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, PARTIAL flag
+_JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, a job's flags
 
 
 class _Reader:
@@ -312,7 +317,9 @@ class Responder:
         self._bucket = TokenBucket(config.rate_frames_per_s, config.burst_frames)
         self._replies: deque[tuple[int, Frame]] = deque()
         self._jobs: dict[_JobKey, _Job] = {}
-        self._shared_jobs: dict[tuple[BlockId, int], _Job] = {}  # by block and segment
+        self._shared_jobs: dict[tuple[BlockId, int, int], _Job] = {}  # by block, segment and flags
+        self.can_write = False
+        """Whether answers with FLAG_WRITE, which a READ asked for, can be sent."""
         self._job_count = 0
         self._readers: dict[int, _Reader] = {}
         # By namespace, the readers with something of it in their queue; each has some.
@@ -509,6 +516,10 @@ class Responder:
         if chunking.chunk_bytes > self.config.max_chunk_bytes:
             self._miss(reader, frame, MISS_CHUNK_SIZE)
             return False
+        write = frame.flags & FLAG_WRITE
+        if write and not self._may_write(frame):
+            self._miss(reader, frame, MISS_NO_WRITE)
+            return False
         wanted = frame.wanted & chunking.bitmap(size, index)
         if not wanted:  # beyond the block: the reader thought that it was larger
             self._miss(reader, frame, MISS_NOT_FOUND, beyond=True)
@@ -519,13 +530,14 @@ class Responder:
             self.note_heat(reader, block, size, held.digest, cells)
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
-        shared = (block, frame.segment) if not partial and frame.flags & FLAG_SHARED else None
+        marked = not partial and frame.flags & FLAG_SHARED
+        shared = (block, frame.segment, write) if marked else None
         if shared is not None:
             job = self._shared_jobs.get(shared)
             if job is not None and job.held.digest == held.digest:
                 self.counters.reads_merged += 1
                 return False
-        key = (reader, block, frame.segment, partial)
+        key = (reader, block, frame.segment, partial | write)
         job = self._jobs.get(key)
         if not wanted or (job is not None and job.held.digest == held.digest):
             if job is not None and partial:
@@ -591,10 +603,18 @@ class Responder:
         self, reader: int, frame: Frame, block: BlockId, held: HeldBlock, wanted: int
     ) -> int:
         """Of the chunks wanted, those that no full answer to the same reader still has to send."""
-        full = self._jobs.get((reader, block, frame.segment, 0))
-        if full is not None and full.held.digest == held.digest:
-            return wanted & ~full.remaining
+        for flags in (0, FLAG_WRITE):
+            full = self._jobs.get((reader, block, frame.segment, flags))
+            if full is not None and full.held.digest == held.digest:
+                wanted &= ~full.remaining
         return wanted
+
+    def _may_write(self, frame: Frame) -> bool:
+        """Whether a switch waits for the answer to this READ, in the place that is the segment's:
+        to be written, it must reach nobody else."""
+        if not self.can_write or not frame.flags & FLAG_SHARED:
+            return False
+        return frame.tag == place_of(frame.namespace, frame.key, frame.segment).tag
 
     def _make_ready(self, reader: int, state: _Reader, job: _Job) -> None:
         namespace = job.block.namespace
@@ -602,7 +622,7 @@ class Responder:
         if queue is None:
             queue = state.queues[namespace] = deque()
             self._turns.setdefault(namespace, deque()).append(reader)
-        if job.flags:  # a repair is short, and a whole segment waits for it
+        if job.flags & FLAG_PARTIAL:  # a repair is short, and a whole segment waits for it
             queue.appendleft(job)
         else:
             queue.append(job)
@@ -650,6 +670,8 @@ class Responder:
             counters.misses_not_home += 1
         elif reason == MISS_CHUNK_SIZE:
             counters.misses_chunk_size += 1
+        elif reason == MISS_NO_WRITE:
+            counters.misses_no_write += 1
         else:
             counters.misses_overloaded += 1
         miss = Frame(
@@ -657,7 +679,7 @@ class Responder:
             frame.namespace,
             frame.key,
             frame.segment,
-            frame.flags & FLAG_PARTIAL,
+            frame.flags & (FLAG_PARTIAL | FLAG_WRITE),
             frame.group,
             frame.digest,
             chunk=reason,
@@ -726,7 +748,7 @@ class Responder:
                 answer.last = True
                 queue.popleft()
                 self._ready -= 1
-                if not job.flags:
+                if not job.flags & FLAG_PARTIAL:
                     counters.segments_full += 1
                     self._catch_up.sent(now)
                 self._finish(job)
@@ -736,8 +758,9 @@ class Responder:
         """A job has left its queue: let go of its block."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
-        if self._shared_jobs.get((job.block, job.segment)) is job:
-            del self._shared_jobs[job.block, job.segment]
+        shared = (job.block, job.segment, job.flags)
+        if self._shared_jobs.get(shared) is job:
+            del self._shared_jobs[shared]
         self._job_count -= 1
         reader = job.key[0]
         state = self._readers[reader]

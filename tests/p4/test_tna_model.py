@@ -28,6 +28,7 @@ import test_p4_groups
 import test_p4_guards
 import test_p4_heat
 import test_p4_resident
+import test_p4_writes
 from kvcast.p4 import artefact, profiles
 from kvcast.p4.definitions import Decision, Fill, Match
 from kvcast.p4.figures import Target
@@ -51,6 +52,7 @@ MODULES = (
     test_p4_guards,
     test_p4_heat,
     test_p4_resident,
+    test_p4_writes,
 )
 UNSEEN = "a Tofino's ingress sees no frame length, and its parser drops what is cut uncounted"
 FORGED = "forges a collision in v1model's hash; test_tenants_share_no_entry has TNA's"
@@ -116,7 +118,8 @@ def cases_of(function: Any) -> list[tuple[str, dict[str, Any]]]:
     for mark in getattr(function, "pytestmark", []):
         if mark.name != "parametrize":
             continue
-        names = [name.strip() for name in mark.args[0].split(",")]
+        named = mark.args[0]
+        names = [n.strip() for n in named.split(",")] if isinstance(named, str) else list(named)
         values = list(mark.args[1])
         ids = list(mark.kwargs.get("ids") or range(len(values)))
         cases = [
@@ -647,7 +650,7 @@ PLANTS: dict[
         _instruction("pending_interest", "end", ", lo, 0", None),
         scenario("coalescing_join"),
     ),
-    "no repeat goes on": (_swapped("coalescing", 8, 11), scenario("coalescing_retry")),
+    "no repeat goes on": (_swapped("coalescing", 10, 13), scenario("coalescing_retry")),
     "answers are not shared": (
         _condition("(local_metadata.is_answer == 1)", "(local_metadata.is_answer == 0)"),
         scenario("port_set"),

@@ -435,9 +435,9 @@ class Mau:
         """Fields, slices and constants side by side: their value, and its bits."""
         value = bits = 0
         for name in inputs:
-            constant = re.match(r"^(\d+)w(\d+)$", name)
+            constant = re.match(r"^(\d+)w(0x[0-9a-f]+|\d+)$", name)
             if constant:
-                width, part = int(constant[1]), int(constant[2])
+                width, part = int(constant[1]), int(constant[2], 0)
             elif "$" in name:
                 name, high, low = sliced(name)
                 width = high - low + 1

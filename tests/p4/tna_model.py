@@ -19,11 +19,12 @@ from typing import Any
 
 from kvcast.p4 import profiles
 from kvcast.p4.definitions import HEAT_DIGEST, RECIRCULATE_RID, ROUND
-from kvcast.protocol.messages import wire
+from kvcast.protocol.messages import roce, wire
 from tna_mau import Entries, Mau, Phv, StatefulAlu
 
 ROUND_BITS = {field.name: field.bits for field in ROUND.fields}
-HOST_HEADERS = (wire.ETHERNET, wire.IPV4, wire.UDP, wire.KVCAST)
+KVCAST_HEADERS = (wire.ETHERNET, wire.IPV4, wire.UDP, wire.KVCAST)
+HOST_HEADERS = (*KVCAST_HEADERS, *roce.HEADERS)
 
 
 def checksum(header: bytes) -> int:
@@ -292,7 +293,7 @@ def unpadded(raw: bytes) -> bytes:
     """A PADDED READ as a target without padding gets it."""
     frame: Phv = defaultdict(int)
     rest = raw
-    for header in HOST_HEADERS:
+    for header in KVCAST_HEADERS:
         if len(rest) < header.size_bytes:
             return raw
         rest = unpack(header, rest, frame)
@@ -304,7 +305,7 @@ def unpadded(raw: bytes) -> bytes:
     frame["hdr.ipv4.total_length"] -= wire.READ_PADDING_BYTES
     frame["hdr.ipv4.checksum"] = 0
     frame["hdr.ipv4.checksum"] = checksum(pack(wire.IPV4, frame))
-    head = b"".join(pack(header, frame) for header in HOST_HEADERS)
+    head = b"".join(pack(header, frame) for header in KVCAST_HEADERS)
     return head + rest[wire.READ_PADDING_BYTES :]
 
 

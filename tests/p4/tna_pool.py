@@ -30,6 +30,10 @@ PARAMETERS = {
     "resident_at": ("slot", "generation", "chunk_mask", "digest", "size"),
     "set_group": ("group",),
     "rewrite": ("mac", "ip", "udp_port", "port_bit"),
+    "readdress": (
+        *("mac", "src", "dst", "queue_pair", "write_key"),
+        *("identification", "src_port", "port_bit"),
+    ),
 }
 LEASE_TICKS = 16 << 10
 """A lease that the TNA program counts exactly."""

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from kvcast.bench import rdma_shared
 from kvcast.topologies.machines import SOCKET, MachineNetwork
-from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.pool import Pool
 from kvcast.topologies.star import Star
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -90,14 +91,7 @@ class Bed:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bed() -> AsyncIterator[Bed]:
-    options = PoolOptions(
-        runner="machines",
-        replicas=0,
-        lease_s=20.0,
-        arena_bytes=48 << 20,
-        start_timeout_s=150.0,
-    )
-    async with Pool(Star.of(2), options) as pool:
+    async with Pool(Star.of(3), rdma_shared.options()) as pool:
         assert isinstance(pool.network, MachineNetwork)
         yield Bed(pool, pool.network)
 
@@ -108,9 +102,23 @@ async def test_blocks_cross_the_switch_by_rdma(bed: Bed) -> None:
     got = await bed.engine("node-2", "get", 0, 8)
     assert (got["right"], got["wrong"], got["missed"]) == (8, 0, 0)
     # What node 2 is home of was written into its memory; it reads the rest from node 1's.
-    assert put["rdma_blocks_written_total"] + got["rdma_blocks_read_total"] == 8
+    assert got["rdma_blocks_read_total"] + got["hits_local_total"] == 8
     assert (put["rdma_fallbacks_total"], got["rdma_fallbacks_total"]) == (0, 0)
     assert put["payload_bytes_sent_bulk_put_total"] == 0
+
+
+@pytest.mark.timeout(300)
+async def test_shared_blocks_are_written_once_into_the_memory_of_all_who_wait(bed: Bed) -> None:
+    shared = rdma_shared.Bed(bed.pool, ["node-1", "node-2", "node-3"])
+    await shared.wait_for_zones()
+    for readers in (1, 2):
+        done = await shared.round(readers)
+        assert (done["wrong_bytes"], done["missed"]) == (0, 0)
+        assert done["not_taken"] == 0, "a card refused a copy"
+        assert done["blocks_by_rdma"] == done["blocks"]
+        assert done["home_egress_ratio"] <= 1.05
+    done = await shared.round(2, by_data=True)
+    assert (done["wrong_bytes"], done["missed"], done["blocks_by_rdma"]) == (0, 0, 0)
 
 
 @pytest.mark.timeout(240)

@@ -54,6 +54,9 @@ LIES = "as a home, sends bytes"
 OFFERS = "has readers connect elsewhere"
 MUCH = "has a home hold"
 REACHES = "goes on writing by RDMA"
+PAST_SWITCH = "writes by RDMA into a reader's landing zone"
+TO_ALL = "writes by RDMA to all who wait"
+OTHERS_ANSWER = "is written another tenant's shared answer"
 WINDOWS = "has a home's memory open to RDMA"
 
 MUTATIONS: dict[str, Mutation] = {}
@@ -1289,6 +1292,30 @@ def _anybody_programs() -> AbstractContextManager[object]:
 )
 def _any_source_address(data: Json) -> None:
     p4_edits.ignore_key(data, "gate", "admitted")
+
+
+@p4_mutation(
+    "RDMA to a landing zone is ordinary traffic",
+    {PAST_SWITCH: ["test_a_zone_is_not_reached_directly"]},
+)
+def _zones_reached(data: Json) -> None:
+    p4_edits.forget(data, "to_zone", "kind")
+
+
+@p4_mutation(
+    "whatever a home sends to the pool's queue pair is a WRITE",
+    {TO_ALL: ["test_what_is_no_home_s_write_does_not_pass"]},
+)
+def _any_form(data: Json) -> None:
+    p4_edits.default(data, "write_form", "well_formed")
+
+
+@mutation(
+    "a home writes wherever a READ says",
+    {OTHERS_ANSWER: ["test_a_read_with_another_place_than_its_segment_s_is_not_written"]},
+)
+def _any_place() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.responder.responder.Responder._may_write", yes)
 
 
 @p4_mutation(

@@ -6,6 +6,8 @@ be empty. Cannot see: encoding (the integration tests read real tables back).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcast.controller.core import program
@@ -22,6 +24,7 @@ from kvcast.controller.core.reconcile import (
     diff,
 )
 from kvcast.controller.core.residency import Resident
+from kvcast.protocol.messages import roce
 from kvcast.protocol.messages.control import NamespaceInfo
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, BlockId
 
@@ -59,6 +62,37 @@ def state_of(
         ],
         port_sets or {0b11: 4},
     )  # fmt: skip
+
+
+def test_zones_are_installed_for_those_who_have_one() -> None:
+    """Each constant leaves the check of a home's packet right for each reader; whoever has no zone,
+    or has lost it, writes to nobody and is written to by nobody."""
+    settings = replace(SETTINGS, rdma_address="10.77.0.250")
+    hosts = [host(n) for n in range(1, 4)]
+    for n in (0, 2):
+        address = replace(hosts[n].address, zone_queue_pair=0x21 + n, zone_key=0x7700 + n)
+        hosts[n] = replace(hosts[n], address=address)
+    for wanted in (settings, SETTINGS):
+        state = program.desired_state(wanted, hosts, [("node-1",)] * 4, NAMESPACES, [], [], {})
+        targets = {key for table, key in state.entries if table == "rdma_target"}
+        zones = {
+            key: e.params for (table, key), e in state.entries.items() if table == "landing_zone"
+        }
+        if wanted is SETTINGS:
+            assert not targets
+            assert not zones
+            continue
+        pool = program.ip_number("10.77.0.250")
+        ips = {h.port: program.ip_number(h.address.ip) for h in hosts}
+        assert targets == {(pool, roce.POOL_QUEUE_PAIR), (ips[1], 0x21), (ips[3], 0x23)}
+        assert set(zones) == {(a, b) for a in (1, 3) for b in (1, 3)}
+        for (home, reader), params in zones.items():
+            mac, source, destination, queue_pair, key, *change, bit = params
+            assert mac == program.mac_number(hosts[reader - 1].address.mac)
+            assert (source, destination, bit) == (pool, ips[reader], program.port_bit(reader))
+            sent = roce.Target(ips[home], pool, roce.POOL_QUEUE_PAIR, roce.POOL_KEY)
+            target = roce.Target(source, destination, queue_pair, key)
+            assert tuple(change) == roce.compensation(sent, target)
 
 
 STATES = st.builds(

@@ -15,7 +15,7 @@ import pytest
 from finsy import P4Schema
 from kvcast.p4 import artefact, build, profiles
 from kvcast.p4.targets import MAX_PORTS
-from kvcast.protocol.messages import wire
+from kvcast.protocol.messages import roce, wire
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,8 @@ TABLES = {
     "resident": ["namespace", "key", "segment"],
     "port_set": ["port_bits"],
     "egress_host": ["egress_port"],
+    "rdma_target": ["hdr.ipv4.dst", "queue_pair"],
+    "landing_zone": ["home_port", "reader_port"],
     "decisions": ["decision"],
     "fills": ["fill"],
 }
@@ -52,6 +54,18 @@ ACTIONS = {
     },
     "set_group": {"group": 16},
     "rewrite": {"mac": 48, "ip": 32, "udp_port": 16, "port_bit": 32},
+    "to_pool": {},
+    "to_zone": {},
+    "readdress": {
+        "mac": 48,
+        "src": 32,
+        "dst": 32,
+        "queue_pair": 24,
+        "write_key": 32,
+        "identification": 16,
+        "src_port": 16,
+        "port_bit": 32,
+    },
 }
 
 
@@ -157,7 +171,7 @@ def test_header_types_are_those_of_the_protocol(target: str) -> None:
         header["name"]: [(name, bits) for name, bits, *_ in header["fields"]]
         for header in program(target)["header_types"]
     }
-    for header in wire.HEADERS:
+    for header in (*wire.HEADERS, *roce.HEADERS):
         if header.name != wire.OFFER.name:  # an OFFER's payload is not parsed
             assert compiled[header.name] == [(field.name, field.bits) for field in header.fields]
 

@@ -32,6 +32,8 @@ ACTIONS = {
     "resident": ["resident_at"],
     "port_set": ["set_group"],
     "egress_host": ["rewrite"],
+    "rdma_target": ["to_pool", "to_zone"],
+    "landing_zone": ["readdress"],
 }
 """What the controller writes: by table, the actions."""
 COUNTED = ("decisions", "fills", "resident")

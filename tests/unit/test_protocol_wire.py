@@ -72,7 +72,20 @@ def test_data_is_the_header_and_1024_bytes() -> None:
     assert datagram[52:] == CHUNK
 
 
-@pytest.mark.parametrize("frame", [READ, DATA, MISS, OFFER], ids=["READ", "DATA", "MISS", "OFFER"])
+WRITE_SEGMENT = wire.CHUNKINGS[wire.WRITE_CODE].number(1)
+WRITE_READ = Frame(
+    wire.OP_READ, 3, bytes(16), WRITE_SEGMENT, wire.FLAG_WRITE, wanted=wire.FULL_SEGMENT, tag=7
+)
+WRITTEN = Frame(
+    wire.OP_WRITTEN, 3, bytes(16), WRITE_SEGMENT, wire.FLAG_WRITE, digest=9, size=1 << 20, tag=7
+)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [READ, DATA, MISS, OFFER, WRITE_READ, WRITTEN],
+    ids=["READ", "DATA", "MISS", "OFFER", "READ by RDMA", "WRITTEN"],
+)
 def test_decode_gives_back_what_encode_took(frame: Frame) -> None:
     assert decode(encode(frame)) == frame
     assert decode(memoryview(bytearray(encode(frame)))) == frame
@@ -100,7 +113,7 @@ def test_padding_of_a_read_is_written_and_is_no_payload() -> None:
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (changed(READ, op=5), "unknown op"),
+        (changed(READ, op=6), "unknown op"),
         (changed(READ, op=0), "unknown op"),
         (changed(READ, wanted=0), "wants no chunk"),
         (changed(READ, wanted=5), "PARTIAL flag contradicts"),
@@ -122,7 +135,17 @@ def test_padding_of_a_read_is_written_and_is_no_payload() -> None:
         (changed(DATA, wanted=1), "gather or wanted"),
         (changed(DATA, gather=1), "gather or wanted"),
         (changed(MISS, chunk=0), "reason"),
-        (changed(MISS, chunk=6), "reason"),
+        (changed(MISS, chunk=7), "reason"),
+        (changed(WRITE_READ, segment=1), "READ of segment"),
+        (changed(WRITE_READ, flags=wire.FLAG_WRITE | wire.FLAG_PADDED), "READ of segment"),
+        (changed(WRITE_READ, flags=wire.FLAG_WRITE | wire.FLAG_PARTIAL, wanted=1), "READ of"),
+        (changed(WRITTEN, flags=0), "WRITTEN with flags"),
+        (changed(WRITTEN, flags=wire.FLAG_WRITE | wire.FLAG_LAST), "WRITTEN with flags"),
+        (changed(WRITTEN, segment=1), "WRITTEN of segment"),
+        (changed(WRITTEN, size=wire.SEGMENT_BYTES), "WRITTEN beyond"),
+        (changed(WRITTEN, digest=0), "of no copy"),
+        (changed(WRITTEN, chunk=1), "WRITTEN with chunk"),
+        (changed(WRITTEN, payload=b"x"), "payload of 1"),
         (changed(MISS, flags=wire.FLAG_LAST), "flags"),
         (changed(MISS, wanted=1), "wanted"),
         (changed(MISS, payload=b"x"), "payload"),

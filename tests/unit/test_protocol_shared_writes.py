@@ -1,0 +1,438 @@
+"""Shared answers by RDMA, with a switch and cards that lose, repeat, delay and mix up WRITEs.
+
+The cores are those of the agent: requesters with landing zones, and a home's responder with
+`Writing`. Oracle: every fetch ends with the block's own bytes, whatever the cards did. Cannot see:
+real cards (tests/rdma), and which frames pass a switch (tests/p4/test_p4_writes.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kvcast.hostagent.core.writing import Writing
+from kvcast.protocol.messages import roce, wire
+from kvcast.protocol.messages.wire import BlockId, Frame, digest_of
+from kvcast.protocol.requester import Fetched, Requester, RequesterConfig
+from kvcast.protocol.requester.landing import Landing
+from kvcast.protocol.responder import Answer, Responder, ResponderConfig
+
+HOME = 0
+CHUNK = roce.SHARED_CHUNKING.chunk_bytes
+STEP_S = 0.002
+
+
+def place(index: int, slot: int, namespace: int = 3) -> roce.Place:
+    return roce.Place(namespace, index, slot)
+
+
+# --- the landing zone -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def memory() -> memoryview:
+    return memoryview(bytearray(roce.ZONE_BYTES))
+
+
+def test_a_slot_is_one_segment_s_at_a_time(memory: memoryview) -> None:
+    landing = Landing(memory)
+    assert landing.claim(place(1, 5), "first")
+    assert not landing.claim(place(2, 5), "second")
+    landing.release(place(1, 5))
+    assert landing.claim(place(2, 5), "second")
+    assert landing.claims == 1
+
+
+def test_two_segments_that_cannot_be_told_apart_do_not_come_at_once(memory: memoryview) -> None:
+    landing = Landing(memory)
+    one, other = place(0, 1), place(0, 0)._replace(entry_index=0)
+    other = roce.Place(one.namespace ^ (1 << 2), one.entry_index, 0)
+    assert one.name == other.name
+    assert landing.claim(one, 1)
+    assert not landing.claim(other, 2)
+
+
+def test_chunks_are_told_once(memory: memoryview) -> None:
+    landing = Landing(memory)
+    one = place(7, 9)
+    landing.claim(one, "owner")
+    assert landing.landed([one.immediate(0), one.immediate(63), one.immediate(0)]) == ["owner"]
+    assert landing.landed([one.immediate(63)]) == []
+    assert landing.take(one) == 1 | 1 << 63
+    assert landing.take(one) == 0
+    assert landing.counters.chunks == 4
+
+
+def test_what_nobody_waits_for_is_counted(memory: memoryview) -> None:
+    landing = Landing(memory)
+    assert landing.landed([place(7, 9).immediate(3)]) == []
+    assert landing.counters.stray == 1
+
+
+def test_a_late_chunk_spoils_what_it_overwrites(memory: memoryview) -> None:
+    landing = Landing(memory)
+    before, now = place(7, 9), place(8, 9)
+    landing.claim(before, 1)
+    landing.release(before)
+    landing.claim(now, 2)
+    landing.landed([now.immediate(0), now.immediate(1), before.immediate(1)])
+    assert landing.take(now) == 1
+    landing.landed([now.immediate(1)])
+    assert landing.take(now) == 2
+    counters = landing.counters
+    assert (counters.late, counters.spoiled) == (1, 1)
+
+
+def test_a_segment_that_comes_back_to_its_slot_is_nobody_s_former(memory: memoryview) -> None:
+    landing = Landing(memory)
+    one = place(7, 9)
+    for _ in range(3):
+        assert landing.claim(one, 1)
+        assert landing.landed([one.immediate(4)]) == [1]
+        assert landing.take(one) == 1 << 4
+        landing.release(one)
+    landing.landed([one.immediate(4)])
+    assert landing.counters.late == 1
+
+
+def test_a_zone_of_a_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="a zone of 4096 bytes"):
+        Landing(memoryview(bytearray(4096)))
+
+
+def test_without_a_card_nothing_is_claimed(memory: memoryview) -> None:
+    landing = Landing(memory)
+    landing.lost()
+    assert not landing.claim(place(1, 1), 1)
+
+
+# --- a pool -----------------------------------------------------------------------------------
+
+
+class Held:
+    def __init__(self, data: bytearray) -> None:
+        self.data = memoryview(data)[:]
+        self.digest = digest_of(data)
+
+    def release(self) -> None:
+        self.data.release()
+
+
+class Room:
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(bytearray(size))
+
+    def abort(self) -> None:
+        pass
+
+
+class Reader:
+    def __init__(self, pool: Net, number: int, *, landing: bool = True, **config: Any) -> None:
+        self.number = number
+        self.requester = Requester(
+            RequesterConfig(
+                **({"rto_initial_s": 0.05, "rto_min_s": 0.02, "quiet_s": 0.02} | config)
+            ),
+            allocate=lambda _block, size: Room(size),
+            rng=random.Random(number),
+        )
+        self.requester.use_writers(frozenset({HOME}))
+        self.landing: Landing | None = None
+        self.completions: list[int] = []
+        self.memory = memoryview(bytearray(roce.ZONE_BYTES))
+        self.pool = pool
+        if landing:
+            self.landing = Landing(self.memory, self.look)
+            self.requester.use_landing(self.landing)
+        self.fetched: dict[BlockId, Any] = {}
+
+    def look(self) -> None:
+        if self.landing is not None and self.completions:
+            came, self.completions = self.completions, []
+            self.requester.landed(self.pool.now, self.landing.landed(came))
+
+    def fetch(self, block: BlockId) -> None:
+        self.requester.fetch(
+            self.pool.now,
+            block,
+            (HOME,),
+            deadline=self.pool.now + 30.0,
+            chunking=roce.SHARED_CHUNKING,
+            probe=False,
+        )
+
+    def events(self) -> None:
+        while (event := self.requester.next_event()) is not None:
+            if isinstance(event, Fetched):
+                self.fetched[event.block] = event.reservation
+            elif hasattr(event, "reason"):
+                self.fetched[event.block] = event.reason
+
+
+class Net:
+    """A home of some blocks, readers, and a switch between them that knows who waits."""
+
+    def __init__(self, readers: int, sizes: list[int], seed: int = 1, **options: Any) -> None:
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self.blocks = {
+            BlockId(3, bytes([n]) * 16): bytearray(self.rng.randbytes(size))
+            for n, size in enumerate(sizes)
+        }
+        self.loss = options.pop("loss", 0.0)
+        self.late = options.pop("late", 0.0)
+        self.twice = options.pop("twice", 0.0)
+        self.has_card = options.pop("card", True)
+        self.responder = Responder(ResponderConfig(), lookup=self.lookup)
+        self.responder.can_write = self.has_card
+        self.writing = Writing(self.lookup)
+        self.writing.card = self
+        self.full = False
+        self.readers = {n: Reader(self, n, **options) for n in range(1, readers + 1)}
+        self.waiting: dict[tuple[int, int, int], set[int]] = {}
+        self.delayed: deque[tuple[float, Callable[[], None]]] = deque()
+        self.egress_chunks = 0
+        self.data_chunks = 0
+
+    def lookup(self, block: BlockId) -> Held | None:
+        content = self.blocks.get(block)
+        return None if content is None else Held(content)
+
+    # the home's card, and the readers'
+    def write(
+        self, at: roce.Place, segment: memoryview, chunks: int, done: Callable[[bool], None]
+    ) -> None:
+        while chunks:
+            chunk = (chunks & -chunks).bit_length() - 1
+            chunks &= chunks - 1
+            self.egress_chunks += 1
+            data = bytes(segment[chunk * CHUNK : (chunk + 1) * CHUNK])
+            for reader in self.waiting.get(at, ()):
+                for _ in range(1 + (self.rng.random() < self.twice)):
+                    if self.rng.random() >= self.loss:
+                        self.land(self.readers[reader], at, chunk, data)
+        done(True)
+
+    def land(self, reader: Reader, at: roce.Place, chunk: int, data: bytes) -> None:
+        def now() -> None:
+            low = at.address_low(chunk)
+            reader.memory[low : low + len(data)] = data
+            reader.completions.append(at.immediate(chunk))
+
+        if self.rng.random() < self.late:
+            self.delayed.append((self.now + self.rng.choice((0.004, 0.03, 0.1)), now))
+        else:
+            now()
+
+    # the switch
+    def up(self, reader: int, frame: Frame) -> None:
+        flags = frame.flags
+        if flags & wire.FLAG_WRITE:
+            at = roce.place_of(frame.namespace, frame.key, frame.segment)
+            assert frame.tag == at.tag
+            others = self.waiting.setdefault(at, set())
+            joins = bool(others) and not flags & wire.FLAG_RETRY
+            others.add(reader)
+            if joins:
+                return
+            flags |= wire.FLAG_SHARED
+        wire.decode(wire.encode(frame))
+        if self.rng.random() >= self.loss:
+            self.responder.receive(
+                self.now, reader, wire.decode(wire.encode(_with_flags(frame, flags)))
+            )
+
+    def down(self, reader: int, frame: Frame) -> None:
+        targets = {reader}
+        if frame.flags & wire.FLAG_WRITE:
+            at = roce.place_of(frame.namespace, frame.key, frame.segment)
+            assert frame.tag == at.tag
+            targets |= self.waiting.pop(at, set())
+            if len(targets) > 1:
+                frame = _with_flags(frame, frame.flags | wire.FLAG_SHARED)
+        if frame.op == wire.OP_DATA:
+            self.data_chunks += 1
+        for target in targets:
+            if self.rng.random() >= self.loss:
+                decoded = wire.decode(wire.encode(frame))
+                self.readers[target].requester.receive(self.now, HOME, decoded)
+
+    def run(self, until: Callable[[], bool], steps: int = 20_000) -> None:
+        for _ in range(steps):
+            self.step()
+            if until():
+                return
+        raise AssertionError("not in time")
+
+    def step(self) -> None:
+        self.now += STEP_S
+        for _ in range(len(self.delayed)):
+            when, action = self.delayed.popleft()
+            if when <= self.now:
+                action()
+            else:
+                self.delayed.append((when, action))
+        for reader in self.readers.values():
+            reader.look()
+            when = reader.requester.get_timer()
+            if when is not None and when <= self.now:
+                reader.requester.handle_timer(self.now)
+            for _, frame in reader.requester.frames_to_send():
+                self.up(reader.number, frame)
+        for target, answer in self.responder.answers_to_send(self.now, 64):
+            if isinstance(answer, Answer) and answer.frame.flags & wire.FLAG_WRITE:
+                self.writing.write(target, answer)
+            elif isinstance(answer, Answer):
+                for frame in answer.frames():
+                    self.down(target, frame)
+            else:
+                self.down(target, answer)
+        for target, frame in self.writing.take_frames():
+            self.down(target, frame)
+        for reader in self.readers.values():
+            reader.look()
+            reader.requester.check()
+            reader.events()
+
+    def read_all(self) -> None:
+        for reader in self.readers.values():
+            for block in self.blocks:
+                reader.fetch(block)
+        self.run(lambda: all(len(r.fetched) == len(self.blocks) for r in self.readers.values()))
+        for reader in self.readers.values():
+            for block, room in reader.fetched.items():
+                assert isinstance(room, Room), (reader.number, room)
+                assert room.view == self.blocks[block]
+            if reader.landing is not None:
+                assert reader.landing.claims == 0
+
+    @property
+    def ratio(self) -> float:
+        """What left the home over what was asked for, once."""
+        chunks = sum(-(-len(content) // CHUNK) for content in self.blocks.values())
+        return (self.egress_chunks + self.data_chunks) / chunks
+
+
+def _with_flags(frame: Frame, flags: int) -> Frame:
+    return Frame(
+        **{name: getattr(frame, name) for name in frame.__struct_fields__} | {"flags": flags}
+    )
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 4096, 65_536, 65_537, 2 << 20, (2 << 20) + 4099])
+def test_each_byte_leaves_the_home_once(readers: int, size: int) -> None:
+    pool = Net(readers, [size])
+    pool.read_all()
+    assert pool.data_chunks == 0
+    assert pool.ratio == 1.0
+    for reader in pool.readers.values():
+        assert reader.requester.counters.blocks_by_write == 1
+
+
+def test_many_blocks_take_turns_in_the_slots() -> None:
+    pool = Net(2, [700_000 + 5 * n for n in range(40)])
+    pool.read_all()
+    assert pool.data_chunks == 0
+    assert pool.ratio < 1.1
+
+
+def test_a_home_without_a_card_answers_by_data() -> None:
+    pool = Net(2, [300_000], card=False)
+    pool.read_all()
+    assert pool.egress_chunks == 0
+    assert pool.responder.counters.misses_no_write > 0
+    assert all(r.requester.counters.data_by_write == 0 for r in pool.readers.values())
+
+
+def test_readers_with_and_without_a_card_read_one_block() -> None:
+    pool = Net(3, [2 << 20])
+    without = pool.readers[3]
+    without.requester.use_landing(None)
+    without.landing = None
+    pool.read_all()
+    assert without.requester.counters.data_by_write == 0
+    assert pool.readers[1].requester.counters.blocks_by_write == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_lost_is_asked_for_again(seed: int) -> None:
+    pool = Net(3, [2 << 20, 900_001], seed, loss=0.01)
+    pool.read_all()
+    assert pool.data_chunks > 0
+    assert pool.ratio < 1.6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_late_and_repeated_writes_do_no_harm(seed: int) -> None:
+    pool = Net(2, [600_000 + n for n in range(24)], seed, loss=0.02, late=0.2, twice=0.1)
+    pool.read_all()
+    landings = [r.landing for r in pool.readers.values() if r.landing is not None]
+    assert sum(landing.counters.late for landing in landings) > 0
+
+
+def test_a_card_that_fails_while_blocks_come_costs_no_block() -> None:
+    pool = Net(2, [1_000_000 + n for n in range(6)])
+    for reader in pool.readers.values():
+        for block in pool.blocks:
+            reader.fetch(block)
+    for _ in range(3):
+        pool.step()
+    broken = pool.readers[1]
+    assert broken.landing is not None
+    assert broken.landing.claims
+    broken.landing.lost()
+    broken.requester.use_landing(None)
+    broken.landing = None
+    broken.requester.check()
+    pool.run(lambda: all(len(r.fetched) == 6 for r in pool.readers.values()))
+    for reader in pool.readers.values():
+        for block, room in reader.fetched.items():
+            assert room.view == pool.blocks[block]
+
+
+def test_a_read_with_another_place_than_its_segment_s_is_not_written() -> None:
+    """Or whoever waits there would get what it did not ask for."""
+    pool = Net(1, [100_000])
+    (block,) = pool.blocks
+    at = roce.place_of(block.namespace, block.key, roce.SHARED_CHUNKING.number(0))
+    flags = wire.FLAG_WRITE | wire.FLAG_SHARED
+    for tag, mark in ((at.tag ^ 1, flags), (at.tag, wire.FLAG_WRITE)):
+        frame = Frame(
+            wire.OP_READ,
+            *block,
+            roce.SHARED_CHUNKING.number(0),
+            mark,
+            wanted=wire.FULL_SEGMENT,
+            tag=tag,
+        )
+        pool.responder.receive(0.0, 1, frame)
+        ((_, miss),) = pool.responder.answers_to_send(0.0, 64)
+        assert isinstance(miss, Frame)
+        assert (miss.op, miss.chunk, miss.tag) == (wire.OP_MISS, wire.MISS_NO_WRITE, tag)
+        assert miss.flags == wire.FLAG_WRITE
+
+
+def test_what_the_card_did_not_send_is_not_called_written() -> None:
+    pool = Net(1, [100_000])
+    sent: list[Callable[[bool], None]] = []
+
+    class Broken:
+        full = False
+
+        def write(
+            self, _at: Any, _segment: Any, _chunks: int, done: Callable[[bool], None]
+        ) -> None:
+            sent.append(done)
+
+    pool.writing.card = Broken()
+    pool.readers[1].fetch(next(iter(pool.blocks)))
+    pool.step()
+    assert sent
+    for done in sent:
+        done(False)
+    assert pool.writing.take_frames() == []
+    assert pool.writing.counters.failed == len(sent)
