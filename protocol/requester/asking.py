@@ -136,6 +136,8 @@ class Asker:
         self._next_ticket = 0
         self._next_tag = rng.getrandbits(32)
         self._shared_until = -inf
+        self._company_until = -inf
+        """Until then answers are expected to be shared, since homes gather for them."""
         self._answered_at = -inf
         self._shared_part = 0.0  # of the answers of late, smoothed
 
@@ -239,9 +241,10 @@ class Asker:
 
         While answers are shared it is the same number for every reader, whatever each of them
         has lost or waited for: one stream serves all, so more readers mean no more load, and a
-        reader whose window were smaller would ask for what the others have had already.
+        reader whose window were smaller would ask for what the others have had already. So it is
+        while a fetch that gathers has just begun: what is asked for then, homes gather for longest.
         """
-        if now < self._shared_until:
+        if now < self._shared_until or now < self._company_until:
             return self.config.window_shared
         return int(home.window.size)
 
@@ -494,6 +497,10 @@ class Asker:
         else:
             self._shared_part += (shared - self._shared_part) * _SHARED_GAIN
         self._answered_at = now
+
+    def expect_company(self, now: float, gather_ms: int) -> None:
+        """A fetch begins whose READs let their home gather for so long."""
+        self._company_until = max(self._company_until, now + gather_ms / 1000)
 
     def shares(self, now: float) -> bool:
         """Whether most answers of late went to others too, so that it pays to wait for them."""

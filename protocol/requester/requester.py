@@ -195,6 +195,7 @@ class Requester:
         fetch.expect_waits = expect_waits
         looks_for_company = fetch.gather_ms or group or expect
         fetch.may_probe = probe and not looks_for_company and self.may_probe(now)
+        self._asker.expect_company(now, fetch.gather_ms)
         self._life.begin(now, fetch, expect=expect)
         if repeat:
             fetch.segments[0].waits_at_switch = True

@@ -59,8 +59,9 @@ def test_readers_that_are_held_up_again_and_again_keep_step() -> None:
     )
     report = run(options)
     assert report["misses"] == report["wrong_bytes"] == 0
-    # With eight segments in flight to a reader, instead of 32, it is 1.4 to 2.1.
-    assert report["home_egress_ratio"] <= 1.2
+    # With eight segments in flight to a reader, instead of 32, it is 1.4 to 2.1; with eight first,
+    # and 32 once answers are shared, 1.1 to 1.2.
+    assert report["home_egress_ratio"] <= 1.05
 
 
 @pytest.mark.parametrize(

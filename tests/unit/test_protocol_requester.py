@@ -848,8 +848,21 @@ def test_reads_that_share_gather_for_a_millisecond_or_not_at_all(
     assert [read.gather for read in bench.reads()] == [gather_ms]
 
 
+def test_a_fetch_that_gathers_asks_at_once_for_as_much_as_readers_that_share() -> None:
+    """All that its home gathers for longest; else a reader that is held up then is left behind."""
+    bench = Bench(gather_ms=80, window_initial=1, window_shared=2)
+    bench.fetch(expect_size=len(BYTES))
+    assert [(read.segment, read.gather) for read in bench.reads()] == [(0, 80), (1, 80)]
+    alone = Bench(window_initial=1, window_shared=2)
+    alone.fetch(expect_size=len(BYTES))
+    assert [read.segment for read in alone.reads()] == [0]
+    bench.core.cancel(0.0, 1)
+    bench.fetch(0.09, expect_size=len(BYTES), gather_ms=0)
+    assert [read.segment for read in bench.reads()] == [0], "the gathering is over"
+
+
 def test_only_what_is_asked_for_at_the_start_gathers_as_the_fetch_allows() -> None:
-    bench = Bench(gather_ms=80, window_initial=1)
+    bench = Bench(gather_ms=80, window_initial=1, window_shared=1)
     bench.fetch(expect_size=len(BYTES))
     assert [read.gather for read in bench.reads()] == [80]
     bench.whole(0.09, 0)
@@ -1044,7 +1057,7 @@ def test_a_read_is_not_sent_twice_once_its_answer_has_begun() -> None:
 
 
 def test_reads_after_the_first_wave_and_short_gatherings_are_not_sent_twice() -> None:
-    bench = Bench(gather_ms=90, window_initial=1)
+    bench = Bench(gather_ms=90, window_initial=1, window_shared=1)
     bench.fetch(expect_size=len(BYTES))
     bench.reads()
     bench.whole(0.1, 0)
