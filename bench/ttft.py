@@ -27,6 +27,10 @@ kvcast's median of four ÷ that of one.
 By default the writer's node keeps everything, so whatever is read comes from its link: the case of
 one hot prefix. `--spread`: kvcast's blocks have their homes on all nodes; peers stay as they are.
 
+`storm_over_recompute`: one engine is asked for eight prefixes at once, of half of which a block's
+bytes have changed where they lie, so that these loads fail; ÷ the same with prompts that nobody has
+computed. At most 1 says that a pool that fails costs no more than having none.
+
 `mla_group_egress_ratio`: four ranks on four nodes that hold the same bytes read a prefix as a
 reader group, together or up to half a second apart: bytes that left homes ÷ distinct bytes, the
 worst of all cases. Homes are on all five nodes. No engine runs there: four of
@@ -52,8 +56,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvcast.bench.engines.damage import corrupt
 from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
-from kvcast.bench.engines.ways import STORE_BYTES, WAYS, OneNetwork, Way
+from kvcast.bench.engines.ways import MODEL, STORE_BYTES, WAYS, OneNetwork, Way
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
@@ -91,6 +96,8 @@ LATENESS_S: Final = (
 """How late the ranks of a group begin to load, in seconds; steps of an engine are that far apart at
 worst."""
 GROUP_ROUNDS: Final = 2
+STORM_PROMPTS: Final = 8
+STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
 """How long what was computed may take to be stored."""
 RECOMPUTE: Final = "recompute"
@@ -179,6 +186,33 @@ class Ttft:
             [expected] = await writer.generate([prompt], 1)
             wrong += answer["tokens"] != expected["tokens"]
         self.wrong_outputs[way.NAME] = wrong
+
+    async def storm(
+        self, way: Way, pool: Pool, writer: Engine, reader: Engine
+    ) -> dict[str, float | None]:
+        """Half of an engine's loads fail, all at once."""
+
+        def prompts_of(label: str) -> list[Prompt]:
+            return [prompt_of((label, n), STORM_TOKENS, 0) for n in range(STORM_PROMPTS)]
+
+        stored, new = prompts_of("storm"), prompts_of("storm, new")
+        for prompt in stored:
+            await self._written(way, writer, prompt)
+        for prompt in stored[::2]:
+            if not await corrupt(pool, MODEL, (await writer.hashes(prompt))[0]):
+                raise CommandError("a block that was stored is nowhere")
+        computed = await reader.generate(new, 1)
+        told = await reader.generate(stored, 1)
+        expected = await writer.generate(stored, 1)
+        for answer, right in zip(told, expected, strict=True):
+            self.wrong_outputs[way.NAME] += answer["tokens"] != right["tokens"]
+        failed = {n: v for n, v in (await reader.stats()).items() if n.startswith("failed_loads")}
+        return {
+            "storm_over_recompute": ratio(told[0]["seconds"], computed[0]["seconds"]),
+            "storm_s": round(told[0]["seconds"], 4),
+            "storm_recompute_s": round(computed[0]["seconds"], 4),
+            "storm_failed_loads": sum(failed.values()),
+        }
 
     async def _written(self, way: Way, writer: Engine, prompt: Prompt) -> None:
         """Have the writer compute the prompt, and all of it stored."""
@@ -392,6 +426,7 @@ class _Bench:
         )
         self.pool.network = self.network
         self.ttft = Ttft(self.network, arguments.link_rate)
+        self.storm: dict[str, float | None] = {}
 
     @contextlib.asynccontextmanager
     async def engines(self, way: Way, model: Path) -> AsyncIterator[list[Engine]]:
@@ -439,7 +474,12 @@ class _Bench:
                         await ttft.measure(way, writer, readers[:count], prefix, number)
                         so_far |= ttft.report()
                     self._told(way.NAME, prefix, count)
-            if not isinstance(way, WAYS[0]) or not arguments.recompute:
+            if not isinstance(way, WAYS[0]):
+                return
+            self.storm = await ttft.storm(way, self.pool, writer, readers[0])
+            so_far |= self.storm
+            _say(f"half of all loads fail: {self.storm}")
+            if not arguments.recompute:
                 return
             for prefix in arguments.prefixes:
                 for count in arguments.engines:
@@ -480,7 +520,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                     if kind is WAYS[0]:
                         raise
                     skipped[kind.NAME] = f"has failed: {str(error)[-300:]}"
-    report = bench.ttft.report() | groups
+    report = bench.ttft.report() | groups | bench.storm
     report["wrong_outputs"] += groups["mla_wrong_blocks"]
     report |= {
         "skipped": skipped,
@@ -507,6 +547,7 @@ def _show(report: dict[str, Any]) -> None:
         "wrong_outputs",
         "not_all_cached",
         "mla_group_egress_ratio",
+        "storm_over_recompute",
         "ttft_over_best_peer",
         "growth",
         "ttft_over_recompute",

@@ -42,7 +42,8 @@ _READER_BYTES: Final = 256 << 20
 _START_S: Final = 60.0
 _ANSWER_S: Final = 5.0
 _POLL_S: Final = 0.2
-_MODEL: Final = "bench"
+MODEL: Final = "bench"
+"""What the model is called in the pool."""
 
 
 class OneNetwork(NamespaceNetwork):
@@ -154,7 +155,7 @@ class Kvcast(Way):
 
     def transfer(self, host: Host) -> dict[str, Any]:
         socket_path = self._pool.sockets[host.node_id]
-        config = transfer(socket_path, model=_MODEL, deadline_s=600.0, lookup_s=5.0, save_s=600.0)
+        config = transfer(socket_path, model=MODEL, deadline_s=600.0, lookup_s=5.0, save_s=600.0)
         return config | {"kv_role": self._role(host)}
 
     async def stored(self, writer: Engine) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import mmap
 import os
 import random
 import time
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcast.bench.engines import engine
+from kvcast.bench.engines import damage, engine
 from kvcast.bench.engines.engine import ANSWER_S, START_S, Answers, Engine, Prompt
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import AsyncClient
-from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.part import die_with_parent
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -248,26 +246,8 @@ async def pool_of(folder: Path, nodes: int = 3, **options: Any) -> AsyncIterator
 
 
 async def corrupt(pool: Pool, block_hash: bytes) -> int:
-    """Change one byte of a block wherever it lies; returns at how many nodes that was."""
-    key = keys_of(block_hash, 1)[0]
-    places = 0
-    for node, socket in pool.sockets.items():
-        async with await AsyncClient.connect(str(socket)) as client:
-            names = (await client.describe()).namespaces
-            [namespace] = [one.namespace for one in names if one.model == MODEL_NAME]
-            if not (await client.describe(namespace, [key])).held:
-                continue
-            [block] = await client.get(namespace, [key])
-            assert block is not None
-            with block:
-                data = bytes(block.data)
-        [path] = [one for one in pool.arenas if one.name.endswith(f"-{node}.arena")]
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
-            at = arena.find(data)
-            assert at >= 0
-            arena[at] ^= 1
-        places += 1
-    return places
+    """Change one byte of a block wherever it lies; at how many nodes that was."""
+    return await damage.corrupt(pool, MODEL_NAME, block_hash)
 
 
 async def egress_bytes(pool: Pool) -> float:
