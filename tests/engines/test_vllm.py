@@ -145,7 +145,8 @@ async def test_three_engines_at_once(
                         running(
                             tmp_path / f"{node}.log",
                             model=str(llama),
-                            kv_transfer_config=transfer(socket),
+                            # On a crowded machine the defaults are soon over.
+                            kv_transfer_config=transfer(socket, lookup_s=20.0, deadline_s=60.0),
                         )
                     )
                     for node, socket in pool.sockets.items()
