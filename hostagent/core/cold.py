@@ -331,7 +331,9 @@ class ColdTier:
             self.drop(block)
             fetch.ended(now, DAMAGED, 0, 0.0)
             return
-        since = min(now, said[5] - self._epoch_s)
+        since = said[5] - self._epoch_s
+        if not since <= now:  # nor is it a number at all
+            since = now
         ttl_s = self._ttl_s[block.namespace]
         if ttl_s and since + ttl_s <= now:
             self.drop(block)

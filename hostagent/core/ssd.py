@@ -92,8 +92,8 @@ class SsdRules:
     """Of the arena, or of a namespace's quota, in use: more, and copies go down."""
     low_share: float = 0.85
     """Until no more is in use."""
-    batch_bytes: int = 128 << 20
-    """Written at once, at most, and no more than an eighth of the arena; but one block at least."""
+    batch_bytes: int = 256 << 20
+    """Written at once, at most, and no more than a quarter of the arena; but one block at least."""
     batch_blocks: int = 1024
     max_reads: int = 32
     """Blocks that are being read at once."""
@@ -473,7 +473,7 @@ class SsdTier:
             for m in self._moves
             if namespace is None or m.copy.block.namespace == namespace
         )
-        batch_bytes = min(rules.batch_bytes, store.allocator.capacity_bytes // 8)
+        batch_bytes = min(rules.batch_bytes, store.allocator.capacity_bytes // 4)
 
         def may(copy: Copy) -> bool:
             block = copy.block
@@ -885,7 +885,9 @@ class SsdTier:
             and block.namespace not in self._forbidden
             and not file.failed
         ):
-            since = min(entry.committed_at - self._epoch_s, self._now)
+            since = entry.committed_at - self._epoch_s
+            if not since <= self._now:  # nor is it a number at all
+                since = self._now
             copy = self.shelf.adopt(
                 *(block, entry.size_bytes, unit * self._unit_bytes, COMMITTED, entry.digest),
                 since=since,

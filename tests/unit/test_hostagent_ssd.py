@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, NoRoomError, Store, StoreRules
 from kvcast.hostagent.tiers.arena import Allocator
-from kvcast.hostagent.tiers.ssd.layout import Cut, cut_of, open_formatted, scan
+from kvcast.hostagent.tiers.ssd.layout import Cut, Entry, Scanned, cut_of, open_formatted, scan
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.disk import SimDisk
@@ -359,3 +361,36 @@ def test_what_goes_in_a_hurry_lies_on_disk_if_anything_does() -> None:
     assert bench.tier.counters.left_unwritten < 8
     gone = {n for n in before if not bench.in_dram(n)}
     assert {1, 2} <= gone
+
+
+ENTRIES = st.lists(
+    st.builds(
+        Entry,
+        unit=st.integers(0, CUT.units - 1),
+        block=st.builds(block, st.integers(0, 5), st.integers(1, 2)),
+        size_bytes=st.sampled_from((1, 4096, 4097, 20_000, SLAB, SLAB + 1, 3 * SLAB, 1 << 28)),
+        digest=st.integers(0, 3),
+        meaning=st.sampled_from((71, 72, 9)),
+        order=st.integers(0, 6),
+        committed_at=st.sampled_from((0.0, 1e9, 1e18, -1e18, float("inf"), float("nan"))),
+        parent=st.sampled_from((b"", b"p" * 16)),
+        depth=st.integers(0, 2**32 - 1),
+    ),
+    max_size=12,
+)
+
+
+@given(entries=ENTRIES, refused=st.lists(st.integers(0, CUT.units - 1), max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_whatever_the_table_says_the_tier_goes_on(entries: list[Entry], refused: list[int]) -> None:
+    bench = Bench()
+    bench.tier._unscanned += 1
+    bench.tier.found(0, Scanned(entries, refused, 1))
+    bench.tier.scanned()
+    bench.work()
+    bench.fill(range(100, 130))
+    bench.pass_time(1.0)
+    for number in range(6):
+        bench.read(number)
+    bench.work()
+    assert all(error for _, error, _ in bench.got), "nothing was there"
