@@ -61,6 +61,8 @@ SLOW_REQUEST_S: Final = 60.0
 """How long the agent may take to answer requests without a deadline of their own."""
 MOST_PARTS: Final = 64
 """Questions of one get whose results are taken as they come."""
+MOST_PASSES: Final = 64
+"""So many gets of a namespace at most pass the courier by, after one that it handed over."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -117,6 +119,10 @@ class Conversation:
         self._fds: list[int] = []
         self.courier_fd = -1
         """The courier's socket, where there is one; the driver's to take and to close."""
+        self._refused: dict[int, int] = {}
+        """By namespace, how many questions in a row the courier has handed over,"""
+        self._passes: dict[int, int] = {}
+        """and how many gets it is therefore not asked for."""
         self.has_courier = False
         """Whether the courier may be asked; set by a driver that does."""
         self._arena: Arena | None = None
@@ -246,6 +252,10 @@ class Conversation:
         """The question for the courier, if it is one for it."""
         if not self.has_courier or len(keys) != 1 or self._local is None:
             return b""
+        passes = self._passes.get(namespace, 0)
+        if passes:
+            self._passes[namespace] = passes - 1
+            return b""
         meaning = self._local.meaning(namespace)
         if meaning is None:
             return b""
@@ -262,15 +272,19 @@ class Conversation:
             raise AgentGoneError("the courier is not understood")
         if status == ASK_AGENT:
             return number, None
+        self._refused.clear()
         given = local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
         return number, local.Got(number, [given])
 
-    @staticmethod
-    def handed_over(ask: Ask, left_s: float) -> Ask:
+    def handed_over(self, ask: Ask, left_s: float) -> Ask:
         """What the agent is to be asked where the courier has no answer, and so much is left of the
-        patience."""
+        patience. Where that goes on, the courier is asked for fewer and fewer gets of the
+        namespace, until it has an answer again."""
         request = ask.request
         assert isinstance(request, local.Get)
+        refused = self._refused.get(request.namespace, 0)
+        self._refused[request.namespace] = refused + 1
+        self._passes[request.namespace] = min(max(0, refused - 1) ** 2, MOST_PASSES)
         deadline_s = max(0.0, request.deadline_s - (ask.patience_s - left_s))
         return Ask(msgspec.structs.replace(request, deadline_s=deadline_s), max(left_s, 0.001))
 

@@ -147,6 +147,23 @@ async def test_a_miss_and_a_lost_answer_end_as_without_a_courier(tmp_path: Path)
 
 
 @on_a_courier
+async def test_a_namespace_that_is_not_for_the_courier_is_hardly_asked_of_it(
+    tmp_path: Path,
+) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        client = pool.clients[1]
+        for _ in range(40):
+            (outcome,) = await client.get_outcomes(1, [key_of(99)])
+            assert outcome.reason == "not_found"
+        handed_over = sum(courier_of(pool).values())
+        assert 3 <= handed_over <= 10
+        for number in range(1, 20):
+            (block,) = await client.get(1, [key_of(number)])
+            assert block is not None
+            block.release()
+
+
+@on_a_courier
 async def test_clients_that_vanish_or_offend_give_back_what_they_hold(tmp_path: Path) -> None:
     async with pool_of_two(tmp_path) as pool:
         core = pool.agents[1].core
