@@ -77,6 +77,8 @@ class HostOptions:
     agent: AgentOptions
     default_quota_bytes: int = 0
     mtu_bytes: int = 1500
+    link_bits_per_s: int = 0
+    """What it says that its link carries, by which its load is told; 0 = it does not say."""
 
     @property
     def node_id(self) -> str:
@@ -576,4 +578,5 @@ class SimAgent(Process):
             arena_bytes=options.arena_bytes,
             mtu_bytes=options.mtu_bytes,
             rdma_port=0 if self.rdma is None else 7001,
+            link_bits_per_s=options.link_bits_per_s,
         )

@@ -6,21 +6,24 @@ at everything. Must not know: how a fault is made (`faults.py`), or what is righ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions, SavedState
 from kvcast.controller.core.program import L2_FORWARD, Settings
+from kvcast.controller.core.replicas import ReplicaOptions
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
-from kvcast.protocol.messages.wire import BlockId, chunking_for
+from kvcast.protocol.messages.wire import BlockId, bucket_of, chunking_for
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
 from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_core
@@ -50,6 +53,9 @@ from kvcast.switchsim.ir import Program
 LEASE_S: Final = 1.0
 REBALANCE_S: Final = 0.5
 TICK_S: Final = 0.25
+LINK_BITS_PER_S: Final = 1_000_000
+"""What hosts say that their links carry, in every other run: so little that they are loaded by
+what clients read, and give out replicas."""
 SLAB_BYTES: Final = 64 * 1024
 FORM_S: Final = 4.0
 """By when a pool without faults must have formed."""
@@ -106,6 +112,8 @@ class Cluster:
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
         self._last_map: PoolMap | None = None
+        self._not_handed_over: ViolationError | None = None
+        """Found out in the middle of a controller's round, which is not to hear of it."""
         self._faults_on = 0
         self._severe_on = 0
         self._last_severe_at = -1e9
@@ -134,6 +142,7 @@ class Cluster:
                 clock_rate=host_plan.clock_rate,
                 agent=_agent_options(plan, f"node-{number}", host_plan.mtu_bytes),
                 mtu_bytes=host_plan.mtu_bytes,
+                link_bits_per_s=LINK_BITS_PER_S if plan.seed % 2 else 0,
             )
             link = LinkOptions(mtu_bytes=host_plan.mtu_bytes)
             host = SimHost(self.world, options, self, self, product.make_core)
@@ -164,6 +173,7 @@ class Cluster:
                 election_id=10 - n,
                 tick_s=TICK_S,
                 decided=self._decided,
+                may_answer=self._may_answer,
             )
             for n in range(plan.controllers)
         ]
@@ -189,9 +199,67 @@ class Cluster:
     def _decided(self, pool_map: PoolMap) -> None:
         if pool_map is self._last_map:
             return
-        self._last_map = pool_map
+        former, self._last_map = self._last_map, pool_map
+        if former is not None and former.settled and not pool_map.settled and self._calm():
+            self._check_handed_over(former, pool_map)
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
         self.model.homes_are([[number[i] for i in bucket] for bucket in pool_map.buckets])
+
+    def _may_answer(self, guarded: frozenset[tuple[int, str]]) -> None:
+        for bucket, node_id in guarded:
+            self.model.may_answer(bucket, int(node_id.removeprefix("node-")))
+        self.world.counts["replicas"] += len(guarded)
+
+    def _check_handed_over(self, former: PoolMap, pool_map: PoolMap) -> None:
+        """Who takes a bucket over has every block that those before it hold, and have
+        acknowledged, but for what it has evicted, or may not have."""
+        if {n.node_id for n in former.nodes} != {n.node_id for n in pool_map.nodes}:
+            return
+        number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
+        self.world.counts["handed_over"] += 1
+        for block in self.plan.blocks:
+            bucket = bucket_of(block.name[1])
+            before = [number[i] for i in former.buckets[bucket][: former.settled]]
+            now = [number[i] for i in pool_map.buckets[bucket]]
+            holders = self.model.holders(block.name)
+            held = [n for n in before if self._holds(n, block.name)]
+            if not any(holders.get(n) == self.hosts[n].memory_lives for n in held):
+                continue
+            taking = [n for n in now if self.model.may_use(n, block.name[0])]
+            excused = [n for n in taking if self._has_evicted(n, block.name)]
+            if taking and not excused and not any(self._holds(n, block.name) for n in taking):
+                self._not_handed_over = self._not_handed_over or ViolationError(
+                    3, f"hosts {now} took over a bucket without a block that {held} hold"
+                )
+
+    def _holds(self, number: int, name: Name) -> bool:
+        process = self.hosts[number].process
+        return process is not None and process.core.store.holds(name[0], [name[1]])[0]
+
+    def _has_evicted(self, number: int, name: Name) -> bool:
+        process = self.hosts[number].process
+        if process is None:
+            return True
+        store = process.core.store
+        return store.counters.evictions > 0 or bool(store.why_gone(BlockId(*name)))
+
+    def drain(self, node_id: str) -> Callable[[], None] | None:
+        """An operator drains a node; gives what undoes it. None: it cannot be."""
+        controller = self.primary_controller()
+        if controller is None or controller.process is None:
+            return None
+        try:
+            controller.process.drain(node_id)
+        except DrainError:
+            return None
+
+        def end() -> None:
+            now = self.primary_controller()
+            if now is not None and now.process is not None:
+                with contextlib.suppress(DrainError):
+                    now.process.undrain(node_id)
+
+        return end
 
     def open_control(self, host: SimHost) -> StreamEnd:
         """An agent's connection to a controller: the primary's, or whoever listens."""
@@ -346,6 +414,8 @@ class Cluster:
         """Run, and look at the clock's invariants often."""
         while self.world.now < until:
             self.world.run(min(until, self.world.now + 0.05))
+            if self._not_handed_over is not None:
+                raise self._not_handed_over
             self.model.check_clock()
 
     def _form(self) -> None:
@@ -605,6 +675,17 @@ def _pool_options(plan: Plan) -> PoolOptions:
         drain_s=0.05,
         refresh_s=1.0,
         port_sets=4,
+        hot=ReplicaOptions(
+            high_load=0.3,
+            low_load=0.1,
+            aim_load=0.2,
+            half_life_s=0.5,
+            settle_s=0.5,
+            calm_s=1.0,
+            rest_s=0.3,
+            period_s=0.25,
+            refresh_s=1.0,
+        ),
         tenants=_tenant_rules(plan),
     )
 

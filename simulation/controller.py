@@ -41,6 +41,7 @@ class SimController:
         election_id: int,
         tick_s: float,
         decided: Callable[[PoolMap], None],
+        may_answer: Callable[[frozenset[tuple[int, str]]], None],
     ) -> None:
         self.name = name
         self.alive = False
@@ -53,6 +54,7 @@ class SimController:
         self._election_id = election_id
         self._tick_s = tick_s
         self._decided = decided
+        self._may_answer = may_answer
         self._lives = 0
         self.process: _Process | None = None
 
@@ -82,6 +84,7 @@ class _WatchedPool(Pool):
     def __init__(
         self,
         decided: Callable[[PoolMap], None],
+        may_answer: Callable[[frozenset[tuple[int, str]]], None],
         options: PoolOptions,
         saved: SavedState,
         now: float,
@@ -89,11 +92,13 @@ class _WatchedPool(Pool):
         first_generation: int,
     ) -> None:
         self._decided = decided
+        self._may_answer = may_answer
         super().__init__(options, saved, now, first_generation=first_generation)
 
     def plan(self) -> Plan:
         plan = super().plan()
         self._decided(plan.map)
+        self._may_answer(self.hot.guarded)
         return plan
 
 
@@ -114,6 +119,7 @@ class _Process(Process):
         self._abandon: Callable[[], None] = _nothing
         self.pool = _WatchedPool(
             machine._decided,
+            machine._may_answer,
             machine.options,
             machine.store.load(),
             world.now,
@@ -173,6 +179,16 @@ class _Process(Process):
             self._world.after(GATHER_EVENTS_S, self._round)
         else:
             self._sleep()
+
+    # --- operators --------------------------------------------------------------------------
+
+    def drain(self, node_id: str) -> None:
+        self.pool.drain(node_id)
+        self._wake()
+
+    def undrain(self, node_id: str) -> None:
+        self.pool.undrain(node_id, self._world.now)
+        self._wake()
 
     # --- agents -----------------------------------------------------------------------------
 

@@ -396,6 +396,15 @@ def _nothing() -> None:
     pass
 
 
+def _plan_drain(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, float]:
+    return (rng.randint(1, hosts),), LEAST, rng.uniform(0.2, 5.0)
+
+
+def _drain_node(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An operator has a node's blocks handed over, and takes it back later, done or not."""
+    return cluster.drain(f"node-{fault.hosts[0]}")
+
+
 FAULTS: Final[dict[str, FaultKind]] = {
     "loss": _on_link("loss", 0.5),
     "duplication": _on_link("duplication", 0.5),
@@ -419,6 +428,7 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "bulk_deaf": FaultKind(_one_host(0.2, 3.0), _bulk_deaf),
     "bulk_broken": FaultKind(_one_host(0.2, 3.0), _bulk_broken),
     "bulk_liar": FaultKind(_one_host(0.5, 4.0), _bulk_liar),
+    "node_drained": FaultKind(_plan_drain, _drain_node),
     "rdma_card_gone": FaultKind(_one_host(0.5, 3.0), _card_gone),
     "rdma_errors": FaultKind(_one_host(0.5, 3.0), _on_card(errors=0.1)),
     "rdma_flips": FaultKind(_one_host(0.5, 3.0), _on_card(flips=0.1)),

@@ -252,6 +252,10 @@ class Model:
         for copy in list(self._passed_on):
             self._perhaps_excused(copy)
 
+    def may_answer(self, bucket: int, host: int) -> None:
+        """The controller lets a host answer for a bucket without being its home."""
+        self._ever_home[bucket].add(host)
+
     def homes_of(self, name: Name) -> list[int]:
         return self._now_home.get(_bucket(name[1]), [])
 

@@ -89,8 +89,10 @@ _DISK: Final = frozenset(
     }
 )
 """Faults of disks."""
-MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption"})
-"""Faults of links that, in their smallest amount, no patient get may fail for."""
+_SCALE: Final = frozenset({"node_drained"})
+"""What an operator does to a pool that is well; no fault, but it comes among faults."""
+MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE})
+"""Faults that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
 
 
@@ -424,7 +426,7 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
     chosen = rng.sample(
-        sorted(kinds.keys() - _BULK - _RDMA - _DISK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+        sorted(kinds.keys() - _BULK - _RDMA - _SCALE - _DISK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     )
     if hostile:
         chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
@@ -440,6 +442,12 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
         targets, amount, for_s = kinds[kind](rng, hosts)
         at = rng.uniform(0.0, CHAOS_S - 0.5)
         faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
+    rng = random.Random(f"{seed}/scale")
+    for kind in sorted(kinds.keys() & _SCALE) if seed % 4 == 1 else ():
+        for _ in range(rng.choice((1, 2, 3))):
+            targets, amount, for_s = kinds[kind](rng, hosts)
+            at = rng.uniform(0.0, CHAOS_S - 0.5)
+            faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
     return faults
 
 

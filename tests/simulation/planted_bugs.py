@@ -23,6 +23,7 @@ from kvcast.controller.core.membership import Membership
 from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.hostagent.core.handover import Handover
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
@@ -37,6 +38,7 @@ from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkConnection
 from kvcast.protocol.links.control_caller import ControlCaller
 from kvcast.protocol.links.rdma_callee import RdmaCallee
+from kvcast.protocol.messages.control import HandedOver
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, BlockId
 from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
@@ -607,6 +609,27 @@ def _namespace_not_checked(data: Json) -> None:
 @p4_bug("the switch does not check source addresses", 5, faults=["hostile_spoofer"])
 def _source_not_checked(data: Json) -> None:
     p4_edits.ignore_key(data, "gate", "admitted")
+
+
+@bug("nodes say that they have handed all over before they have", 3, faults=["node_drained"])
+def _handed_over_early() -> Any:
+    report = Handover.report
+
+    def early(self: Handover, now: float) -> HandedOver | None:
+        told = report(self, now)
+        return None if told is None else replace_field(told, left=0)
+
+    return mock.patch.object(Handover, "report", early)
+
+
+@bug("the controller does not wait until all is handed over", 3, faults=["node_drained"])
+def _settles_at_once() -> Any:
+    def settle(self: controller_pool.Pool, _now: float) -> None:
+        if not self.membership.is_settled and self._map is not None and not self._map_changed:
+            self.membership.settle()
+            self._map_changed = True
+
+    return mock.patch.object(controller_pool.Pool, "_settle", settle)
 
 
 @p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
