@@ -119,6 +119,7 @@ def patience_flags(nodes: int, link_rate_bits_per_s: float = 0.0) -> list[str]:
         f"--rto-initial={max(0.5, 0.06 * nodes) + queue_s:.3g}",
         f"--rto-min={max(0.25, 0.03 * nodes) + queue_s:.3g}",
         f"--quiet={max(0.15, 0.015 * nodes) + queue_s:.3g}",
+        f"--expect-wait={max(0.15, 0.015 * nodes) + queue_s:.3g}",
     ]
 
 
