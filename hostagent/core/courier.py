@@ -530,11 +530,13 @@ class Courier:
             self._requester.counters.corrupt_blocks += 1
 
     def values(self) -> dict[str, float]:
-        """Totals by name."""
+        """Totals by name, and the arena bytes that are ready for blocks to come."""
         values = {f"courier_handed_over_{why}": float(self._reasons[n]) for n, why in _REASONS}
         for name in CourierCounters.__slots__:
             values[f"courier_{name}"] = float(getattr(self.counters, name))
-        return {f"{name}_total": value for name, value in values.items()}
+        totals = {f"{name}_total": value for name, value in values.items()}
+        ready_bytes = sum(copy.reserved_bytes for copy in self._places.values())
+        return {**totals, "courier_ready_bytes": float(ready_bytes)}
 
 
 def _ns(seconds: float) -> int:

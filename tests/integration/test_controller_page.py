@@ -33,7 +33,7 @@ CHROMIUM = next((path for path in map(shutil.which, _NAMES) if path), None)
 in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
 
 GOT_SIX = """() => [...document.querySelectorAll("#nodes tbody tr")].every((row) => {
-    const byTier = [...row.cells].slice(6, 12).map((cell) => Number(cell.textContent));
+    const byTier = [...row.cells].slice(6, 13).map((cell) => Number(cell.textContent));
     return byTier.reduce((sum, hits) => sum + hits, 0) === 6;
 })"""
 """Whether every node's row has six blocks got, from wherever."""

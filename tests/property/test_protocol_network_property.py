@@ -326,8 +326,8 @@ def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUp
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_readers_a_moment_apart_come_to_share_answers(seed: int) -> None:
-    alone = copies_read_apart(seed, 2, 0.008, CatchUpConfig(max_hold_s=0.0))
-    copies = copies_read_apart(seed, 2, 0.008, CatchUpConfig())
+    alone = copies_read_apart(seed, 2, 0.018, CatchUpConfig(max_hold_s=0.0))
+    copies = copies_read_apart(seed, 2, 0.018, CatchUpConfig())
     assert alone > 1.9
     assert copies - 1 < (alone - 1) / 2  # it takes some of the 40 windows to bring them together
 

@@ -56,6 +56,7 @@ MUCH = "has a home hold"
 REACHES = "goes on writing by RDMA"
 PAST_SWITCH = "writes by RDMA into a reader's landing zone"
 TO_ALL = "writes by RDMA to all who wait"
+OTHER_HOME = "as a home of other blocks"
 OTHERS_ANSWER = "is written another tenant's shared answer"
 WINDOWS = "has a home's memory open to RDMA"
 
@@ -419,7 +420,7 @@ def _reads_of_all() -> AbstractContextManager[object]:
     {FOREIGN_NODE: ["test_compiled_code_answers_no_node_that_a_namespace_is_not_for"]},
 )
 def _any_reader_compiled() -> AbstractContextManager[object]:
-    return recompiled("may_use", "any_reader")
+    return recompiled("may_use", "any_reader", "kvcast.protocol.lane")
 
 
 @mutation(
@@ -1137,7 +1138,10 @@ def _without_field(part: Any, field: list[str]) -> None:
 
 @p4_mutation(
     "a READ joins whatever waits in its entry",
-    {SHARES_ENTRY: ["test_tenants_never_share_an_entry"]},
+    {
+        SHARES_ENTRY: ["test_tenants_never_share_an_entry"],
+        OTHERS_ANSWER: ["test_a_tenant_cannot_take_another_s_place"],
+    },
 )
 def _entry_not_matched(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
@@ -1287,7 +1291,10 @@ def _anybody_programs() -> AbstractContextManager[object]:
 
 @p4_mutation(
     "gate does not look at what port_guard says",
-    {SPOOFS: ["test_a_source_address_belongs_to_its_port"]},
+    {
+        SPOOFS: ["test_a_source_address_belongs_to_its_port"],
+        TO_ALL: ["test_a_write_from_a_strange_source_does_not_pass"],
+    },
     also=["tests/stf/test_p4_stf.py::test_scenario_passes[port_guard-v1model-reference]"],
 )
 def _any_source_address(data: Json) -> None:
@@ -1332,7 +1339,10 @@ def _disguises_pass(data: Json) -> None:
 
 @p4_mutation(
     "bucket_home lets every port answer",
-    {ANSWERS: ["test_only_a_home_of_the_bucket_answers"]},
+    {
+        ANSWERS: ["test_only_a_home_of_the_bucket_answers"],
+        OTHER_HOME: ["test_only_a_bucket_s_home_ends_a_wait"],
+    },
 )
 def _any_port_answers(data: Json) -> None:
     p4_edits.default(data, "bucket_home", "home")
@@ -1478,7 +1488,8 @@ def _nameless_errors() -> AbstractContextManager[object]:
         ),
         replaced("kvcast.controller.http.api._body", body),
         _nameless("kvcast.switchsim.loader.load", "kvcast.switchsim.ir.ProgramError", KeyError),
-        replaced("kvcast.switchsim.p4runtime.errors.P4RuntimeError", RuntimeError),
+        replaced("kvcast.switchsim.p4runtime.entities.P4RuntimeError", NoFramingError),
+        replaced("kvcast.switchsim.p4runtime.service.P4RuntimeError", NoFramingError),
         _nameless(
             "kvcast.controller.http.tokens.parse",
             "kvcast.controller.http.tokens.TokensError",
@@ -1599,7 +1610,10 @@ def _taken_entry_swallows(data: Json) -> None:
 
 @p4_mutation(
     "an entry is held for ever",
-    {ENTRIES: ["test_a_lease_that_ran_out_gives_the_entry_to_another_segment"]},
+    {
+        ENTRIES: ["test_a_lease_that_ran_out_gives_the_entry_to_another_segment"],
+        OTHERS_ANSWER: ["test_a_late_write_reaches_who_waits_for_that_place_now"],
+    },
 )
 def _endless_entries(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"ask_again": "join", "take_over": "collide"})

@@ -14,6 +14,7 @@ import random
 import socket
 import struct
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -75,6 +76,7 @@ class Recorder:
         self.arrived = asyncio.Event()
 
     lane = None
+    writing = SimpleNamespace(full=False)
 
     def open_lane(self, _now: float, _budget: int) -> None:
         pass

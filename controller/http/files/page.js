@@ -7,11 +7,11 @@ const INTERVAL_MS = 2000;
 const KEPT = 150; // samples in the chart: five minutes
 const TIMEOUT_MS = 5000;
 const SHOWN = 15; // rows of residents and of decisions
-const TIERS = ["local", "switch", "shared", "home", "bulk", "ssd"];
+const TIERS = ["local", "switch", "shared", "home", "bulk", "ssd", "cold"];
 const MEANING = {
   local: "in the node's own memory", switch: "from switch memory",
   shared: "by a multicast for several readers", home: "from the home alone",
-  bulk: "from the home by bulk transfer", ssd: "from an SSD", missed: "not found",
+  bulk: "from the home by bulk transfer", ssd: "from an SSD", cold: "from the object store", missed: "not found",
 };
 const MIB = 2 ** 20;
 
