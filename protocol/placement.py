@@ -911,6 +911,11 @@ class Placement:
         piece = ctypes_of(Piece)(ctypes.addressof(buffer), len(data), stride, sender)
         self.place(ctypes.addressof(piece), 1, arrived, frame, instead=instead)
 
+    @property
+    def uncounted(self) -> bool:
+        """Whether there are any for `take_counts`."""
+        return bool(self._table.frames)
+
     def take_counts(self) -> Counts:
         """Frames since the last time."""
         table = self._table

@@ -296,7 +296,7 @@ class _Soak:
             for index, (host, link) in enumerate(zip(self._hosts, self._links, strict=True)):
                 counters = await (await link.client()).stats()
                 # Room that the courier keeps ready is its own, however long nobody asks for it.
-                ready = counters.get("courier_ready_bytes", 0)
+                ready = counters.get("arena_ready_bytes", 0)
                 found.held_bytes[host.node_id] = int(counters["arena_held_bytes"] - ready)
                 if index < plan.spared(len(self._hosts)):
                     found.evictions += int(counters["store_evictions_total"])

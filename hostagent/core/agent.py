@@ -885,6 +885,7 @@ class AgentCore:
         )
         if self.reads.courier is not None:
             values |= self.reads.courier.values()
+            values["arena_ready_bytes"] = float(self.reads.courier.ready_bytes)
         values |= self.facts
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)

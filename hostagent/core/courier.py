@@ -530,13 +530,22 @@ class Courier:
             self._requester.counters.corrupt_blocks += 1
 
     def values(self) -> dict[str, float]:
-        """Totals by name, and the arena bytes that are ready for blocks to come."""
+        """Totals by name."""
         values = {f"courier_handed_over_{why}": float(self._reasons[n]) for n, why in _REASONS}
         for name in CourierCounters.__slots__:
             values[f"courier_{name}"] = float(getattr(self.counters, name))
-        totals = {f"{name}_total": value for name, value in values.items()}
-        ready_bytes = sum(copy.reserved_bytes for copy in self._places.values())
-        return {**totals, "courier_ready_bytes": float(ready_bytes)}
+        return {f"{name}_total": value for name, value in values.items()}
+
+    @property
+    def ready_bytes(self) -> int:
+        """Arena bytes that are kept ready for blocks to come."""
+        return sum(copy.reserved_bytes for copy in self._places.values())
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether frames came that nobody has counted yet: those that are refused are told by
+        nothing else."""
+        return self._requester.placement.uncounted
 
 
 def _ns(seconds: float) -> int:

@@ -472,7 +472,7 @@ class CourierDriver:
         if courier.unbooked:
             courier.book(now)
             answered = True
-        if answered:
+        if answered or courier.uncounted:
             self._count()
         if waiting.stopped:
             self._go_on(waiting.why, waiting.pieces)
