@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,9 +20,11 @@ import pytest
 import pytest_asyncio
 from kvcast.bench import rdma_shared
 from kvcast.topologies.machines import SOCKET, MachineNetwork
-from kvcast.topologies.pool import Pool
+from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 
+SHARED = bool(os.environ.get("KVCAST_RDMA_SHARED"))
+"""See conftest.py."""
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINE = """
@@ -91,7 +94,11 @@ class Bed:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bed() -> AsyncIterator[Bed]:
-    async with Pool(Star.of(3), rdma_shared.options()) as pool:
+    two = PoolOptions(
+        runner="machines", replicas=0, lease_s=20.0, arena_bytes=48 << 20, start_timeout_s=150.0
+    )
+    options = rdma_shared.options() if SHARED else two
+    async with Pool(Star.of(3 if SHARED else 2), options) as pool:
         assert isinstance(pool.network, MachineNetwork)
         yield Bed(pool, pool.network)
 
