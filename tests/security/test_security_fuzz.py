@@ -8,6 +8,7 @@ their own. The command `python -m kvcast.bench.fuzz` goes on for as long as one 
 from __future__ import annotations
 
 import logging
+import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,10 +132,12 @@ def test_an_input_that_takes_too_long_is_found_though_the_entry_point_swallows_t
 
 
 def test_memory_that_grows_is_found() -> None:
-    kept: list[bytes] = []
+    kept: list[mmap.mmap] = []
 
     def function(_data: bytes) -> None:
-        kept.append(b"x" * 50_000)
+        # Pages of its own: the heap may have room that earlier tests left, and would not grow.
+        kept.append(mmap.mmap(-1, 50_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        kept[-1].write(b"x" * 50_000)
 
     report = fuzz(entry_point(function), Options(inputs=3000, growth_mib=16.0))
     assert [find.kind for find in report.finds] == ["GrowthError"]
