@@ -52,6 +52,7 @@ from kvcast.protocol.messages.shared import (
     STATE_SHIFT,
     TAGS_OFFSET,
     WORD_BYTES,
+    buckets_of,
     entries_offset,
 )
 from kvcast.protocol.messages.wire import (
@@ -383,7 +384,7 @@ class Lane:
         self.told: Callable[[list[Answered]], None] = lambda _answered: None
         """Hears of every READ that was answered, after its answer was sent."""
         lane = self._lane
-        buckets = _buckets_of(index)
+        buckets = buckets_of(len(index))
         lane.index = address_of_buffer(index)
         lane.bucket_bits = buckets.bit_length() - 1
         lane.entries = entries_offset(buckets)
@@ -463,11 +464,6 @@ class Lane:
         full: int = self._lane.full
         self._lane.full = 0
         return full
-
-
-def _buckets_of(index: memoryview) -> int:
-    """How many buckets an index has."""
-    return (len(index) - TAGS_OFFSET) // (SLOTS_A_BUCKET * (WORD_BYTES + ENTRY_BYTES + WORD_BYTES))
 
 
 def datagrams_of(jobs: int, count: int) -> Iterator[tuple[int, bytes]]:

@@ -336,7 +336,7 @@ class Client:
         """Ask how long a prefix the pool holds."""
         host, model = self._host, self._model
         keys = [key for _, key in names]
-        here = self._local.prefix(names[0][0], keys)
+        here = self._local.prefix(names[0][0], b"".join(keys))
         model.exist(host.number, names[:here])
         if here == len(names):
             return
@@ -348,7 +348,7 @@ class Client:
             if isinstance(reply, local.Ack):
                 model.exist(host.number, names[here : here + reply.count])
 
-        self._ask(local.Exists(number, names[0][0], keys[here:], 1.0), number, answered)
+        self._ask(local.Exists(number, names[0][0], b"".join(keys[here:]), 1.0), number, answered)
 
     def drop(self, name: Name) -> None:
         """Have the pool forget a block."""

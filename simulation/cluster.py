@@ -234,7 +234,7 @@ class Cluster:
 
     def _holds(self, number: int, name: Name) -> bool:
         process = self.hosts[number].process
-        return process is not None and process.core.store.holds(name[0], [name[1]])[0]
+        return process is not None and process.core.store.holds(name[0], name[1]) == 1
 
     def _has_evicted(self, number: int, name: Name) -> bool:
         process = self.hosts[number].process

@@ -497,7 +497,7 @@ class BulkCallerHarness(StreamHarness):
             PutCall(2, copy, 3, 9, 50.0, lambda: True, ended),
             GetCall(2, BlockId(1, KEY), 0, 50.0, begin, ended),
             GetCall(2, BlockId(1, KEY), 0, 50.0, begin, ended, 2),
-            ExistsCall(2, 1, [KEY], 50.0, lambda bits: ends.append(f"{len(bits)} bits"), ended),
+            ExistsCall(2, 1, KEY, 50.0, lambda bits: ends.append(f"bits {bits:#x}"), ended),
             DropCall(2, 1, [KEY], 50.0, ended),
             DropCall(2, 1, [KEY], 0.0, ended),
         ]

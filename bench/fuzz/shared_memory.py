@@ -167,5 +167,5 @@ class IndexHarness(Harness):
                 assert found.size_bytes > 0
                 assert 0 <= found.offset <= _ARENA_BYTES - found.size_bytes, "outside the arena"
                 client.release(found.pin, found.reserved_bytes)
-        assert 0 <= client.prefix(1, keys) <= len(keys)
+        assert 0 <= client.prefix(1, b"".join(keys)) <= len(keys)
         assert not any(pins.cast("Q")[shared.CELLS_WORD : shared.RING_WORD]), "a pin was forgotten"

@@ -185,7 +185,7 @@ def client_messages() -> list[local.ClientMessage]:
         local.Abort(5, [2]),
         local.Get(6, 1, keys[:1], 0.0, 1, 1, True),
         local.Release([1, 3]),
-        local.Exists(7, 1, keys),
+        local.Exists(7, 1, b"".join(keys)),
         local.Drop(8, 1, keys),
         local.Pin(9, 1, keys),
         local.Unpin(10, 1, keys),
@@ -222,7 +222,7 @@ def caller_messages() -> list[bulk.CallerMessage]:
         bulk.BulkGet(
             1, [bulk.WantedBlock(KEY), bulk.WantedBlock(KEY[::-1], wire.digest_of(b"y" * 3000), 9)]
         ),
-        bulk.BulkExists(1, [KEY, KEY[::-1]]),
+        bulk.BulkExists(1, KEY + KEY[::-1]),
         bulk.BulkDrop(1, [KEY]),
     ]
 

@@ -596,13 +596,16 @@ class Conversation:
 
     def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
         """How many of `keys`, counted from the first without a gap, the pool holds now."""
-        checked = _check_keys(keys)
-        total = self._local.prefix(namespace, checked) if self._local is not None else 0
-        for batch in _parts(checked[total:], MAX_KEYS):
+        chain = b"".join(keys)
+        if not set(map(len, keys)) <= {KEY_BYTES}:
+            _check_keys(keys)  # says which is wrong
+        total = self._local.prefix(namespace, chain) if self._local is not None else 0
+        while total < len(keys):
+            batch = chain[total * KEY_BYTES : (total + MAX_KEYS) * KEY_BYTES]
             request = local.Exists(next(self._numbers), namespace, batch, deadline_s)
             count = yield from self._count(request, deadline_s + GRACE_S)
             total += count
-            if count < len(batch):
+            if count * KEY_BYTES < len(batch):
                 break
         return total
 

@@ -29,6 +29,7 @@ from typing import Any, Final, NamedTuple
 from kvcast.hostagent.client.errors import AgentGoneError
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.shared import ENTRY_BYTES, FIELDS, WORD_BYTES
+from kvcast.protocol.messages.wire import KEY_BYTES
 
 _TRIES: Final = 3
 _LEAST_FOR_NUMPY: Final = 24
@@ -189,31 +190,31 @@ class LocalBlocks:
 
     # --- lookups --------------------------------------------------------------------------------
 
-    def prefix(self, namespace: int, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, counted from the first without a gap, are here now; 0 also
-        where it is quicker to ask the agent."""
+    def prefix(self, namespace: int, chain: bytes) -> int:
+        """How many blocks of a chain (keys in a row), counted from the first without a gap, are
+        here now; 0 also where it is quicker to ask the agent."""
         try:
-            return self._prefix(namespace, keys)
+            return self._prefix(namespace, chain)
         except ValueError:
             if not self.given_up:  # closed by another thread in this moment
                 raise
             return 0
 
-    def _prefix(self, namespace: int, keys: Sequence[bytes]) -> int:
-        if not keys or not self._readable(namespace) or self._find(namespace, keys[0]) is None:
+    def _prefix(self, namespace: int, chain: bytes) -> int:
+        def is_here(position: int) -> bool:
+            key = chain[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            return self._find(namespace, key) is not None
+
+        if not chain or not self._readable(namespace) or not is_here(0):
             return 0
-        begin = 0
+        begin, count = 0, len(chain) // KEY_BYTES
         table = self.table
-        if table is not None and len(keys) >= _LEAST_FOR_NUMPY:
+        if table is not None and count >= _LEAST_FOR_NUMPY:
             # What lies in its second bucket, or is being changed, is looked up alone.
-            for position in table.not_found(namespace, keys):
-                if self._find(namespace, keys[position]) is None:
-                    begin = position
-                    break
-            else:
-                begin = len(keys)
-        elif len(keys) <= _MOST_WITHOUT_NUMPY:
-            while begin < len(keys) and self._find(namespace, keys[begin]) is not None:
+            unsure = table.not_found(namespace, chain)
+            begin = next((position for position in unsure if not is_here(position)), count)
+        elif count <= _MOST_WITHOUT_NUMPY:
+            while begin < count and is_here(begin):
                 begin += 1
         return begin if self._readable(namespace) else 0
 
@@ -314,11 +315,11 @@ class _Table:
         there = (first == wanted).any(axis=1) | (second == wanted).any(axis=1)
         return list(there.tolist())
 
-    def not_found(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
+    def not_found(self, namespace: int, chain: bytes) -> list[int]:
         """The positions of those that are not, or not for certain, in their first buckets."""
         numpy = self._numpy
         spread, _, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
-        halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
+        halves = numpy.frombuffer(chain, numpy.uint64).reshape(-1, 2)
         high, low = halves[:, 0], halves[:, 1]
         of_namespace = numpy.array([namespace], numpy.uint64) * by_namespace
         buckets = ((high + low * by_low + of_namespace) * spread >> self._shift).astype(numpy.intp)

@@ -36,6 +36,7 @@ from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.core.writing import WriteCard, Writing
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
+from kvcast.protocol.chains import keys_of
 from kvcast.protocol.lane import Answered, Lane
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
@@ -774,6 +775,14 @@ class AgentCore:
                 f"the controller has not sent the secret of namespace {namespace}"
             )
         return secret.keys(keys)
+
+    def pool_chain(self, namespace: int, chain: bytes) -> bytes:
+        """As `pool_keys`, of keys in a row."""
+        pool = self.outbox.pool
+        info = pool.namespaces.get(namespace) if pool is not None else None
+        if info is None or not info.has_secret:
+            return chain
+        return b"".join(self.pool_keys(namespace, keys_of(chain)))
 
     def _say(self, message: AgentMessage) -> None:
         if self._tell is not None:

@@ -11,6 +11,7 @@ from array import array
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
 
+from kvcast.protocol.chains import NOBODY
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import GroupInfo, NamespaceInfo, NodeInfo, PoolMap
@@ -58,6 +59,7 @@ class Pool:
         for number, bucket in enumerate(self._buckets):
             if not self.nodes.keys() >= set(bucket):
                 raise PoolMapError(f"bucket {number} names a node that is not in the map")
+        self._homes_in_round: dict[int, array[int]] = {}
         self._settled = pool_map.settled
         # By the last 16 bits of a key, of which `bucket_of` takes the lowest.
         self._homes_by_word = self._buckets * ((1 << 16) // BUCKETS)
@@ -78,6 +80,14 @@ class Pool:
     def homes_of_bucket(self, bucket: int) -> tuple[int, ...]:
         """As `homes_of`, of the blocks of a bucket."""
         return self._buckets[bucket]
+
+    def homes_in_round(self, number: int) -> array[int]:
+        """By bucket the node that is its home of that number, from 0 on; NOBODY where it has not so
+        many."""
+        if number not in self._homes_in_round:
+            homes = (nodes[number] if number < len(nodes) else NOBODY for nodes in self._buckets)
+            self._homes_in_round[number] = array("H", homes)
+        return self._homes_in_round[number]
 
     def homes_of_all(self, keys: list[bytes]) -> list[tuple[int, ...]]:
         """As `homes_of`, of many blocks of one namespace."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.store import Store
+from kvcast.protocol.chains import Part, count_of, mask_of, merged, parted, prefix_of
 from kvcast.protocol.links.bulk import DropCall, ExistsCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.wire import BlockId
@@ -36,12 +37,12 @@ class Queries:
     def exists(
         self,
         namespace: int,
-        keys: list[bytes],
+        chain: bytes,
         deadline: float,
         found: Callable[[int], None],
     ) -> None:
-        """Call `found` once with the length of the prefix of `keys` that exists."""
-        _Exists(self._store, self._outbox, namespace, keys, deadline, found).start()
+        """Call `found` once with how long a prefix of `chain` (keys in a row) there is."""
+        _Exists(self._store, self._outbox, namespace, chain, deadline, found).start()
 
     def drop(
         self,
@@ -91,74 +92,46 @@ class _Exists:
         store: Store,
         outbox: BulkOutbox,
         namespace: int,
-        keys: list[bytes],
+        chain: bytes,
         deadline: float,
         found: Callable[[int], None],
     ) -> None:
         self._outbox = outbox
         self._namespace = namespace
-        self._keys = keys
+        self._chain = chain
+        self._count = count_of(chain)
         self._deadline = deadline
         self._found = found
-        self._held = store.holds(namespace, keys)
+        self._held = store.holds(namespace, chain)
         self._round = 0
         self._left = 0
 
     def start(self) -> None:
         """Ask the next home of every block not found yet; answer where none is left to ask."""
         pool = self._outbox.pool
-        while pool is not None and False in self._held:
-            by_node: dict[int, list[int]] = {}
-            missing = list(range(len(self._held)))
-            if True in self._held:
-                missing = [position for position in missing if not self._held[position]]
-            homes = pool.homes_of_all(self._keys_at(missing))
-            any_home_left = False
-            if homes.count(homes[0]) == len(homes):  # as in small pools: no need to look at each
-                here = homes[0][self._round : self._round + 1]
-                any_home_left = bool(here)
-                by_node = {node: missing for node in here if node != pool.index}
-            else:
-                # What lies behind a gap that can no longer be filled is not asked for.
-                for position, nodes in zip(missing, homes, strict=True):
-                    if self._round >= len(nodes):
-                        break
-                    any_home_left = True
-                    node = nodes[self._round]
-                    if node in by_node:
-                        by_node[node].append(position)
-                    elif node != pool.index:
-                        by_node[node] = [position]
+        while pool is not None and self._held != mask_of(self._count):
+            # What lies behind a gap that can no longer be filled is not asked for.
+            parts = parted(self._chain, self._held, pool.homes_in_round(self._round))
             self._round += 1
-            if by_node:
-                self._left = len(by_node)
-                for node, positions in by_node.items():
-                    self._ask(node, positions)
+            mine = parts.pop(pool.index, None)
+            if parts:
+                self._left = len(parts)
+                for node, part in parts.items():
+                    self._ask(node, part)
                 return
-            if not any_home_left:
+            if mine is None:
                 break
-        self._found(self._held.index(False) if False in self._held else len(self._held))
+        self._found(prefix_of(self._held))
 
-    def _keys_at(self, positions: list[int]) -> list[bytes]:
-        if len(positions) == len(self._keys):
-            return self._keys
-        return [self._keys[position] for position in positions]
-
-    def _ask(self, node: int, positions: list[int]) -> None:
-        def answer(held: list[bool]) -> None:
-            if len(held) == len(self._held):
-                self._held = held  # all were asked of one node
-                return
-            for position, is_held in zip(positions, held, strict=True):
-                if is_held:
-                    self._held[position] = True
+    def _ask(self, node: int, part: Part) -> None:
+        def answer(held: int) -> None:
+            self._held = merged(self._held, self._count, part, held)
 
         def ended(_now: float, _outcome: str) -> None:
             self._left -= 1
             if self._left == 0:
                 self.start()
 
-        keys = self._keys_at(positions)
         self._outbox.calls.append(
-            ExistsCall(node, self._namespace, keys, self._deadline, answer, ended)
+            ExistsCall(node, self._namespace, part.keys, self._deadline, answer, ended)
         )

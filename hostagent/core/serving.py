@@ -18,6 +18,7 @@ from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import explained
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, StoreError
+from kvcast.protocol.chains import count_of
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
     BulkDone,
@@ -192,4 +193,5 @@ class Serving:
         """Which blocks are here."""
         if not self._may_use(caller, exists.namespace):
             return BulkDone(bulk.FORBIDDEN)
-        return BulkHeld(bulk.pack_bitmap(self._store.holds(exists.namespace, exists.keys)))
+        held = self._store.holds(exists.namespace, exists.keys)
+        return BulkHeld(held.to_bytes(-(-count_of(exists.keys) // 8), "little"))

@@ -35,13 +35,12 @@ from kvcast.protocol.messages.control import (
     NamespaceInfo,
     NamespaceRequest,
 )
-from kvcast.protocol.messages.wire import BlockId
+from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 
 _DROP_TIMEOUT_S = 5.0
 
-_KeyRequest = (
-    local.Get | local.Prefetch | local.Alloc | local.Exists | local.Drop | local.Pin | local.Unpin
-)
+_ListRequest = local.Get | local.Prefetch | local.Alloc | local.Drop | local.Pin | local.Unpin
+_KeyRequest = _ListRequest | local.Exists
 
 
 class Session:
@@ -300,6 +299,9 @@ class Session:
             ):
                 return
             try:
+                if isinstance(request, local.Exists):
+                    self._exists(now, request)
+                    return
                 keys = self._core.pool_keys(request.namespace, request.keys)
             except MissingSecretError as error:
                 self._refuse(request, local.UNAVAILABLE, str(error))
@@ -342,7 +344,7 @@ class Session:
         self._core.metrics.local_forbidden_total += 1
         self._fail(request, local.FORBIDDEN, reason)
 
-    def _handle_keys(self, now: float, request: _KeyRequest) -> None:
+    def _handle_keys(self, now: float, request: _ListRequest) -> None:
         core = self._core
         number = request.request
         if isinstance(request, local.Get):
@@ -360,13 +362,6 @@ class Session:
             self._reply(local.Ack(number, count))
         elif isinstance(request, local.Alloc):
             self._alloc(request)
-        elif isinstance(request, local.Exists):
-            core.queries.exists(
-                request.namespace,
-                request.keys,
-                now + request.deadline_s,
-                lambda count: self._reply(local.Ack(number, count)),
-            )
         elif isinstance(request, local.Drop):
             core.queries.drop(
                 request.namespace,
@@ -378,6 +373,18 @@ class Session:
             self._pin(request)
         else:
             self._unpin(request)
+
+    def _exists(self, now: float, request: local.Exists) -> None:
+        number = request.request
+        if len(request.keys) % KEY_BYTES:
+            self._fail(number, local.INVALID, f"a chain of {len(request.keys)} bytes")
+            return
+        self._core.queries.exists(
+            request.namespace,
+            self._core.pool_chain(request.namespace, request.keys),
+            now + request.deadline_s,
+            lambda count: self._reply(local.Ack(number, count)),
+        )
 
     # --- replies ------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from typing import Final
 from kvcast.hostagent.core.store import Copy, Store
 from kvcast.hostagent.tiers.index import Index
 from kvcast.hostagent.tiers.ledger import BY_ITSELF, NO_ROW, Ledger, Row
+from kvcast.protocol.chains import Probe
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.shared import WORD_BYTES
 
@@ -103,6 +104,7 @@ class SharedIndex:
         self._index = index
         self._store = store
         self._barrier = barrier
+        self._probe: Probe | None = None
         self._copies: dict[int, Copy] = {}
         self._closed = False
         self._regions: dict[Region, None] = {}
@@ -161,6 +163,14 @@ class SharedIndex:
                     region.seen = b""
                 if cell in region.held:
                     self._note(region, cell, copy)
+
+    def held(self, namespace: int, chain: bytes) -> tuple[int, int]:
+        """As the store's `PinnedElsewhere` says."""
+        if self._closed:
+            return 0, 0
+        if self._probe is None:
+            self._probe = Probe(self._index.memory)
+        return self._probe.held(namespace, chain), len(self._copies)
 
     def refresh(self) -> None:
         """Bring the store's pins and its order of use up to what the regions say now."""

@@ -226,6 +226,9 @@ class _Table:
     def refresh(self) -> None:
         pass
 
+    def held(self, namespace: int, chain: bytes) -> tuple[int, int]:
+        return 0, 0
+
 
 class SsdTier:
     """See the module's description. It is the store's `Below`. `take_orders` is to be called after

@@ -42,6 +42,7 @@ from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.policies import Policy, Search, Verdict
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.chains import bits_of, count_of, keys_of, mask_of
 from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId
 
 RESERVED: Final = 0
@@ -171,6 +172,11 @@ class PinnedElsewhere(Protocol):
         """Pin in the store what is pinned elsewhere now, and unpin what is not any more."""
         ...
 
+    def held(self, namespace: int, chain: bytes) -> tuple[int, int]:
+        """Which blocks of a chain can be found, as bits (`kvcast.protocol.chains`); and how many
+        of the store's copies can be."""
+        ...
+
 
 class Recovery(Protocol):
     """What is still to be had of the copies that another agent has left in the arena."""
@@ -274,6 +280,9 @@ class _NobodyElse:
 
     def refresh(self) -> None:
         pass
+
+    def held(self, namespace: int, chain: bytes) -> tuple[int, int]:
+        return 0, 0
 
 
 @dataclass(slots=True)
@@ -534,19 +543,26 @@ class Store:
         """As `peek`, of what the store has by now, whether or not its bytes are right."""
         return self._index.get(block)
 
-    def holds(self, namespace: int, keys: Iterable[bytes]) -> list[bool]:
-        """Which blocks have a committed copy, here or below, which is not a use of them."""
+    def holds(self, namespace: int, chain: bytes) -> int:
+        """Which blocks of a chain have a committed copy, here or below, as bits
+        (`kvcast.protocol.chains`); which is not a use of them."""
         if self.recovery is not None:
-            blocks = [BlockId(namespace, key) for key in keys]
-            return [self.peek(block) is not None or self.lies_below(block) for block in blocks]
-        if isinstance(self.below, _NothingBelow) and self.beyond is None:
-            if namespace not in self._namespaces:
-                return [False for _ in keys]
+            blocks = [BlockId(namespace, key) for key in keys_of(chain)]
+            return bits_of(
+                self.peek(block) is not None or self.lies_below(block) for block in blocks
+            )
+        only_here = isinstance(self.below, _NothingBelow) and self.beyond is None
+        if only_here and namespace not in self._namespaces:
+            return 0
+        held, findable = self.elsewhere.held(namespace, chain)
+        if held == mask_of(count_of(chain)) or (only_here and findable == len(self._index)):
+            return held
+        if only_here:
             # A pair is as good as a BlockId here, and quicker made.
-            pairs = zip(itertools.repeat(namespace), keys, strict=False)
-            return list(map(self._index.__contains__, pairs))
-        blocks = [BlockId(namespace, key) for key in keys]
-        return [block in self._index or self.lies_below(block) for block in blocks]
+            pairs = zip(itertools.repeat(namespace), keys_of(chain), strict=False)
+            return bits_of(map(self._index.__contains__, pairs))
+        blocks = [BlockId(namespace, key) for key in keys_of(chain)]
+        return bits_of(block in self._index or self.lies_below(block) for block in blocks)
 
     def lies_below(self, block: BlockId) -> bool:
         """Whether a block can be had from where copies go."""

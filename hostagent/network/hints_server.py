@@ -77,7 +77,7 @@ async def _prefetched(core: AgentCore, pump: Callable[[], None], hint: Hint) -> 
         if not counted.done():
             counted.set_result(count)
 
-    core.queries.exists(hint.namespace, keys, loop.time() + _ASK_TIMEOUT_S, found)
+    core.queries.exists(hint.namespace, b"".join(keys), loop.time() + _ASK_TIMEOUT_S, found)
     pump()
     held = await counted
     if held:

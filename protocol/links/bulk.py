@@ -111,13 +111,14 @@ class DropCall:
 
 @dataclass(slots=True, eq=False)
 class ExistsCall:
-    """Ask a node which blocks it holds; `answer` (one flag a key) comes before `ended`."""
+    """Ask a node which blocks of a chain it holds; `answer` (their bits, and whatever else it may
+    have said) comes before `ended`."""
 
     node: int
     namespace: int
-    keys: list[bytes]
+    keys: bytes
     deadline: float
-    answer: Callable[[list[bool]], None]
+    answer: Callable[[int], None]
     ended: Ended
 
 

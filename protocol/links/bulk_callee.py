@@ -42,6 +42,7 @@ from kvcast.protocol.messages.bulk import (
     PutHeader,
     WantedBlock,
 )
+from kvcast.protocol.messages.wire import KEY_BYTES
 
 
 class WrongCallerError(LinkError):
@@ -150,7 +151,9 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                         self._send_blocks(caller, message)
             case BulkDrop():
                 self._send(service.drop(caller, message))
-            case BulkExists():
+            case BulkExists(keys=keys):
+                if len(keys) % KEY_BYTES:
+                    raise LinkError(f"a chain of {len(keys)} bytes")
                 self._send(service.exists(caller, message))
             case _:
                 raise LinkError(f"{type(message).__name__} as a request")

@@ -424,7 +424,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
                     self.peer.wants_puts = set(statuses) == {bulk.DONE}
                 self._all_done(now, statuses)
             case ExistsCall() as call, BulkHeld(bitmap=bitmap):
-                call.answer(bulk.unpack_bitmap(bitmap, len(call.keys)))
+                call.answer(int.from_bytes(bitmap, "little"))
                 self._all_done(now, [bulk.DONE])
             case GetCall(), BulkBlocks(blocks=blocks):
                 self._receive_blocks(now, blocks)

@@ -35,9 +35,10 @@ from kvcast.protocol.messages.control import (
     NodeId,
     hash_of_names,
 )
+from kvcast.protocol.messages.wire import KEY_BYTES
 from msgspec import Meta, Struct
 
-BULK_PROTOCOL_VERSION: Final = 4
+BULK_PROTOCOL_VERSION: Final = 5
 MAX_BULK_KEYS: Final = 4096
 MAX_BULK_MESSAGE_BYTES: Final = 1 << 18
 """Longest framed message; 4096 keys take 80 KiB. A block's bytes are not framed."""
@@ -132,10 +133,10 @@ class BulkDrop(Struct, frozen=True, tag="drop"):
 
 
 class BulkExists(Struct, frozen=True, tag="exists"):
-    """Which of these blocks do you hold?"""
+    """Which of these blocks do you hold? `keys`: one after the other, 16 bytes each."""
 
     namespace: U16
-    keys: Keys
+    keys: Annotated[bytes, Meta(max_length=MAX_BULK_KEYS * KEY_BYTES)]
 
 
 Statuses = Annotated[list[str], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
@@ -196,18 +197,3 @@ def meaning_of(info: NamespaceInfo) -> int:
 @lru_cache(maxsize=1024)
 def _meaning(tenant: str, model: str, version: str, layout: str, has_secret: bool) -> int:
     return hash_of_names(b"kvcast-meaning", (tenant, model, version, layout), bytes([has_secret]))
-
-
-_DIGITS = bytes.maketrans(b"\0\1", b"01")
-
-
-def pack_bitmap(bits: list[bool]) -> bytes:
-    """Booleans as bytes, lowest bit first."""
-    digits = bytes(bits)[::-1].translate(_DIGITS)
-    return int(digits or b"0", 2).to_bytes(-(-len(bits) // 8), "little")
-
-
-def unpack_bitmap(bitmap: bytes, count: int) -> list[bool]:
-    """The first `count` bits of a bitmap; bits beyond its end are False."""
-    digits = f"{int.from_bytes(bitmap, 'little'):0{count}b}"
-    return [digit == "1" for digit in digits[: -count - 1 : -1]]

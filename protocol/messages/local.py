@@ -36,9 +36,10 @@ from kvcast.protocol.messages.control import (
     NodeInfo,
     Text,
 )
+from kvcast.protocol.messages.wire import KEY_BYTES
 from msgspec import Meta, Struct
 
-LOCAL_PROTOCOL_VERSION: Final = 4
+LOCAL_PROTOCOL_VERSION: Final = 5
 
 MAX_KEYS: Final = 4096
 """Keys in one request."""
@@ -163,11 +164,12 @@ class Release(Struct, frozen=True, tag="release"):
 
 
 class Exists(Struct, frozen=True, tag="exists"):
-    """How many of these blocks, counted from the first without a gap, the pool holds."""
+    """How many of these blocks, counted from the first without a gap, the pool holds. `keys`: one
+    after the other, 16 bytes each."""
 
     request: U64
     namespace: U16
-    keys: Keys
+    keys: Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]
     deadline_s: Seconds = 1.0
 
 

@@ -110,6 +110,11 @@ def index_bytes(buckets: int) -> int:
     return TAGS_OFFSET + buckets * SLOTS_A_BUCKET * (WORD_BYTES + ENTRY_BYTES + WORD_BYTES)
 
 
+def buckets_of(index_bytes: int) -> int:
+    """How many buckets an index of that size has."""
+    return (index_bytes - TAGS_OFFSET) // (SLOTS_A_BUCKET * (WORD_BYTES + ENTRY_BYTES + WORD_BYTES))
+
+
 def entries_offset(buckets: int) -> int:
     """Where its entries begin, in bytes."""
     return TAGS_OFFSET + buckets * BUCKET_BYTES

@@ -162,7 +162,7 @@ async def test_a_namespace_with_a_secret_is_asked_for_and_never_looked_up(tmp_pa
         assert local_blocks is not None
         assert local_blocks._find(1, held.key) is not None
         assert local_blocks.take(1, [held.key]) == [None]
-        assert local_blocks.prefix(1, [held.key]) == 0
+        assert local_blocks.prefix(1, held.key) == 0
 
 
 async def test_a_namespace_with_a_rate_is_asked_for_and_never_looked_up(tmp_path: Path) -> None:

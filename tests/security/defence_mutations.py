@@ -262,8 +262,12 @@ def _entry_point_derives(
             *rest, asked = arguments
             keys = asked.keys if hasattr(asked, "keys") else [asked.key]
             namespace = asked.namespace if namespace_at is None else arguments[namespace_at]
-            derived = cores[id(self)].pool_keys(namespace, keys)
-            new = {"keys": derived} if hasattr(asked, "keys") else {"key": derived[0]}
+            core = cores[id(self)]
+            if isinstance(keys, bytes):
+                new: dict[str, Any] = {"keys": core.pool_chain(namespace, keys)}
+            else:
+                derived = core.pool_keys(namespace, keys)
+                new = {"keys": derived} if hasattr(asked, "keys") else {"key": derived[0]}
             return serve(self, *rest, msgspec.structs.replace(asked, **new))
 
         return served
@@ -291,7 +295,7 @@ def _drop_derives() -> AbstractContextManager[object]:
 @mutation(
     "the bulk entry point says by the engine's key what is there",
     {TIMES: [PROBER]},
-    line="unpack_bitmap",
+    line="held.bitmap ==",
 )
 def _exists_derives() -> AbstractContextManager[object]:
     return _entry_point_derives("exists")

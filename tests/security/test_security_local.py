@@ -146,7 +146,7 @@ async def test_a_client_of_one_tenant_does_nothing_in_anothers_namespace(tmp_pat
                 local.Get(1, 2, [key], 1.0),
                 local.Prefetch(2, 2, [key], 1.0),
                 local.Alloc(3, 2, [key], [10]),
-                local.Exists(4, 2, [key]),
+                local.Exists(4, 2, key),
                 local.Drop(5, 2, [key]),
                 local.Pin(6, 2, [key]),
                 local.Unpin(7, 2, [key]),

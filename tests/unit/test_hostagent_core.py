@@ -28,7 +28,7 @@ from kvcast.protocol.links.bulk import (
     PutCall,
 )
 from kvcast.protocol.messages import bulk, local, wire
-from kvcast.protocol.messages.bulk import BulkPut, PutHeader, pack_bitmap, unpack_bitmap
+from kvcast.protocol.messages.bulk import BulkPut, PutHeader
 from kvcast.protocol.messages.control import (
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
@@ -474,17 +474,17 @@ def test_exists_asks_each_home_once_a_round_and_stops_at_the_gap() -> None:
     node.hold(0, b"here")
     answers: list[int] = []
     keys = [key(number) for number in range(5)]
-    node.core.queries.exists(1, keys, node.now + 1, answers.append)
+    node.core.queries.exists(1, b"".join(keys), node.now + 1, answers.append)
     (first,) = node.calls()
     assert isinstance(first, ExistsCall)
-    assert (first.node, first.keys) == (2, keys[1:])
-    first.answer([True, False, True, False])
+    assert (first.node, first.keys) == (2, b"".join(keys[1:]))
+    first.answer(0b0101)
     first.ended(node.now, bulk.DONE)
     (second,) = node.calls()
     assert isinstance(second, ExistsCall)
-    assert (second.node, second.keys) == (3, [keys[2], keys[4]])
+    assert (second.node, second.keys) == (3, keys[2] + keys[4])
     assert answers == []
-    second.answer([True, False])
+    second.answer(0b11101)  # of three more than it was asked about
     second.ended(node.now, bulk.DONE)
     assert answers == [4]
     assert node.calls() == []
@@ -493,7 +493,7 @@ def test_exists_asks_each_home_once_a_round_and_stops_at_the_gap() -> None:
 def test_exists_counts_a_silent_home_as_one_without_the_block() -> None:
     node = pool_of([2, 3])[0]
     answers: list[int] = []
-    node.core.queries.exists(1, [key(1)], node.now + 1, answers.append)
+    node.core.queries.exists(1, key(1), node.now + 1, answers.append)
     for _ in range(2):
         (call,) = node.calls()
         call.ended(node.now, UNREACHABLE)
@@ -556,7 +556,7 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     forbidden = bulk.BulkDone(bulk.FORBIDDEN)
     get = bulk.BulkGet(1, [bulk.WantedBlock(key(1))])
     assert serving.refuse_get("node-2", get) == bulk.FORBIDDEN
-    assert serving.exists("node-2", bulk.BulkExists(1, [key(1)])) == forbidden
+    assert serving.exists("node-2", bulk.BulkExists(1, key(1))) == forbidden
     assert serving.drop("node-2", bulk.BulkDrop(1, [key(1)])) == forbidden
     assert node.core.pool is not None
     meaning = node.core.pool.meaning_of(1)
@@ -564,7 +564,7 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     put = bulk.BulkPut(1, 99, meaning, [bulk.PutHeader(key(2), 5, 1)])
     assert serving.refuse_put("node-2", put) == bulk.FORBIDDEN
     assert node.core.metrics.bulk_requests_refused_total == 4
-    assert serving.exists("node-1", bulk.BulkExists(1, [key(1)])) != forbidden
+    assert serving.exists("node-1", bulk.BulkExists(1, key(1))) != forbidden
 
 
 def test_a_puts_bytes_follow_unasked_only_to_whom_the_namespace_is_for() -> None:
@@ -879,12 +879,6 @@ def test_counters_have_one_name_each_and_cover_every_part() -> None:
         "store_evictions_total",
     ):
         assert name in counters
-
-
-def test_bitmaps_survive_the_way() -> None:
-    bits = [True, False, True] * 7
-    assert unpack_bitmap(pack_bitmap(bits), len(bits)) == bits
-    assert unpack_bitmap(b"", 3) == [False] * 3
 
 
 @pytest.mark.parametrize("alone", [[], [1]])

@@ -249,7 +249,7 @@ def test_a_question_finds_copies_of_a_namespace_of_which_nothing_is_known_yet() 
     machine.put(1)
     machine.start()
     assert machine.store.namespace_bytes(1) == 0
-    assert machine.store.holds(1, [block(1).key, block(2).key]) == [True, False]
+    assert machine.store.holds(1, block(1).key + block(2).key) == 0b01
     assert machine.store.namespace_bytes(1) > 0
 
 

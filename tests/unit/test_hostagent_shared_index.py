@@ -260,7 +260,7 @@ def test_a_client_that_leaves_leaves_nothing_pinned_and_finds_nothing_more() -> 
     node.shared.leave(client.region)
     assert copy.pins == 1
     assert client.take(1) == [None]
-    assert client.blocks.prefix(1, [key_of(1)]) == 0
+    assert client.blocks.prefix(1, key_of(1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_namespace_that_is_not_readable_or_means_something_else_is_not_looked_
     assert client.take(1) == [None]
     node.index.state_namespace(1, 6, readable=True)
     assert client.take(1) == [None]
-    assert client.blocks.prefix(1, [key_of(1)]) == 0
+    assert client.blocks.prefix(1, key_of(1)) == 0
     assert client.blocks.take(-1, [key_of(1)]) == [None]
     assert client.blocks.take(1 << 16, [key_of(1)]) == [None]
 
@@ -359,7 +359,7 @@ def test_a_later_agents_index_is_not_taken_for_the_one_that_was_mapped() -> None
     node.put(1)
     node.memory.cast("Q")[shared.INCARNATION_WORD] = 100
     assert client.take(1) == [None]
-    assert client.blocks.prefix(1, [key_of(1)]) == 0
+    assert client.blocks.prefix(1, key_of(1)) == 0
 
 
 def test_a_change_that_never_ends_sends_the_client_to_the_agent() -> None:
@@ -370,7 +370,7 @@ def test_a_change_that_never_ends_sends_the_client_to_the_agent() -> None:
     word = (node.index._entries + slot * shared.ENTRY_BYTES) // WORD_BYTES
     node.memory.cast("Q")[word] = generation + 1
     assert client.take(1) == [None]
-    assert client.blocks.prefix(1, [key_of(1)]) == 0
+    assert client.blocks.prefix(1, key_of(1)) == 0
 
 
 @pytest.mark.parametrize("field", [3, 4, 6, 9])
@@ -412,7 +412,7 @@ def test_a_damaged_index_gives_a_client_no_crash_and_no_bytes_outside_the_arena(
     client = node.client()
     for found in client.take(*numbers):
         assert found is None or 0 <= found.offset <= ARENA_BYTES - found.size_bytes
-    client.blocks.prefix(1, [key_of(number) for number in numbers])
+    client.blocks.prefix(1, b"".join(key_of(number) for number in numbers))
 
 
 def test_blocks_whose_two_buckets_are_full_cost_a_message_and_no_block() -> None:
@@ -473,12 +473,12 @@ def test_questions_are_answered_alike_with_numpy_and_without_while_they_are_shor
             node.store.drop(BlockId(1, key_of(gone)))
         there = count if gone is None else gone
         client.blocks.table = None
-        assert client.blocks.prefix(1, keys) == (there if count <= 64 else 0)
+        assert client.blocks.prefix(1, b"".join(keys)) == (there if count <= 64 else 0)
         client.blocks.table = client_module._Table(numpy, node.memory, bits)
-        assert client.blocks.prefix(1, keys) == there
+        assert client.blocks.prefix(1, b"".join(keys)) == there
         if gone is not None:
             node.put(gone)
-    assert client.blocks.prefix(1, []) == 0
+    assert client.blocks.prefix(1, b"") == 0
 
 
 def test_dropping_a_namespace_takes_one_barrier_and_no_block_is_found_after_it() -> None:
@@ -541,5 +541,5 @@ def test_a_client_that_another_thread_closes_finds_nothing_and_raises_nothing() 
 
         setattr(client.blocks, where, closed_meanwhile)
         assert client.take(1) == [None]
-        assert client.blocks.prefix(1, [key_of(1)]) == 0
+        assert client.blocks.prefix(1, key_of(1)) == 0
         client.blocks.release(0, BLOCK_BYTES)

@@ -640,7 +640,7 @@ def test_blocks_go_by_rdma_to_nodes_that_have_it_and_all_else_by_tcp() -> None:
     assert choice.goes_by_rdma(0.0, choice.get())
     assert not choice.goes_by_rdma(0.0, choice.get(node=3))
     assert not choice.goes_by_rdma(0.0, choice.get(node=77))
-    question = ExistsCall(2, 1, [key(1)], 9.0, lambda _: None, lambda *_: None)
+    question = ExistsCall(2, 1, key(1), 9.0, lambda _: None, lambda *_: None)
     assert not choice.goes_by_rdma(0.0, question)
 
 
