@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-from kvcast.native.subset import U64, Library, bytes_at, copy, ctypes_of, native, u16_at, u64_at
+from kvcast.native.subset import U64, Library, bytes_at, ctypes_of, native, u16_at, u64_at
 from kvcast.protocol.lane import NativeLane, entry_of
 from kvcast.protocol.messages.shared import buckets_of, entries_offset
 from kvcast.protocol.messages.wire import BUCKETS, KEY_BYTES
@@ -64,16 +64,24 @@ def choose_nodes(keys: U64, count: U64, held: U64, homes: U64, nodes: U64) -> U6
 
 
 @native
-def gather_keys(keys: U64, nodes: U64, count: U64, node: U64, gathered: U64, positions: U64) -> U64:
-    """Copy the keys for which a node was chosen, and which they are; how many that is."""
+def gather_keys(keys: U64, nodes: U64, count: U64, gathered: U64, positions: U64, node: U64) -> U64:
+    """Of the node that was chosen first, and is written down at `node`: copy the keys for which it
+    was chosen, and which they are, and have it chosen for none. How many that is."""
     chosen = u16_at(nodes)
     places = u16_at(positions)
+    words = u64_at(gathered)
     found = 0 + 0
+    its = NOBODY + 0
     for number in range(count):
-        if chosen[number] == node:
-            copy(gathered + found * KEY_BYTES, keys + number * KEY_BYTES, KEY_BYTES)
+        if chosen[number] != NOBODY and (found == 0 or chosen[number] == its):
+            its = 0 + chosen[number]
+            key = u64_at(keys + number * KEY_BYTES)
+            words[2 * found] = key[0]
+            words[2 * found + 1] = key[1]
             places[found] = number
+            chosen[number] = NOBODY
             found += 1
+    u16_at(node)[0] = its
     return found
 
 
@@ -131,16 +139,14 @@ def parted(chain: bytes, held: int, homes: array[int]) -> dict[int, Part]:
     keys, nodes = bytearray(chain), bytearray(2 * count)
     bits = bytearray(held.to_bytes(-(-count // 8), "little"))
     table = memoryview(homes).cast("B")
-    count = choose(at(keys), count, at(bits), at(table), at(nodes))
-    chosen = memoryview(nodes).cast("H")[:count]
+    node, gathered, positions = bytearray(2), bytearray(len(chain)), bytearray(2 * count)
+    reached = choose(at(keys), count, at(bits), at(table), at(nodes))
     parts = {}
-    for node in sorted(set(chosen) - {NOBODY}):
-        gathered, positions = bytearray(len(chain)), bytearray(2 * count)
-        found = gather(at(keys), at(nodes), count, node, at(gathered), at(positions))
-        if found * KEY_BYTES == len(chain):
-            return {node: Part(chain, None)}
-        which = array("H", bytes(positions[: 2 * found]))
-        parts[node] = Part(bytes(gathered[: found * KEY_BYTES]), which)
+    while found := gather(at(keys), at(nodes), reached, at(gathered), at(positions), at(node)):
+        part = Part(bytes(gathered[: found * KEY_BYTES]), array("H", bytes(positions[: 2 * found])))
+        if found == count:
+            part = Part(chain, None)
+        parts[int.from_bytes(node, "little")] = part
     return parts
 
 

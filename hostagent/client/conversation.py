@@ -597,7 +597,7 @@ class Conversation:
     def exists(self, namespace: int, keys: Sequence[bytes], deadline_s: float = 1.0) -> Call[int]:
         """How many of `keys`, counted from the first without a gap, the pool holds now."""
         chain = b"".join(keys)
-        if not set(map(len, keys)) <= {KEY_BYTES}:
+        if list(map(len, keys)) != [KEY_BYTES] * len(keys):
             _check_keys(keys)  # says which is wrong
         total = self._local.prefix(namespace, chain) if self._local is not None else 0
         while total < len(keys):

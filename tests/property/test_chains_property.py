@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.protocol import chains
@@ -21,6 +21,7 @@ KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | st.integers(0, 40).ma
 )
 
 
+@settings(deadline=None)
 @given(
     held=st.lists(st.tuples(st.sampled_from((1, 2)), KEYS), unique=True, max_size=200),
     gone=st.sets(st.integers(0, 199)),
@@ -47,6 +48,7 @@ def test_a_chain_is_looked_up_as_its_keys_one_by_one(
         assert chains.prefix_of(bits) == first
 
 
+@settings(deadline=None)
 @given(
     keys=st.lists(KEYS, max_size=70),
     held=st.integers(min_value=0, max_value=(1 << 70) - 1),
@@ -85,6 +87,7 @@ def test_a_chain_is_parted_among_homes_up_to_the_gap_and_put_together_again(
     assert together == held
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=40))
 def test_bits_are_flags_the_first_lowest(flags: list[bool]) -> None:
     bits = chains.bits_of(flags)

@@ -809,6 +809,18 @@ def session_of(node: Node) -> tuple[Session, list[local.AgentReply]]:
     return Session(node.core, replies.append), replies
 
 
+def test_a_chain_of_half_a_key_is_refused_and_the_next_is_answered() -> None:
+    node = pool_of([1])[0]
+    node.put(1, b"here")
+    session, replies = session_of(node)
+    session.handle(node.now, local.Exists(1, 1, key(1) + key(2)[:8]))
+    assert isinstance(replies[-1], local.Failed)
+    assert replies[-1].status == local.INVALID
+    session.handle(node.now, local.Exists(2, 1, key(1) + key(2)))
+    assert replies[-1] == local.Ack(2, 1)
+    assert session.in_flight == 0
+
+
 def test_a_session_answers_every_request_once_and_gives_all_back_at_its_end() -> None:
     node = pool_of([1])[0]
     session, replies = session_of(node)

@@ -947,7 +947,7 @@ def test_requests_sent_ahead_are_answered_in_order_and_not_read_meanwhile() -> N
     assert callee.wants_bytes
 
 
-@pytest.mark.parametrize("wrong", [HELLO, BulkDone(bulk.DONE)])
+@pytest.mark.parametrize("wrong", [HELLO, BulkDone(bulk.DONE), BulkExists(1, key(1)[1:])])
 def test_what_is_no_request_ends_the_connection(wrong: CallerMessage) -> None:
     callee = serve(Service())
     callee.received(0.0, said(HELLO, wrong))
