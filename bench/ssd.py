@@ -9,9 +9,11 @@ the same size, O_DIRECT, and as many at once; and crashes on a simulated disk.
 `ssd_write_over_fio`: bytes a second of blocks that go down from DRAM, with the table, over those
 of `fio --rw=write`, both with what makes them safe (fdatasync). `ssd_read_over_fio`: bytes a second
 of blocks that are got from disk into the arena, with their digests made, over `fio --rw=randread`.
-fio runs with `psync` in as many threads, and with `libaio` in one; the better one counts. Rounds
-alternate, and of each kind the fastest counts, since whatever else the machine does only makes one
-slower. Every block that is read is compared with what was put (`wrong_bytes`).
+fio runs with `psync` in as many threads, with `libaio` in one, and so with its memory in huge
+pages, as an agent's arena is where the kernel makes such (`libaio_huge`, `arena_huge_bytes`); the
+best one counts. Rounds alternate, and of each kind the fastest counts, since whatever else the
+machine does only makes one slower. Every block that is read is compared with what was put
+(`wrong_bytes`).
 
 `crash_points` crashes of `kvcast.simulation.crashes` follow: `crash_wrong_bytes` must be 0.
 """
@@ -39,6 +41,7 @@ from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.options import SsdOptions
 from kvcast.hostagent.ssd import SsdOfAgent
 from kvcast.hostagent.tiers.arena import SLAB_BYTES, Allocator, ArenaFile
+from kvcast.hostagent.tiers.placement import gather_pages
 from kvcast.hostagent.tiers.ssd.files import THREADS
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.wire import BlockId, digest_of
@@ -49,6 +52,7 @@ NAMESPACE: Final = 1
 ROUNDS: Final = 5
 BATCH: Final = 32
 """Blocks of one get."""
+HUGE: Final = "libaio_huge"
 _EVERYTHING: Final = SsdRules(high_share=0.0, low_share=0.0)
 """All that nobody pins goes down."""
 
@@ -74,6 +78,9 @@ class Node:
 
     def __init__(self, path: str, arena_bytes: int, file_bytes: int) -> None:
         self.arena = ArenaFile(arena_bytes)
+        fd = self.arena.open_for_client()
+        self.huge_bytes = gather_pages(fd, arena_bytes)
+        os.close(fd)
         self.store = Store(Allocator(arena_bytes, SLAB_BYTES))
         self.core = AgentCore(
             AgentOptions("bench"), self.store, self.arena.memory, random.Random(1)
@@ -177,8 +184,17 @@ async def _read(
 
 
 def _fio(path: str, mode: str, engine: str, block_bytes: int, size_bytes: int) -> float:
-    """Bytes a second that fio moves; 0 where it has no such engine."""
+    """Bytes a second that fio moves; 0 where it has no such engine, or memory."""
     deep = ["--numjobs=1", f"--iodepth={THREADS}", f"--size={size_bytes}"]
+    huge = -1
+    if engine == HUGE:
+        memory_bytes = 4 * THREADS * block_bytes
+        huge = os.memfd_create("kvcast-bench")
+        os.posix_fallocate(huge, 0, memory_bytes)
+        if not gather_pages(huge, memory_bytes):
+            os.close(huge)
+            return 0.0
+        deep.append(f"--iomem=mmapshared:/proc/{os.getpid()}/fd/{huge}")
     if engine == "psync":
         share = size_bytes // THREADS // block_bytes * block_bytes
         deep = [
@@ -188,9 +204,12 @@ def _fio(path: str, mode: str, engine: str, block_bytes: int, size_bytes: int) -
             f"--offset_increment={share}",
         ]
     command = ["fio", "--name=peer", f"--filename={path}", f"--rw={mode}", f"--bs={block_bytes}"]
-    command += ["--direct=1", f"--ioengine={engine}", "--group_reporting", "--output-format=json"]
-    command += deep + (["--end_fsync=1"] if mode == "write" else ["--norandommap=0"])
+    command += ["--direct=1", f"--ioengine={engine.removesuffix('_huge')}", "--group_reporting"]
+    command += ["--output-format=json", *deep]
+    command += ["--end_fsync=1"] if mode == "write" else ["--norandommap=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if huge >= 0:
+        os.close(huge)
     if done.returncode:
         return 0.0
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
@@ -216,7 +235,7 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
             ours["read"].append(rate)
             wrong += bad
             for mode, kind in (("write", "write"), ("randread", "read")) if has_fio else ():
-                for engine in ("psync", "libaio"):
+                for engine in ("psync", "libaio", HUGE):
                     rate = await asyncio.to_thread(
                         _fio, peer, mode, engine, block_bytes, size_bytes
                     )
@@ -226,7 +245,7 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
     finally:
         await node.close()
     report: dict[str, Any] = {"is_direct": direct, "wrong_bytes": wrong, "blocks": count}
-    report |= {"block_bytes": block_bytes, "rounds": ROUNDS}
+    report |= {"block_bytes": block_bytes, "rounds": ROUNDS, "arena_huge_bytes": node.huge_bytes}
     report |= {f"ssd_{kind}_bytes_per_s": max(rates) for kind, rates in ours.items()}
     report |= {f"ssd_{kind}_rounds_bytes_per_s": rates for kind, rates in ours.items()}
     report |= {"damaged": counters.damaged, "errors": counters.read_errors + counters.write_errors}

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import secrets
+import threading
 from dataclasses import replace
 from typing import Final
 
@@ -56,7 +58,7 @@ from kvcast.hostagent.tiers.arena import Allocator, ArenaError, ArenaFile
 from kvcast.hostagent.tiers.index import Index, buckets_for
 from kvcast.hostagent.tiers.kept import KeptFile
 from kvcast.hostagent.tiers.ledger import Ledger
-from kvcast.hostagent.tiers.placement import placement_of, preferring
+from kvcast.hostagent.tiers.placement import gather_pages, placement_of, preferring
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
@@ -197,6 +199,8 @@ class Agent:
         )
         stack.push_async_callback(self.bulk_server.close)
         stack.push_async_callback(self._bulk_caller.close)
+        if not stands and options.network.rdma != RDMA_OFF:
+            await self._gather_pages()  # a card would hold them where they are
         self.rdma_port = await self._use_rdma(stack)
         self.ssd: SsdOfAgent | None = None
         if options.ssd.paths:
@@ -333,8 +337,31 @@ class Agent:
     async def _look_at_memory(self) -> None:
         """Say where the arena's memory is, when everything else has begun."""
         await asyncio.sleep(_LOOK_AT_MEMORY_S)
+        await self._gather_pages()
         placement = await asyncio.to_thread(placement_of, self.arena.path)
         self.core.facts |= placement.values()
+
+    async def _gather_pages(self) -> None:
+        """Have the arena's pages be huge ones, where that can be."""
+        arena = self._options.arena
+        if not (arena.huge_pages and arena.reserve):
+            return
+        loop = asyncio.get_running_loop()
+        ends = threading.Event()
+        fd = self.arena.open_for_client()
+
+        def gather() -> int:
+            try:
+                return gather_pages(fd, arena.size_bytes, lambda: not ends.is_set())
+            finally:
+                os.close(fd)
+
+        gathering = loop.run_in_executor(None, gather)
+        try:
+            gathered = await asyncio.shield(gathering)
+        finally:
+            ends.set()
+        self.core.facts["arena_huge_bytes"] = float(gathered)
 
     def _end_recovery(self) -> None:
         if self._recovering is not None:

@@ -188,6 +188,11 @@ class MemoryFlags:
         "take the arena's memory at the start, not when it is first used",
         default=ArenaOptions.reserve,
     )
+    arena_huge_pages: bool = either(
+        "have the kernel put the arena's pages into huge ones, in the background (Linux 6.1, tmpfs,"
+        " and a reserved arena); on hugetlbfs they are",
+        default=ArenaOptions.huge_pages,
+    )
     numa_node: int | None = option(
         "NUMA node whose memory the arena should take, best that of the network card",
         default=None,
@@ -525,6 +530,7 @@ def options_of(setup: Setup) -> Options:
             slab_bytes=flags.slab_bytes,
             default_quota_bytes=flags.namespace_quota_bytes,
             quotas=dict(flags.quota),
+            huge_pages=flags.arena_huge_pages,
             numa_node=flags.numa_node,
         ),
         ssd=SsdOptions(paths=flags.ssd, size_bytes=flags.ssd_bytes),

@@ -79,6 +79,8 @@ class ArenaOptions:
     slab_bytes: int = SLAB_BYTES
     default_quota_bytes: int = 0
     quotas: dict[int, int] = field(default_factory=dict)
+    huge_pages: bool = True
+    """Whether the kernel is asked to put the arena's pages into huge ones, once it has them all."""
     numa_node: int | None = None
     """From which node the arena's memory is wanted; None = wherever the kernel takes it."""
 

@@ -36,7 +36,7 @@ SLABS_ON_DISK: Final = 6
 STEPS: Final = 120
 KEYS: Final = 40
 NAMESPACES: Final = (1, 2)
-RULES: Final = SsdRules(0.7, 0.5, max_reads=3, max_reads_waiting=8)
+RULES: Final = SsdRules(0.7, 0.5, batch_share=0.25, max_reads=3, max_reads_waiting=8)
 
 
 class CrashError(Exception):

@@ -11,18 +11,21 @@ goes without being written.
 
 **Down.** When DRAM is fuller than a high mark, the copies that its policies would give up next are
 written, until it is below a low one; a copy that nobody has used meanwhile then goes from DRAM. The
-same for a namespace that nears its quota. Copies are written some at a time, in three stages:
+same for a namespace that nears its quota. Copies are written some at a time, in rounds, each of
+which ends with a flush:
 
-| stage | written | then |
-|---|---|---|
-| CLEARING | the table's pages of blocks that have gone since | flush |
-| WRITING | the copies' bytes, where by the table on the disk nothing lies | flush |
-| ENTERING | the table's pages with the new entries | they are on the shelf |
+| what is done with some copies | in round |
+|---|---|
+| they are chosen; the table's pages of what has made room for them are written | n |
+| their bytes are written, where by the table on the disk nothing lies | n + 1 |
+| the table's pages with their entries are written; then they are on the shelf | the next |
 
 So whenever a disk stops, the table names whole blocks only, if the disk keeps to flushes; if it
-does not, the blocks' digests tell. What DRAM needs sooner than the disk can take it is evicted as
-without a disk, and counted (`ssd_left_unwritten_total`): nobody waits for a disk but who reads
-from it.
+does not, the blocks' digests tell. A round does all three at once, for others each: while it
+writes the bytes of some, the table of those before is written, and those that come next are
+chosen, so that the disk has always something to do. What DRAM needs sooner than the disk can take
+it is evicted as without a disk, and counted (`ssd_left_unwritten_total`): nobody waits for a disk
+but who reads from it.
 
 **Up.** A block that is read is brought to DRAM, in the room of a fetch, and its digest looked at.
 It goes again before all others if it was not read before, and is not used again (it is *passing*):
@@ -40,8 +43,9 @@ is not waited for by gets that can ask elsewhere.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -75,6 +79,9 @@ MAX_ERRORS: Final = 8
 RETRY_S: Final = 1.0
 """After an error in writing, before the next try."""
 CLAIMS_PER_STEP: Final = 256
+_PAGES_BETWEEN: Final = 8
+"""Pages of the table that may lie, unchanged, between two that are written at once."""
+_PAGES_AT_ONCE: Final = 256
 _PASSING_KNOWN: Final = 65536
 _REFUSED_A_ROUND: Final = 64
 """Copies that find no room on the shelf, before a round of choosing ends."""
@@ -92,9 +99,11 @@ class SsdRules:
     """Of the arena, or of a namespace's quota, in use: more, and copies go down."""
     low_share: float = 0.85
     """Until no more is in use."""
-    batch_bytes: int = 256 << 20
-    """Written at once, at most, and no more than a quarter of the arena; but one block at least."""
-    batch_blocks: int = 1024
+    batch_bytes: int = 128 << 20
+    """Written in a round, at most; but one block at least."""
+    batch_share: float = 1 / 8
+    """Of the arena, the same; copies of three rounds are held at once."""
+    batch_blocks: int = 512
     max_reads: int = 32
     """Blocks that are being read at once."""
     max_reads_waiting: int = 4096
@@ -156,6 +165,8 @@ class _File:
     errors: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     """In a row, each: there are disks that only cannot be written any more."""
     failed: bool = False
+    cleared: int = 0
+    """What has gone from the table up to this number has gone from the disk, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,14 +178,15 @@ class _Move:
     used_at: float
     meaning: int
     for_quota: bool
+    cleared: int
+    """What must have gone from the disk's table before its bytes may be written, as `_File`."""
     error: str = DONE
 
 
-class _Stage(Enum):
+class _Phase(Enum):
     IDLE = 0
-    CLEARING = 1
-    WRITING = 2
-    ENTERING = 3
+    WRITING = 1
+    FLUSHING = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -198,6 +210,8 @@ class _Table:
     """Pages, by the number of the unit that begins each."""
     clears: bool = False
     """Whether something goes with them."""
+    cleared: int = 0
+    """How often something has gone."""
 
     def enter(self, unit: int, data: bytes) -> None:
         self.entries[unit] = data
@@ -211,10 +225,39 @@ class _Table:
         """What lies there on the disk is not to be believed."""
         self.dirty[unit - unit % ENTRIES_PER_PAGE] = None
         self.clears = True
+        self.cleared += 1
 
-    def page(self, first: int) -> bytes:
+    def take_dirty(self, end_of: Callable[[int], int]) -> list[range]:
+        """Pages that are to be written, as runs of units; no longer dirty. `end_of`: up to where
+        those of the same file go. Pages in between, that are as they were, are written with them:
+        one longer order is cheaper."""
+        runs: list[range] = []
+        far = _PAGES_BETWEEN * ENTRIES_PER_PAGE
+        most = _PAGES_AT_ONCE * ENTRIES_PER_PAGE
+        for first in sorted(self.dirty):
+            end = first + ENTRIES_PER_PAGE
+            last = runs[-1] if runs else range(0)
+            if (
+                last
+                and first - last.stop <= far
+                and end - last.start <= most
+                and end <= end_of(last.start)
+            ):
+                runs[-1] = range(last.start, end)
+            else:
+                runs.append(range(first, end))
+        self.dirty.clear()
+        self.clears = False
+        return runs
+
+    def write_again(self, run: range) -> None:
+        """These pages are not on the disk as they should be."""
+        self.dirty.update(dict.fromkeys(run[::ENTRIES_PER_PAGE]))
+        self.clears = True
+
+    def pages(self, run: range) -> bytes:
         entries = self.entries
-        return b"".join(entries.get(first + i, NO_ENTRY) for i in range(ENTRIES_PER_PAGE))
+        return b"".join([entries.get(unit, NO_ENTRY) for unit in run])
 
     def publish(self, copy: Copy) -> None:
         pass
@@ -281,16 +324,27 @@ class SsdTier:
         self._due = False
         self._draining = False
         self._retry_at: float | None = None
-        self._stage = _Stage.IDLE
-        self._moves: list[_Move] = []
+        self._phase = _Phase.IDLE
         self._left = 0
-        """Orders of the present stage that are not done."""
-        self._pages: list[int] = []
-        self._unsafe: set[int] = set()
-        """Files from whose tables something has gone since the last flush: that room is not to be
-        written over before the next."""
+        """Orders of the present round, or flushes at its end, that are not done."""
+        self._half = False
+        """Whether the other half of the round's orders is still to be given."""
+        self._chosen: list[_Move] = []
+        self._writing: list[_Move] = []
+        self._written: list[_Move] = []
+        """Their bytes are on the disk."""
+        self._entering: list[_Move] = []
+        self._entered: list[_Move] = []
+        """They are through, in one way or the other."""
+        self._runs: list[range] = []
+        """The table's pages of this round."""
+        self._clearing: int | None = None
+        """What has gone from the table up to this number goes from the disk in this round; None:
+        the table is not written."""
         self._touched: set[int] = set()
-        self._stage_failed: set[int] = set()
+        """Files that are to be flushed at the round's end."""
+        self._failed: set[int] = set()
+        """Files of which the table was not written in this round, or that were not flushed."""
         self._unscanned = sum(formatted.found for formatted in files)
         self._found: dict[BlockId, tuple[int, Entry]] = {}
         self._order_of_claims: list[BlockId] | None = None
@@ -363,7 +417,7 @@ class SsdTier:
     def get_timer(self, now: float) -> float | None:
         """When `take_orders` is to be called; None = when something happens."""
         times = [at for at in (self.shelf.next_expiry(),) if at is not None]
-        if self._stage is _Stage.IDLE and self._retry_at is not None:
+        if self._phase is _Phase.IDLE and self._retry_at is not None:
             times.append(self._retry_at)
         elif self._is_busy():
             times.append(now)
@@ -372,7 +426,7 @@ class SsdTier:
     def _is_busy(self) -> bool:
         if self._claims_left:
             return True
-        return self._due and self._stage is _Stage.IDLE
+        return self._due and self._phase is _Phase.IDLE
 
     @property
     def _claims_left(self) -> bool:
@@ -390,7 +444,7 @@ class SsdTier:
     @property
     def is_behind(self) -> bool:
         """Whether DRAM holds more than it should, of what can go down."""
-        return self._due or bool(self._moves)
+        return self._due or any(True for _ in self._moves())
 
     @property
     def capacity_bytes(self) -> int:
@@ -404,7 +458,7 @@ class SsdTier:
             "ssd_used_bytes": float(self.shelf.used_bytes),
             "ssd_blocks": float(len(self.shelf)),
             "ssd_reads_waiting": float(len(self._reads) + self._reading),
-            "ssd_writes_waiting": float(len(self._moves)),
+            "ssd_writes_waiting": float(sum(1 for _ in self._moves())),
             "ssd_files": float(sum(not file.failed for file in self._files)),
             "ssd_entries_left": float(len(self._found)),
         }
@@ -422,20 +476,21 @@ class SsdTier:
         self.advance(now)
         if self._claims_left:
             self._claim_some()
-        if self._stage is not _Stage.IDLE:
-            return
-        if self._retry_at is not None:
-            if now < self._retry_at:
+        if self._phase is _Phase.IDLE:
+            if self._retry_at is not None:
+                if now < self._retry_at:
+                    return
+                self._retry_at = None
+            self._due = False
+            if not self.is_ready or not self._begun:
                 return
-            self._retry_at = None
-        self._due = False
-        if not self.is_ready or not self._begun:
-            return
-        self._choose()
-        if self._table.dirty or (self._moves and self._unsafe):
-            self._write_pages(_Stage.CLEARING)
-        elif self._moves:
-            self._write_blocks()
+            if not self._write_blocks():
+                self._write_table()
+                if self._phase is _Phase.IDLE:
+                    self._write_blocks()
+        elif self._half and self._phase is _Phase.WRITING:
+            self._half = False
+            self._write_table()
 
     # --- down: what ---------------------------------------------------------------------------
 
@@ -448,10 +503,15 @@ class SsdTier:
         quota = store.quota_of(namespace)
         return bool(quota) and store.namespace_bytes(namespace) > self.rules.high_share * quota
 
+    def _moves(self) -> Iterator[_Move]:
+        return itertools.chain(
+            *(self._chosen, self._writing, self._written, self._entering, self._entered)
+        )
+
     def _choose(self) -> None:
         """Find copies that are to go down: pinned here and reserved on the shelf. Those that lie
         there already go from DRAM at once."""
-        assert not self._moves
+        assert not self._chosen
         store, rules = self._store, self.rules
         capacity = store.allocator.capacity_bytes
         if self._is_over():
@@ -473,17 +533,21 @@ class SsdTier:
         refused: set[BlockId] = set()
         moving = sum(
             m.copy.reserved_bytes
-            for m in self._moves
+            for m in self._moves()
             if namespace is None or m.copy.block.namespace == namespace
         )
-        batch_bytes = min(rules.batch_bytes, store.allocator.capacity_bytes // 4)
+        batch_bytes = min(
+            rules.batch_bytes, int(rules.batch_share * store.allocator.capacity_bytes)
+        )
+        chosen = self._chosen
+        taken = sum(move.copy.reserved_bytes for move in chosen)
 
         def may(copy: Copy) -> bool:
             block = copy.block
             return block not in refused and block.namespace not in self._forbidden
 
         while used() - moving > low:
-            if self._moves and (moving >= batch_bytes or len(self._moves) >= rules.batch_blocks):
+            if chosen and (taken >= batch_bytes or len(chosen) >= rules.batch_blocks):
                 return True
             copy = self._take_passing(namespace)
             if copy is None:
@@ -504,7 +568,8 @@ class SsdTier:
                     return False
                 continue
             moving += copy.reserved_bytes
-            self._moves.append(move)
+            taken += copy.reserved_bytes
+            chosen.append(move)
         return False
 
     def _take_passing(self, namespace: int | None) -> Copy | None:
@@ -544,7 +609,7 @@ class SsdTier:
             return None
         used_at = copy.used_at
         self._store.pin(copy)
-        return _Move(copy, room, used_at, meaning, for_quota)
+        return _Move(copy, room, used_at, meaning, for_quota, self._table.cleared)
 
     # --- down: how ----------------------------------------------------------------------------
 
@@ -556,58 +621,77 @@ class SsdTier:
         )
 
     def _order(self, kind: Kind, file: _File, offset: int, view: memoryview) -> Order:
-        """An order of the present stage."""
+        """An order of the present round, for the table or a flush."""
 
         def ended(now: float, error: str, _digest: int) -> None:
             self._note_end(file, kind, error)
             if error:
-                self._stage_failed.add(file.number)
+                self._failed.add(file.number)
             self._one_done(now)
 
-        self._left += 1
         return Order(kind, file.number, ended, offset, view)
 
-    def _write_pages(self, stage: _Stage) -> None:
-        """Write the table where it has changed."""
-        self._stage = stage
-        self._touched.clear()
-        self._stage_failed.clear()
-        self._pages = [first for first in self._table.dirty if not self._file_of_unit(first).failed]
-        self._table.dirty.clear()
-        if self._table.clears:
-            self._table.clears = False
-            self._unsafe.update(self._file_of_unit(first).number for first in self._pages)
-        if stage is _Stage.CLEARING:
-            self._touched |= self._unsafe
+    def _write_blocks(self) -> bool:
+        """The first half of a round: the bytes of what was chosen before; whether there are any.
+        The other half comes when the disk is busy with this one."""
+        chosen, self._chosen = self._chosen, []
+        assert not self._writing
         orders = []
-        for first in self._pages:
-            file = self._file_of_unit(first)
-            self._touched.add(file.number)
-            local = first - file.first_slab * self._units_per_slab
-            offset = PAGE_BYTES + local // ENTRIES_PER_PAGE * PAGE_BYTES
-            page = memoryview(self._table.page(first))
-            orders.append(self._order(Kind.WRITE, file, offset, page))
-        self._begin(orders)
-
-    def _file_of_unit(self, unit: int) -> _File:
-        return self._file_of(unit * self._unit_bytes)
-
-    def _write_blocks(self) -> None:
-        self._stage = _Stage.WRITING
-        self._touched.clear()
-        self._stage_failed.clear()
-        orders = []
-        for move in self._moves:
+        for move in chosen:
             file = self._file_of(move.room.offset)
-            copy = move.copy
-            if file.failed:
-                move.error = move.error or "the file was given up"
-            if move.error:
+            if not file.failed and move.cleared > file.cleared:
+                self._chosen.append(move)  # what lay there is still in the disk's table
                 continue
+            if file.failed:
+                move.error = "the file was given up"
+                self._entered.append(move)
+                continue
+            self._writing.append(move)
             self._touched.add(file.number)
+            copy = move.copy
             view = self._memory[copy.offset : copy.offset + copy.size_bytes]
             orders.append(self._write_of(move, file, view))
         self._begin(orders)
+        self._half = bool(orders)
+        if orders:
+            self._wake()
+        return bool(orders)
+
+    def _write_table(self) -> None:
+        """The second half: the table, where it has changed, with the entries of what was written
+        in the round before; and what is to be written in the next is chosen."""
+        self._finish()
+        if not self._chosen:
+            self._choose()
+        assert not self._entering
+        self._entering, self._written = self._written, []
+        for move in self._entering:
+            if not move.error and move.copy.state == COMMITTED:
+                self._enter(move)
+        table = self._table
+        clears = table.clears
+        self._clearing = table.cleared
+        orders = []
+        for run in table.take_dirty(self._end_of_file):
+            file = self._file_of_unit(run.start)
+            if file.failed:
+                continue
+            self._runs.append(run)
+            if clears:
+                self._touched.add(file.number)
+            local = run.start - file.first_slab * self._units_per_slab
+            offset = PAGE_BYTES + local // ENTRIES_PER_PAGE * PAGE_BYTES
+            orders.append(self._order(Kind.WRITE, file, offset, memoryview(table.pages(run))))
+        self._begin(orders)
+        if self._phase is _Phase.IDLE:
+            self._round_done(self._now)
+
+    def _end_of_file(self, unit: int) -> int:
+        file = self._file_of_unit(unit)
+        return (file.first_slab + file.formatted.cut.slabs) * self._units_per_slab
+
+    def _file_of_unit(self, unit: int) -> _File:
+        return self._file_of(unit * self._unit_bytes)
 
     def _write_of(self, move: _Move, file: _File, view: memoryview) -> Order:
         def ended(now: float, error: str, _digest: int) -> None:
@@ -616,7 +700,6 @@ class SsdTier:
             self._note_end(file, Kind.WRITE, error)
             self._one_done(now)
 
-        self._left += 1
         return Order(Kind.WRITE, file.number, ended, self._offset_in(file, move.room), view)
 
     def _offset_in(self, file: _File, copy: Copy) -> int:
@@ -624,11 +707,11 @@ class SsdTier:
         return file.formatted.cut.blocks_offset + copy.offset - first
 
     def _begin(self, orders: list[Order]) -> None:
-        if not orders:
-            self._left += 1
-            self._one_done(self._now)
-            return
-        self._give(orders)
+        """Give orders of the present round, or of one that begins with them."""
+        if orders:
+            self._phase = _Phase.WRITING
+            self._left += len(orders)
+            self._give(orders)
 
     def _give(self, orders: list[Order]) -> None:
         self.orders += orders
@@ -648,40 +731,39 @@ class SsdTier:
         self._now = max(self._now, now)
         if self._left:
             return
-        if self._touched and self._stage in (_Stage.CLEARING, _Stage.WRITING):
+        if self._phase is _Phase.WRITING and self._touched:
+            self._phase = _Phase.FLUSHING
             files = [self._files[number] for number in sorted(self._touched)]
-            self._touched.clear()
+            self._left = len(files)
             self._give([self._order(Kind.FLUSH, file, 0, NOTHING) for file in files])
             return
-        self._stage_done(now)
+        self._round_done(now)
 
-    def _stage_done(self, now: float) -> None:
-        failed = self._stage_failed
-        if self._stage is _Stage.CLEARING:
-            self._unsafe &= failed
-            if failed:
-                # What by the table still lies there may not be written over.
-                for first in self._pages:
-                    if self._file_of_unit(first).number in failed:
-                        self._table.dirty[first] = None
-                for move in self._moves:
-                    if self._file_of(move.room.offset).number in failed:
-                        move.error = "the table was not written"
-                self._retry_at = now + RETRY_S
-            self._write_blocks()
-        elif self._stage is _Stage.WRITING:
-            for move in self._moves:
-                if self._file_of(move.room.offset).number in failed:
-                    move.error = move.error or "the file was not flushed"
-                if not move.error and move.copy.state == COMMITTED:
-                    self._enter(move)
-            self._write_pages(_Stage.ENTERING)
-        else:
-            for first in self._pages:
-                if self._file_of_unit(first).number in failed:
-                    self._table.dirty[first] = None
-                    self._retry_at = now + RETRY_S
-            self._finish()
+    def _round_done(self, now: float) -> None:
+        failed, self._failed = self._failed, set()
+        for run in self._runs:
+            if self._file_of_unit(run.start).number in failed:
+                self._table.write_again(run)
+        for file in self._files:
+            if self._clearing is not None and file.number not in failed:
+                file.cleared = self._clearing
+        for move in itertools.chain(self._writing, self._entering):
+            if self._file_of(move.room.offset).number in failed:
+                move.error = move.error or "the file was not written, or not flushed"
+        if failed:
+            self._retry_at = now + RETRY_S
+        self._runs, self._clearing = [], None
+        self._touched.clear()
+        for move in self._writing:
+            (self._entered if move.error else self._written).append(move)
+        self._entered += self._entering
+        self._writing, self._entering = [], []
+        self._half = False
+        self._phase = _Phase.IDLE
+        if any(move.error for move in self._entered):
+            self._finish()  # and not after the pause that follows
+        if self._due or self._table.dirty or self._draining or any(True for _ in self._moves()):
+            self._ask_for_step()
 
     def _enter(self, move: _Move) -> None:
         copy, room = move.copy, move.room
@@ -702,15 +784,13 @@ class SsdTier:
         self._table.enter(unit, pack_entry(entry, file.formatted.identity))
 
     def _finish(self) -> None:
-        """The stages are through: what was written is on the shelf, and goes from DRAM."""
-        failed = set(self._stage_failed)
-        moves, self._moves = self._moves, []
-        self._stage = _Stage.IDLE
+        """What was written and entered is on the shelf, and goes from DRAM."""
+        moves, self._entered = self._entered, []
         low = self.rules.low_share * self._store.allocator.capacity_bytes
         for move in moves:
             copy, room = move.copy, move.room
             file = self._file_of(room.offset)
-            wrong = bool(move.error) or file.failed or file.number in failed
+            wrong = bool(move.error) or file.failed
             if wrong:
                 self._retry_at = self._now + RETRY_S
             unused = copy.used_at == move.used_at
@@ -734,8 +814,6 @@ class SsdTier:
         for file in self._files:
             if file.failed:
                 self._retire(file)
-        if self._table.dirty or self._draining:
-            self._ask_for_step()
 
     def _land(self, move: _Move) -> bool:
         copy, room = move.copy, move.room
@@ -939,11 +1017,13 @@ class SsdTier:
             copy = self.shelf.peek(block)
             assert copy is not None
             units[copy.offset // self._unit_bytes] = copy
-        moving = {move.room.offset // self._unit_bytes for move in self._moves}
+        moving = {move.room.offset // self._unit_bytes for move in self._moves()}
         assert units.keys() <= self._table.entries.keys(), (
             "a block is on the shelf without an entry"
         )
         assert self._table.entries.keys() <= units.keys() | moving
-        assert (self._stage is _Stage.IDLE) == (not self._left)
-        if self._stage is _Stage.IDLE:
-            assert not self._moves
+        assert (self._phase is _Phase.IDLE) == (not self._left)
+        if self._phase is _Phase.IDLE:
+            assert not self._writing
+            assert not self._entering
+            assert not self._half

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 from pathlib import Path
 
 import pytest
 from kvcast.hostagent.tiers import placement
 from kvcast.hostagent.tiers.arena import ArenaFile
-from kvcast.hostagent.tiers.placement import placement_of, preferring
+from kvcast.hostagent.tiers.placement import gather_pages, placement_of, preferring
 
 MAPS = """\
 7f00 prefer:1 file=/dev/shm/a\\040b.arena dirty=3 mapmax=2 N0=1 N1=2 kernelpagesize_kB=4
@@ -26,6 +28,38 @@ def test_pages_and_nodes_are_those_of_the_file(tmp_path: Path) -> None:
     assert (small.page_bytes, small.bytes_by_node) == (4096, {0: 4096, 1: 3 * 4096})
     huge = placement_of("/mnt/huge/arena", str(maps))
     assert huge.values() == {"arena_node1_bytes": 4 * 2097152.0, "arena_page_bytes": 2097152.0}
+
+
+def test_pages_are_gathered_without_a_byte_changing_or_it_is_said_that_they_are_not(
+    tmp_path: Path,
+) -> None:
+    arena = ArenaFile(6 << 20)
+    try:
+        data = random.Random(1).randbytes(arena.size_bytes)
+        arena.memory[:] = data
+        fd = arena.open_for_client()
+        asked = iter([True, False])
+        some = gather_pages(fd, arena.size_bytes, lambda: next(asked))
+        every = gather_pages(fd, arena.size_bytes)
+        os.close(fd)
+        assert some <= every <= arena.size_bytes
+        assert arena.memory == data
+    finally:
+        arena.close()
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(4 << 20)
+        assert gather_pages(file.fileno(), 4 << 20) == 0  # not memory
+
+
+def test_a_kernel_without_huge_pages_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(placement, "_HUGE_PAGE", tmp_path / "none")
+    arena = ArenaFile(4 << 20)
+    fd = arena.open_for_client()
+    assert gather_pages(fd, arena.size_bytes) == 0  # a kernel that has none
+    os.close(fd)
+    arena.close()
 
 
 def test_where_the_kernel_does_not_say_nothing_is_said(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Bench:
         epoch_s: float = 1e9,
     ) -> None:
         self.disks = disks or [SimDisk(random.Random(1))]
+        self.cut = cut
         self.memory = memoryview(bytearray(ARENA))
         self.store = Store(Allocator(ARENA, 8192))
         formatted = [open_formatted(d, cut, 7 + n) for n, d in enumerate(self.disks)]
@@ -114,6 +115,12 @@ class Bench:
 
         return self.tier.read(block(number, namespace), begin, ended)
 
+    def what(self, order: Order) -> str:
+        """Bytes of a block, the table, or a flush; or a read."""
+        if order.kind is not Kind.WRITE:
+            return order.kind.value[0]
+        return "b" if order.offset >= self.cut.blocks_offset else "t"
+
     def in_dram(self, number: int, namespace: int = 1) -> bool:
         return self.store.known(block(number, namespace)) is not None
 
@@ -135,6 +142,80 @@ def test_nothing_goes_down_below_the_high_mark_and_what_goes_then_is_what_was_no
     assert down == [1, 2, 3, 4, 5]
     assert [number for number in range(13) if not bench.in_dram(number)] == down
     assert bench.tier.counters.demotions_room == 5
+
+
+def test_the_disk_has_bytes_to_write_while_the_table_of_those_before_is_written() -> None:
+    bench = Bench(SsdRules(0.75, 0.25, batch_share=2 / 16))
+    for number in range(16):
+        bench.put(number)
+    bench.take()
+    rounds = []
+    while bench.waiting:
+        bench.take()
+        rounds.append("".join(bench.what(order) for order in bench.waiting))
+        for order in list(bench.waiting):
+            bench.end(order)
+    assert " ".join(rounds) == "bb f bbt f bbt f bbt f bbt f bbt f t"
+    assert sum(bench.on_disk(number) for number in range(16)) == 12
+    assert bench.store.used_bytes == ARENA // 4
+
+
+def test_what_is_chosen_while_others_are_written_is_bounded() -> None:
+    bench = Bench(SsdRules(0.75, 0.0, batch_share=2 / 16))
+    for number in range(16):
+        bench.put(number)
+    for _ in range(200):
+        bench.take()
+        if not bench.waiting:
+            break
+        assert sum(1 for _ in bench.tier._moves()) <= 8
+        bench.end(bench.waiting[0])
+    assert not len(bench.store)
+
+
+def test_nothing_is_written_where_by_the_table_on_the_disk_something_lies() -> None:
+    bench = Bench(SsdRules(0.75, 0.5, batch_share=4 / 16), cut=cut_of("node", 2 * SLAB, UNIT, SLAB))
+    bench.fill(range(40))
+    lies_there = set(bench.tier._table.entries)
+    assert len(lies_there) > 16
+    cleared: set[int] = set()
+    seen = 0
+    for number in range(40, 80):
+        bench.put(number)
+        bench.take()
+        while bench.waiting:
+            order = bench.waiting[0]
+            what = bench.what(order)
+            if what == "f":
+                lies_there -= cleared
+                cleared = set()
+            elif what == "b":
+                assert (order.offset - bench.cut.blocks_offset) // UNIT not in lies_there
+                seen += 1
+            else:
+                first = (order.offset - 4096) // 4096 * 32
+                for at in range(first, first + len(order.view) // 128):
+                    taken = any(order.view[(at - first) * 128 :][:128])
+                    (lies_there if taken else cleared).add(at)
+            bench.end(order)
+    assert seen > 30
+
+
+def test_pages_of_the_table_that_lie_beside_each_other_are_one_order() -> None:
+    bench = Bench(SsdRules(0.75, 0.0, batch_share=1.0), cut=cut_of("node", 9 * SLAB, UNIT, SLAB))
+    table = bench.tier._table
+    pages = (0, 1, 5, 40, 41, 120)
+    for page in pages:
+        table.overwrite(32 * page)
+    runs = table.take_dirty(lambda _unit: 32 * 41)
+    assert [(run.start // 32, run.stop // 32) for run in runs] == [
+        *((0, 6), (40, 41), (41, 42), (120, 121)),
+    ]
+    assert not table.dirty
+    assert not table.clears
+    table.write_again(runs[0])
+    assert sorted(table.dirty) == [32 * page for page in range(6)]
+    assert table.clears
 
 
 def test_what_is_used_while_it_is_written_stays_and_is_clean() -> None:
