@@ -22,7 +22,7 @@ from kvcast.hostagent.cold import ColdOfAgent, open_store
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.recovery import Recovery
-from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.bulk_link import BulkCaller, BulkServer
 from kvcast.hostagent.network.control_link import ControlLink
@@ -64,7 +64,7 @@ from kvcast.protocol.links.stream import LinkError
 from kvcast.protocol.messages.control import CONTROL_PROTOCOL_VERSION, Register
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.roce import SHARED_CHUNKING
-from kvcast.protocol.messages.shared import index_bytes
+from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
 from kvcast.protocol.messages.wire import chunking_for
 from kvcast.protocol.placement import address_of_buffer
 
@@ -76,7 +76,7 @@ _RECOVERY_BEGINS_S: Final = 0.1
 """First come those who have waited for an agent."""
 _NO_MAP_PAUSE_S: Final = 0.01
 """How often it is seen whether there is a map, without which nothing can be recovered."""
-_LANDINGS_SHARE: Final = 64
+_LANDINGS_SHARE: Final = 32
 """All landing places of the courier take this part of the arena at most."""
 _LOOK_AT_MEMORY_S: Final = 1.0
 _REST_S: Final = 2.0
@@ -194,6 +194,8 @@ class Agent:
         )
         self.transport.dispatch_calls = self._bulk_caller.dispatch
         self.bulk_server = BulkServer(self.core, options.bulk, options.credentials)
+        if driver is not None and options.credentials is None:
+            self._use_conveyors(driver)
         self.bulk_address = await self.bulk_server.start(
             network.bulk_host, network.bulk_port, standing.bulk if standing is not None else ()
         )
@@ -282,6 +284,15 @@ class Agent:
         if self.index_file is None or functions is None or taken or self._options.ssd.paths:
             return None
         core, transport = self.core, self.transport
+        assert core.shared is not None
+        pins = memoryview(bytearray(REGION_BYTES))
+        core.shared.join(
+            Region(
+                pins,
+                core.store.allocator.capacity_bytes,
+                lambda why: log.error("what leaves by conveyors: %s", why),
+            )
+        )
         core.reads.courier = courier = Courier(
             *(store, core.requester, core.outbox, core.spread, core.metrics),
             index_address=address_of_buffer(index.memory),
@@ -298,9 +309,20 @@ class Agent:
             pump=transport.pump,
             count=transport.count_frames,
             lane=core.lane,
+            pins=pins,
+            given=core.conveyed,
             open_lane=transport.open_lane,
             close_lane=transport.close_lane,
         )
+
+    def _use_conveyors(self, driver: CourierDriver) -> None:
+        """Have large blocks come and go in compiled code, too. With TLS they do not: it is
+        Python's."""
+        conveyors = driver.conveyors
+        self.bulk_server.conveyors = self._bulk_caller.conveyors = conveyors
+        driver.connect = self._bulk_caller.convey
+        driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
+        self.core.serving.conveys = conveyors.gives
 
     def _core_told(self) -> None:
         if self._zone is not None:

@@ -20,6 +20,7 @@ ECONNREFUSED = 111
 # bits/socket.h, sys/epoll.h, linux/if_packet.h
 MSG_TRUNC = 0x20
 MSG_DONTWAIT = 0x40
+MSG_NOSIGNAL = 0x4000
 SOL_SOCKET = 1
 SO_ERROR = 4
 SOL_PACKET = 263

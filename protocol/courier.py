@@ -1,8 +1,13 @@
-"""The courier: a get of one small block, from a client's question to its answer, in compiled code.
+"""The courier: a get of one block, from a client's question to its answer, in compiled code.
 
 Owns: which questions are well-formed; the READ for a block, the landing place that its first DATA
 gets, its digest; the client's answer; and what Python hears of it afterwards. Must not know:
 sockets, clocks, sessions, or why Python allows what it allows.
+
+A block of more than one segment is read so far that it is known whether anybody shares it, by its
+first segment. If nobody does, and its home has offered another way, the rest comes by the conveyor
+(`kvcast.protocol.conveyor`), into the same landing place, of one of the nodes that there is a
+conveyor from. If somebody does, READs are better, and the agent's.
 
 Python says beforehand what the courier may do: which home each bucket is asked at, if any, which
 namespaces may be looked up (the index in shared memory says so), how much a client may hold, and
@@ -46,6 +51,15 @@ from kvcast.native.subset import (
     u32_at,
     u64_at,
 )
+from kvcast.protocol.conveyor import (
+    GIVEN_HERE,
+    NODES,
+    NOT_HERE,
+    Reply,
+    Taker,
+    ask_for,
+    next_expected,
+)
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.questions import (
     ANSWER,
@@ -64,12 +78,15 @@ from kvcast.protocol.messages.wire import (
     KVCAST,
     OP_DATA,
     OP_MISS,
+    OP_OFFER,
     OP_READ,
+    SEGMENT_BYTES,
     SEGMENT_INDEX_BITS,
 )
 from kvcast.protocol.placement import (
     ARRIVALS,
     Arrival,
+    Copy,
     Table,
     enter_copy,
     find_copy,
@@ -108,9 +125,18 @@ MISSED: Final = 9
 WRONG_DIGEST: Final = 10
 YIELDED: Final = 11
 """Python took it over."""
+NO_CONVEYOR: Final = 12
+"""It is of more than one segment, and there is none from its home, or it carries enough."""
+COMPANY: Final = 13
+"""It is of more than one segment, and others read it, too."""
+NOT_OFFERED: Final = 14
+"""Its home has not offered another way to the rest."""
+CUT_OFF: Final = 15
+"""The conveyor has stopped, or has brought what it should not."""
 REASONS: Final = (
     *("closed", "not_readable", "no_home", "full", "held_bytes", "here", "no_landing"),
     *("silence", "gap", "missed", "wrong_digest", "yielded"),
+    *("no_conveyor", "company", "not_offered", "cut_off"),
 )
 
 # What `hear` returns.
@@ -140,6 +166,8 @@ _FREE: Final = 0
 _ASKED: Final = 1
 _RECEIVING: Final = 2
 _WITH_ANOTHER: Final = 3
+_ON_CONVEYOR: Final = 4
+"""Its first segment is there, and the rest was asked for."""
 _SERIAL_BIT: Final = 1 << 63
 _ASKED_BITS: Final = 8
 assert MAX_ASKED <= 1 << _ASKED_BITS
@@ -195,8 +223,9 @@ class Landing(Struct):
     namespace: U32
     size: U32
     offset: U64
-    missing: U64
-    """The chunks that have not arrived; the copy's `missing` points here,"""
+    missing: Ptr[U64]
+    """By segment, the chunks that have not arrived: none but those of the first come as DATA. The
+    copy's `missing` points here,"""
     source: U32
     """and its `sources` here."""
     padding: U32
@@ -223,8 +252,16 @@ class Asked(Struct):
     began_ns: U64
     """When the first DATA came."""
     until_ns: U64
+    end_ns: U64
+    """When the client's deadline is."""
     gap: U64
     """Whether the answer has ended and chunks are missing."""
+    offered: U64
+    """Whether the home has offered another way to the rest,"""
+    waits: U64
+    """and whether it is waited for that: the first segment is there."""
+    promised: U64
+    """What the client may be given for it, at most."""
 
 
 class Record(Struct):
@@ -255,7 +292,9 @@ class Client(Struct):
     held_bytes: U64
     """What its session says that it holds,"""
     given_bytes: U64
-    """and what the courier has given it since."""
+    """and what the courier has given it since,"""
+    promised_bytes: U64
+    """and may give it for what it has asked."""
     max_bytes: U64
 
 
@@ -272,8 +311,16 @@ class Courier(Struct):
     in_flight: U64
     landings: Ptr[Landing]
     landing_count: U64
-    largest: U64
-    """No landing place is of more bytes."""
+    takers: Ptr[Taker]
+    """The conveyors' ends here, NODES of them."""
+    cut: U64
+    """Whether any of them is broken, and not closed yet."""
+    unsent: U64
+    """Whether any of them has requests that have not left."""
+    wished: U64
+    """A node that there had better be a conveyor from, plus 1."""
+    silence_ns: U64
+    """How long a conveyor may bring nothing."""
     asked: Ptr[Asked]
     clients: Ptr[Client]
     client_count: U64
@@ -368,30 +415,46 @@ def _bucket(rest_of_key: U64) -> U64:
 
 
 @native
-def _has_landing(courier: Courier, namespace: U64) -> bool:
-    """Whether more landing places are free than questions of the namespace may need."""
+def _room_for(courier: Courier, namespace: U64) -> U64:
+    """How large the largest landing place of the namespace is, if more are free than its questions
+    may need; else 0."""
     spare = 0
     wanted = 0
+    largest = 0
     for i in range(courier.landing_count):
         landing = courier.landings[i]
         if landing.state == LANDING_FREE and landing.namespace == namespace:
             spare += 1
+            if landing.size > largest:
+                largest = 0 + landing.size
     for i in range(MAX_ASKED):
         asked = courier.asked[i]
         if asked.state == _ASKED and asked.namespace == namespace:
             wanted += 1
-    return spare > wanted
+    if spare > wanted:
+        return largest
+    return 0
 
 
 @native
-def _landing_for(courier: Courier, namespace: U64, size: U64) -> U64:
-    """A free landing place for a block of that size, of which it takes a good part;
+def _taker_for(courier: Courier, node: U64) -> U64:
+    """The conveyor from a node; NODES if there is none."""
+    for i in range(NODES):
+        taker = courier.takers[i]
+        if taker.node == node and taker.broken == 0:
+            return i
+    return 0 + NODES
+
+
+@native
+def _landing_for(courier: Courier, namespace: U64, size: U64, most: U64) -> U64:
+    """A free landing place of `most` bytes for a block of that size, which takes a good part of it;
     `landing_count` if there is none."""
     for i in range(courier.landing_count):
         landing = courier.landings[i]
         free = landing.state == LANDING_FREE
         fits = size <= landing.size and size > landing.size // LEAST_PART
-        if free and landing.namespace == namespace and fits:
+        if free and landing.namespace == namespace and fits and landing.size <= most:
             return i
     return 0 + courier.landing_count
 
@@ -435,7 +498,7 @@ def _asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> 
     if courier.in_flight != 0:
         for i in range(MAX_ASKED):
             asked = courier.asked[i]
-            open_now = asked.state == _ASKED or asked.state == _RECEIVING
+            open_now = asked.state != _FREE and asked.state != _WITH_ANOTHER
             same_key = asked.key == key and asked.rest_of_key == rest_of_key
             if open_now and same_key and asked.namespace == namespace:
                 return i
@@ -469,7 +532,12 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
         return NOTHING
     who = courier.clients[client]
     other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
-    why = _objection(courier, who, q, other)
+    room = 0
+    if other < MAX_ASKED:
+        room += courier.asked[other].promised
+    else:
+        room += _room_for(courier, q.namespace)
+    why = _objection(courier, who, q, other, room)
     if why != _NO_OBJECTION:
         courier.counters[why] += 1
         _answer(courier, client, q.number)
@@ -486,15 +554,22 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
     asked.flags = 0
     asked.frames = 0
     asked.gap = 0
+    asked.offered = 0
+    asked.waits = 0
+    asked.promised = room
     asked.began_ns = 0
     asked.asked_ns = now_ns
     asked.until_ns = now_ns + courier.patience_ns
-    if q.deadline_ms * _NS_A_MS < courier.patience_ns:
-        asked.until_ns = now_ns + q.deadline_ms * _NS_A_MS
+    asked.end_ns = now_ns + q.deadline_ms * _NS_A_MS
+    if asked.end_ns < asked.until_ns:
+        asked.until_ns = asked.end_ns
     courier.in_flight += 1
     who.asked += 1
+    who.promised_bytes += room
     if other < MAX_ASKED:
         asked.state = _WITH_ANOTHER
+        if courier.asked[other].state == _ON_CONVEYOR:
+            asked.until_ns = asked.end_ns
         return NOTHING
     asked.state = _ASKED
     asked.home = courier.homes[_bucket(q.rest_of_key)]
@@ -509,9 +584,9 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
 
 
 @native
-def _objection(courier: Courier, who: Client, q: Question, other: U64) -> U64:
+def _objection(courier: Courier, who: Client, q: Question, other: U64, room: U64) -> U64:
     """Why the courier does not take a question; _NO_OBJECTION if it does. `other` as `_asked_for`
-    says."""
+    says, `room` as `_room_for`."""
     if courier.open == 0:
         return CLOSED
     if not may_look_up(courier, q):
@@ -520,7 +595,7 @@ def _objection(courier: Courier, who: Client, q: Question, other: U64) -> U64:
         return FULL
     if courier.record_count + courier.in_flight >= RECORDS_ENOUGH:
         return FULL
-    if not may_be_given(who, (who.asked + 1) * courier.largest):
+    if not may_be_given(who, who.promised_bytes + room):
         return HELD_BYTES
     if other < MAX_ASKED:
         return _NO_OBJECTION
@@ -529,8 +604,11 @@ def _objection(courier: Courier, who: Client, q: Question, other: U64) -> U64:
         return NO_HOME
     if courier.fetching[bucket] != 0 or _may_be_here(courier, q):
         return HERE
-    if not _has_landing(courier, q.namespace):
+    if room == 0:
         return NO_LANDING
+    if room > SEGMENT_BYTES and _taker_for(courier, courier.homes[bucket]) == NODES:
+        courier.wished = courier.homes[bucket] + 1
+        return NO_CONVEYOR
     return _NO_OBJECTION
 
 
@@ -572,6 +650,10 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     op = bytes_at(at)[_OP_AT]
     if op == OP_MISS and u32_at(at + _TAG_AT)[0] == _swap32(asked.tag):
         give_up(courier, number, MISSED)
+    if op == OP_OFFER and asked.state != _ON_CONVEYOR:
+        asked.offered = 1
+        if asked.waits != 0:
+            _ask_for_rest(courier, number, now_ns)
     if op != OP_DATA or asked.state != _ASKED:
         return
     t = courier.table[0]
@@ -579,7 +661,7 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     size = _swap32(u32_at(at + _SIZE_AT)[0])
     if segment >> SEGMENT_INDEX_BITS != courier.chunk_code:
         return  # asked for at another time
-    place = _landing_for(courier, asked.namespace, size)
+    place = _landing_for(courier, asked.namespace, size, asked.promised)
     if place == courier.landing_count or find_copy(t, at) != 0:
         give_up(courier, number, NO_LANDING)
         return
@@ -587,10 +669,13 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     landing.state = LANDING_TAKEN
     landing.source = asked.home
     chunk_bytes = CHUNK_BYTES << courier.chunk_code
-    chunks = (size + chunk_bytes - 1) // chunk_bytes
-    landing.missing = _ALL
+    first = size
+    if first > SEGMENT_BYTES:
+        first = 0 + SEGMENT_BYTES
+    chunks = (first + chunk_bytes - 1) // chunk_bytes
+    landing.missing[0] = _ALL
     if chunks < 64:
-        landing.missing = (1 << chunks) - 1
+        landing.missing[0] = (1 << chunks) - 1
     courier.next_serial += 1
     entered = t.copies[landing.copy]
     entered.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | number
@@ -629,7 +714,8 @@ def came(courier: Courier, now_ns: U64) -> None:
                 asked.flags |= arrival.flags
                 asked.frames += arrival.frames
                 if arrival.missing == 0:
-                    _whole(courier, number, now_ns)
+                    if arrival.segment == 0 and asked.waits == 0:
+                        _first_is_there(courier, number, now_ns)
                 elif arrival.last != 0:
                     asked.gap = 1
                     asked.until_ns = now_ns + courier.reorder_ns
@@ -645,18 +731,70 @@ def came(courier: Courier, now_ns: U64) -> None:
 
 
 @native
-def _whole(courier: Courier, number: U64, now_ns: U64) -> None:
-    """All of a block has come."""
+def _first_is_there(courier: Courier, number: U64, now_ns: U64) -> None:
+    """The first segment of a block has come: all of it, or so much that it is known whether it is
+    shared."""
+    asked = courier.asked[number]
+    landing = courier.landings[asked.landing]
+    landed = courier.table[0].copies[landing.copy]
+    if landed.size <= SEGMENT_BYTES:
+        call_reset(courier.reset, courier.state)
+        call_update(courier.update, courier.state, landing.address, landed.size)
+        _whole(courier, number, call_digest(courier.digest, courier.state), now_ns)
+    elif asked.flags & (FLAG_SHARED | FLAG_RESIDENT):
+        give_up(courier, number, COMPANY)
+    elif asked.offered != 0:
+        _ask_for_rest(courier, number, now_ns)
+    else:
+        asked.waits = 1
+        asked.until_ns = now_ns + courier.reorder_ns
+
+
+@native
+def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
+    """Have the rest of a block come by the conveyor. Nothing more of it comes as DATA."""
+    asked = courier.asked[number]
+    landing = courier.landings[asked.landing]
+    landed = courier.table[0].copies[landing.copy]
+    place = _taker_for(courier, asked.home)
+    if place == NODES:
+        give_up(courier, number, NO_CONVEYOR)
+        return
+    taker = courier.takers[place]
+    if taker.count == 0:
+        taker.until_ns = now_ns + courier.silence_ns
+    wanted = taker.draft[0]
+    wanted.number = asked.serial
+    wanted.key = asked.key
+    wanted.rest_of_key = asked.rest_of_key
+    wanted.digest = _swap64(landed.digest)
+    wanted.start = 0 + SEGMENT_BYTES
+    wanted.namespace = asked.namespace
+    if not ask_for(taker):
+        give_up(courier, number, NO_CONVEYOR)
+        return
+    courier.unsent = 1
+    leave_copy(courier.table[0], landing.copy)
+    landed.serial = 0
+    asked.state = _ON_CONVEYOR
+    asked.until_ns = asked.end_ns
+    for i in range(MAX_ASKED):
+        other = courier.asked[i]
+        if other.state == _WITH_ANOTHER and _is_same(asked, other):
+            other.until_ns = other.end_ns
+
+
+@native
+def _whole(courier: Courier, number: U64, digest: U64, now_ns: U64) -> None:
+    """All of a block has come, and has this digest."""
     t = courier.table[0]
     asked = courier.asked[number]
     landing = courier.landings[asked.landing]
     landed = t.copies[landing.copy]
     wanted = _swap64(landed.digest)
-    leave_copy(t, landing.copy)
-    landed.serial = 0
-    call_reset(courier.reset, courier.state)
-    call_update(courier.update, courier.state, landing.address, landed.size)
-    digest = call_digest(courier.digest, courier.state)
+    if asked.state == _RECEIVING:
+        leave_copy(t, landing.copy)
+        landed.serial = 0
     if digest == 0:
         digest = 1
     if not is_right(wanted, digest):
@@ -675,7 +813,11 @@ def _whole(courier: Courier, number: U64, now_ns: U64) -> None:
     for i in range(MAX_ASKED):
         other = courier.asked[i]
         if other.state == _WITH_ANOTHER and _is_same(asked, other):
-            _give(courier, i, number, tier, digest, now_ns)
+            if other.promised >= landing.size:
+                _give(courier, i, number, tier, digest, now_ns)
+            else:
+                _hand_over(courier, i, HELD_BYTES)
+                other.state = _FREE
     asked.state = _FREE
 
 
@@ -697,6 +839,7 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     if client != NOBODY:
         who = courier.clients[client]
         who.asked -= 1
+        who.promised_bytes -= asked.promised
         who.given_bytes += landing.size
         handle = 0 + who.next_handle
         who.next_handle += 1
@@ -724,6 +867,94 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     courier.in_flight -= 1
 
 
+# --- the conveyor -----------------------------------------------------------------------------
+
+
+@native
+def _of_expected(courier: Courier, taker: Taker) -> U64:
+    """The question that the first of what a conveyor is to bring is for; MAX_ASKED if it was given
+    up."""
+    serial = 0 + taker.expected[taker.first].number
+    number = serial & ((1 << _ASKED_BITS) - 1)
+    asked = courier.asked[number]
+    if asked.state == _ON_CONVEYOR and asked.serial == serial:
+        return number
+    return 0 + MAX_ASKED
+
+
+@native
+def is_reply(taker: Taker) -> bool:
+    """Whether a reply is to the request whose turn it is, and of a form that there is."""
+    reply = taker.reply[0]
+    expected = taker.expected[taker.first]
+    if taker.count == 0 or reply.number != expected.number:
+        return False
+    if reply.status == GIVEN_HERE:
+        return reply.size > expected.start
+    return reply.status == NOT_HERE
+
+
+@native
+def is_of(landed: Copy, reply: Reply) -> bool:
+    """Whether what comes is of the copy whose first segment is there."""
+    return reply.size == landed.size and reply.digest == _swap64(landed.digest)
+
+
+@native
+def reply_came(courier: Courier, taker: Taker) -> None:
+    """A reply's header is in `reply`: where the bytes of the block go."""
+    if not is_reply(taker):
+        cut_off(courier, taker)
+        return
+    reply = taker.reply[0]
+    number = _of_expected(courier, taker)
+    if reply.status != GIVEN_HERE:
+        next_expected(taker)
+        if number < MAX_ASKED:
+            give_up(courier, number, MISSED)
+        return
+    taker.taking = 1
+    taker.block = 0
+    taker.size = reply.size
+    taker.there = taker.expected[taker.first].start
+    if number < MAX_ASKED:
+        landing = courier.landings[courier.asked[number].landing]
+        if is_of(courier.table[0].copies[landing.copy], reply):
+            taker.block = landing.address
+        else:
+            give_up(courier, number, MISSED)
+
+
+@native
+def block_came(courier: Courier, taker: Taker, digest: U64, now_ns: U64) -> None:
+    """All bytes of a block are there; they have this digest, if anybody wants them."""
+    number = _of_expected(courier, taker)
+    wanted = taker.block != 0
+    next_expected(taker)
+    if wanted and number < MAX_ASKED:
+        _whole(courier, number, digest, now_ns)
+
+
+@native
+def progressed(courier: Courier, taker: Taker, now_ns: U64) -> None:
+    """Bytes have come."""
+    taker.until_ns = now_ns + courier.silence_ns
+
+
+@native
+def cut_off(courier: Courier, taker: Taker) -> None:
+    """A conveyor is over: Python is to close it, and the agent to be asked for what it was to
+    bring."""
+    taker.broken = 1
+    taker.block = 0
+    courier.cut = 1
+    while taker.count != 0:
+        number = _of_expected(courier, taker)
+        next_expected(taker)
+        if number < MAX_ASKED:
+            give_up(courier, number, CUT_OFF)
+
+
 # --- the end ----------------------------------------------------------------------------------
 
 
@@ -735,6 +966,7 @@ def _hand_over(courier: Courier, number: U64, why: U64) -> None:
     courier.in_flight -= 1
     if asked.client != NOBODY:
         courier.clients[asked.client].asked -= 1
+        courier.clients[asked.client].promised_bytes -= asked.promised
         _answer(courier, asked.client, asked.number)
 
 
@@ -748,6 +980,14 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
         leave_copy(courier.table[0], landing.copy)
         courier.table[0].copies[landing.copy].serial = 0
         landing.state = LANDING_FREE
+    elif asked.state == _ON_CONVEYOR:
+        # What is still coming of it is thrown away: the landing place may be another's at once.
+        place = _taker_for(courier, asked.home)
+        if place < NODES:
+            taker = courier.takers[place]
+            if taker.taking != 0 and taker.expected[taker.first].number == asked.serial:
+                taker.block = 0
+        courier.landings[asked.landing].state = LANDING_FREE
     asked.state = _ASKED
     record = courier.records[_record(courier, FAILED, asked.client)]
     record.flags = why
@@ -766,15 +1006,31 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
 
 
 @native
+def _why_late(asked: Asked) -> U64:
+    if asked.state == _ON_CONVEYOR:
+        return CUT_OFF
+    if asked.waits != 0:
+        return NOT_OFFERED
+    return GAP if asked.gap != 0 else SILENCE
+
+
+@native
 def expire(courier: Courier, now_ns: U64) -> U64:
     """Give up what has been waited for long enough; when the next is, 0 = there is none."""
     next_ns = 0
     if courier.in_flight != 0:
+        for i in range(NODES):
+            taker = courier.takers[i]
+            if taker.count != 0 and taker.broken == 0:
+                if taker.until_ns <= now_ns:
+                    cut_off(courier, taker)
+                elif next_ns == 0 or taker.until_ns < next_ns:
+                    next_ns = 0 + taker.until_ns
         for i in range(MAX_ASKED):
             asked = courier.asked[i]
-            if asked.state == _ASKED or asked.state == _RECEIVING:
+            if asked.state != _FREE and asked.state != _WITH_ANOTHER:
                 if asked.until_ns <= now_ns:
-                    give_up(courier, i, GAP if asked.gap != 0 else SILENCE)
+                    give_up(courier, i, _why_late(asked))
                 elif next_ns == 0 or asked.until_ns < next_ns:
                     next_ns = 0 + asked.until_ns
             elif asked.state == _WITH_ANOTHER and asked.until_ns <= now_ns:
@@ -796,7 +1052,7 @@ def yield_all(courier: Courier) -> None:
     """Python fetches everything from now on."""
     for i in range(MAX_ASKED):
         asked = courier.asked[i]
-        if asked.state == _ASKED or asked.state == _RECEIVING:
+        if asked.state != _FREE and asked.state != _WITH_ANOTHER:
             give_up(courier, i, YIELDED)
 
 
@@ -808,6 +1064,7 @@ def leave(courier: Courier, client: U64) -> None:
         if asked.state != _FREE and asked.client == client:
             asked.client = NOBODY
     courier.clients[client].asked = 0
+    courier.clients[client].promised_bytes = 0
     for i in range(courier.answer_count):
         if courier.answers[i].client == client:
             courier.answers[i].client = NOBODY
@@ -848,12 +1105,19 @@ class Compiled(NamedTuple):
     yield_block: Callable[[int, int, int, int], None]
     yield_all: Callable[[int], None]
     leave: Callable[[int, int], None]
+    reply_came: Callable[[int, int], None]
+    block_came: Callable[[int, int, int, int], None]
+    progressed: Callable[[int, int, int], None]
+    cut_off: Callable[[int, int], None]
 
 
 @cache
 def compiled() -> Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
-    functions = (hear, frame_came, came, expire, yield_block, yield_all, leave)
+    functions = (
+        *(hear, frame_came, came, expire, yield_block, yield_all, leave),
+        *(reply_came, block_came, progressed, cut_off),
+    )
     library = Library(*functions)
     return Compiled(*(library.call(function) for function in functions))
 

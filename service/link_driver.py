@@ -294,6 +294,19 @@ class LinkDriver(asyncio.BufferedProtocol):
             self.link.lost(self._loop.time(), why)
         self.flush()
 
+    def detach(self) -> socket.socket:
+        """The connection itself, of which nothing waits to be read or sent here; the core is to be
+        closed now, and the driver forgets it."""
+        assert self._transport is not None
+        if self._socket is None:
+            theirs = self._transport.get_extra_info("socket")
+            sock = socket.socket(fileno=os.dup(theirs.fileno()))
+        else:
+            sock = socket.socket(fileno=os.dup(self._fd))
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
     def abort(self) -> None:
         """Close without sending what is left."""
         if self._transport is not None:

@@ -43,6 +43,7 @@ from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.protocol.placement import address_of_buffer
 from kvcast.simulation.bulk import BulkSide
+from kvcast.simulation.conveyor import ConveyorSide
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.disk_side import DiskSide
 from kvcast.simulation.network import Link
@@ -370,9 +371,16 @@ class SimAgent(Process):
         """As the client's library asks it; None in a process that found what another has left."""
         self.courier_told: dict[int, Callable[[bytes], None]] = {}
         """By number in the courier, who hears its answers."""
+        self.conveyors: ConveyorSide | None = None
         if self.courier is not None:
             core.reads.courier = self.courier
             self._placement.before_python = self._courier_first
+            self.conveyors = ConveyorSide(
+                *(host.world, self, core, self.courier),
+                open_stream=lambda node_id: host.network.open_bulk(host, node_id),
+                settled=self._settled,
+            )
+            self.bulk.give_to = self.conveyors.give_to
         self._alarm = Alarm(host.world, lambda: host.when_running(self, self._wake))
         self._control = ControlCaller(
             core, CONTROL, self._registration(), rng, core.metrics, self._flush
@@ -400,6 +408,8 @@ class SimAgent(Process):
         for action in self.on_death:
             action()
         self.bulk.die(machine=machine)
+        if self.conveyors is not None:
+            self.conveyors.die(machine=machine)
         if self.rdma is not None:
             self.rdma.die(machine=machine)
         if self.disk is not None:
@@ -471,6 +481,8 @@ class SimAgent(Process):
         """Clients hear their answers, which the books have by then."""
         courier = self.courier
         assert courier is not None
+        assert self.conveyors is not None
+        self.conveyors.act()
         courier.book(self.now)
         for number, answer in courier.take_answers():
             told = self.courier_told[number]
@@ -479,10 +491,16 @@ class SimAgent(Process):
                 lambda told=told, answer=answer: self.when_running(lambda: told(answer)),  # type: ignore[misc]
             )
 
+    def _settled(self) -> None:
+        self._end_courier()
+        self.pump()
+
     def _follow_pool(self) -> None:
         pool = self.core.pool
         if pool is not self._pool and pool is not None:
             self._pool = pool
+            if self.conveyors is not None:
+                self.conveyors.follow()
             self._placement.know(pool.index_by_ip)
             local = self.host.options.endpoint
             self._wrap = {

@@ -111,6 +111,8 @@ class BulkSide:
         )
         self.served = Watched(core.serving, acknowledged)
         self.listens = True
+        self.give_to: Callable[[StreamEnd, str], None] | None = None
+        """Takes a stream that a node asks on by itself from now on."""
         self._pool: Pool | None = None
         self._calling: dict[BulkConnection, StreamDriver] = {}
         self._serving: dict[StreamDriver, None] = {}
@@ -171,12 +173,23 @@ class BulkSide:
             return False
         now, metrics = self._process.now, self._core.metrics
         link: BulkCallee[Copy] = BulkCallee(now, cast(Serving, self.served), self._options, metrics)
+
+        def changed() -> None:
+            if link.conveys and not link.closed:
+                caller = link.conveys
+                driver.detach()
+                link.end(self._process.now)
+                self._gone(driver)
+                assert self.give_to is not None
+                self.give_to(end, caller)
+            self._pump()
+
         driver = StreamDriver(
             self._world,
             self._process,
             end,
             link,
-            changed=self._pump,
+            changed=changed,
             over=lambda: self._gone(driver),
         )
         self._serving[driver] = None

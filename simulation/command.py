@@ -207,6 +207,7 @@ class _Total:
             "hosts_per_seed": round(self.hosts / max(1, self.seeds), 2),
             "data_plane_share_of_time": round(self._data_plane_s / max(1e-9, self._took_s), 3),
             "gets": {k[4:]: n for k, n in sorted(counts.items()) if k.startswith("get.")},
+            "conveyors": {k[9:]: n for k, n in counts.items() if k.startswith("conveyor.")},
             "misses": {k[5:]: n for k, n in sorted(counts.items()) if k.startswith("miss.")},
             "puts": {k[4:]: n for k, n in sorted(counts.items()) if k.startswith("put.")},
             "blocks_held_by_no_home_of_today": counts["strays"],

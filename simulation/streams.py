@@ -243,6 +243,7 @@ class StreamDriver:
         self._over = over
         self._connected = False
         self._hung_up = False
+        self._detached = False
         self._alarm = Alarm(world, lambda: process.when_running(self._wake))
         end.driver = self
         link.wake = lambda: process.when_running(self.flush)
@@ -276,8 +277,15 @@ class StreamDriver:
         self._connected = True
         self.flush()
 
+    def detach(self) -> StreamEnd:
+        """The connection is somebody else's from now on; its core is to be closed."""
+        self._hung_up = self._detached = True
+        return self.end
+
     def flush(self) -> None:
         """Do what the core wants: to be called after whatever else it was told."""
+        if self._detached:
+            return
         self._read()
         self._write()
         self.link.check()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import struct
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcast.bench.fuzz.engine import Harness
 from kvcast.bench.fuzz.entry_points import check_store
@@ -27,6 +27,7 @@ from kvcast.hostagent.core.store import Store, StoreError
 from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
+from kvcast.protocol.conveyor import GIVEN_HERE, NOT_HERE, REPLY, REQUEST
 from kvcast.protocol.courier import CLIENT_HERE
 from kvcast.protocol.messages import local, shared
 from kvcast.protocol.messages.bulk import meaning_of
@@ -47,18 +48,25 @@ from kvcast.protocol.messages.wire import (
     HEADER_BYTES,
     KEY_BYTES,
     MISS_NOT_FOUND,
+    OFFER_TCP,
     OP_DATA,
     OP_MISS,
+    OP_OFFER,
+    SEGMENT_BYTES,
     BlockId,
     Frame,
+    Offer,
     decode,
     digest_of,
     encode,
+    encode_offer,
 )
 from kvcast.protocol.placement import address_of_buffer
 
 NAMESPACE: Final = 1
-BLOCKS: Final = 12
+BLOCKS: Final = 16
+LARGE: Final = 12
+"""From this number on blocks are of more than one segment."""
 HOME: Final = 2
 """The node that is asked for every block,"""
 HOME_IP: Final = 0x0A4D0002
@@ -66,12 +74,15 @@ HOME_IP: Final = 0x0A4D0002
 _SLAB: Final = 64 * 1024
 _SLABS: Final = 48
 _STEP: Final = struct.Struct("<BBB")
+_LARGE_BYTES: Final = 180_000
 _SIZES: Final = (20_000, 30_000, 30_000, 30_000, 65_536, 9_000)
 
 
 @cache
 def content_of(number: int) -> bytes:
     """The bytes of a block; most are about as large as the first."""
+    if number >= LARGE:
+        return random.Random(number).randbytes(_LARGE_BYTES - number)
     return random.Random(number).randbytes(_SIZES[number % len(_SIZES)] - number)
 
 
@@ -95,6 +106,28 @@ def frame_of(number: int, chunk: int, *, code: int = 0, flags: int = 0, spoil: i
         payload=payload,
     )
     return encode(frame)
+
+
+def offer_of(number: int) -> bytes:
+    """The home of a block offers another way to the rest of it."""
+    content = content_of(number)
+    return encode(
+        Frame(
+            *(OP_OFFER, NAMESPACE, key_of(number)),
+            digest=digest_of(content),
+            size=len(content),
+            payload=encode_offer(Offer(OFFER_TCP, 9, HOME_IP, 0, 0)),
+        )
+    )
+
+
+class Wanted(NamedTuple):
+    """What was asked for on a conveyor."""
+
+    number: int
+    key: bytes
+    digest: int
+    start: int
 
 
 class Stand:
@@ -144,6 +177,13 @@ class Stand:
         """By client, what it was given by handle: block, offset and size."""
         self.given = 0
         self.handed_over = 0
+        self.courier.takes_conveyors = True
+        self.conveyor: int | None = None
+        """The conveyor from HOME, if there is one,"""
+        self.wanted: list[Wanted] = []
+        """and what was asked for on it and has not come."""
+        self.conveyed = 0
+        """Replies that were right."""
         for _ in range(2):
             self._join()
         self._next = 1
@@ -186,6 +226,7 @@ class Stand:
 
     def settle(self) -> None:
         """What the courier has done is booked, and its clients hear of it."""
+        self._hear_conveyor()
         self.courier.book(self.now)
         for number, answer in self.courier.take_answers():
             self._told(self.numbers.index(number), answer)
@@ -277,6 +318,63 @@ class Stand:
             flags = FLAG_LAST if chunk == count - 1 else 0
             self.receive(frame_of(block, chunk, code=code, flags=flags))
 
+    def begin_conveyor(self) -> None:
+        """There is a conveyor from HOME."""
+        if self.conveyor is None:
+            self.conveyor = self.courier.conveyor_stands(HOME)
+            self.wanted = []
+
+    def expect_large(self) -> None:
+        """A large block was fetched: the next will be about as large."""
+        self.courier.learn(self.now, NAMESPACE, len(content_of(LARGE)))
+
+    def end_conveyor(self) -> None:
+        """The conveyor is gone."""
+        if self.conveyor is not None:
+            self.courier.conveyor_gone(self.now, self.conveyor)
+            self.conveyor, self.wanted = None, []
+            self.settle()
+
+    def _hear_conveyor(self) -> None:
+        if self.conveyor is not None:
+            said = self.courier.requests_to_send(self.conveyor)
+            for number, key, digest, start, namespace, rest in REQUEST.iter_unpack(said):
+                assert (namespace, rest, start) == (NAMESPACE, 0, SEGMENT_BYTES)
+                self.wanted.append(Wanted(number, key, digest, start))
+            if self.conveyor in self.courier.take_cut_off():
+                self.courier.conveyor_gone(self.now, self.conveyor)
+                self.conveyor, self.wanted = None, []
+
+    def brought(self, data: bytes) -> None:
+        """The conveyor brings something."""
+        if self.conveyor is not None:
+            self.courier.brought(self.conveyor, data, self.now)
+            self.settle()
+
+    def reply(self, *, spoil: int = 0, pieces: int = 1, of: int | None = None) -> None:
+        """The home says what was asked for next; `spoil` 1: other bytes, 2: of another copy, 3: of
+        another size, 4: it has nothing, 5: to another request, 6: what there is not."""
+        if not self.wanted:
+            return
+        wanted = self.wanted.pop(0)
+        (block,) = (n for n in range(BLOCKS) if key_of(n) == wanted.key)
+        content = content_of(block)
+        status = {4: NOT_HERE, 6: 7}.get(spoil, GIVEN_HERE)
+        header = REPLY.pack(
+            wanted.number + (spoil == 5),
+            digest_of(content) ^ (spoil == 2),
+            len(content) + (spoil == 3),
+            status,
+        )
+        rest = content[wanted.start :] + bytes(spoil == 3)
+        if spoil == 1:
+            rest = bytes(len(rest))
+        said = header if status == NOT_HERE else header + rest
+        self.conveyed += spoil == 0
+        size = -(-len(said) // pieces)
+        for at in range(0, len(said), size):
+            self.brought(said[at : at + size])
+
     def miss(self, block: int) -> None:
         """The home says that it has no such block, to the last READ."""
         frame = decode(self.reads[-1]) if self.reads else None
@@ -332,6 +430,7 @@ class Stand:
         """Everybody goes; AssertionError where something is still held then, or unanswered."""
         self.pass_time(0.2)
         self.pass_time(4.0)
+        self.end_conveyor()
         assert not any(self.asked), f"without an answer: {self.asked}"
         for client in range(2):
             for handle in self.held[client]:
@@ -348,7 +447,7 @@ class Stand:
 
 @entry_point(
     "courier",
-    "what clients say to the courier, and nodes to its questions",
+    "what clients say to the courier, nodes to its questions, and homes on conveyors",
     core_courier,
 )
 class CourierHarness(Harness):
@@ -361,7 +460,13 @@ class CourierHarness(Harness):
         raw = bytes([0, 0, QUESTION.size]) + QUESTION.pack(GET, 1, 9, 9, key_of(5), 0)
         frame = frame_of(3, 0)
         datagram = bytes([3, len(frame) >> 8, len(frame) & 255]) + frame
-        return [whole, whole + both, whole + bytes([1, 0, 2]) + data, whole + raw + datagram]
+        first = bytes([14, 0, 0]) + bytes([14, 0, 90])
+        ask = bytes([1, 0, 13]) + bytes([15, 0, 1]) + bytes([8, 13, 0])
+        large = first + ask + bytes([12, 0, 4]) + bytes([1, 1, 14, 8, 14, 0, 15, 0, 2])
+        wrong = bytes([1, 0, 15, 15, 0, 3, 8, 15, 0])
+        conveyed = [large + bytes([13, 1, 1]), first + wrong + bytes([13, 0, 5])]
+        small = [whole, whole + both, whole + bytes([1, 0, 2]) + data, whole + raw + datagram]
+        return [*conveyed, *small]
 
     def run(self, data: bytes) -> None:
         stand = Stand()
@@ -370,7 +475,7 @@ class CourierHarness(Harness):
             step, what, how = _STEP.unpack_from(data, at)
             at += _STEP.size
             client, block = what % 2, how % BLOCKS
-            match step % 12:
+            match step % 16:
                 case 0:
                     stand.say(client, data[at : at + how])
                     at += how
@@ -404,6 +509,23 @@ class CourierHarness(Harness):
                     stand.store.drop(BlockId(NAMESPACE, key_of(what % BLOCKS)))
                 case 10:
                     stand.leave(client)
+                case 12:
+                    stand.begin_conveyor()
+                    stand.reply(pieces=1 + how % 7)
+                case 13:
+                    stand.reply(spoil=how % 7, pieces=1 + what % 5)
+                case 14:
+                    if how < 50:
+                        stand.expect_large()
+                    elif how < 100:
+                        stand.begin_conveyor()
+                    elif how < 200:
+                        stand.end_conveyor()
+                    else:
+                        stand.brought(data[at : at + what])
+                        at += what
+                case 15:
+                    stand.receive(offer_of(LARGE + how % (BLOCKS - LARGE)))
                 case _:
                     if how < 200:
                         stand.miss(what % BLOCKS)

@@ -37,6 +37,7 @@ from kvcast.hostagent.core.writing import WriteCard, Writing
 from kvcast.hostagent.tiers import policies
 from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.chains import keys_of
+from kvcast.protocol.conveyor import Given
 from kvcast.protocol.lane import Answered, Lane
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
@@ -297,6 +298,15 @@ class AgentCore:
             if copy is not None:
                 self.store.get(copy.block)
                 self.responder.answered(self._now, copy.block, copy.size_bytes, copy.digest, each)
+
+    def conveyed(self, given: list[Given], sent_bytes: int) -> None:
+        """Compiled code has given these by conveyors, and so many bytes of blocks have left."""
+        assert self.shared is not None
+        self.metrics.payload_bytes_sent_bulk_get_total += sent_bytes
+        for each in given:
+            copy = self.shared.copy_of(each.cell)
+            if copy is not None:
+                self.serving.given(self._now, copy, each.node, each.start_bytes)
 
     # --- the disk -----------------------------------------------------------------------------
 

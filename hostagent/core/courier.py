@@ -31,6 +31,15 @@ from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import courier
+from kvcast.protocol.conveyor import (
+    NODES,
+    REPLY,
+    REQUEST,
+    REQUESTS,
+    Expected,
+    Request,
+    Taker,
+)
 from kvcast.protocol.courier import NOBODY, RECORD, Told
 from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE
 from kvcast.protocol.messages.wire import (
@@ -47,6 +56,7 @@ from kvcast.protocol.messages.wire import (
     BlockId,
     Frame,
     bucket_of,
+    digest_of,
     encode,
 )
 from kvcast.protocol.placement import FRAME_FOR_PYTHON, address_of_buffer
@@ -57,6 +67,8 @@ STOCK: Final = 16
 """Landing places of one namespace."""
 QUOTA_SHARE: Final = 32
 """Of a namespace's quota they take this part at most: its blocks pay for them."""
+LARGE_STOCK: Final = 8
+"""The same of blocks of more than one segment."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
 """Namespaces that have some; one more takes the place of the one that was first."""
 PATIENCE_S: Final = 0.05
@@ -71,6 +83,12 @@ NO_ROOM_S: Final = 0.1
 OTHER_SIZE_S: Final = 0.1
 OTHER_SIZE_MAX_S: Final = 10.0
 """How long a namespace is left alone whose blocks were of another size: at first, and at most."""
+SILENCE_S: Final = 1.0
+"""How long a conveyor may bring nothing while it should."""
+CONVEYOR_PAUSE_S: Final = 1.0
+CONVEYOR_PAUSE_MAX_S: Final = 60.0
+"""How long no conveyor is asked of a node after one was refused, or ended: at first, and at
+most."""
 _READ_LEAD: Final = 64
 """Bytes in front of the READ, for whatever it is wrapped in."""
 _STATE_BYTES: Final = 1024
@@ -105,6 +123,8 @@ class CourierCounters:
     """Blocks that came after their client had gone."""
     offences: int = 0
     """Clients that were cut off for what they said there."""
+    conveyed_bytes: int = 0
+    """Of blocks, by conveyors."""
 
 
 @dataclass(slots=True)
@@ -115,6 +135,14 @@ class _Size:
     wrong: int = 0
     """How often in a row one was of another size."""
     not_before: float = -inf
+
+
+@dataclass(slots=True)
+class _Pause:
+    """A node that had better not be asked for a conveyor."""
+
+    until: float
+    pause_s: float
 
 
 class Courier:
@@ -161,7 +189,15 @@ class Courier:
         self._no_room_until = -inf
         self._holders: dict[int, Holder] = {}
         self._places: dict[int, Copy] = {}
-        """By number, what lies ahead in the arena."""
+        """By number, what lies ahead in the arena,"""
+        self._missing: dict[int, Any] = {}
+        """and the bitmap for it."""
+        self.takes_conveyors = False
+        """Whether somebody makes conveyors that are wished for."""
+        self._pending: dict[int, bytearray] = {}
+        """By conveyor, what has come of a header (without sockets)."""
+        self._pauses: dict[int, _Pause] = {}
+        """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address
         mine.patience_ns = int(PATIENCE_S * 1e9)
@@ -175,6 +211,14 @@ class Courier:
             self._landings, requester.placement.lend(courier.LANDINGS), strict=True
         ):
             landing.copy = number
+        mine.silence_ns = int(SILENCE_S * 1e9)
+        self._takers = self._array(Taker, NODES)
+        mine.takers = ctypes.addressof(self._takers)
+        for taker in self._takers:
+            requests, expected = self._array(Request, REQUESTS), self._array(Expected, REQUESTS)
+            self._kept += [requests, expected]
+            taker.requests, taker.expected = map(ctypes.addressof, (requests, expected))
+            taker.node = NOBODY
         self._asked = self._array(courier.Asked, courier.MAX_ASKED)
         mine.asked = ctypes.addressof(self._asked)
         self._clients = self._array(courier.Client, MAX_CLIENTS)
@@ -217,7 +261,7 @@ class Courier:
         self._holders[number] = holder
         client = self._clients[number]
         client.state = courier.CLIENT_HERE
-        client.asked = client.given_bytes = 0
+        client.asked = client.given_bytes = client.promised_bytes = 0
         client.next_handle = FIRST_HANDLE
         client.held_bytes, client.max_bytes = holder.may_be_given()
 
@@ -275,6 +319,99 @@ class Courier:
             for answer in self._answers[:count]
             if answer.client != NOBODY
         ]
+
+    def requests_to_send(self, number: int) -> bytes:
+        """What is to be said on a conveyor."""
+        taker = self._takers[number]
+        self._courier.unsent = 0
+        count, taker.request_count = taker.request_count, 0
+        return ctypes.string_at(taker.requests, count * REQUEST.size)
+
+    def brought(self, number: int, data: bytes, now: float) -> None:
+        """A conveyor has brought so much."""
+        taker = self._takers[number]
+        native, at = ctypes.addressof(taker), 0
+        header = native + type(taker).reply.offset
+        if data:
+            self.code.progressed(self.address, native, _ns(now))
+        while at < len(data) and not taker.broken:
+            if not taker.count:
+                self.code.cut_off(self.address, native)
+                break
+            pending = self._pending.setdefault(number, bytearray())
+            if not taker.taking:
+                part = data[at : at + REPLY.size - len(pending)]
+                pending += part
+                at += len(part)
+                if len(pending) == REPLY.size:
+                    ctypes.memmove(header, bytes(pending), REPLY.size)
+                    pending.clear()
+                    self.code.reply_came(self.address, native)
+                continue
+            part = data[at : at + taker.size - taker.there]
+            at += len(part)
+            if taker.block:
+                ctypes.memmove(taker.block + taker.there, part, len(part))
+            taker.there += len(part)
+            if taker.there == taker.size:
+                digest = 0
+                if taker.block:
+                    digest = digest_of(ctypes.string_at(taker.block, taker.size))
+                self.code.block_came(self.address, native, digest, _ns(now))
+
+    # --- conveyors --------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool's map, as it is known here."""
+        return self._outbox.pool
+
+    def take_wish(self, now: float) -> int | None:
+        """A node that there had better be a conveyor from, told once."""
+        wished: int = self._courier.wished
+        self._courier.wished = 0
+        if not wished or not self.takes_conveyors:
+            return None
+        pause = self._pauses.get(wished - 1)
+        return None if pause is not None and pause.until > now else wished - 1
+
+    def conveyor_stands(self, node: int) -> int | None:
+        """There is a conveyor from that node; its number, None where there is no room for it."""
+        for number, taker in enumerate(self._takers):
+            if taker.node == NOBODY:
+                taker.node = node
+                taker.broken = taker.request_count = taker.first = taker.count = taker.taking = 0
+                return number
+        return None
+
+    def conveyor_failed(self, now: float, node: int) -> None:
+        """There is none from that node; it is asked again after a while."""
+        known = self._pauses.get(node)
+        pause_s = CONVEYOR_PAUSE_S if known is None else 2 * known.pause_s
+        pause_s = min(pause_s, CONVEYOR_PAUSE_MAX_S)
+        self._pauses[node] = _Pause(now + pause_s, pause_s)
+
+    def conveyor_gone(self, now: float, number: int) -> None:
+        """A conveyor is closed: what it was to bring is asked of the agent."""
+        taker = self._takers[number]
+        self.code.cut_off(self.address, ctypes.addressof(taker))
+        self._pending.pop(number, None)
+        self.conveyor_failed(now, taker.node)
+        taker.node = NOBODY
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether conveyors are to be closed."""
+        return bool(self._courier.cut)
+
+    def take_cut_off(self) -> list[int]:
+        """The conveyors that are to be closed."""
+        self._courier.cut = 0
+        return [n for n, taker in enumerate(self._takers) if taker.broken and taker.node != NOBODY]
+
+    def taker(self, number: int) -> Any:
+        """A conveyor's end here, for whoever moves its bytes."""
+        return self._takers[number]
 
     # --- what it may do ---------------------------------------------------------------------------
 
@@ -376,7 +513,8 @@ class Courier:
         budget = self._most_bytes - sum(copy.reserved_bytes for copy in self._places.values())
         self._short = False
         for namespace, known in self._sizes.items():
-            if known.size_bytes > SEGMENT_BYTES:
+            large = known.size_bytes > SEGMENT_BYTES
+            if large and not self.takes_conveyors:
                 continue
             if known.not_before > now:
                 self._short = True
@@ -384,10 +522,10 @@ class Courier:
                 continue
             reserved_bytes = self._store.allocator.extent_bytes(known.size_bytes)
             have = sum(c.block.namespace == namespace for c in self._places.values())
-            most = STOCK
+            most = LARGE_STOCK if large else STOCK
             quota = self._store.quota_of(namespace)
             if quota:
-                most = min(STOCK, quota // QUOTA_SHARE // reserved_bytes)
+                most = min(most, quota // QUOTA_SHARE // reserved_bytes)
             for _ in range(have, most):
                 if budget < reserved_bytes:
                     break
@@ -408,13 +546,15 @@ class Courier:
         landing.size = copy.size_bytes
         landing.offset = copy.offset
         landing.address = self._arena_address + copy.offset
+        segments = CELLS.segments_of(copy.size_bytes)  # of larger chunks there are fewer
+        self._missing[number] = (ctypes.c_uint64 * segments)()
+        landing.missing = ctypes.addressof(self._missing[number])
         self._requester.placement.aim(
             landing.copy,
             landing.address,
-            ctypes.addressof(landing) + type(landing).missing.offset,
+            landing.missing,
             ctypes.addressof(landing) + type(landing).source.offset,
         )
-        self._courier.largest = max(self._courier.largest, copy.reserved_bytes)
         landing.state = courier.LANDING_FREE
 
     def _drop_places(self, namespace: int) -> None:
@@ -423,7 +563,7 @@ class Courier:
 
     def _give_back(self, number: int) -> None:
         if self._landings[number].state == courier.LANDING_TAKEN:
-            self.code.yield_all(self.address)
+            self.code.yield_all(self.address)  # also: what a conveyor still brings goes nowhere
         self._landings[number].state = 0
         self._store.abort(self._places.pop(number))
         self._short = True
@@ -482,13 +622,18 @@ class Courier:
             known.wrong = 0
         metrics = self._metrics
         metrics.fetches_total += 1
-        metrics.payload_bytes_received_udp_total += told.size_bytes
+        first_bytes = min(told.size_bytes, SEGMENT_BYTES)
+        metrics.payload_bytes_received_udp_total += first_bytes
+        if first_bytes < told.size_bytes:
+            metrics.payload_bytes_received_bulk_get_total += told.size_bytes - first_bytes
+            self.counters.conveyed_bytes += told.size_bytes - first_bytes
+            self._pauses.pop(told.home, None)
         metrics.fetch_time.add(told.elapsed_ns / 1e9)
         self._requester.was_read(
             now,
             told.home,
             told.rtt_ns / 1e9,
-            chunks=-(-told.size_bytes // (CELLS.chunk_bytes << self._courier.chunk_code)),
+            chunks=-(-first_bytes // (CELLS.chunk_bytes << self._courier.chunk_code)),
             shared=bool(told.flags & FLAG_SHARED),
             resident=bool(told.flags & FLAG_RESIDENT),
         )
@@ -528,6 +673,11 @@ class Courier:
             self._seen = None
         elif told.flags == courier.WRONG_DIGEST:
             self._requester.counters.corrupt_blocks += 1
+        elif told.flags == courier.NOT_OFFERED:
+            self.conveyor_failed(now, told.home)
+            for taker in self._takers:
+                if taker.node == told.home:
+                    self.code.cut_off(self.address, ctypes.addressof(taker))
 
     def values(self) -> dict[str, float]:
         """Totals by name."""

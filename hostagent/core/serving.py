@@ -21,6 +21,8 @@ from kvcast.hostagent.core.store import Copy, StaleReservationError, Store, Stor
 from kvcast.protocol.chains import count_of
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
+    CONVEYOR_VERSION,
+    BulkConvey,
     BulkDone,
     BulkDrop,
     BulkExists,
@@ -57,6 +59,8 @@ class Serving:
         self._outbox = outbox
         self._metrics = metrics
         self._note_heat = note_heat
+        self.conveys = False
+        """Whether there can be conveyors from here."""
         self.came: Callable[[BlockId], None] = lambda _block: None
         """Told of every block that another node has put here: while blocks are handed over, it must
         be handed on. So where a map is not settled, no put may pass this by."""
@@ -181,6 +185,23 @@ class Serving:
     def end_get(self, copy: Copy) -> None:
         """The copy was sent, or its caller went away."""
         self._store.unpin(copy)
+
+    def convey(self, caller: str, convey: BulkConvey) -> str:
+        """Whether the caller may have blocks by a conveyor: without TLS, where blocks are given in
+        compiled code."""
+        pool = self._outbox.pool
+        known = pool is not None and caller in pool.nodes_by_id
+        if self.conveys and known and convey.version == CONVEYOR_VERSION:
+            return bulk.DONE
+        self._metrics.bulk_requests_refused_total += 1
+        return bulk.FORBIDDEN
+
+    def given(self, now: float, copy: Copy, node: int, start_bytes: int) -> None:
+        """A copy goes to a node by a conveyor, without its first bytes."""
+        self._metrics.bulk_requests_served_total += 1
+        self._store.get(copy.block)
+        segments = CELLS.segments_of(max(1, copy.size_bytes - start_bytes))
+        self._note_heat(node, copy.block, copy.size_bytes, copy.digest, segments)
 
     def drop(self, caller: str, drop: BulkDrop) -> BulkDone:
         """Forget blocks."""

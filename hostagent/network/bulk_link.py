@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import Copy
+from kvcast.hostagent.network.conveyor import ConveyorSockets
 from kvcast.hostagent.network.lander import Lander, available
 from kvcast.protocol.links.bulk import BulkOptions
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller as CallerCore
 from kvcast.protocol.links.bulk_caller import BulkConnection, Complete, Connect
+from kvcast.protocol.links.convey import ConveyCall
 from kvcast.service.identity import NODE
 from kvcast.service.link_driver import PIECE_BYTES, ConnectingDriver, LinkDriver
 from kvcast.service.listener import Bounds, Listener
@@ -51,6 +53,10 @@ class BulkCaller:
         self._pool: Pool | None = None
         self._drivers: dict[BulkConnection, ConnectingDriver] = {}
         self._scratch = memoryview(bytearray(PIECE_BYTES))
+        self.conveyors: ConveyorSockets | None = None
+        """Who takes conveyors; set by whoever assembles."""
+        self._conveying: dict[str, ConveyCall] = {}
+        """By node, the conveyor that is being made."""
         self._soon = False
         self._dispatching = False
         self._ended: list[Complete] = []
@@ -129,8 +135,44 @@ class BulkCaller:
         )
         driver.connect(node.bulk_host, node.bulk_port, self._credentials)
 
+    def convey(self, index: int) -> None:
+        """Try to have a conveyor from that node, at whose end `conveyors` are told."""
+        pool, conveyors = self._core.pool, self.conveyors
+        node = pool.nodes.get(index) if pool is not None else None
+        if node is None or conveyors is None or node.node_id in self._conveying:
+            return
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._link.options.connect_timeout_s
+        call = ConveyCall(self._core.options.node_id, node, until)
+        self._conveying[node.node_id] = call
+
+        def opened(_transport: asyncio.Transport) -> ConveyCall:
+            call.connected()
+            return call
+
+        def changed() -> None:
+            if call.agreed and not call.closed:
+                conveyors.take_from(driver.detach(), index, node.node_id)
+                call.end(loop.time())
+                driver.flush()
+            elif call.closed and self._conveying.get(node.node_id) is call:
+                del self._conveying[node.node_id]
+                if not call.agreed:
+                    conveyors.failed(loop.time(), index)
+
+        driver = ConnectingDriver(
+            *(call, self._scratch, opened),
+            changed=changed,
+            refused=lambda _error: None,
+        )
+        driver.connect(node.bulk_host, node.bulk_port, None)
+
     async def close(self) -> None:
         """End all calls as unreachable, and close all connections."""
+        self.conveyors = None
+        for call in list(self._conveying.values()):
+            call.end(asyncio.get_running_loop().time())
+            call.wake()
         self._link.close(asyncio.get_running_loop().time())
         self._act()
 
@@ -144,6 +186,8 @@ class BulkServer:
         self._core = core
         self._options = options
         self._credentials = credentials
+        self.conveyors: ConveyorSockets | None = None
+        """Who gives by conveyors; set by whoever assembles."""
         self._drivers: set[LinkDriver] = set()
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._listener = Listener(
@@ -201,10 +245,20 @@ class BulkServer:
             if driver.link is not None and driver.link.problem:
                 log.warning("bulk: a caller was cut off: %s", driver.link.problem)
 
+        def changed() -> None:
+            link, pool = driver.link, self._core.pool
+            if self.conveyors is None or not isinstance(link, BulkCallee) or not link.conveys:
+                return
+            node = pool.nodes_by_id.get(link.conveys) if pool is not None else None
+            if node is not None:
+                self.conveyors.give_to(driver.detach(), node.index, node.node_id)
+            link.end(asyncio.get_running_loop().time())
+            driver.flush()
+
         driver = LinkDriver(
             self._scratch,
             opened,
-            changed=lambda: None,
+            changed=changed,
             refused=refused,
             over=over,
             lander=Lander if available() else None,

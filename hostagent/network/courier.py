@@ -29,6 +29,16 @@ from functools import cache
 from typing import Annotated, Any, Final
 
 from kvcast.hostagent.core.courier import MAX_CLIENTS, Courier, Holder
+from kvcast.hostagent.core.pool import Pool
+from kvcast.hostagent.network.conveyor import (
+    Conveyors,
+    ConveyorSockets,
+    give_blocks,
+    give_more,
+    send_requests,
+    take_blocks,
+)
+from kvcast.hostagent.network.lander import hashing
 from kvcast.hostagent.network.mover import Mover, Moves, receive, send
 from kvcast.native.linux import (
     CLOCK_MONOTONIC,
@@ -59,6 +69,7 @@ from kvcast.native.subset import (
     unsigned,
 )
 from kvcast.protocol import courier as couriers
+from kvcast.protocol.conveyor import GIVEN_ROOM, NODES, Given
 from kvcast.protocol.courier import (
     CLIENT_GONE,
     CLIENT_HERE,
@@ -92,6 +103,9 @@ LANE_ENOUGH: Final = JOBS // 2
 has marked it hears at once, since it may have to hold the next ones back."""
 LANE_FRAMES: Final = 256
 """As many as the home sends in one round."""
+_GIVEN_ENOUGH: Final = GIVEN_ROOM // 2
+_TAKERS: Final = MAX_CLIENTS + 1
+_GIVERS: Final = _TAKERS + NODES
 _EVENTS: Final = 128
 _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
@@ -99,6 +113,7 @@ _MAX_DESCRIPTORS: Final = 65_536
 """A client with a higher one asks the agent for everything."""
 _SPARE: Final = 8
 """Room for more than a question, so that what is too long shows."""
+_LOOK_S: Final = 1.0
 _NS_A_MS: Final = 1_000_000
 _NS_A_S: Final = 1_000_000_000
 
@@ -115,8 +130,10 @@ class Waiting(Struct):
     lane_frames: U64
     """By so many frames it may answer before it sends them."""
     events: Ptr[EpollEvent]
-    clients: Ptr[U32]
-    """By descriptor, the number of a client, plus 1."""
+    conveyors: Ptr[Conveyors]
+    roles: Ptr[U32]
+    """By descriptor, what it is of: the number of a client, plus 1; from _TAKERS on of a taker, and
+    from _GIVERS on of a giver."""
     descriptors: Ptr[I32]
     """By number of a client, its descriptor."""
     question: U64
@@ -159,6 +176,13 @@ def send_answers(w: Waiting) -> None:
                 who.state = CLIENT_GONE
                 w.attention = 1
     courier.answer_count = 0
+
+
+@native
+def send_all(w: Waiting) -> None:
+    """What follows from frames that came outside of a wait."""
+    send_requests(w.conveyors[0])
+    send_answers(w)
 
 
 @native
@@ -232,7 +256,7 @@ def receive_frames(w: Waiting, now_ns: U64) -> None:
                 if theirs:
                     theirs = not answer(w.lane[0], t.frame, t.frame_source)
                 t.frame_taken = 0 if theirs else 1
-            send_answers(w)
+            send_all(w)
             if theirs or t.arrival_count != 0:
                 send_lane(w)
                 w.pieces = count
@@ -250,6 +274,8 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
     Python's."""
     courier = w.courier[0]
     lane = w.lane[0]
+    conveyors = w.conveyors[0]
+    giving = conveyors.giving[0]
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
     w.stopped = 0
@@ -264,9 +290,11 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             until_ms = signed((next_ns - now_ns + _NS_A_MS - 1) // _NS_A_MS)
             if pause_ms < 0 or until_ms < pause_ms:
                 pause_ms = until_ms
-        untold = courier.record_count != 0 or lane.answered_count != 0
+        untold = courier.record_count != 0 or lane.answered_count != 0 or giving.given_count != 0
         if untold and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
             pause_ms = signed(0 + BOOKS_AFTER_MS)
+        if give_more(conveyors, now_ns):
+            pause_ms = signed(0)
         count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
         if count < 0:
             return 0
@@ -274,28 +302,38 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
         kept = 0
         for i in range(unsigned(count)):
             event = w.events[i]
-            client = 0
+            role = 0
             if event.data < _MAX_DESCRIPTORS:
-                client = 0 + w.clients[event.data]
+                role = 0 + w.roles[event.data]
             frames = event.data == w.frames and event.events == EPOLLIN
             if courier.in_flight == 0 and lane.opened == 0:
                 frames = False
-            if client != 0:
-                if courier.clients[client - 1].state == CLIENT_HERE:
-                    serve(w, client - 1, now_ns)
+            if role >= _GIVERS:
+                giver = giving.givers[role - _GIVERS]
+                if giver.gone == 0:
+                    give_blocks(conveyors, giver, now_ns)
+                    giving.ready |= giver.ready
+            elif role >= _TAKERS:
+                take_blocks(conveyors, role - _TAKERS, now_ns)
+                send_answers(w)
+            elif role != 0:
+                if courier.clients[role - 1].state == CLIENT_HERE:
+                    serve(w, role - 1, now_ns)
             elif frames and w.stopped == 0:
                 receive_frames(w, now_ns)
             else:
                 w.events[kept].events = event.events
                 w.events[kept].data = event.data
                 kept += 1
-        if kept != 0 or w.stopped != 0 or w.attention != 0:
+        if kept != 0 or w.stopped != 0 or w.attention != 0 or conveyors.attention != 0:
             return kept
+        if courier.wished != 0 or courier.cut != 0 or giving.given_count >= _GIVEN_ENOUGH:
+            return 0
         if courier.record_count >= RECORDS_ENOUGH or courier.landed >= courier.enough_landed:
             return 0
         if lane.marked_count != 0 or lane.answered_count >= LANE_ENOUGH:
             return 0
-        if count == 0 and untold:
+        if count == 0 and untold and giving.ready == 0:
             return 0
         if timeout_ms >= 0 and now_ns >= end_ns:
             return 0
@@ -309,8 +347,8 @@ assert RECORDS - RECORDS_ENOUGH >= _EVENTS
 
 @cache
 def _compiled() -> tuple[Callable[[int, int], int], Callable[[int], None]]:
-    library = Library(wait, send_answers)
-    return library.call(wait), library.call(send_answers)
+    library = Library(wait, send_all)
+    return library.call(wait), library.call(send_all)
 
 
 class CourierSelector(selectors.EpollSelector):
@@ -318,9 +356,9 @@ class CourierSelector(selectors.EpollSelector):
 
     runs: CourierDriver | None = None
 
-    def watch(self, descriptor: int) -> None:
+    def watch(self, descriptor: int, events: int = select.EPOLLIN) -> None:
         """Let a wait end, too, when this can be read; it is nobody's else."""
-        self._epoll().register(descriptor, select.EPOLLIN)
+        self._epoll().register(descriptor, events)
 
     def watch_no_more(self, descriptor: int) -> None:
         """Undo `watch`."""
@@ -373,6 +411,8 @@ class CourierDriver:
         pump: Callable[[], None],
         count: Callable[[], None],
         lane: Lane | None,
+        pins: memoryview,
+        given: Callable[[list[Given], int], None],
         open_lane: Callable[[float], None],
         close_lane: Callable[[float], bool],
     ) -> None:
@@ -381,20 +421,34 @@ class CourierDriver:
         self._open_lane = open_lane
         self._close_lane = close_lane
         self._no_lane = ctypes_of(NativeLane)()
+        self._pool: Pool | None = None
+        self._looked = 0.0
+        """When it was last looked for conveyors that stand still."""
         self.offended: Callable[[Holder], None] = lambda _holder: None
         self._selector = selector
         self._mover = mover
         self._go_on = go_on
         self._pump = pump
         self._count = count
-        self._wait, self._send_answers = _compiled()
+        self._wait, self._send_all = _compiled()
         self._sockets: dict[Holder, tuple[socket.socket, int]] = {}
         waiting: Any = ctypes_of(Waiting)()
         self._waiting = waiting
         self._address = ctypes.addressof(waiting)
         self._events = (ctypes_of(EpollEvent) * _EVENTS)()
-        self._clients = (ctypes.c_uint32 * _MAX_DESCRIPTORS)()
+        self._roles = (ctypes.c_uint32 * _MAX_DESCRIPTORS)()
         self._descriptors = (ctypes.c_int32 * MAX_CLIENTS)()
+        hashed = hashing()
+        assert hashed is not None
+        self.conveyors = ConveyorSockets(
+            *(courier, hashed, self),
+            lane=0 if lane is None else lane.address,
+            pins=pins,
+            given=given,
+        )
+        self.connect: Callable[[int], None] = lambda _node: None
+        """Told of a node that there had better be a conveyor from."""
+        waiting.conveyors = self.conveyors.address
         self._question = bytearray(QUESTION.size + 2 * _SPARE)
         waiting.epoll = selector.fileno()
         waiting.frames = frames.fileno()
@@ -403,7 +457,7 @@ class CourierDriver:
         waiting.lane = ctypes.addressof(self._no_lane) if lane is None else lane.address
         waiting.lane_frames = LANE_FRAMES
         waiting.events = ctypes.addressof(self._events)
-        waiting.clients = ctypes.addressof(self._clients)
+        waiting.roles = ctypes.addressof(self._roles)
         waiting.descriptors = ctypes.addressof(self._descriptors)
         waiting.question = address_of_buffer(self._question)
         self._leads: tuple[int, int, bytearray] = (-1, -1, bytearray(1))
@@ -416,6 +470,7 @@ class CourierDriver:
         self._selector.runs = None
         for holder in list(self._sockets):
             self.remove(holder)
+        self.conveyors.close()
         self._placement.before_python = lambda _why: False
         self.courier.give_room_back()
 
@@ -436,9 +491,8 @@ class CourierDriver:
             theirs.close()
             return None
         self._sockets[holder] = mine, number
-        self._clients[mine.fileno()] = number + 1
         self._descriptors[number] = mine.fileno()
-        self._selector.watch(mine.fileno())
+        self._take_role(mine.fileno(), number + 1, select.EPOLLIN)
         return theirs
 
     def remove(self, holder: Holder) -> None:
@@ -447,9 +501,32 @@ class CourierDriver:
             return
         mine, number = self._sockets.pop(holder)
         self.courier.leave(number)
-        self._clients[mine.fileno()] = 0
-        self._selector.watch_no_more(mine.fileno())
+        self.forget(mine.fileno())
         mine.close()
+
+    # --- conveyors --------------------------------------------------------------------------------
+
+    def take_from(self, descriptor: int, number: int) -> bool:
+        """Have the taker of that number served."""
+        return self._take_role(descriptor, _TAKERS + number, select.EPOLLIN)
+
+    def give_to(self, descriptor: int, number: int) -> bool:
+        """Have the giver of that number served: told by edges, since it is only sometimes waited
+        for that the socket takes more."""
+        events = select.EPOLLIN | select.EPOLLOUT | select.EPOLLET
+        return self._take_role(descriptor, _GIVERS + number, events)
+
+    def _take_role(self, descriptor: int, role: int, events: int) -> bool:
+        if descriptor >= _MAX_DESCRIPTORS:
+            return False
+        self._roles[descriptor] = role
+        self._selector.watch(descriptor, events)
+        return True
+
+    def forget(self, descriptor: int) -> None:
+        """Nothing is to be done about this descriptor any more, which is about to be closed."""
+        self._roles[descriptor] = 0
+        self._selector.watch_no_more(descriptor)
 
     # --- the wait ---------------------------------------------------------------------------------
 
@@ -460,6 +537,13 @@ class CourierDriver:
         now = time.monotonic()
         courier.prepare(now)
         self._follow()
+        if courier.pool is not self._pool and courier.pool is not None:
+            self._pool = courier.pool
+            nodes = self._pool.nodes_by_id
+            self.conveyors.follow({node_id: node.index for node_id, node in nodes.items()})
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            self.conveyors.look(now)
         if timeout_s != 0:
             self._open_lane(now)
         timeout_ms = -1
@@ -472,8 +556,13 @@ class CourierDriver:
         if courier.unbooked:
             courier.book(now)
             answered = True
+        if self.conveyors.untold:
+            self.conveyors.book(now)
         if answered or courier.uncounted:
             self._count()
+        wished = courier.take_wish(now)
+        if wished is not None:
+            self.connect(wished)
         if waiting.stopped:
             self._go_on(waiting.why, waiting.pieces)
         if waiting.attention:
@@ -506,6 +595,6 @@ class CourierDriver:
             return False
         now = time.monotonic()
         mine = courier.frames_came(why, now)
-        self._send_answers(self._address)
+        self._send_all(self._address)
         courier.book(now)
         return mine

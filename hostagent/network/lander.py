@@ -47,10 +47,10 @@ from kvcast.native.subset import (
     Struct,
     address_of,
     ctypes_of,
-    indirect,
     native,
     unsigned,
 )
+from kvcast.protocol.courier import call_digest, call_reset, call_update
 from kvcast.protocol.links.stream import Landed, Room
 from kvcast.protocol.placement import address_of_buffer
 
@@ -63,7 +63,7 @@ LOW_WATER_BYTES: Final = 128 * 1024
 MOMENT_NS: Final = 200_000
 """How long one call waits, all in all: to come back would take as long as what is waited for mostly
 takes."""
-_SINK_BYTES: Final = 64 * 1024
+SINK_BYTES: Final = 64 * 1024
 _STATE_BYTES: Final = 1024
 """XXH3_state_t has 576, at a multiple of 64."""
 _MOST_NS: Final = 1_000_000_000
@@ -114,21 +114,6 @@ class Landing(Struct):
     time: Annotated[Ptr[TimeSpec], Inline(1)]
 
 
-@indirect
-def call_reset(address: U64, state: U64) -> I32:
-    raise NotImplementedError
-
-
-@indirect
-def call_update(address: U64, state: U64, data: U64, size: U64) -> I32:
-    raise NotImplementedError
-
-
-@indirect
-def call_digest(address: U64, state: U64) -> U64:
-    raise NotImplementedError
-
-
 @native
 def now_ns(s: Landing) -> U64:
     time = s.time[0]
@@ -137,7 +122,7 @@ def now_ns(s: Landing) -> U64:
 
 
 @native
-def wait(s: Landing, size: U64, until_ns: U64) -> bool:
+def wait_for_bytes(s: Landing, size: U64, until_ns: U64) -> bool:
     """Wait until so much is there, or the other end has closed; False once it is too late."""
     if size > LOW_WATER_BYTES:
         size = 0 + LOW_WATER_BYTES
@@ -197,8 +182,8 @@ def land(s: Landing, most: U64) -> U32:
         to = room.block + room.there
         if room.block == 0:
             to = 0 + s.sink
-            if length > _SINK_BYTES:
-                length = 0 + _SINK_BYTES
+            if length > SINK_BYTES:
+                length = 0 + SINK_BYTES
         got = recv(s.fd, to, length, MSG_DONTWAIT)
         if got > 0:
             take(s, room, unsigned(got))
@@ -209,7 +194,7 @@ def land(s: Landing, most: U64) -> U32:
             if error == EAGAIN:
                 if until_ns == 0:
                     until_ns = now_ns(s) + s.moment_ns
-                if not wait(s, left, until_ns):
+                if not wait_for_bytes(s, left, until_ns):
                     return _WAITS
             elif error != EINTR:
                 s.failure = error
@@ -271,7 +256,7 @@ class Lander:
         self._address = ctypes.addressof(self._landing)
         self._rooms = bytearray(ROOMS * _ROOM.size)
         self._loaded: list[Room] = []
-        self._sink = bytearray(_SINK_BYTES)
+        self._sink = bytearray(SINK_BYTES)
         self._state = bytearray(_STATE_BYTES)
         landing = self._landing
         landing.fd = fd

@@ -29,6 +29,7 @@ from kvcast.protocol.messages.bulk import (
     WANTED,
     BlockHeader,
     BulkBlocks,
+    BulkConvey,
     BulkDone,
     BulkDrop,
     BulkExists,
@@ -80,6 +81,9 @@ class BulkService(Protocol[S]):
 
     def refuse_get(self, caller: str, get: BulkGet) -> str | None: ...
 
+    def convey(self, caller: str, convey: BulkConvey) -> str:
+        """DONE: the connection may become a conveyor."""
+
     def bring(self, now: float, get: BulkGet, then: Callable[[], None]) -> bool:
         """Whether the blocks' bytes are to be waited for; if so, `then` is called once."""
 
@@ -122,6 +126,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """Why the put whose bytes are coming is refused as a whole."""
         self._taken: list[str] = []
         """What became of those of the same put that have come."""
+        self._conveys = False
         self._sending: list[S] = []
         """The copies whose bytes are leaving."""
         self._deadline = now + options.idle_s
@@ -155,8 +160,22 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
                 if len(keys) % KEY_BYTES:
                     raise LinkError(f"a chain of {len(keys)} bytes")
                 self._send(service.exists(caller, message))
+            case BulkConvey():
+                status = service.convey(caller, message)
+                self._conveys = self._held_up = status == DONE
+                self._send(BulkDone(status))
             case _:
                 raise LinkError(f"{type(message).__name__} as a request")
+
+    @property
+    def conveys(self) -> str:
+        """Who calls, if the connection is a conveyor from now on, and everything was sent; else
+        nothing. Whoever has the connection takes it, and closes this."""
+        return self._caller or "" if self._conveys and not self._out else ""
+
+    def end(self, now: float) -> None:
+        """Close; harmless when repeated."""
+        self._close(now)
 
     def _begin_put(self, put: BulkPut) -> list[str]:
         """Make room for the blocks that are wanted; one status a block."""

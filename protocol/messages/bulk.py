@@ -13,6 +13,7 @@ answer to each comes before the next is sent. Messages are framed by
     BulkPut + bytes -> BulkTaken                 where `follows` says so
     BulkGet  -> BulkBlocks + bytes               of those blocks that are held
     BulkDrop -> BulkDone;  BulkExists -> BulkHeld
+    BulkConvey -> BulkDone                       done: the connection is a conveyor from now on
 
 Any request may be refused as a whole by a BulkDone. A put and a get name many blocks, so that all
 of them cost one round trip; the bytes of all blocks then follow each other without anything
@@ -139,6 +140,15 @@ class BulkExists(Struct, frozen=True, tag="exists"):
     keys: Annotated[bytes, Meta(max_length=MAX_BULK_KEYS * KEY_BYTES)]
 
 
+class BulkConvey(Struct, frozen=True, tag="convey"):
+    """Let this connection be a conveyor (`kvcast.protocol.conveyor`): nothing of what is said here
+    is said on it any more."""
+
+    version: U16
+
+
+CONVEYOR_VERSION: Final = 1
+
 Statuses = Annotated[list[str], Meta(min_length=1, max_length=MAX_BULK_BLOCKS)]
 
 
@@ -183,7 +193,7 @@ class BulkHeld(Struct, frozen=True, tag="held"):
     bitmap: Annotated[bytes, Meta(max_length=MAX_BULK_KEYS // 8)]
 
 
-BulkRequest = BulkPut | BulkGet | BulkDrop | BulkExists
+BulkRequest = BulkPut | BulkGet | BulkDrop | BulkExists | BulkConvey
 CallerMessage = BulkHello | BulkRequest
 CalleeMessage = BulkGo | BulkTaken | BulkDone | BulkBlocks | BulkHeld
 

@@ -10,13 +10,30 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvcast.bench.fuzz.courier import BLOCKS, CourierHarness, Stand
+from kvcast.bench.fuzz.courier import BLOCKS, LARGE, CourierHarness, Stand
 
 
-def _steps(rng: random.Random, count: int) -> bytes:
-    """Mostly questions and whole answers, so that much is given; the rest is anything."""
+def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
+    """Mostly questions and whole answers, so that much is given; the rest is anything. `large`:
+    most are about blocks that conveyors bring."""
     steps = bytearray([6, 1, 0, 9, 1, 0])
+    if large:
+        steps = bytearray([14, 0, 0, 14, 0, 90])
     for _ in range(count):
+        if large and rng.random() < 0.5:  # a block that a conveyor brings the end of
+            block = rng.choice([12, 13, 14, 15])
+            steps += bytes([1, rng.randrange(200), block])
+            steps += bytes([15, 0, block - LARGE]) * (rng.random() < 0.9)
+            steps += bytes([8, block, 0]) * (rng.random() < 0.9)
+            steps += bytes([5, 0, 1]) * (rng.random() < 0.2)
+            if rng.random() < 0.8:
+                steps += bytes([12, 0, rng.randrange(7)])
+            steps += bytes([9, block, 0]) * (rng.random() < 0.8)
+            continue
+        if large and rng.random() < 0.3:
+            how = rng.choice([0, 90, 90, 90, 150])
+            steps += bytes(rng.choice([[13, rng.randrange(5), rng.randrange(7)], [14, 0, how]]))
+            continue
         if rng.random() < 0.4:  # a block of the size that is expected, and then it is forgotten
             block = rng.choice([1, 2, 3, 7, 8, 9])
             steps += bytes([1, rng.randrange(200), block, 9, block, 0])
@@ -41,6 +58,11 @@ def test_whatever_happens_every_question_is_answered_once_and_by_the_right_bytes
     CourierHarness().run(_steps(random.Random(seed), 120))
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_the_same_of_large_blocks_and_conveyors(seed: int) -> None:
+    CourierHarness().run(_steps(random.Random(seed), 80, large=True))
+
+
 def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questions_over() -> None:
     given = handed_over = 0
     stands: list[Stand] = []
@@ -54,7 +76,11 @@ def test_the_steps_of_the_test_above_bring_blocks_by_the_courier_and_hand_questi
         patch.setattr(Stand, "__init__", made)
         for seed in range(12):
             CourierHarness().run(_steps(random.Random(seed), 120))
-    for stand in stands:
+        for seed in range(6):
+            CourierHarness().run(_steps(random.Random(seed), 80, large=True))
+    conveyed = sum(stand.conveyed for stand in stands)
+    assert conveyed > 20
+    for stand in stands[:12]:
         given += stand.given
         handed_over += stand.handed_over
     assert given > 20

@@ -586,6 +586,35 @@ def _courier_digest() -> AbstractContextManager[object]:
     return recompiled("is_right", "any_digest", COURIER)
 
 
+CONVEYOR = "kvcast.protocol.conveyor"
+CONVEYOR_ASKS = "asks on a conveyor for what it may not have"
+CONVEYOR_BRINGS = "as a home, brings by a conveyor what was not asked for"
+
+
+@mutation(
+    "a conveyor gives every namespace",
+    {CONVEYOR_ASKS: ["test_what_a_node_may_not_use_is_not_given"]},
+)
+def _conveyor_asks() -> AbstractContextManager[object]:
+    return recompiled("may_ask_for", "any_reader_of_a_conveyor", CONVEYOR)
+
+
+@mutation(
+    "a conveyor brings what it likes",
+    {CONVEYOR_BRINGS: ["test_a_reply_that_answers_no_request_ends_a_conveyor"]},
+)
+def _conveyor_brings() -> AbstractContextManager[object]:
+    return recompiled("is_reply", "any_reply", COURIER)
+
+
+@mutation(
+    "a conveyor brings the end of any copy",
+    {CONVEYOR_BRINGS: ["test_the_end_of_another_copy_than_the_one_begun_is_handed_over"]},
+)
+def _conveyor_copies() -> AbstractContextManager[object]:
+    return recompiled("is_of", "of_any_copy", COURIER)
+
+
 KEPT_BITS = "damages what an agent keeps"
 KEPT_BYTES = "has the next agent use bytes again"
 KEPT_FILES = "leaves a kept arena of another node"

@@ -16,15 +16,19 @@ from kvcast.bench.fuzz.courier import (
     content_of,
     frame_of,
     key_of,
+    offer_of,
 )
 from kvcast.hostagent.core.courier import (
+    CONVEYOR_PAUSE_S,
     OTHER_SIZE_S,
     PATIENCE_S,
     QUOTA_SHARE,
     REORDER_S,
+    SILENCE_S,
     STOCK,
 )
 from kvcast.hostagent.core.store import StoreRules
+from kvcast.protocol.conveyor import REPLY
 from kvcast.protocol.courier import CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
 from kvcast.protocol.messages.control import BlockRef, Residents
 from kvcast.protocol.messages.questions import GET, QUESTION, RELEASE
@@ -34,6 +38,7 @@ from kvcast.protocol.messages.wire import (
     FLAG_SHARED,
     FULL_SEGMENT,
     OP_READ,
+    SEGMENT_BYTES,
     BlockId,
     decode,
 )
@@ -421,3 +426,212 @@ def test_the_requester_learns_of_reads_by_the_courier(stand: Stand) -> None:
     assert counters.data == data + -(-len(content_of(2)) // 1024)
     assert stand.core.requester.rto_s(HOME) > 0
     stand.end()
+
+
+# --- blocks of more than one segment ----------------------------------------------------------
+
+
+@pytest.fixture
+def large() -> Stand:
+    """With large blocks expected, and a conveyor from their home."""
+    made = Stand()
+    made.expect_large()
+    made.begin_conveyor()
+    return made
+
+
+def probe(stand: Stand, block: int) -> None:
+    """The home sends the first segment, which nobody shares, and an OFFER."""
+    stand.receive(offer_of(block))
+    stand.bring(block)
+
+
+def test_a_large_block_comes_by_a_read_and_the_conveyor(large: Stand) -> None:
+    large.ask(0, 12)
+    large.ask(1, 12)
+    probe(large, 12)
+    assert [wanted.start for wanted in large.wanted] == [SEGMENT_BYTES]
+    assert not large.given
+    large.reply(pieces=5)
+    assert large.given == 2
+    metrics = large.core.metrics
+    size_bytes = len(content_of(12))
+    assert metrics.payload_bytes_received_udp_total == SEGMENT_BYTES
+    assert metrics.payload_bytes_received_bulk_get_total == size_bytes - SEGMENT_BYTES
+    copy = large.store.peek(block_of(12))
+    assert copy is not None
+    assert (copy.pins, copy.size_bytes, copy.home) == (2, size_bytes, False)
+    large.end()
+
+
+def test_several_blocks_follow_each_other_on_a_conveyor(large: Stand) -> None:
+    for block in (12, 13, 14):
+        large.ask(0, block)
+        probe(large, block)
+    assert len(large.wanted) == 3
+    for _ in range(3):
+        large.reply(pieces=2)
+    assert large.given == 3
+    large.end()
+
+
+def test_without_a_conveyor_one_is_wished_for_once_in_a_while() -> None:
+    stand = Stand()
+    stand.expect_large()
+    stand.ask(0, 12)
+    assert not stand.reads
+    assert reasons(stand) == {"no_conveyor": 1}
+    assert stand.courier.take_wish(stand.now) == HOME
+    assert stand.courier.take_wish(stand.now) is None
+    stand.courier.conveyor_failed(stand.now, HOME)
+    for count, pause_s in enumerate((CONVEYOR_PAUSE_S, 2 * CONVEYOR_PAUSE_S), 2):
+        stand.now += 0.9 * pause_s
+        stand.ask(0, 12)
+        assert stand.courier.take_wish(stand.now) is None
+        stand.now += 0.2 * pause_s
+        stand.ask(0, 12)
+        assert stand.courier.take_wish(stand.now) == HOME, count
+        stand.courier.conveyor_failed(stand.now, HOME)
+    stand.end()
+
+
+def test_a_large_block_that_others_read_too_is_the_agents(large: Stand) -> None:
+    large.ask(0, 12)
+    large.receive(offer_of(12))
+    for chunk in range(64):
+        flags = FLAG_SHARED | (FLAG_LAST if chunk == 63 else 0)
+        large.receive(frame_of(12, chunk, flags=flags))
+    assert reasons(large) == {"company": 1}
+    assert not large.wanted
+    large.end()
+
+
+def test_an_offer_is_waited_for_a_moment(large: Stand) -> None:
+    large.ask(0, 12)
+    large.bring(12)
+    assert not large.wanted
+    large.receive(offer_of(12))
+    assert len(large.wanted) == 1
+    large.reply()
+    large.ask(0, 13)
+    large.bring(13)
+    large.pass_time(REORDER_S)
+    assert reasons(large) == {"not_offered": 1}
+    assert large.conveyor is None, "nothing is asked by a conveyor of who offers no other way"
+    large.end()
+
+
+def two_on_a_conveyor(stand: Stand) -> None:
+    for block in (12, 13):
+        stand.ask(0, block)
+        probe(stand, block)
+
+
+@pytest.mark.parametrize(("spoil", "why"), [(1, "wrong_digest"), (4, "missed")])
+def test_bytes_that_are_not_the_digests_and_none_at_all_are_handed_over(
+    large: Stand, spoil: int, why: str
+) -> None:
+    two_on_a_conveyor(large)
+    large.reply(spoil=spoil, pieces=3)
+    assert not large.given
+    assert reasons(large) == {why: 1}
+    large.reply()
+    assert large.given == 1, "the next block is not meant"
+    large.end()
+
+
+@pytest.mark.parametrize("spoil", [2, 3])
+def test_the_end_of_another_copy_than_the_one_begun_is_handed_over(
+    large: Stand, spoil: int
+) -> None:
+    two_on_a_conveyor(large)
+    large.reply(spoil=spoil, pieces=3)
+    assert reasons(large) == {"missed": 1}
+    large.reply()
+    assert large.given == 1, "the next block is not meant"
+    large.end()
+
+
+@pytest.mark.parametrize("spoil", [5, 6])
+def test_a_reply_that_answers_no_request_ends_a_conveyor(large: Stand, spoil: int) -> None:
+    two_on_a_conveyor(large)
+    large.reply(spoil=spoil, pieces=3)
+    assert not large.given
+    assert reasons(large) == {"cut_off": 2}
+    assert large.conveyor is None
+    large.end()
+
+
+def test_bytes_that_nobody_has_asked_for_end_a_conveyor(large: Stand) -> None:
+    large.brought(b"x")
+    assert large.conveyor is None
+    large.end()
+
+
+def test_a_conveyor_that_falls_silent_ends_with_all_that_it_was_to_bring(large: Stand) -> None:
+    large.ask(0, 12, deadline_ms=5000)
+    large.ask(1, 13, deadline_ms=5000)
+    probe(large, 12)
+    probe(large, 13)
+    large.pass_time(SILENCE_S * 0.9)
+    large.brought(REPLY.pack(large.wanted[0].number, large.wanted[0].digest, 180_000 - 12, 1))
+    large.pass_time(SILENCE_S * 0.9)
+    assert not reasons(large)
+    large.pass_time(SILENCE_S * 0.2)
+    assert reasons(large) == {"cut_off": 2}
+    assert large.conveyor is None
+    large.end()
+
+
+def test_what_is_given_up_goes_nowhere_while_it_still_comes(large: Stand) -> None:
+    large.ask(0, 12, deadline_ms=100)
+    probe(large, 12)
+    (wanted,) = large.wanted
+    header = REPLY.pack(wanted.number, wanted.digest, len(content_of(12)), 1)
+    rest = content_of(12)[SEGMENT_BYTES:]
+    large.brought(header + rest[:1000])
+    large.pass_time(0.11)
+    assert reasons(large) == {"cut_off": 1}
+    before = bytes(large.memory)
+    large.brought(rest[1000:])
+    assert bytes(large.memory) == before
+    large.ask(0, 13)
+    probe(large, 13)
+    large.wanted.pop(0)
+    large.reply()
+    assert large.given == 1, "the conveyor goes on with what was asked for next"
+    large.end()
+
+
+def test_a_client_that_goes_leaves_a_large_block_on_its_way_to_the_store(large: Stand) -> None:
+    large.ask(0, 12)
+    probe(large, 12)
+    large.leave(0)
+    large.reply()
+    copy = large.store.peek(block_of(12))
+    assert copy is not None
+    assert copy.pins == 0
+    large.end()
+
+
+def test_a_fetch_of_the_agents_takes_a_large_block_over(large: Stand) -> None:
+    large.ask(0, 12)
+    probe(large, 12)
+    large.fetch(12)
+    assert reasons(large) == {"yielded": 1}
+    large.reply()
+    assert not large.given
+    large.end()
+
+
+def test_a_client_is_promised_no_more_than_it_may_hold(large: Stand) -> None:
+    session = large.sessions[0]
+    held_bytes, _ = session.may_be_given()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(session), "may_be_given", lambda _self: (held_bytes, 400_000))
+        large.leave(0)
+        large.ask(1, 12)
+        large.ask(1, 13)
+        large.ask(1, 14)
+    assert reasons(large) == {"held_bytes": 1}
+    large.end()

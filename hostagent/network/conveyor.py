@@ -1,0 +1,399 @@
+"""The conveyor's system calls: TCP connections on which blocks come and go in compiled code.
+
+Owns: the sockets of conveyors, once both ends have agreed on one, and how their bytes are moved.
+Must not know: what is asked for, granted or given up (`kvcast.protocol.conveyor`, `courier`), or
+how two nodes agree (`bulk_link`).
+
+All of it runs in the event loop's wait (`network.courier`), between two events of the cores. What
+Python is to do about a connection (it is over, or has stood still for too long) it does after the
+wait; what was given it hears of then, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, NamedTuple, Protocol
+
+from kvcast.hostagent.core.courier import Courier as CourierCore
+from kvcast.hostagent.network.lander import SINK_BYTES, Hashing, Landing, NativeRoom, land
+from kvcast.native.linux import (
+    EAGAIN,
+    EINTR,
+    MSG_DONTWAIT,
+    MSG_NOSIGNAL,
+    SO_RCVLOWAT,
+    SOL_SOCKET,
+    IoVec,
+    MsgHdr,
+    error_number,
+    recv,
+    sendmmsg,
+    setsockopt,
+    write,
+)
+from kvcast.native.subset import (
+    U64,
+    Inline,
+    Ptr,
+    Struct,
+    address_of,
+    ctypes_of,
+    native,
+    signed,
+    size_of,
+    unsigned,
+)
+from kvcast.protocol.conveyor import (
+    NODES,
+    REPLY,
+    Given,
+    Giver,
+    Givers,
+    Giving,
+    Reply,
+    Request,
+    gave,
+    give_next,
+    has_work,
+    room_for_requests,
+)
+from kvcast.protocol.courier import Courier, block_came, cut_off, progressed, reply_came
+from kvcast.protocol.placement import address_of_buffer
+
+TURN_BYTES: Final = 4 << 20
+"""How much one connection may bring, or take, before others have their turn."""
+STILL_S: Final = 30.0
+"""How long a reader may take nothing of what it has asked for."""
+_STATE_BYTES: Final = 1024
+
+
+class Conveyors(Struct):
+    """Both ends of all connections of a node."""
+
+    courier: Ptr[Courier]
+    """Whose takers the connections that bring blocks belong to."""
+    landings: Ptr[Landing]
+    """By taker: its socket, and what comes next."""
+    giving: Ptr[Giving]
+    message: Annotated[Ptr[MsgHdr], Inline(1)]
+    vectors: Annotated[Ptr[IoVec], Inline(2)]
+    attention: U64
+    """A reader has gone: Python is to close its connection."""
+
+
+# --- taking -----------------------------------------------------------------------------------
+
+
+@native
+def send_requests(c: Conveyors) -> None:
+    """Send what is to be asked for. A few requests always fit, or the other end does not read."""
+    courier = c.courier[0]
+    if courier.unsent == 0:
+        return
+    courier.unsent = 0
+    for i in range(NODES):
+        t = courier.takers[i]
+        if t.request_count != 0:
+            size = t.request_count * size_of(Request)
+            t.request_count = 0
+            if write(c.landings[i].fd, address_of(t.requests), size) != signed(size):
+                cut_off(courier, t)
+
+
+@native
+def expect(s: Landing, block: U64, size: U64, there: U64) -> None:
+    """What comes next goes there."""
+    room = s.rooms[0]
+    room.block = block
+    room.size = size
+    room.there = there
+    s.first = 0
+    s.count = 1
+    s.begun = 0
+
+
+@native
+def take_blocks(c: Conveyors, number: U64, now_ns: U64) -> None:
+    """Take what a connection brings."""
+    courier = c.courier[0]
+    s = c.landings[number]
+    t = courier.takers[number]
+    left = 0 + TURN_BYTES
+    while t.broken == 0 and t.count != 0 and left != 0:
+        room = s.rooms[0]
+        if t.taking != 0:
+            room.block = t.block
+        why = land(s, left)
+        left -= s.taken if s.taken < left else left
+        if s.taken != 0:
+            progressed(courier, t, now_ns)
+        if s.first == 0:
+            if why >= 2:
+                cut_off(courier, t)
+            break
+        if t.taking != 0:
+            block_came(courier, t, room.digest, now_ns)
+        else:
+            reply_came(courier, t)
+        if t.taking != 0:
+            expect(s, t.block, t.size, t.there)
+        else:
+            expect(s, address_of(t.reply), size_of(Reply), 0)
+    if t.count == 0 and t.broken == 0:
+        # Whatever comes now was not asked for, or is the end.
+        if recv(s.fd, s.sink, 1, MSG_DONTWAIT) >= 0 or error_number() != EAGAIN:
+            cut_off(courier, t)
+        s.low_water = 1
+        setsockopt(s.fd, SOL_SOCKET, SO_RCVLOWAT, address_of(s) + 8, 4)
+
+
+# --- giving -----------------------------------------------------------------------------------
+
+
+@native
+def hear_requests(g: Giver) -> None:
+    """Read requests, as many as there is room for."""
+    while True:
+        room = room_for_requests(g)
+        if room == 0:
+            return
+        got = recv(g.fd, g.buffer + g.heard, room, MSG_DONTWAIT)
+        if got > 0:
+            g.heard += unsigned(got)
+        elif got == 0:
+            g.gone = 1
+            return
+        else:
+            error = error_number()
+            if error == EAGAIN:
+                return
+            if error != EINTR:
+                g.gone = 1
+                return
+
+
+@native
+def give_blocks(c: Conveyors, g: Giver, now_ns: U64) -> None:
+    """Read what is asked for, and send as much as the socket takes."""
+    giving = c.giving[0]
+    g.ready = 0
+    hear_requests(g)
+    message = c.message[0]
+    sent = 0
+    while g.gone == 0 and (g.left + g.reply_left != 0 or give_next(giving, g)):
+        if sent >= TURN_BYTES:
+            g.ready = 1
+            break
+        c.vectors[0].base = address_of(g.reply) + size_of(Reply) - g.reply_left
+        c.vectors[0].length = g.reply_left
+        c.vectors[1].base = g.address
+        c.vectors[1].length = g.left
+        message.iov = address_of(c.vectors)
+        message.iov_length = 2
+        if sendmmsg(g.fd, c.message, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1:
+            gave(giving, g, message.length)
+            sent += message.length
+            g.since_ns = now_ns
+        else:
+            error = error_number()
+            if error == EAGAIN:
+                break
+            if error != EINTR:
+                g.gone = 1
+    if g.left + g.reply_left == 0 and has_work(g):
+        g.ready = 1  # Python must hear of what was given, first
+    if g.gone != 0:
+        c.attention = 1
+
+
+@native
+def give_more(c: Conveyors, now_ns: U64) -> bool:
+    """Go on with those that had more to give; whether some still have."""
+    more = False
+    if c.giving[0].ready != 0:
+        c.giving[0].ready = 0
+        for i in range(NODES):
+            g = c.giving[0].givers[i]
+            if g.fd >= 0 and g.ready != 0 and g.gone == 0:
+                give_blocks(c, g, now_ns)
+            if g.ready != 0:
+                c.giving[0].ready = 1
+                more = True
+    return more
+
+
+# --- Python's side ----------------------------------------------------------------------------
+
+
+class Roles(Protocol):
+    """Who waits for sockets, and has compiled code serve them."""
+
+    def take_from(self, descriptor: int, number: int) -> bool:
+        """Have the taker of that number served; False where that cannot be."""
+
+    def give_to(self, descriptor: int, number: int) -> bool:
+        """The same for a giver."""
+
+    def forget(self, descriptor: int) -> None:
+        """Undo either, before the descriptor is closed."""
+
+
+class _End(NamedTuple):
+    """One connection, and the node at its other end."""
+
+    sock: socket.socket
+    node_id: str
+
+
+class ConveyorSockets:
+    """The conveyors of a node. `given` hears of what was given (blocks, and their bytes that have
+    left); `pinned` is memory of a region's size in which the copies that are leaving stand."""
+
+    def __init__(
+        self,
+        courier: CourierCore,
+        hashing: Hashing,
+        roles: Roles,
+        *,
+        lane: int,
+        pins: memoryview,
+        given: Callable[[list[Given], int], None],
+    ) -> None:
+        """`lane`: the address of the native lane that says who may have what; 0: nothing is
+        given."""
+        self._courier = courier
+        self._roles = roles
+        self._given_to = given
+        self._takers: dict[int, _End] = {}
+        self._givers: dict[int, _End] = {}
+        self.gives = lane != 0
+        conveyors: Any = ctypes_of(Conveyors)()
+        self._conveyors = conveyors
+        self._gives = Givers(lane, pins)
+        self.address = ctypes.addressof(conveyors)
+        conveyors.courier = courier.address
+        conveyors.giving = self._gives.address
+        self._landings = (ctypes_of(Landing) * NODES)()
+        conveyors.landings = ctypes.addressof(self._landings)
+        self._rooms = (ctypes_of(NativeRoom) * NODES)()
+        self._states = bytearray((NODES + 1) * _STATE_BYTES)
+        self._sink = bytearray(SINK_BYTES)
+        state = address_of_buffer(self._states) + 63 & ~63
+        for number, landing in enumerate(self._landings):
+            landing.fd = -1
+            landing.rooms = ctypes.addressof(self._rooms[number])
+            landing.sink = address_of_buffer(self._sink)
+            landing.state = state + number * _STATE_BYTES
+            landing.reset, landing.update, landing.digest = hashing
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def take_from(self, sock: socket.socket, node: int, node_id: str) -> bool:
+        """There is a connection on which that node gives blocks; False, and it is closed, where
+        there can be no more."""
+        number = self._courier.conveyor_stands(node)
+        if number is None or not self._roles.take_from(sock.fileno(), number):
+            if number is not None:
+                self._courier.conveyor_gone(time.monotonic(), number)
+            sock.close()
+            return False
+        taker, landing = self._courier.taker(number), self._landings[number]
+        room = self._rooms[number]
+        landing.fd, landing.low_water = sock.fileno(), 1
+        landing.first = landing.begun = 0
+        landing.count = 1
+        room.block = ctypes.addressof(taker) + type(taker).reply.offset
+        room.size, room.there = REPLY.size, 0
+        self._takers[number] = _End(sock, node_id)
+        return True
+
+    def failed(self, now: float, node: int) -> None:
+        """No connection was to be had to that node."""
+        self._courier.conveyor_failed(now, node)
+
+    def give_to(self, sock: socket.socket, node: int, node_id: str) -> None:
+        """There is a connection on which that node asks for blocks, instead of any before."""
+        for number, end in list(self._givers.items()):
+            if end.node_id == node_id:
+                self._close_giver(number)
+        free = self._gives.begin(node)
+        if free is None:
+            sock.close()
+            return
+        if not self._roles.give_to(sock.fileno(), free):
+            self._gives.end(free)
+            sock.close()
+            return
+        giver = self._gives.givers[free]
+        giver.fd = sock.fileno()
+        self._gives.native.ready = giver.ready = 1  # what it has said may be there already
+        self._givers[free] = _End(sock, node_id)
+
+    def follow(self, index_of: Mapping[str, int]) -> None:
+        """The nodes have these numbers from now on."""
+        for number, end in list(self._givers.items()):
+            node = index_of.get(end.node_id)
+            if node is None:
+                self._close_giver(number)
+            else:
+                self._gives.givers[number].node = node
+        for number, end in list(self._takers.items()):
+            if index_of.get(end.node_id) != self._courier.taker(number).node:
+                self._close_taker(number)
+
+    def _close_giver(self, number: int) -> None:
+        end = self._givers.pop(number)
+        self._roles.forget(end.sock.fileno())
+        self._gives.end(number)
+        end.sock.close()
+
+    def _close_taker(self, number: int) -> None:
+        end = self._takers.pop(number)
+        self._roles.forget(end.sock.fileno())
+        self._landings[number].fd = -1
+        self._courier.conveyor_gone(time.monotonic(), number)
+        end.sock.close()
+
+    def close(self) -> None:
+        """All connections end."""
+        for number in list(self._givers):
+            self._close_giver(number)
+        for number in list(self._takers):
+            self._close_taker(number)
+
+    # --- after a wait -----------------------------------------------------------------------------
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is anything for `book`."""
+        giving = self._gives.native
+        over = self._conveyors.attention or self._courier.cut_off
+        return bool(giving.given_count or giving.sent_bytes or over)
+
+    def book(self, now: float) -> None:
+        """Hear of what was given, and close what is over."""
+        if self._gives.native.given_count or self._gives.native.sent_bytes:
+            self._given_to(*self._gives.take_given())
+        if self._conveyors.attention:
+            self._conveyors.attention = 0
+            for number in list(self._givers):
+                if self._gives.givers[number].gone:
+                    self._close_giver(number)
+        if self._courier.cut_off:
+            for number in self._courier.take_cut_off():
+                self._close_taker(number)
+
+    def look(self, now: float) -> None:
+        """Close what has stood still for too long."""
+        for number in list(self._givers):
+            giver = self._gives.givers[number]
+            if giver.left and now - giver.since_ns / 1e9 > STILL_S:
+                self._close_giver(number)
+
+    @property
+    def sending(self) -> int:
+        """Blocks that are leaving."""
+        return sum(bool(giver.left) for giver in self._gives.givers)

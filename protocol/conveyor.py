@@ -1,0 +1,407 @@
+"""The conveyor: blocks from a home to a reader over one TCP connection, in compiled code.
+
+Owns: what is said on such a connection once both ends have agreed on it (`bulk.BulkConvey`): the
+reader's requests, the home's replies, and the order of both; and at the home, which requests are
+granted, and what is sent next. Must not know: sockets, clocks, or what becomes of a block at the
+reader (`kvcast.protocol.courier`).
+
+A request is of a fixed length, and so is the header of a reply, which the bytes of the block follow
+from the request's `start` on. Replies come in the order of the requests. Numbers are in the order
+of x86-64, which both ends are.
+
+What may be given Python says beforehand, as it does for READs (`kvcast.protocol.lane`: who may use
+which namespace), and it hears afterwards of what was given (`Given`). A block that is leaving is
+pinned as clients pin blocks by themselves: its cell stands in a region of shared memory
+(`kvcast.protocol.messages.shared`), which the agent looks at before it uses the block's bytes for
+another. What the index has not is for Python to look for: the reader is told `NOT_HERE`, and asks
+in the other way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Final, NamedTuple
+
+from kvcast.native.subset import (
+    I32,
+    U16,
+    U32,
+    U64,
+    Inline,
+    Library,
+    Ptr,
+    Struct,
+    address_of,
+    copy,
+    ctypes_of,
+    move,
+    native,
+    size_of,
+    u64_at,
+)
+from kvcast.protocol.lane import NativeLane, entry_of, may_use
+from kvcast.protocol.messages.shared import (
+    CELLS_USED_WORD,
+    CELLS_WORD,
+    ENTRY_BYTES,
+    KIND_WORD,
+    REGION_BYTES,
+    SLOT_BITS,
+    WORD_BYTES,
+)
+from kvcast.protocol.placement import address_of_buffer
+
+REQUESTS: Final = 64
+"""Requests of one connection that a home has room for, and that a reader sends ahead."""
+GIVEN_ROOM: Final = 256
+"""Replies that Python has not heard of; at the bound nothing is given until it has."""
+NODES: Final = 64
+"""Nodes that one takes blocks from so, and that it gives blocks to so; others go by calls."""
+NOBODY: Final = 0xFFFF_FFFF
+
+# What a reply says.
+GIVEN_HERE: Final = 1
+"""The block's bytes follow."""
+NOT_HERE: Final = 2
+
+_OFFSET: Final = 3
+_DIGEST: Final = 4
+
+
+class Request(Struct):
+    """What a reader asks for."""
+
+    number: U64
+    """The reader's own."""
+    key: U64
+    rest_of_key: U64
+    """The key in two halves, as they lie in memory."""
+    digest: U64
+    """Of the copy that is wanted; 0 = any."""
+    start: U32
+    """Its first bytes are there already, so many."""
+    namespace: U16
+    padding: U16
+
+
+class Reply(Struct):
+    """What a home says before the bytes."""
+
+    number: U64
+    digest: U64
+    size: U32
+    """Of the whole block."""
+    status: U32
+
+
+class NativeGiven(Struct):
+    """See `Given`."""
+
+    cell: U64
+    node: U32
+    start: U32
+
+
+class Giver(Struct):
+    """The home's end of a connection."""
+
+    fd: I32
+    """-1: it is free."""
+    node: U32
+    """Who asks."""
+    gone: U32
+    """It is over: Python is to close it."""
+    ready: U32
+    """There is something to do, whatever the socket says."""
+    since_ns: U64
+    """When bytes left last, or the first were to."""
+    buffer: U64
+    """Room for REQUESTS."""
+    heard: U64
+    """Bytes in it,"""
+    used: U64
+    """of which so many are done with."""
+    reply: Annotated[Ptr[Reply], Inline(1)]
+    reply_left: U64
+    """Bytes of it that have not left,"""
+    address: U64
+    left: U64
+    """and of the block, from `address` on."""
+    pin: Ptr[U64]
+    """Where the cell of the copy that is leaving stands; 0 = none."""
+
+
+class Giving(Struct):
+    """All givers of a node."""
+
+    lane: Ptr[NativeLane]
+    givers: Ptr[Giver]
+    given: Ptr[NativeGiven]
+    given_count: U64
+    ready: U64
+    """Whether any giver is."""
+    sent_bytes: U64
+    """Of blocks, since Python has looked."""
+    refused: U64
+    """Requests that were not granted."""
+
+
+class Expected(Struct):
+    """A reply that is to come."""
+
+    number: U64
+    start: U64
+
+
+class Taker(Struct):
+    """The reader's end of a connection."""
+
+    node: U32
+    """NOBODY: it is free, or closed."""
+    broken: U32
+    """Python is to close it."""
+    draft: Annotated[Ptr[Request], Inline(1)]
+    requests: Ptr[Request]
+    request_count: U64
+    """Requests that have not left."""
+    expected: Ptr[Expected]
+    first: U64
+    count: U64
+    namespace: U64
+    """Of all that is expected: what several namespaces want at once goes by calls, which take
+    turns."""
+    until_ns: U64
+    """By then bytes must come, if any are expected."""
+    reply: Annotated[Ptr[Reply], Inline(1)]
+    taking: U64
+    """Whether a block's bytes come next, and no header."""
+    block: U64
+    """Where its first byte goes; 0 = nobody wants it."""
+    size: U64
+    there: U64
+
+
+# --- the home's end ---------------------------------------------------------------------------
+
+
+@native
+def may_ask_for(g: Giving, giver: Giver, namespace: U64) -> bool:
+    """Whether whoever asks may use the namespace."""
+    return may_use(g.lane[0], namespace, giver.node)
+
+
+@native
+def has_work(giver: Giver) -> bool:
+    """Whether something is leaving, or is to."""
+    sending = giver.reply_left != 0 or giver.left != 0
+    return sending or giver.heard - giver.used >= size_of(Request)
+
+
+@native
+def room_for_requests(giver: Giver) -> U64:
+    """How many bytes of requests may be read, to `buffer` + `heard`."""
+    if giver.used != 0:
+        giver.heard -= giver.used
+        move(giver.buffer, giver.buffer + giver.used, giver.heard)
+        giver.used = 0
+    return REQUESTS * size_of(Request) - giver.heard
+
+
+@native
+def give_next(g: Giving, giver: Giver) -> bool:
+    """Begin the reply to the next request; False if there is none, or Python must hear of what was
+    given before. Nothing is leaving."""
+    if giver.heard - giver.used < size_of(Request) or g.given_count == GIVEN_ROOM:
+        return False
+    asked = Request.at(giver.buffer + giver.used)
+    giver.used += size_of(Request)
+    reply = giver.reply[0]
+    reply.number = asked.number
+    reply.digest = 0
+    reply.size = 0
+    reply.status = NOT_HERE
+    giver.reply_left = size_of(Reply)
+    lane = g.lane[0]
+    at = 0
+    if may_ask_for(g, giver, asked.namespace):
+        at = entry_of(lane, asked.namespace, 0 + asked.key, 0 + asked.rest_of_key)
+    if at != 0:
+        entry = u64_at(at)
+        size = entry[KIND_WORD] & 0xFFFF_FFFF
+        offset = 0 + entry[_OFFSET]
+        inside = offset <= lane.arena_bytes and size <= lane.arena_bytes - offset
+        same = asked.digest == 0 or asked.digest == entry[_DIGEST]
+        if inside and same and asked.start < size:
+            reply.digest = entry[_DIGEST]
+            reply.size = size
+            reply.status = GIVEN_HERE
+            giver.address = lane.arena + offset + asked.start
+            giver.left = size - asked.start
+            cell = (entry[0] << SLOT_BITS) | ((at - lane.index - lane.entries) // ENTRY_BYTES)
+            giver.pin[0] = cell
+            told = g.given[g.given_count]
+            g.given_count += 1
+            told.cell = cell
+            told.node = giver.node
+            told.start = asked.start
+            return True
+    g.refused += 1
+    return True
+
+
+@native
+def gave(g: Giving, giver: Giver, size: U64) -> None:
+    """So many bytes of the reply, and of the block behind it, have been taken."""
+    if giver.reply_left >= size:
+        giver.reply_left -= size
+        size = 0
+    else:
+        size -= giver.reply_left
+        giver.reply_left = 0
+    giver.address += size
+    giver.left -= size
+    g.sent_bytes += size
+    if giver.left == 0 and giver.reply_left == 0:
+        giver.pin[0] = 0
+
+
+# --- the reader's end -------------------------------------------------------------------------
+
+
+@native
+def ask_for(t: Taker) -> bool:
+    """Have what `draft` says asked for; False if that cannot be now."""
+    draft = t.draft[0]
+    if t.count == REQUESTS or t.request_count == REQUESTS or t.broken != 0:
+        return False
+    if t.count != 0 and t.namespace != draft.namespace:
+        return False
+    t.namespace = draft.namespace
+    copy(address_of(t.requests[t.request_count]), address_of(draft), size_of(Request))
+    t.request_count += 1
+    expected = t.expected[(t.first + t.count) % REQUESTS]
+    t.count += 1
+    expected.number = draft.number
+    expected.start = draft.start
+    return True
+
+
+@native
+def next_expected(t: Taker) -> None:
+    """The first of what is expected is over."""
+    t.first = (t.first + 1) % REQUESTS
+    t.count -= 1
+    t.taking = 0
+
+
+# --- Python's side ----------------------------------------------------------------------------
+
+GIVEN: Final = struct.Struct("=QII")
+assert GIVEN.size == ctypes.sizeof(ctypes_of(NativeGiven))
+REQUEST: Final = struct.Struct("<Q16sQIHH")
+"""A `Request`, as it is on the wire;"""
+REPLY: Final = struct.Struct("<QQII")
+"""and a `Reply`."""
+assert REQUEST.size == ctypes.sizeof(ctypes_of(Request))
+assert REPLY.size == ctypes.sizeof(ctypes_of(Reply))
+
+
+class Given(NamedTuple):
+    """A block that was granted."""
+
+    cell: int
+    """Of the copy (`shared.cell_of`)."""
+    node: int
+    start_bytes: int
+
+
+class _Compiled(NamedTuple):
+    give_next: Callable[[int, int], bool]
+    gave: Callable[[int, int, int], None]
+    room_for_requests: Callable[[int], int]
+
+
+@cache
+def compiled() -> _Compiled:
+    """The compiled functions of a home's end, for those who have no sockets."""
+    library = Library(give_next, gave, room_for_requests)
+    return _Compiled(library.call(give_next), library.call(gave), library.call(room_for_requests))
+
+
+class Givers:
+    """The connections on which a home gives blocks. In `pins`, memory of a region's size, stand the
+    copies that are leaving. `lane`: the address of the native lane that says who may have what."""
+
+    def __init__(self, lane: int, pins: memoryview) -> None:
+        assert len(pins) == REGION_BYTES
+        giving: Any = ctypes_of(Giving)()
+        self.native = giving
+        self.address = ctypes.addressof(giving)
+        self.givers: Any = (ctypes_of(Giver) * NODES)()
+        giving.lane = lane
+        giving.givers = ctypes.addressof(self.givers)
+        self._given = (ctypes_of(NativeGiven) * GIVEN_ROOM)()
+        self._given_view = memoryview(self._given).cast("B")
+        giving.given = ctypes.addressof(self._given)
+        room_bytes = REQUESTS * REQUEST.size
+        self._requests = bytearray(NODES * room_bytes)
+        self._pins = pins.cast("Q")
+        self._pins[CELLS_USED_WORD] = NODES
+        for number, giver in enumerate(self.givers):
+            giver.fd = -1
+            giver.buffer = address_of_buffer(self._requests) + number * room_bytes
+            giver.pin = address_of_buffer(pins) + (CELLS_WORD + number) * WORD_BYTES
+        self._free = list(range(NODES - 1, -1, -1))
+
+    def begin(self, node: int) -> int | None:
+        """A node may ask on a connection; its number, None where there are too many."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        giver = self.givers[number]
+        giver.node = node
+        giver.gone = giver.heard = giver.used = giver.reply_left = giver.left = 0
+        return number
+
+    def end(self, number: int) -> None:
+        """A connection is closed."""
+        self.givers[number].fd = -1
+        self.givers[number].ready = 0
+        self._pins[CELLS_WORD + number] = 0
+        self._free.append(number)
+
+    def take_given(self) -> tuple[list[Given], int]:
+        """What was given since the last time, and how many bytes of blocks have left."""
+        giving = self.native
+        view = bytes(self._given_view[: giving.given_count * GIVEN.size])
+        sent_bytes: int = giving.sent_bytes
+        giving.given_count = giving.sent_bytes = 0
+        return [Given._make(each) for each in GIVEN.iter_unpack(view)], sent_bytes
+
+    # --- without sockets: the simulation, fuzzers and tests
+
+    def room_bytes(self, number: int) -> int:
+        """How much may be told of it now."""
+        return compiled().room_for_requests(ctypes.addressof(self.givers[number]))
+
+    def hear(self, number: int, data: bytes) -> None:
+        """Requests, or parts of them: no more than there is room for."""
+        giver = self.givers[number]
+        ctypes.memmove(giver.buffer + giver.heard, data, len(data))
+        giver.heard += len(data)
+
+    def bytes_to_send(self, number: int, at_most: int) -> bytes:
+        """What is sent next; none if nothing is asked for, or `take_given` comes first."""
+        giver, code = self.givers[number], compiled()
+        at = ctypes.addressof(giver)
+        if not giver.reply_left and not giver.left and not code.give_next(self.address, at):
+            return b""
+        header = ctypes.string_at(at + type(giver).reply.offset, REPLY.size)
+        data = header[REPLY.size - giver.reply_left :]
+        data += ctypes.string_at(giver.address, min(giver.left, at_most)) if giver.left else b""
+        data = data[:at_most]
+        code.gave(self.address, at, len(data))
+        return data

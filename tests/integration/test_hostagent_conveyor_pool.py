@@ -1,0 +1,162 @@
+"""Conveyors between real agents, each a process with its own event loop.
+
+Oracle: the bytes that were put, and the agents' counters. Cannot see: times, and what is in the
+kernel when a process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from kvcast.bench.incast import home_keys
+from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
+from kvcast.bench.stores.servers import make_pool
+from kvcast.hostagent import membarrier
+from kvcast.hostagent.client import Client
+from kvcast.topologies.pool import Pool
+
+pytestmark = pytest.mark.skipif(
+    not membarrier.available(), reason="no membarrier(2), or not x86-64"
+)
+
+HOME, READER = (STAR.hosts[side].node_id for side in (HOLDER_SIDE, READER_SIDE))
+PATIENCE_S = 20.0
+
+
+def on_a_pool(
+    test: Callable[[Pool, list[bytes]], Coroutine[Any, Any, None]],
+) -> Callable[[], None]:
+    """Run a test on a pool of two agents; its keys are at home at HOME."""
+
+    async def within() -> None:
+        async with make_pool(LoopbackLink()) as pool:
+            await test(pool, home_keys(pool, HOME, 40, test.__name__))
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(within(), 100.0))
+
+    run.__name__ = test.__name__
+    return run
+
+
+def content_of(key: bytes, size_bytes: int) -> bytes:
+    return random.Random(key).randbytes(size_bytes)
+
+
+class Engines:
+    """A client on each side."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.home, self.reader = (Client(str(pool.sockets[node])) for node in (HOME, READER))
+        self.namespace = self.home.namespace("t", "m", "1", "bytes")
+        assert self.reader.namespace("t", "m", "1", "bytes") == self.namespace
+
+    def close(self) -> None:
+        self.home.close()
+        self.reader.close()
+
+    def put(self, key: bytes, size_bytes: int) -> None:
+        self.home.put(self.namespace, {key: content_of(key, size_bytes)})
+
+    def get(self, key: bytes, size_bytes: int) -> None:
+        (block,) = self.reader.get(self.namespace, [key], PATIENCE_S)
+        assert block is not None
+        assert bytes(block.data) == content_of(key, size_bytes)
+        assert block.tier in ("home", "bulk")
+        block.release()
+
+    def conveyed_bytes(self) -> float:
+        """What came by conveyors, and of the courier by anything."""
+        return self.reader.stats()["courier_conveyed_bytes_total"]
+
+
+@on_a_pool
+async def test_large_blocks_come_by_the_conveyor_once_there_is_one(
+    pool: Pool, keys: list[bytes]
+) -> None:
+    def read() -> None:
+        with contextlib.closing(Engines(pool)) as engines:
+            sizes = [300_000] * 12 + [1_000_000] * 12 + [5_000_000] * 6
+            for key, size_bytes in zip(keys, sizes, strict=False):
+                engines.put(key, size_bytes)
+                engines.get(key, size_bytes)
+            # A machine that is busy may take longer than the courier waits, so some come otherwise.
+            assert engines.conveyed_bytes() > 0
+            sent = engines.home.stats()
+            received = engines.reader.stats()
+            by_tcp = received["payload_bytes_received_bulk_get_total"]
+            assert sent["payload_bytes_sent_bulk_get_total"] == by_tcp
+            assert by_tcp + received["payload_bytes_received_udp_total"] == sum(sizes)
+
+    await asyncio.to_thread(read)
+
+
+@on_a_pool
+async def test_a_home_that_dies_is_done_without_and_comes_back(
+    pool: Pool, keys: list[bytes]
+) -> None:
+    size_bytes = 2_000_000
+
+    def warm() -> Engines:
+        engines = Engines(pool)
+        for key in keys[:8]:
+            engines.put(key, size_bytes)
+            engines.get(key, size_bytes)
+        return engines
+
+    engines = await asyncio.to_thread(warm)
+    assert engines.conveyed_bytes() > 0
+    await pool.kill(HOME)
+
+    def miss() -> None:
+        (outcome,) = engines.reader.get_outcomes(engines.namespace, [keys[9]], 0.5)
+        assert outcome.block is None
+
+    await asyncio.to_thread(miss)
+    await pool.restart(HOME)
+
+    def read_again() -> None:
+        before = engines.conveyed_bytes()
+        with contextlib.closing(Engines(pool)) as again:
+            deadline = time.monotonic() + PATIENCE_S
+            for key in itertools.cycle(keys[10:40]):
+                again.home.drop(again.namespace, [key])
+                again.reader.drop(again.namespace, [key])
+                again.put(key, size_bytes)
+                again.get(key, size_bytes)
+                if again.conveyed_bytes() > before:
+                    return
+                assert time.monotonic() < deadline, "there is no conveyor again"
+
+    await asyncio.to_thread(read_again)
+    engines.close()
+
+
+@on_a_pool
+async def test_a_home_that_stands_still_is_not_waited_for(pool: Pool, keys: list[bytes]) -> None:
+    size_bytes = 2_000_000
+
+    def read() -> None:
+        with contextlib.closing(Engines(pool)) as engines:
+            for key in keys[:8]:
+                engines.put(key, size_bytes)
+                engines.get(key, size_bytes)
+            for key in keys[8:12]:
+                engines.put(key, size_bytes)
+            pool.pause(HOME)
+            try:
+                (outcome,) = engines.reader.get_outcomes(engines.namespace, [keys[8]], 0.3)
+                assert outcome.block is None
+            finally:
+                pool.resume(HOME)
+            for key in keys[9:12]:
+                engines.get(key, size_bytes)
+
+    await asyncio.to_thread(read)
