@@ -168,6 +168,8 @@ def _request(rng: random.Random, namespace: int, held: Sequence[bytes]) -> Any:
             local.Alloc(number, namespace, fresh, [rng.choice((1, 1000, 1 << 30))] * some),
             local.Alloc(number, namespace, fresh, [1] * (some + 1)),
             local.Commit(number, handles),
+            local.Commit(number, handles[:1], "", True),
+            local.Put(number, namespace, fresh[:1], handles[0]),
             local.Abort(number, handles),
             local.Release(handles),
             local.Drop(number, namespace, fresh[:4]),

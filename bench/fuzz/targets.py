@@ -182,6 +182,8 @@ def client_messages() -> list[local.ClientMessage]:
         local.Alloc(3, 1, keys, [100, 5000]),
         local.Alloc(3, 1, keys, [100, 5000], [b"", KEY], [0, 1]),
         local.Commit(4, [1]),
+        local.Commit(4, [2], "local", True),
+        local.Put(4, 1, keys[:1], 3),
         local.Abort(5, [2]),
         local.Get(6, 1, keys[:1], 0.0, 1, 1, True),
         local.Release([1, 3]),

@@ -126,6 +126,10 @@ class Conversation:
         self.has_courier = False
         """Whether the courier may be asked; set by a driver that does."""
         self._arena: Arena | None = None
+        self._rooms: dict[tuple[int, int], local.Extent] = {}
+        """Given ahead: room for the next block of a namespace and size."""
+        self._put_last = (-1, 0)
+        """Namespace and size of the block that was put last, into no such room."""
         self.node_id = ""
 
     # --- the connection -------------------------------------------------------------------------
@@ -182,6 +186,7 @@ class Conversation:
                 self._local.resumed()
             return True
         self._held.clear()  # of a former agent, if there was one: nobody holds it any more
+        self._rooms.clear()
         self._local = None
         if welcome.courier:
             self.courier_fd = self._fds.pop()
@@ -305,6 +310,8 @@ class Conversation:
                 self._post(local.Release(handles))
         elif isinstance(reply, local.Allocated):
             self._abort([e.ticket for e in reply.extents if e.status == local.OK])
+        elif isinstance(reply, local.Committed) and reply.room is not None:
+            self._abort([reply.room.ticket])
 
     @property
     def arena_bytes(self) -> int:
@@ -496,6 +503,10 @@ class Conversation:
         The bytes are copied once, into the arena. Raises PutError if some were not taken, and
         what `get` raises for the namespace.
         """
+        if len(blocks) == 1 and not prefix:
+            ((key, data),) = blocks.items()
+            yield from self._put_one(namespace, key, _as_bytes(data), ack)
+            return
         failed: dict[bytes, str] = {}
         batch_bytes = min(PUT_BATCH_BYTES, self._memory.size_bytes // PUT_BATCH_SHARE)
         _check_keys(list(blocks))
@@ -511,6 +522,41 @@ class Conversation:
                     failed |= error.failed
         if failed:
             raise PutError(failed)
+
+    def _put_one(self, namespace: int, key: bytes, view: memoryview, ack: Ack) -> Call[None]:
+        """Put one block: where one of this namespace and size was put before, into room that came
+        with the answer to that, so that the agent is asked once."""
+        _check_keys([key])
+        like = (namespace, len(view))
+        room = self._rooms.pop(like, None)
+        if room is None:
+            again, self._put_last = self._put_last == like, like
+            if again:
+                while self._rooms:  # the agent gives one
+                    self._abort([self._rooms.popitem()[1].ticket])
+            with (yield from self.reserve(namespace, {key: len(view)})) as reservation:
+                for place in reservation.views.values():
+                    place[:] = view
+                yield from self._commit(reservation, ack, like if again else None)
+            return
+        try:
+            self._memory.room(room.offset, len(view))[:] = view
+            request = local.Put(next(self._numbers), namespace, [key], room.ticket, ack)
+            committed = yield from self._ask(request, local.Committed, SLOW_REQUEST_S)
+        except BaseException:
+            self._abort([room.ticket])
+            raise
+        self._held.discard(room.ticket)
+        self._take_room(like, committed)
+        (result,) = _one_each([key], committed.blocks)
+        if result.status != local.OK:
+            raise PutError({key: result.status})
+
+    def _take_room(self, like: tuple[int, int], committed: local.Committed) -> None:
+        """Keep the room that came for the next block of a namespace and size."""
+        if committed.room is not None:
+            self._held.add(committed.room.ticket)
+            self._rooms[like] = committed.room
 
     def reserve(
         self, namespace: int, sizes: Mapping[bytes, int], *, prefix: Sequence[bytes] = ()
@@ -576,13 +622,21 @@ class Conversation:
         """Make what was written into a reservation blocks of the pool; `ack` as in `put`. Raises
         PutError if some were not taken, also those for which there was no room. The views are
         not to be used any more."""
+        yield from self._commit(reservation, ack, None)
+
+    def _commit(
+        self, reservation: Reservation, ack: Ack, again: tuple[int, int] | None
+    ) -> Call[None]:
+        """`again`: of which namespace and size another block follows."""
         failed = dict(reservation.failed)
         tickets = reservation.take()
         left = list(tickets)
         try:
             for part in _parts(list(tickets), MAX_KEYS):
-                commit = local.Commit(next(self._numbers), part, ack)
+                commit = local.Commit(next(self._numbers), part, ack, again is not None)
                 committed = yield from self._ask(commit, local.Committed, SLOW_REQUEST_S)
+                if again is not None:
+                    self._take_room(again, committed)
                 del left[: len(part)]
                 self._held.difference_update(part)
                 for ticket, result in zip(part, _one_each(part, committed.blocks), strict=True):

@@ -168,6 +168,8 @@ class AgentCore:
         self.memory = memory
         self.metrics = Metrics()
         self.limits = Limits()
+        self.ahead_bytes = 0
+        """How much of the arena clients were given for blocks that they have not named yet."""
         self.outbox = BulkOutbox()
         self.writes = Writes(options.writes, store, memory, self.outbox, self.metrics)
         self.spread = Spread(rng)

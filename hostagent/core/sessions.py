@@ -38,8 +38,13 @@ from kvcast.protocol.messages.control import (
 from kvcast.protocol.messages.wire import KEY_BYTES, BlockId
 
 _DROP_TIMEOUT_S = 5.0
+AHEAD_OF_ARENA = 16
+"""Rooms given ahead take such a part of the arena at most, all together."""
+AHEAD_OF_QUOTA = 32
+"""One takes such a part of its namespace's quota at most."""
 
-_ListRequest = local.Get | local.Prefetch | local.Alloc | local.Drop | local.Pin | local.Unpin
+_RATED = local.Get | local.Prefetch | local.Alloc | local.Put
+_ListRequest = _RATED | local.Drop | local.Pin | local.Unpin
 _KeyRequest = _ListRequest | local.Exists
 
 
@@ -76,6 +81,8 @@ class Session:
         self._next_handle = first_handle
         self._handles: dict[int, Copy] = {}
         self._tickets: dict[int, Copy] = {}
+        self._ahead = 0
+        """The ticket of the room that was given ahead; 0: there is none."""
         self._pins: dict[BlockId, list[Copy]] = {}
         self._pin_count = 0
         self._held: dict[Copy, int] = {}  # how many handles, tickets and pins name a copy
@@ -232,6 +239,7 @@ class Session:
         store = self._core.store
         for copy in self._handles.values():
             store.unpin(copy)
+        self._is_ahead_no_more()
         for copy in list(self._tickets.values()):
             self._give_back_room(copy)
         for pins in self._pins.values():
@@ -294,9 +302,7 @@ class Session:
                 reason = f"namespace {request.namespace} stands for another one now: find it again"
                 self._refuse(request, local.UNKNOWN_NAMESPACE, reason)
                 return
-            if isinstance(request, local.Get | local.Prefetch | local.Alloc) and not self._admit(
-                now, request
-            ):
+            if isinstance(request, _RATED) and not self._admit(now, request):
                 return
             try:
                 if isinstance(request, local.Exists):
@@ -310,7 +316,9 @@ class Session:
                 request = msgspec.structs.replace(request, keys=keys)
             self._handle_keys(now, request)
 
-    def _admit(self, now: float, request: local.Get | local.Prefetch | local.Alloc) -> bool:
+    def _admit(
+        self, now: float, request: local.Get | local.Prefetch | local.Alloc | local.Put
+    ) -> bool:
         """Whether the namespace's rate allows a request now; if not, it is refused."""
         namespace, count = request.namespace, len(request.keys)
         if self._core.limits.admit(now, namespace, count):
@@ -362,6 +370,8 @@ class Session:
             self._reply(local.Ack(number, count))
         elif isinstance(request, local.Alloc):
             self._alloc(request)
+        elif isinstance(request, local.Put):
+            self._put(now, request)
         elif isinstance(request, local.Drop):
             core.queries.drop(
                 request.namespace,
@@ -570,13 +580,16 @@ class Session:
         or named twice, and then all stay as they are."""
         if len(set(tickets)) != len(tickets) or any(t not in self._tickets for t in tickets):
             return None
+        if self._ahead in tickets:
+            self._is_ahead_no_more()
         copies = [self._tickets.pop(ticket) for ticket in tickets]
         for copy in copies:
             self._let_go(copy)
         return copies
 
     def _commit(self, now: float, request: local.Commit) -> None:
-        copies = self._take_tickets(request.tickets)
+        # What was given ahead has no name yet.
+        copies = self._take_tickets(request.tickets) if self._ahead not in request.tickets else None
         if copies is None:
             self._fail(request.request, local.INVALID, "unknown ticket")
             return
@@ -589,9 +602,65 @@ class Session:
             for ticket in request.tickets:
                 self._strike(ticket)
             results = [result for result in batch.results if result is not None]
-            self._reply(local.Committed(request.request, results))
+            room = self._room_ahead(copies[0]) if request.again and len(copies) == 1 else None
+            self._reply(local.Committed(request.request, results, room))
 
         self._core.writes.commit(now, copies, answered, request.ack)
+
+    # --- room that is given ahead -------------------------------------------------------------
+
+    def _put(self, now: float, request: local.Put) -> None:
+        copy = self._tickets.get(request.ticket)
+        if request.ticket != self._ahead or copy is None:
+            self._fail(request.request, local.INVALID, "unknown ticket")
+            return
+        if copy.block.namespace != request.namespace:
+            # Its bytes were taken from another namespace's quota.
+            self._fail(request.request, local.INVALID, "the room is another namespace's")
+            return
+        self._take_tickets([request.ticket])
+        self._core.store.name(copy, BlockId(request.namespace, request.keys[0]))
+        self._core.limits.moved(request.namespace, copy.size_bytes)
+
+        def answered(batch: PutBatch) -> None:
+            results = [result for result in batch.results if result is not None]
+            room = self._room_ahead(copy)
+            self._reply(local.Committed(request.request, results, room))
+
+        self._core.writes.commit(now, [copy], answered, request.ack)
+
+    def _room_ahead(self, like: Copy) -> local.Extent | None:
+        """Room for a block of the namespace and size of that one, before its name is known: one a
+        client, and of the arena and of the namespace's quota a small part. Nobody can take it
+        back while the client lives, who may be writing there; so none where there is a ledger,
+        which the agent that comes after would have to believe about a block without a name."""
+        store, core = self._core.store, self._core
+        namespace, reserved_bytes = like.block.namespace, like.reserved_bytes
+        quota = store.quota_of(namespace)
+        most_bytes = min(
+            store.allocator.capacity_bytes // AHEAD_OF_ARENA - core.ahead_bytes,
+            quota // AHEAD_OF_QUOTA if quota else reserved_bytes,
+        )
+        if self._closed or self._ahead or core.ledger is not None or reserved_bytes > most_bytes:
+            return None
+        held_bytes, most_bytes = self.may_be_given()
+        if held_bytes + reserved_bytes > most_bytes:
+            return None
+        try:
+            copy = store.reserve(BlockId(namespace, b""), like.size_bytes)
+        except StoreError:
+            return None
+        self._ahead = self._number()
+        core.ahead_bytes += reserved_bytes
+        self._tickets[self._ahead] = copy
+        self._hold(copy)
+        return local.Extent(local.OK, self._ahead, copy.offset)
+
+    def _is_ahead_no_more(self) -> None:
+        """The room is used, or given back."""
+        if self._ahead:
+            self._core.ahead_bytes -= self._tickets[self._ahead].reserved_bytes
+            self._ahead = 0
 
     def _abort(self, request: local.Abort) -> None:
         copies = self._take_tickets(request.tickets)

@@ -702,6 +702,12 @@ class Store:
             self.beyond.committed(copy)
         return copy
 
+    def name(self, copy: Copy, block: BlockId) -> None:
+        """A reserved copy whose block was not known (its key was b"") is of this one."""
+        assert copy.state == RESERVED, copy
+        assert copy.block == BlockId(block.namespace, b""), copy
+        copy.block = block
+
     def land(self, copy: Copy, block: BlockId, size_bytes: int, digest: int) -> Copy:
         """As `commit`, pinned once, of a block that was not known when room was made for it, or for
         a larger one, and whose reader has been told where it lies. So where the block is held

@@ -74,6 +74,7 @@ Handles = Annotated[list[U64], Meta(max_length=MAX_KEYS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 Millis = Annotated[int, Meta(ge=0, le=255)]
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+PutAck = Literal["", "home", "replicas", "local"]
 
 # --- client to agent ----------------------------------------------------------------------
 
@@ -143,11 +144,24 @@ class Alloc(Struct, frozen=True, tag="alloc"):
 class Commit(Struct, frozen=True, tag="commit"):
     """The bytes of these tickets are written: make them blocks and send them to their homes.
     `ack`: what is waited for: "home", the first of the homes; "replicas", all of them; "local",
-    nobody; or "", what the agent was started with."""
+    nobody; or "", what the agent was started with. `again`: another block of this namespace and
+    size follows, so that room for it may come with the answer."""
 
     request: U64
     tickets: Handles
-    ack: Literal["", "home", "replicas", "local"] = ""
+    ack: PutAck = ""
+    again: bool = False
+
+
+class Put(Struct, frozen=True, tag="put"):
+    """What is written in a room that was given ahead (`Committed.room`) is this block: as Commit,
+    and another room may come with the answer. `keys`: the one."""
+
+    request: U64
+    namespace: U16
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=1)]
+    ticket: U64
+    ack: PutAck = ""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -300,10 +314,12 @@ class PutBlock(Struct, frozen=True, array_like=True):
 
 
 class Committed(Struct, frozen=True, tag="committed"):
-    """Answer to Commit: one entry a ticket, in order."""
+    """Answer to Commit and Put: one entry a ticket, in order. `room`: for the next block of this
+    namespace and size, given ahead; its ticket is for Put or Abort."""
 
     request: U64
     blocks: list[PutBlock]
+    room: Extent | None = None
 
 
 class Ack(Struct, frozen=True, tag="ack"):
@@ -369,6 +385,7 @@ Numbered = (
     | Prefetch
     | Alloc
     | Commit
+    | Put
     | Abort
     | Exists
     | Drop

@@ -53,6 +53,7 @@ OTHER_BYTES = "has other bytes fetched"
 LIES = "as a home, sends bytes"
 OFFERS = "has readers connect elsewhere"
 MUCH = "has a home hold"
+AHEAD = "keeps the arena full of rooms"
 REACHES = "goes on writing by RDMA"
 PAST_SWITCH = "writes by RDMA into a reader's landing zone"
 TO_ALL = "writes by RDMA to all who wait"
@@ -442,6 +443,35 @@ def _bulk_of_all() -> AbstractContextManager[object]:
 )
 def _sessions_of_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.sessions.Session._may_use", yes)
+
+
+@mutation(
+    "rooms given ahead are not bounded together",
+    {AHEAD: ["test_rooms_given_ahead_are_few"]},
+)
+def _all_ahead() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.sessions.AHEAD_OF_ARENA", 1)
+
+
+@mutation(
+    "room that was given ahead is for a put of any namespace",
+    {AHEAD: ["test_room_that_was_given_ahead_is_for_a_put_of_its_namespace_alone"]},
+    line="local.Failed",
+)
+def _ahead_for_all() -> AbstractContextManager[object]:
+    import msgspec
+
+    def puts_anyway(put: Any) -> Any:
+        def puts(self: Any, now: float, request: Any) -> None:
+            room = self._tickets.get(request.ticket)
+            if room is not None:
+                namespace = room.block.namespace
+                request = msgspec.structs.replace(request, namespace=namespace)
+            put(self, now, request)
+
+        return puts
+
+    return around("kvcast.hostagent.core.sessions.Session._put", puts_anyway)
 
 
 @mutation(

@@ -57,6 +57,7 @@ class CountingAgent:
         self.heard: list[Any] = []
         self.handles: set[int] = set()
         self.tickets: set[int] = set()
+        self.rooms: list[local.Extent] = []
         self.pins: Counter[bytes] = Counter()
         self.answers: dict[type, Answer] = {}
         """Instead of the agent's own answer to such a request; None: as usual."""
@@ -94,6 +95,13 @@ class CountingAgent:
         self.tickets.clear()
         self.pins.clear()
 
+    def _room(self) -> local.Extent:
+        """Room that is given ahead, each behind the last."""
+        room = local.Extent(local.OK, next(self._numbers), 1000 + 100 * len(self.rooms))
+        self.rooms.append(room)
+        self.tickets.add(room.ticket)
+        return room
+
     def _answer(self, message: Any) -> Any:
         if isinstance(message, local.Release):
             self.handles -= set(message.handles)
@@ -120,7 +128,12 @@ class CountingAgent:
             self.tickets -= set(message.tickets)
             if isinstance(message, local.Abort):
                 return local.Ack(number, len(message.tickets))
-            return local.Committed(number, [local.PutBlock(local.OK, 1) for _ in message.tickets])
+            room = self._room() if message.again else None
+            puts = [local.PutBlock(local.OK, 1) for _ in message.tickets]
+            return local.Committed(number, puts, room)
+        if isinstance(message, local.Put):
+            self.tickets.remove(message.ticket)
+            return local.Committed(number, [local.PutBlock(local.OK, 1)], self._room())
         if isinstance(message, local.Pin):
             self.pins.update(message.keys)
         if isinstance(message, local.Unpin):
@@ -133,6 +146,8 @@ class CountingAgent:
             return local.FoundGroup(number, GroupInfo(7, 9, ["node-1", "node-2"]))
         if isinstance(message, local.DescribePool):
             return local.PoolDescription(number, "node-1", 0, 1, True, [], [], [], [])
+        if isinstance(message, local.Exists):
+            return local.Ack(number, len(message.keys) // 16)
         return local.Ack(number, len(message.keys))
 
     @property
@@ -403,6 +418,52 @@ def test_an_agent_that_dies_ends_the_iteration(client: Any, agent: CountingAgent
     agent.answers[local.Get] = lambda asked: local.Welcome(9, "x", 1)  # no reply at all
     with pytest.raises(AgentGoneError):
         list(client.get_each(7, KEYS[:3], 0.1))
+
+
+def test_blocks_of_one_size_are_put_by_one_question_each_from_the_third_on(
+    client: Any, agent: CountingAgent
+) -> None:
+    for number, key in enumerate(KEYS[:5]):
+        client.put(7, {key: bytes([number]) * 90}, ack="local")
+    assert [len(agent.asked(kind)) for kind in (local.Alloc, local.Commit, local.Put)] == [2, 2, 3]
+    assert [commit.again for commit in agent.asked(local.Commit)] == [False, True]
+    for number, (asked, room) in enumerate(zip(agent.asked(local.Put), agent.rooms, strict=False)):
+        assert (asked.namespace, asked.keys, asked.ack) == (7, [KEYS[2 + number]], "local")
+        assert asked.ticket == room.ticket
+        assert os.pread(agent.arena, 90, room.offset) == bytes([2 + number]) * 90
+    assert agent.held == 1, "room for the next"
+    # Of another size, another namespace, or a prefix: in the old way, and the room stays.
+    client.put(7, {KEYS[5]: b"x"})
+    client.put(8, {KEYS[6]: b"x" * 90})
+    client.put(7, {KEYS[7]: b"x" * 90}, prefix=[KEYS[7]])
+    client.put(7, {KEYS[8]: b"x" * 90, KEYS[9]: b"x" * 90})
+    assert len(agent.asked(local.Put)) == 3
+    assert agent.held == 1
+    client.put(7, {KEYS[10]: b"y" * 90})
+    assert len(agent.asked(local.Put)) == 4
+    # Two of another size in a row: their room takes its place.
+    for key in KEYS[11:14]:
+        client.put(7, {key: b"z" * 40})
+    assert agent.asked(local.Put)[-1].keys == [KEYS[13]]
+    client.stats()
+    assert [asked.tickets for asked in agent.asked(local.Abort)] == [[agent.rooms[4].ticket]]
+    assert agent.held == 1
+
+
+def test_a_put_that_is_refused_gives_its_room_back(client: Any, agent: CountingAgent) -> None:
+    for key in KEYS[:2]:
+        client.put(7, {key: b"x" * 90})
+    agent.answers[local.Put] = lambda asked: local.Failed(asked.request, local.BUSY, "no")
+    with pytest.raises(BusyError):
+        client.put(7, {KEYS[2]: b"x" * 90})
+    client.stats()
+    assert agent.held == 0
+    client.put(7, {KEYS[3]: b"x" * 90})
+    results = [local.PutBlock(local.UNAVAILABLE)]
+    agent.answers[local.Put] = lambda asked: local.Committed(asked.request, results)
+    with pytest.raises(PutError) as error:
+        client.put(7, {KEYS[4]: b"x" * 90})
+    assert error.value.failed == {KEYS[4]: local.UNAVAILABLE}
 
 
 def test_what_is_written_into_a_reservation_is_committed_where_it_lies(

@@ -14,8 +14,8 @@ import pytest
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
-from kvcast.hostagent.core.sessions import Session
-from kvcast.hostagent.core.store import Store
+from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
+from kvcast.hostagent.core.store import Store, StoreRules
 from kvcast.hostagent.core.writes import PutBatch, WriteOptions
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import (
@@ -807,6 +807,101 @@ def test_a_client_does_not_read_another_namespace_under_the_number_that_it_was_t
 def session_of(node: Node) -> tuple[Session, list[local.AgentReply]]:
     replies: list[local.AgentReply] = []
     return Session(node.core, replies.append), replies
+
+
+def ahead_node() -> Node:
+    node = Node(1, slabs=64)
+    node.take_map(pool_map([1]))
+    return node
+
+
+def ahead_of(
+    session: Session, replies: list[local.AgentReply], node: Node, number: int, size: int
+) -> local.Extent | None:
+    """Put a block of a client that says that another follows; the room that came for that."""
+    session.handle(node.now, local.Alloc(1, 1, [key(number)], [size]))
+    allocated = replies.pop()
+    assert isinstance(allocated, local.Allocated)
+    session.handle(node.now, local.Commit(2, [allocated.extents[0].ticket], "local", True))
+    committed = replies.pop()
+    assert isinstance(committed, local.Committed)
+    return committed.room
+
+
+def test_a_block_is_put_by_one_request_in_room_that_was_given_ahead() -> None:
+    node = ahead_node()
+    session, replies = session_of(node)
+    room = ahead_of(session, replies, node, 1, 100)
+    for number in range(2, 6):
+        assert room is not None
+        node.memory[room.offset : room.offset + 100] = bytes([number]) * 100
+        session.handle(node.now, local.Put(3, 1, [key(number)], room.ticket, "local"))
+        committed = replies.pop()
+        assert isinstance(committed, local.Committed)
+        assert [block.status for block in committed.blocks] == [local.OK]
+        copy = node.core.store.peek(BlockId(1, key(number)))
+        assert copy is not None
+        assert (copy.offset, copy.size_bytes) == (room.offset, 100)
+        assert copy.digest == digest_of(bytes([number]) * 100)
+        room = committed.room
+    assert node.core.ahead_bytes > 0
+    assert node.core.store.peek(BlockId(1, b"")) is None
+    node.core.store.check()
+    session.close()
+    assert node.core.ahead_bytes == 0
+    node.core.store.check()
+
+
+def test_room_that_was_given_ahead_is_for_a_put_of_its_namespace_alone() -> None:
+    node = ahead_node()
+    node.take_map(pool_map([1], epoch=9, namespaces=(1, 2)))
+    session, replies = session_of(node)
+    room = ahead_of(session, replies, node, 1, 100)
+    assert room is not None
+    session.handle(node.now, local.Alloc(3, 1, [key(2)], [100]))
+    allocated = replies.pop()
+    assert isinstance(allocated, local.Allocated)
+    for wrong in (
+        local.Put(4, 1, [key(2)], allocated.extents[0].ticket, "local"),
+        local.Put(4, 1, [key(2)], 99, "local"),
+        local.Put(4, 1, [key(2)], 0, "local"),
+        local.Put(4, 2, [key(2)], room.ticket, "local"),
+        local.Commit(4, [room.ticket], "local"),
+    ):
+        session.handle(node.now, wrong)
+        failed = replies.pop()
+        assert isinstance(failed, local.Failed), wrong
+        assert failed.status == local.INVALID
+    assert [block.key for block in node.core.store.blocks()] == [key(1)]
+    session.handle(node.now, local.Abort(5, [room.ticket, allocated.extents[0].ticket]))
+    assert replies.pop() == local.Ack(5, 2)
+    assert node.core.ahead_bytes == 0
+    node.core.store.check()
+
+
+def test_rooms_given_ahead_are_few() -> None:
+    node = ahead_node()
+    most = node.core.store.allocator.capacity_bytes // AHEAD_OF_ARENA
+    sessions = [session_of(node) for _ in range(20)]
+    rooms = [
+        ahead_of(session, replies, node, number, SLAB)
+        for number, (session, replies) in enumerate(sessions)
+    ]
+    given = [room for room in rooms if room is not None]
+    assert node.core.ahead_bytes == len(given) * SLAB == most
+    # None that is larger than all of them may be, and no second one.
+    session, replies = sessions[-1]
+    assert ahead_of(session, replies, node, 30, most + SLAB) is None
+    session, replies = sessions[0]
+    sessions[1][0].close()
+    assert ahead_of(session, replies, node, 31, SLAB) is None
+    for session, _ in sessions:
+        session.close()
+    assert node.core.ahead_bytes == 0
+    node.core.store.configure({1: StoreRules(quota_bytes=AHEAD_OF_QUOTA * SLAB - 1)})
+    session, replies = session_of(node)
+    assert ahead_of(session, replies, node, 32, SLAB) is None
+    assert ahead_of(session, replies, node, 33, 10) is not None
 
 
 def test_a_chain_of_half_a_key_is_refused_and_the_next_is_answered() -> None:
