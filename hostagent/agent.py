@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.cold import ColdOfAgent, open_store
+from kvcast.hostagent.cold import ColdOfAgent
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.recovery import Recovery
@@ -44,6 +44,7 @@ from kvcast.hostagent.network.local_server import LocalServer
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
 from kvcast.hostagent.network.survivors import NOBODY
 from kvcast.hostagent.network.verbs import Card
+from kvcast.hostagent.object_stores import open_store
 from kvcast.hostagent.options import RDMA_OFF, RDMA_REQUIRED, Options
 from kvcast.hostagent.ssd import SsdOfAgent
 from kvcast.hostagent.standing import (

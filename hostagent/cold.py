@@ -1,8 +1,7 @@
-"""The cold tier of a running agent: its core, and an object store by way of `obstore`.
+"""The cold tier of a running agent: its core, and a store that others keep.
 
 Owns: the errands that are under way, and how long each may take. Must not know: what is stored and
-why (`core.cold`). Credentials and regions come from the environment, as `obstore` reads them
-(AWS_…, GOOGLE_…, AZURE_…).
+why (`core.cold`), or which store it is (`object_stores`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.cold import DONE, GONE, ColdRules, ColdTier, Errand, Task
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from kvcast.hostagent.object_stores import Objects
 
 log = logging.getLogger(__name__)
 
@@ -27,27 +24,11 @@ _ALL_S: Final = 3600.0
 """How long it may take to list, or delete, all of a namespace."""
 
 
-class ColdError(Exception):
-    """The object store cannot be used; the text says why."""
-
-
-def open_store(url: str) -> ObjectStore:
-    """The object store at a URL (s3://, gs://, az://, file:///, memory:///). ColdError."""
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise ColdError("--cold needs pip install 'kvcast[cold]'") from None
-    try:
-        return from_url(url)
-    except Exception as error:  # obstore's own have no common base
-        raise ColdError(f"{url}: {error}") from error
-
-
 class ColdOfAgent:
     """See the module's description. `start`, then `close`."""
 
     def __init__(
-        self, core: AgentCore, store: ObjectStore, cluster: str, pump: Callable[[], None]
+        self, core: AgentCore, store: Objects, cluster: str, pump: Callable[[], None]
     ) -> None:
         self._store = store
         self._pump = pump
@@ -55,6 +36,7 @@ class ColdOfAgent:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
         epoch_s = time.time() - self._loop.time()
         self.tier = ColdTier(ColdRules(), core.store, core.memory, cluster, epoch_s)
 
@@ -75,6 +57,10 @@ class ColdOfAgent:
             running = asyncio.create_task(self._do(task))
             self._tasks.add(running)
             running.add_done_callback(self._tasks.discard)
+        if self._timer is not None:
+            self._timer.cancel()
+        when = self.tier.get_timer()
+        self._timer = None if when is None else self._loop.call_at(when, self._wake)
 
     async def _do(self, task: Task) -> None:
         error, data = DONE, None
@@ -86,7 +72,7 @@ class ColdOfAgent:
             error = GONE
         except TimeoutError:
             error = "the object store does not answer"
-        except Exception as failure:  # obstore's own have no common base
+        except Exception as failure:  # the libraries' own have no common base
             error = str(failure) or type(failure).__name__
         if error:
             log.debug("cold: %s %s: %s", task.errand.value, task.name, error)
@@ -96,28 +82,26 @@ class ColdOfAgent:
         self._pump()
 
     async def _errand(self, task: Task) -> memoryview | None:
-        import obstore
-
         match task.errand:
             case Errand.STORE:
                 assert task.data is not None
-                await obstore.put_async(self._store, task.name, b"".join(task.data))
+                await self._store.put(task.name, b"".join(task.data))
             case Errand.FETCH:
-                found = await obstore.get_async(self._store, task.name)
-                return memoryview(await found.bytes_async())
+                return await self._store.get(task.name)
             case Errand.DELETE:
-                await obstore.delete_async(self._store, [task.name])
-            case _:
-                async for some in obstore.list(self._store, prefix=task.name.rstrip("/")):
-                    names = [one["path"] for one in some]
-                    if task.errand is Errand.LIST:
-                        self.tier.found(task.name, names)
-                    else:
-                        await obstore.delete_async(self._store, names)
+                await self._store.delete(task.name)
+            case Errand.DELETE_ALL:
+                await self._store.delete_all(task.name)
+            case Errand.LIST:
+                async for some in self._store.names(task.name):
+                    self.tier.found(task.name, some)
         return None
 
     async def close(self) -> None:
         """End all errands."""
+        if self._timer is not None:
+            self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcast.hostagent.agent import Agent
-from kvcast.hostagent.cold import ColdError
 from kvcast.hostagent.core.tracing import Traces
 from kvcast.hostagent.flags import AgentFlags, Setup, options_of, parse
 from kvcast.hostagent.network.courier import CourierLoop
 from kvcast.hostagent.network.local_server import SocketInUseError
+from kvcast.hostagent.object_stores import ColdError
 from kvcast.hostagent.supervisor import Place, supervise
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.ssd.layout import SsdError

@@ -223,7 +223,8 @@ class SsdFlags:
     ssd_bytes: int = size("size of each file of --ssd", default=SsdOptions.size_bytes)
     cold: str = option(
         "an object store (s3://, gs://, az://, file:///) for blocks of namespaces whose media name "
-        "cold; credentials come from the environment",
+        "cold; credentials come from the environment; or Mooncake Store (mooncake://HOST:PORT of "
+        "its master)",
         default="",
         parse=str,
         metavar="URL",

@@ -109,7 +109,7 @@ class Options:
     arena: ArenaOptions = field(default_factory=ArenaOptions)
     ssd: SsdOptions = field(default_factory=SsdOptions)
     cold: str = ""
-    """URL of an object store for blocks of namespaces whose media name `cold`."""
+    """URL of a store (`object_stores`) for blocks of namespaces whose media name `cold`."""
     bulk: BulkOptions = field(default_factory=BulkOptions)
     rdma: RdmaOptions = field(default_factory=RdmaOptions)
     credit_from_buffer: bool = True

@@ -31,6 +31,8 @@ from kvcast.protocol.messages.wire import MAX_BLOCK_BYTES, BlockId, digest_of
 HEAD: Final = struct.Struct("<8sQ16sQQd")
 """Magic, meaning, key, size, digest, when it was committed (seconds since 1970)."""
 MAGIC: Final = b"kvcold\r\n"
+LIST_AGAIN_S: Final = 10.0
+"""After a listing that failed, before the next try."""
 DONE: Final = ""
 NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not in the object store"
@@ -100,7 +102,7 @@ class _Fetch:
 
 class ColdTier:
     """See the module's description. It is the store's `Beyond`. `take_tasks` is to be called after
-    `wake`."""
+    `wake`, and when `get_timer` says so."""
 
     tier: Final = "cold"
 
@@ -126,6 +128,8 @@ class ColdTier:
         self._others: deque[Task] = deque()
         self._listed: dict[str, int] = {}
         """Prefixes that were listed, and their namespaces."""
+        self._to_list: dict[str, float] = {}
+        """Prefixes whose listing has failed, and when it is tried again."""
         self._errands = 0
         self._now = 0.0
 
@@ -165,6 +169,7 @@ class ColdTier:
             del self._known[block]
         for prefix in [p for p, number in self._listed.items() if number == namespace]:
             del self._listed[prefix]
+            self._to_list.pop(prefix, None)
             self._others.append(Task(Errand.DELETE_ALL, prefix, self._other_ended))
         self.wake()
 
@@ -175,8 +180,16 @@ class ColdTier:
             prefix = self._prefix_of(namespace)
             if prefix is not None and prefix not in self._listed:
                 self._listed[prefix] = namespace
-                self._others.append(Task(Errand.LIST, prefix, self._other_ended))
+                self._others.append(self._list_task(prefix))
         self.wake()
+
+    def _list_task(self, prefix: str) -> Task:
+        def ended(now: float, error: str, data: memoryview | None) -> None:
+            if error and prefix in self._listed:
+                self._to_list[prefix] = now + LIST_AGAIN_S
+            self._other_ended(now, error, data)
+
+        return Task(Errand.LIST, prefix, ended)
 
     def advance(self, now: float) -> None:
         """It is `now`."""
@@ -207,6 +220,9 @@ class ColdTier:
     def take_tasks(self, now: float) -> list[Task]:
         """What is to be done now."""
         self.advance(now)
+        for prefix in [p for p, at in self._to_list.items() if at <= now]:
+            del self._to_list[prefix]
+            self._others.append(self._list_task(prefix))
         tasks: list[Task] = []
         while self._errands + len(tasks) < self.rules.max_errands:
             task = self._next()
@@ -215,6 +231,10 @@ class ColdTier:
             tasks.append(task)
         self._errands += len(tasks)
         return tasks
+
+    def get_timer(self) -> float | None:
+        """When `take_tasks` is to be called in any case; None = when something happens."""
+        return min(self._to_list.values(), default=None)
 
     def _next(self) -> Task | None:
         """Readers first; then what is to be forgotten; then what is to be stored."""

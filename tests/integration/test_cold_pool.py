@@ -1,4 +1,5 @@
-"""Blocks of a namespace in an object store: a folder, and moto's S3 server where it is installed.
+"""Blocks of a namespace in an object store: a folder, and moto's S3 server where it is installed;
+and in Mooncake Store, the real one, where that is.
 
 The oracle is what was put, and the folder's files.
 """
@@ -6,7 +7,14 @@ The oracle is what was put, and the folder's files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import os
 import random
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +22,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from hostagent_harness import MIB, Pool, key_of, running_pool, until
-from kvcast.hostagent.cold import ColdError
 from kvcast.hostagent.core.cold import HEAD, ColdTier
+from kvcast.hostagent.object_stores import ColdError, open_store
 from kvcast.hostagent.options import Options
 from kvcast.protocol.messages.control import NamespaceSettings
 
-pytest.importorskip("obstore", reason="obstore is not installed (pip install 'kvcast[cold]')")
+NEEDS_OBSTORE = pytest.mark.skipif(
+    importlib.util.find_spec("obstore") is None,
+    reason="obstore is not installed (pip install 'kvcast[cold]')",
+)
 
 COUNT = 40
 
@@ -93,6 +104,7 @@ async def all_of_it(tmp_path: Path, url: str) -> None:
         assert await tier_of(pool, 1, 25) == "cold"
 
 
+@NEEDS_OBSTORE
 async def test_blocks_come_back_from_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "objects"
     folder.mkdir()
@@ -122,11 +134,103 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.stop()
 
 
+@NEEDS_OBSTORE
 @pytest.mark.filterwarnings("default")
 async def test_blocks_come_back_from_an_s3_server(tmp_path: Path, s3: str) -> None:
     await all_of_it(tmp_path, s3)
 
 
+class MooncakeHere:
+    """A master of Mooncake Store, and a client of it with memory for objects."""
+
+    def __init__(self, folder: Path) -> None:
+        reason = "Mooncake Store is not installed (pip install 'kvcast[cold-mooncake]')"
+        library = pytest.importorskip("mooncake.store", reason=reason, exc_type=ImportError)
+        program = Path(library.__file__).parent / "mooncake_master"
+        if not os.access(program, os.X_OK):
+            pytest.skip(f"{program} is not there")
+        self.port, self.http = free_port(), free_port()
+        command = [str(program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        command += ["--metrics_host=127.0.0.1", f"--metrics_port={self.http}"]
+        log = (folder / "master.log").open("wb")
+        self.master = subprocess.Popen(command, stdout=log, stderr=log)
+        log.close()
+        self.url = f"mooncake://127.0.0.1:{self.port}?metrics={self.http}&buffer_mib=16"
+        self.store = library.MooncakeDistributedStore()
+        until_s = time.monotonic() + 60
+        while not self.answers():
+            assert self.master.poll() is None, (folder / "master.log").read_text()
+            assert time.monotonic() < until_s, "the master does not answer"
+            time.sleep(0.1)
+        setup = ("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "")
+        assert self.store.setup(*setup, f"127.0.0.1:{self.port}") == 0
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+            return isinstance(self.names(), list)
+        return False
+
+    def names(self) -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/get_all_keys") as answer:
+            return sorted(answer.read().decode().split())
+
+    def close(self) -> None:
+        self.store.close()
+        self.master.terminate()
+        self.master.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeHere]:
+    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
+    here = MooncakeHere(tmp_path)
+    yield here
+    here.close()
+
+
+async def test_blocks_come_back_from_mooncake_store(tmp_path: Path, mooncake: MooncakeHere) -> None:
+    await all_of_it(tmp_path, mooncake.url)
+    assert len(mooncake.names()) == COUNT
+
+
+async def test_what_mooncake_store_holds_is_named_by_namespace_and_believed_by_its_digest(
+    tmp_path: Path, mooncake: MooncakeHere
+) -> None:
+    mooncake.store.put("somebody/else", b"x")
+    async with running_pool(tmp_path, 1, with_cold(mooncake.url, 1)) as pool:
+        kept_cold(pool)
+        await pool.settled()
+        await put(pool, range(5), namespace=2)
+        assert mooncake.names() == ["somebody/else"]
+        await put(pool, range(COUNT))
+        by_number = {key_of(n).hex(): n for n in range(COUNT)}
+        name_of = {by_number[n[-32:]]: n for n in mooncake.names() if n[-32:] in by_number}
+        objects = {n: bytes(mooncake.store.get(name_of[n])) for n in range(3)}
+        damaged = bytearray(objects[0])
+        damaged[HEAD.size + 100] ^= 1
+        for number, data in ((0, bytes(damaged)), (1, objects[2]), (3, b"short")):
+            assert mooncake.store.remove(name_of[number], True) == 0
+            assert mooncake.store.put(name_of[number], data) == 0
+        assert mooncake.store.remove(name_of[4], True) == 0  # as Mooncake evicts
+        tier = tier_at(pool, 1)
+        for number in (0, 1, 3, 4):
+            assert await tier_of(pool, 1, number) == ""
+        assert tier.counters.damaged == 3
+        assert tier.counters.fetch_errors == 1
+        assert await tier_of(pool, 1, 2) == "cold"
+        await until(lambda: not {name_of[n] for n in (0, 1, 3)} & set(mooncake.names()))
+        pool.agents[1].core.store.drop_namespace(1)
+        await until(lambda: mooncake.names() == ["somebody/else"])
+
+
+@NEEDS_OBSTORE
 async def test_only_what_may_lies_there_and_what_is_dropped_goes(tmp_path: Path) -> None:
     folder = tmp_path / "objects"
     folder.mkdir()
@@ -145,6 +249,7 @@ async def test_only_what_may_lies_there_and_what_is_dropped_goes(tmp_path: Path)
         assert await tier_of(pool, 1, 1) == ""
 
 
+@NEEDS_OBSTORE
 async def test_objects_that_are_not_what_they_should_be_are_not_served(tmp_path: Path) -> None:
     folder = tmp_path / "objects"
     folder.mkdir()
@@ -172,6 +277,7 @@ async def test_objects_that_are_not_what_they_should_be_are_not_served(tmp_path:
         assert await pool.clients[1].exists(1, [key_of(5)]) == 0
 
 
+@NEEDS_OBSTORE
 async def test_a_store_that_does_not_answer_costs_nobody_what_is_here(tmp_path: Path) -> None:
     folder = tmp_path / "objects"
     folder.mkdir()
@@ -196,9 +302,8 @@ async def test_a_store_that_does_not_answer_costs_nobody_what_is_here(tmp_path: 
         await until(lambda: not tier._errands)
 
 
+@NEEDS_OBSTORE
 def test_an_agent_says_why_it_cannot_use_a_store(tmp_path: Path) -> None:
-    from kvcast.hostagent.cold import open_store
-
     for url in ("nothing://x", "no url"):
         with pytest.raises(ColdError):
             open_store(url)

@@ -1,0 +1,186 @@
+"""The cold tier's decisions, against a store that does what a test says.
+
+Oracle: what was put, and the bounds that the rules state.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvcast.hostagent.core.cold import (
+    DAMAGED,
+    DONE,
+    GONE,
+    HEAD,
+    LIST_AGAIN_S,
+    MAGIC,
+    ColdRules,
+    ColdTier,
+    Errand,
+    Task,
+)
+from kvcast.hostagent.core.store import Copy, Store
+from kvcast.hostagent.tiers.arena import Allocator
+from kvcast.protocol.messages.wire import BlockId, digest_of
+
+ARENA = 1 << 20
+PREFIX = f"cluster/{77:016x}/"
+
+
+class Bench:
+    def __init__(self, rules: ColdRules | None = None) -> None:
+        self.memory = memoryview(bytearray(ARENA))
+        self.store = Store(Allocator(ARENA, 65536))
+        self.tier = ColdTier(rules or ColdRules(), self.store, self.memory, "cluster", epoch_s=1e9)
+        self.tier.meaning_of = lambda namespace: 76 + namespace
+        self.store.beyond = self.tier
+        self.now = 0.0
+        self.objects: dict[str, bytes] = {}
+        self.listings_fail = False
+        self.got: list[tuple[str, bytes]] = []
+
+    def put(self, number: int, data: bytes = b"some bytes", namespace: int = 1) -> Copy:
+        copy = self.store.reserve(block(number, namespace), len(data))
+        self.memory[copy.offset : copy.offset + len(data)] = data
+        return self.store.commit(copy, digest_of(data), home=True)
+
+    def do(self, task: Task) -> None:
+        error, data = DONE, None
+        match task.errand:
+            case Errand.STORE:
+                assert task.data is not None
+                self.objects[task.name] = b"".join(task.data)
+            case Errand.FETCH:
+                found = self.objects.get(task.name)
+                error, data = (GONE, None) if found is None else (DONE, memoryview(found))
+            case Errand.DELETE:
+                self.objects.pop(task.name, None)
+            case Errand.DELETE_ALL:
+                for name in [name for name in self.objects if name.startswith(task.name)]:
+                    del self.objects[name]
+            case Errand.LIST:
+                if self.listings_fail:
+                    error = "it does not answer"
+                else:
+                    names = [name for name in self.objects if name.startswith(task.name)]
+                    self.tier.found(task.name, names)
+        task.ended(self.now, error, data)
+
+    def work(self) -> list[Errand]:
+        done = []
+        while tasks := self.tier.take_tasks(self.now):
+            for task in tasks:
+                self.do(task)
+                done.append(task.errand)
+        return done
+
+    def read(self, number: int) -> str:
+        rooms: list[memoryview] = []
+        errors: list[str] = []
+
+        def begin(size_bytes: int) -> memoryview:
+            rooms.append(memoryview(bytearray(size_bytes)))
+            return rooms[0]
+
+        def ended(_now: float, error: str, _digest: int, _since: float) -> None:
+            errors.append(error)
+
+        if not self.tier.read(block(number), begin, ended):
+            return GONE
+        self.work()
+        if not errors[0]:
+            self.got.append((name(number), bytes(rooms[0])))
+        return errors[0]
+
+
+def block(number: int, namespace: int = 1) -> BlockId:
+    return BlockId(namespace, number.to_bytes(16, "big"))
+
+
+def name(number: int) -> str:
+    return f"{PREFIX}{block(number).key.hex()}"
+
+
+def packed(number: int, data: bytes, meaning: int = 77, since: float = 1e9) -> bytes:
+    head = HEAD.pack(MAGIC, meaning, block(number).key, len(data), digest_of(data), since)
+    return head + data
+
+
+def test_a_listing_that_fails_is_tried_again_later_and_not_for_a_namespace_that_went() -> None:
+    bench = Bench()
+    bench.objects[name(1)] = packed(1, b"from before")
+    bench.listings_fail = True
+    bench.tier.configure({1: 0.0, 2: 0.0})
+    assert bench.work() == [Errand.LIST, Errand.LIST]
+    assert bench.tier.get_timer() == LIST_AGAIN_S
+    assert not bench.tier.holds(block(1))
+    assert bench.work() == []
+    bench.tier.drop_namespace(2)
+    bench.work()
+    bench.listings_fail = False
+    bench.now = LIST_AGAIN_S
+    assert bench.work() == [Errand.LIST]
+    assert bench.tier.get_timer() is None
+    assert bench.read(1) == DONE
+    assert bench.got == [(name(1), b"from before")]
+
+
+def test_what_a_store_gives_back_is_believed_if_it_says_what_it_should() -> None:
+    bench = Bench()
+    bench.tier.configure({1: 50.0})
+    whole = packed(1, b"bytes")
+    wrong = {
+        "of another cluster's namespace": packed(1, b"bytes", meaning=78),
+        "another block": packed(2, b"bytes"),
+        "a bit is wrong": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "cut": whole[:-1],
+        "longer": whole + b"?",
+        "no head": b"bytes",
+        "nothing": b"",
+    }
+    for number, (what, data) in enumerate(wrong.items(), start=1):
+        bench.objects[name(1)] = data
+        bench.tier.found(PREFIX, [name(1)])
+        bench.work()
+        bench.tier.found(PREFIX, [name(1)])
+        assert bench.read(1) == DAMAGED, what
+        assert bench.tier.counters.damaged == number
+        assert name(1) not in bench.objects, "and is deleted"
+        assert not bench.tier.holds(block(1))
+    for since, error in ((1e9, DONE), (1e9 - 51, GONE), (1e18, DONE), (math.nan, DONE)):
+        bench.objects[name(1)] = packed(1, b"bytes", since=since)
+        bench.tier.found(PREFIX, [name(1)])
+        assert bench.read(1) == error, since
+    assert bench.got == [(name(1), b"bytes")] * 3
+
+
+def test_names_that_are_none_of_ours_are_passed_over() -> None:
+    bench = Bench()
+    bench.tier.configure({1: 0.0})
+    bench.work()
+    key = "0" * 32
+    bench.tier.found(
+        PREFIX, [f"{PREFIX}{key}x", f"{PREFIX}x", f"other/{key}", "", f"{PREFIX}{key}"]
+    )
+    assert bench.tier.values()["cold_blocks_known"] == 1
+    bench.tier.found("other/", [f"other/{key}"])
+    assert bench.tier.values()["cold_blocks_known"] == 1
+
+
+def test_what_waits_and_what_is_known_is_bounded() -> None:
+    bench = Bench(ColdRules(max_errands=2, max_waiting=3, max_known=4))
+    bench.tier.configure({1: 0.0})
+    bench.work()
+    for number in range(5):
+        bench.put(number)
+    assert bench.tier.counters.left_out == 2
+    assert len(bench.tier.take_tasks(0.0)) == 2
+    assert bench.tier.take_tasks(0.0) == []
+    bench.tier.found(PREFIX, [name(number) for number in range(100, 110)])
+    assert bench.tier.values()["cold_blocks_known"] == 4
+    reads = [
+        bench.tier.read(block(number), lambda _size: None, lambda *_: None)
+        for number in range(106, 110)
+    ]
+    assert reads == [True, True, True, False]
+    assert bench.tier.counters.fetches_refused == 1
