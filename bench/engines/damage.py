@@ -12,10 +12,10 @@ from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.pool import Pool
 
 
-async def corrupt(pool: Pool, model: str, block_hash: bytes) -> int:
-    """Change one byte of an engine's block, by vLLM's hash of it, on all nodes that hold it; on how
-    many that was. The block is one part, and the model has one namespace."""
-    key = keys_of(block_hash, 1)[0]
+async def corrupt(pool: Pool, model: str, block_hash: bytes, part: int = 0) -> int:
+    """Change one byte of a part of an engine's block, by vLLM's hash of it, on all nodes that hold
+    it; on how many that was. The model has one namespace."""
+    key = keys_of(block_hash, part + 1)[part]
     places = 0
     for node, socket in pool.sockets.items():
         async with await AsyncClient.connect(str(socket)) as client:

@@ -98,6 +98,14 @@ class AgentLink:
             return False
         return True
 
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Make a call in the thread, if it runs."""
+        with self._lock:
+            loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed in this moment
+                loop.call_soon_threadsafe(call)
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:

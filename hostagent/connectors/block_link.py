@@ -17,7 +17,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -194,9 +194,7 @@ class BlockLink(AgentLink):
         transfer = Transfer(len(names), size_bytes, began + self._options.load_s, counted)
 
         async def bring() -> None:
-            for namespace, indices in _grouped(names, _namespace_of):
-                client = await self._connected()
-                number = await self._number(client, namespace)
+            async for client, number, indices in self._by_namespace(names):
                 for some in self._windows(client, indices, rooms):
                     await self._bring(client, number, names, rooms, some, transfer)
 
@@ -270,9 +268,7 @@ class BlockLink(AgentLink):
             if self._saving is None:
                 self._saving = asyncio.Semaphore(SAVES_AT_ONCE)
             async with self._saving:
-                for namespace, indices in _grouped(names, _namespace_of):
-                    client = await self._connected()
-                    number = await self._number(client, namespace)
+                async for client, number, indices in self._by_namespace(names):
                     keys = [names[at].key for at in indices]
                     held = await self._held(client, number, keys, transfer.deadline, gaps=0)
                     for at, is_held in zip(indices, held, strict=True):
@@ -324,15 +320,21 @@ class BlockLink(AgentLink):
         transfer = Transfer(len(names), 0, due, done)
 
         async def drop() -> None:
-            for namespace, indices in _grouped(names, _namespace_of):
-                client = await self._connected()
-                number = await self._number(client, namespace)
+            async for client, number, indices in self._by_namespace(names):
                 await client.drop(number, [names[at].key for at in indices])
                 for at in indices:
                     transfer.settle(at, CAME)
 
         self._run_task(self._questions, transfer, drop)
         return transfer
+
+    async def _by_namespace(
+        self, names: Sequence[Named]
+    ) -> AsyncIterator[tuple[AsyncClient, int, list[int]]]:
+        """A client, each namespace's number, and the positions of its names."""
+        for namespace, indices in _grouped(names, lambda name: name.namespace):
+            client = await self._connected()
+            yield client, await self._number(client, namespace), indices
 
     # --- tasks ----------------------------------------------------------------------------------
 
@@ -422,10 +424,6 @@ class BlockLink(AgentLink):
             yield some
 
 
-def _namespace_of(name: Named) -> NamespaceName:
-    return name.namespace
-
-
 def _grouped(names: Sequence[Named], by: Callable[[Named], K]) -> list[tuple[K, list[int]]]:
     """Positions in `names`, by what `by` says of them, in order."""
     groups: dict[K, list[int]] = {}
@@ -449,17 +447,21 @@ def _size(room: Room) -> int:
     return sum(map(len, _pieces(room)))
 
 
-def _scatter(data: memoryview, room: Room) -> None:
-    """Copy a block into its pieces of the engine's memory."""
+def _beside(data: memoryview, room: Room) -> Iterator[tuple[memoryview, memoryview]]:
+    """The pieces of a block's room in the engine's memory, each with its part of the block."""
     at = 0
     for piece in _pieces(room):
-        piece[:] = data[at : at + len(piece)]
+        yield piece, data[at : at + len(piece)]
         at += len(piece)
+
+
+def _scatter(data: memoryview, room: Room) -> None:
+    """Copy a block into the engine's memory."""
+    for piece, part in _beside(data, room):
+        piece[:] = part
 
 
 def _gather(room: Room, data: memoryview) -> None:
-    """Copy a block's pieces of the engine's memory into it."""
-    at = 0
-    for piece in _pieces(room):
-        data[at : at + len(piece)] = piece
-        at += len(piece)
+    """Copy the engine's memory into a block."""
+    for piece, part in _beside(data, room):
+        part[:] = piece

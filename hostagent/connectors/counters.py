@@ -21,6 +21,8 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
     "lookups_failed": ("reason", "requests that were computed because that was not answered"),
     "awaits_failed": ("", "requests whose prompt another engine did not compute in time"),
     "loads": ("", "requests for which blocks were loaded"),
+    "loads_by_layers": ("", "of these, loads during which the engine computed"),
+    "layer_wait_seconds": ("", "how long steps have waited for layers that were being loaded"),
     "failed_loads": ("reason", "loads of which not all came; the rest was computed"),
     "load_blocks": ("tier", "engine blocks that came from the pool, by the slowest tier of each"),
     "load_bytes": ("", "bytes that came from the pool"),

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -36,6 +37,8 @@ ARENA_SHARE: Final = 8
 """One load or save has at most an eighth of the arena at once."""
 PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
+EXISTS_S: Final = 0.25
+"""How long the question may take which parts of a block are there that is being saved."""
 _HOME: Final[Ack] = "home"
 TIERS: Final = ("local", "ssd", "cold", "switch", "shared", "home", "bulk")
 """Where a block came from, the nearest first."""
@@ -78,6 +81,44 @@ class LinkOptions:
     window_bytes: int = 64 << 20
     verify: bool = True
     ack: Ack = "home"
+
+
+class OpenSave:
+    """A save whose parts are computed one after another. `soon` has a call made in the thread that
+    saves; `computed` may be called in any."""
+
+    def __init__(self, parts: int, soon: Callable[[Callable[[], None]], None]) -> None:
+        self.parts = parts
+        self.saved = 0
+        """Blocks that are whole in the pool, from the first."""
+        self._soon = soon
+        self._lock = threading.Lock()
+        self._event = asyncio.Event()
+        self._computed: set[int] = set()
+        self._waits: list[Callable[[], None]] = []
+
+    def computed(self, parts: Iterable[int], ready: Callable[[], None]) -> None:
+        """These parts' layers are computed; `ready` waits until their bytes are there."""
+        with self._lock:
+            self._computed.update(parts)
+            self._waits.append(ready)
+        self._soon(self._event.set)
+
+    async def some_computed(self, left: set[int], last: int) -> set[int]:
+        """Those of the parts `left` that are computed; waits for the first of them. `last`: the
+        part that is to come with the last of the others."""
+        while True:
+            self._event.clear()
+            with self._lock:
+                some = self._computed & left
+                if some != left:
+                    some.discard(last)
+                waits, self._waits = self._waits, []
+            for ready in waits:
+                ready()
+            if some:
+                return some
+            await self._event.wait()
 
 
 class Link(AgentLink):
@@ -138,16 +179,32 @@ class Link(AgentLink):
                 answered(held)
             if held is not None and self._prefetches:
                 hashes = lookup.hashes[lookup.prefetch_from : held]
-                await self._prefetch(hashes, groups, lookup.readers)
+                keys = [key for one in hashes for key in keys_of(one, groups)]
+                with contextlib.suppress(KvcastError, UnreachableError):
+                    if lookup.awaited:
+                        keys += await self._parts_of(lookup.hashes[held:], groups, probe)
+                    await self._prefetch(keys[:PREFETCH_KEYS], lookup.readers)
 
         self._do(ask)
 
-    async def _prefetch(self, hashes: Sequence[bytes], groups: int, readers: Sequence[str]) -> None:
+    async def _parts_of(self, hashes: Sequence[bytes], groups: int, probe: int) -> list[bytes]:
+        """Keys of blocks that are being saved layer by layer, as far as they are there. Those of
+        earlier layers come first, so where a group of layers is missing, the next is, too."""
+        client, namespace = await self._ready()
+        there: list[bytes] = []
+        chains = [keys_of(one, groups) for one in hashes]
+        for group in range(groups):
+            if group == probe:
+                continue
+            count = await client.exists(namespace, [keys[group] for keys in chains], EXISTS_S)
+            if not count:
+                break
+            there += [keys[group] for keys in chains[:count]]
+        return there
+
+    async def _prefetch(self, keys: Sequence[bytes], readers: Sequence[str]) -> None:
         """Have the agent fetch these; with several readers, as their group."""
-        keys = [key for one in hashes for key in keys_of(one, groups)][:PREFETCH_KEYS]
-        if not keys:
-            return
-        with contextlib.suppress(KvcastError, UnreachableError):
+        if keys:
             client, namespace = await self._ready()
             if len(readers) < 2 or client.node_id not in readers:
                 await client.prefetch(namespace, keys)
@@ -168,7 +225,7 @@ class Link(AgentLink):
 
     # --- loads ----------------------------------------------------------------------------------
 
-    def load(self, load: Load, table: LoadTable, memory: EngineMemory) -> None:
+    def load(self, load: Load, table: LoadTable, memory: EngineMemory) -> OpenLoad:
         """Bring blocks into the engine's memory; the report is in `table`."""
         opened = table.begin(load, len(memory.part_bytes), time.monotonic())
 
@@ -190,29 +247,30 @@ class Link(AgentLink):
                     self._counters.add_load_time(time.monotonic() - opened.started_at)
                     table.end(opened, reason)
 
-        self._do(bring)
+        if not self._do(bring):
+            table.end(opened, "unavailable")
+        return opened
 
     async def _bring(self, opened: OpenLoad, memory: EngineMemory) -> None:
         client, namespace = await self._ready()
         groups = opened.groups
-        keys: list[bytes] = []
-        parts: list[int] = []
+        keys: dict[int, bytes] = {}
         for index, one in enumerate(opened.load.hashes):
             for group, key in enumerate(keys_of(one, groups)):
                 part = index * groups + group
                 if self._block_id(opened.load.block_ids, memory, part) == memory.null_block:
                     opened.write(part, lambda: None)
                 else:
-                    keys.append(key)
-                    parts.append(part)
+                    keys[part] = key
+        parts = list(keys)
+        if opened.load.by_layers:
+            parts.sort(key=lambda part: part % groups)
         tiers = [0] * len(opened.load.hashes)
         window = self._window(client, memory)
-        for begin in range(0, len(keys), window):
-            if parts[begin] >= opened.gap:
-                break
-            some = dict(
-                zip(parts[begin : begin + window], keys[begin : begin + window], strict=True)
-            )
+        for begin in range(0, len(parts), window):
+            some = {part: keys[part] for part in parts[begin : begin + window] if part < opened.gap}
+            if not some:
+                continue
             asked, expected = await self._askers(client, namespace, some, self._nodes)
             bringing = [
                 asyncio.create_task(self._bring_some(opened, memory, theirs, tiers, expect=expect))
@@ -295,8 +353,12 @@ class Link(AgentLink):
                 opened.missed(part, "corrupt")
                 return False
             block_id = self._block_id(opened.load.block_ids, memory, part)
-            opened.write(part, lambda: memory.write(group, block_id, block.data))
-            memory.settle()
+
+            def copy() -> None:
+                memory.write(group, block_id, block.data)
+                memory.settle()
+
+            opened.write(part, copy)
             return True
 
     async def _drop(self, client: AsyncClient, namespace: int, key: bytes) -> None:
@@ -317,33 +379,22 @@ class Link(AgentLink):
     # --- saves ----------------------------------------------------------------------------------
 
     def save(
-        self,
-        save: Save,
-        memory: EngineMemory,
-        probe: int,
-        copied: Callable[[], None],
-        ready: Callable[[], None],
-    ) -> None:
-        """Put blocks of the engine into the pool. `probe`: as in `look_up`. `ready` waits until
-        their bytes are there; `copied` is called once the engine's memory is not needed any more,
-        whatever came of it."""
+        self, save: Save, memory: EngineMemory, probe: int, copied: Callable[[], None]
+    ) -> OpenSave:
+        """Put blocks of the engine into the pool, each part once its layers are said to be computed
+        (`OpenSave.computed`). `probe`: as in `look_up`. `copied` is called once the engine's memory
+        is not needed any more, whatever came of it."""
         due = time.monotonic() + save.left_s
+        opened = OpenSave(len(memory.part_bytes), self._soon)
 
         async def put() -> None:
             if self._saves is None:
                 self._saves = asyncio.Semaphore(SAVES_AT_ONCE)
             failed = ""
-            done = 0
             try:
                 async with asyncio.timeout_at(due), self._saves:
                     with self._remembered():
-                        ready()
-                        client, namespace = await self._ready()
-                        window = max(1, self._window(client, memory) // len(memory.part_bytes))
-                        while done < len(save.hashes):
-                            some = range(done, min(done + window, len(save.hashes)))
-                            await self._put(client, namespace, save, memory, some, probe)
-                            done = some.stop
+                        await self._put_computed(opened, save, memory, probe)
             except TimeoutError:
                 failed = "deadline"
             except PutError as error:
@@ -355,13 +406,33 @@ class Link(AgentLink):
             finally:
                 memory.settle()
                 copied()
-            self._counters.add("save_blocks", done)
-            self._counters.add("save_bytes", done * sum(memory.part_bytes))
+            self._counters.add("save_blocks", opened.saved)
+            self._counters.add("save_bytes", opened.saved * sum(memory.part_bytes))
             if failed:
-                self._counters.add("save_failures", len(save.hashes) - done, reason=failed)
+                self._counters.add("save_failures", len(save.hashes) - opened.saved, reason=failed)
 
         if not self._do(put):
             copied()
+        return opened
+
+    async def _put_computed(
+        self, opened: OpenSave, save: Save, memory: EngineMemory, probe: int
+    ) -> None:
+        """Put parts as their layers are computed. The part by which blocks are looked up comes when
+        all others have reached their homes."""
+        left = set(range(opened.parts))
+        while left:
+            some = await opened.some_computed(left, probe)
+            whole = some == left
+            left = left - some
+            client, namespace = await self._ready()
+            window = max(1, self._window(client, memory) // max(1, len(some)))
+            for begin in range(0, len(save.hashes), window):
+                blocks = range(begin, min(begin + window, len(save.hashes)))
+                for parts, ack in ((some - {probe}, _HOME), (some & {probe}, self._options.ack)):
+                    await self._put(client, namespace, save, memory, blocks, parts, ack)
+                if whole:
+                    opened.saved = blocks.stop
 
     async def _put(
         self,
@@ -369,24 +440,24 @@ class Link(AgentLink):
         namespace: int,
         save: Save,
         memory: EngineMemory,
-        some: range,
-        probe: int,
+        blocks: range,
+        parts: set[int],
+        ack: Ack,
     ) -> None:
-        """Write these blocks straight into the arena, and commit them: the parts by which they are
-        looked up when the others have reached their homes."""
+        """Write these parts of these blocks straight into the arena, and commit them."""
         groups = len(memory.part_bytes)
-        rounds: tuple[dict[bytes, tuple[int, int]], ...] = ({}, {})
-        for index in some:
-            for group, key in enumerate(keys_of(save.hashes[index], groups)):
-                block_id = self._block_id(save.block_ids, memory, index * groups + group)
+        sources: dict[bytes, tuple[int, int]] = {}
+        for index in blocks:
+            keys = keys_of(save.hashes[index], groups)
+            for part in parts:
+                block_id = self._block_id(save.block_ids, memory, index * groups + part)
                 if block_id != memory.null_block:
-                    rounds[group == probe][key] = (group, block_id)
-        for sources, ack in zip(rounds, (_HOME, self._options.ack), strict=True):
-            if sources:
-                sizes = {key: memory.part_bytes[group] for key, (group, _) in sources.items()}
-                with await client.reserve(namespace, sizes) as room:
-                    for key, view in room.views.items():
-                        group, block_id = sources[key]
-                        memory.read(group, block_id, view)
-                    memory.settle()
-                    await client.commit(room, ack=ack)
+                    sources[keys[part]] = (part, block_id)
+        if sources:
+            sizes = {key: memory.part_bytes[part] for key, (part, _) in sources.items()}
+            with await client.reserve(namespace, sizes) as room:
+                for key, view in room.views.items():
+                    part, block_id = sources[key]
+                    memory.read(part, block_id, view)
+                memory.settle()
+                await client.commit(room, ack=ack)

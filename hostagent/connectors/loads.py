@@ -6,6 +6,9 @@ sockets, clocks, bytes.
 
 A load's parts are its blocks times the groups of layers that each consists of, in that order. A
 prefix is worth what comes before its first gap; so a part that is not to be had ends all behind it.
+
+A load by layers is reported when the engine's step is over. It counts only if the engine has waited
+for every group of layers before it computed with them.
 """
 
 from __future__ import annotations
@@ -41,10 +44,15 @@ class OpenLoad:
         self.started_at = now
         self.deadline = now + load.left_s
         self._left = [groups] * len(load.hashes)
+        self._there = bytearray(len(load.hashes) * groups)
         self._gap = len(load.hashes) * groups
         self._reason = ""
+        self._end_reason = ""
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._ended = False
+        self._reported = False
+        self._awaited: set[int] = set()
 
     @property
     def gap(self) -> int:
@@ -69,6 +77,8 @@ class OpenLoad:
                 return False
             copy()
             self._left[part // self.groups] -= 1
+            self._there[part] = 1
+            self._changed.notify_all()
             return True
 
     def missed(self, part: int, reason: str) -> None:
@@ -77,21 +87,44 @@ class OpenLoad:
             if part < self._gap:
                 self._gap = part
                 self._reason = reason
+                self._changed.notify_all()
+
+    def wait_for(self, group: int, timeout_s: float) -> bool:
+        """Wait, no longer than that, until this group's parts of all blocks before the gap have
+        come, or nothing more will come; whether that is so."""
+        with self._changed:
+            self._awaited.add(group)
+            return self._changed.wait_for(lambda: self._ended or self._has(group), timeout_s)
+
+    def _has(self, group: int) -> bool:
+        whole = self._gap // self.groups
+        return 0 not in self._there[group : whole * self.groups : self.groups]
+
+    def stop(self, reason: str) -> None:
+        """From here on nothing is written. `reason`: why something is missing that no part's miss
+        explains."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._end_reason = reason
+                self._changed.notify_all()
 
     def end(self, reason: str) -> Ended | None:
-        """Report the load, now and once: from here on nothing is written. `reason`: why something
-        is missing that no part's miss explains. None if it was reported before."""
+        """Stop the load, and report it, now and once. None if it was reported before."""
+        self.stop(reason)
         with self._lock:
-            if self._ended:
+            if self._reported:
                 return None
-            self._ended = True
+            self._reported = True
+            if self.load.by_layers and len(self._awaited) < self.groups:
+                return Ended(self.load, 0, "not_awaited")
             came = 0
             while came < len(self._left) and self._left[came] == 0:
                 came += 1
             if came == len(self._left):
                 return Ended(self.load, came, "")
             explained = self._reason and came * self.groups <= self._gap < (came + 1) * self.groups
-            return Ended(self.load, came, self._reason if explained else reason)
+            return Ended(self.load, came, self._reason if explained else self._end_reason)
 
 
 class LoadTable:
@@ -115,7 +148,14 @@ class LoadTable:
         return opened
 
     def end(self, opened: OpenLoad, reason: str) -> None:
-        """A load is over, unless it was before."""
+        """A load is over, unless it was before. One by layers is only stopped: `conclude`."""
+        if opened.load.by_layers:
+            opened.stop(reason)
+        else:
+            self.conclude(opened, reason)
+
+    def conclude(self, opened: OpenLoad, reason: str) -> None:
+        """Report a load, unless it was reported before."""
         report = opened.end(reason)
         if report is not None:
             with self._changed:

@@ -54,6 +54,11 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     block_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 1 << 20
     """Size of a block of the pool to aim at, in bytes: so many layers of one engine block go
     together."""
+    load_by_layers: bool = False
+    """Whether a request that is alone is computed while its blocks come, each layer as soon as it
+    is there. Requests that come meanwhile wait until that step is over."""
+    save_by_layers: bool = True
+    """Whether blocks are saved layer by layer while a step computes, and not when it is over."""
     window_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     """Blocks that one load has in the arena at once, in bytes (at most an eighth of the arena)."""
     least_tokens: Annotated[int, Meta(ge=0)] = 0

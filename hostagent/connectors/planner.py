@@ -71,12 +71,15 @@ class Lookup:
     left_s: float
     readers: tuple[str, ...] = ()
     """The nodes that want the chain at the same time, if more than this one do."""
+    awaited: bool = False
+    """Whether another engine is computing it: then parts of blocks are worth fetching, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """To be loaded within `left_s`: the request's blocks `first`, `first` + 1, … into the engine's
-    memory; `block_ids`: for each of the engine's cache groups, where each block goes."""
+    memory; `block_ids`: for each of the engine's cache groups, where each block goes. `by_layers`:
+    the engine computes the request's other tokens meanwhile, and waits before each layer."""
 
     request: str
     number: int
@@ -84,6 +87,7 @@ class Load:
     hashes: tuple[bytes, ...]
     block_ids: tuple[tuple[int, ...], ...]
     left_s: float
+    by_layers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,17 @@ class _Saving:
 
 
 @dataclass(slots=True)
+class _Doubt:
+    """A load by layers that has not ended: what is computed now may rest on blocks that never come.
+    There is one at a time."""
+
+    number: int
+    count: int
+    reports: int = 0
+    well: bool = True
+
+
+@dataclass(slots=True)
 class Outbox:
     """What the adapter is to do."""
 
@@ -168,6 +183,9 @@ class Planner:
         self._saving: dict[int, _Saving] = {}
         self._in_save: set[bytes] = set()
         self._saving_blocks = 0
+        self._doubt: _Doubt | None = None
+        self._held_back: list[Save] = []
+        """Saves of what was computed while there was a doubt."""
         self._numbers = 0
         self._lookups_out: dict[int, str] = {}
         self.health = Health()
@@ -244,6 +262,8 @@ class Planner:
         most; None: not known yet, ask again. `rest_tokens`: tokens behind those."""
         options = self._options
         request = self._requests.setdefault(name, _Request())
+        if self._doubt is not None:
+            return None  # the engine's own cache may have given it blocks that have not come
         if not options.load or most <= here:
             return 0
         if request.stage in (Stage.NEW, Stage.DONE) and not request.failed:
@@ -285,9 +305,13 @@ class Planner:
         hashes: Sequence[bytes],
         count: int,
         block_ids: Sequence[Sequence[int]],
+        *,
+        by_layers: bool = False,
     ) -> None:
         """The engine has made room for `count` of the blocks that `matched` has promised, where
-        `block_ids` (the request's, by cache group, from its first block) says."""
+        `block_ids` (the request's, by cache group, from its first block) says. `by_layers`: it
+        computes the rest at once. Until such a load has ended nothing more is promised, and what
+        is computed is not saved."""
         request = self._requests.get(name)
         if request is None or count <= 0:
             return
@@ -306,14 +330,19 @@ class Planner:
                 tuple(hashes[here : here + count]),
                 tuple(tuple(ids[here : here + count]) for ids in block_ids),
                 max(0.0, began + self._options.deadline_s - now),
+                by_layers,
             )
         )
+        if by_layers:
+            self._counters.add("loads_by_layers")
+            self._doubt = _Doubt(self._numbers, count)
 
     def loaded(
         self, now: float, name: str, number: int, came: int, hashes: Sequence[bytes], reason: str
     ) -> None:
         """A load has ended at one worker: the first `came` of its blocks are there; `reason`: why
         not the next one, and "" if all are. It has ended when all workers have said so."""
+        self._heard_of(number, came)
         request = self._requests.get(name)
         if request is None or request.loading[0] != number or request.stage is not Stage.LOADING:
             return
@@ -401,7 +430,10 @@ class Planner:
         self._saving[save.number] = _Saving(name, save.hashes, save.block_ids)
         self._in_save.update(save.hashes)
         self._saving_blocks += len(save.hashes)
-        self.out.saves.append(save)
+        if self._doubt is not None:
+            self._held_back.append(save)
+        else:
+            self.out.saves.append(save)
         return save
 
     def saved(self, number: int, reports: int = 1) -> tuple[bytes, ...]:
@@ -421,6 +453,27 @@ class Planner:
         """Forget what was learned of the pool."""
         self._missing.clear()
         self.health = Health()
+
+    def _heard_of(self, number: int, came: int) -> None:
+        """A load has ended at one worker. With a load by layers, so has the doubt of what was
+        computed on top of it, once all workers have said so."""
+        doubt = self._doubt
+        if doubt is None or doubt.number != number:
+            return
+        doubt.reports += 1
+        doubt.well = doubt.well and came >= doubt.count
+        if doubt.reports < self._options.workers:
+            return
+        self._doubt = None
+        held_back, self._held_back = self._held_back, []
+        for save in held_back:
+            if doubt.well:
+                self.out.saves.append(save)
+                continue
+            self._end_save(save.number, self._saving[save.number])
+            request = self._requests.get(save.request)
+            if request is not None and request.saved is not None:
+                request.saved = min(request.saved, save.first)
 
     def _end_save(self, number: int, saving: _Saving) -> None:
         del self._saving[number]
@@ -448,7 +501,13 @@ class Planner:
         self._counters.add("lookups")
         self.out.lookups.append(
             Lookup(
-                name, self._numbers, tuple(hashes), here, self._options.lookup_s, request.readers
+                name,
+                self._numbers,
+                tuple(hashes),
+                here,
+                self._options.lookup_s,
+                request.readers,
+                request.awaits,
             )
         )
 

@@ -5,10 +5,15 @@ name its blocks. Must not know: how the pool is talked to (`link`), or what is l
 saved, and when (`planner`, `loads`); this module translates.
 
 The scheduler's half plans, and asks the pool what it holds. The workers' halves load and save. What
-a worker has to say goes back with each step: which loads and saves have ended. Loads are
-asynchronous, between steps: a request waits for its blocks while others are computed. Blocks that
+a worker has to say goes back with each step: which loads and saves have ended. Blocks that
 are being saved are kept from reuse by their reference count, so neither the end of a request nor a
 preemption has to wait for a save.
+
+Loads are asynchronous, between steps: a request waits for its blocks while others are computed. A
+request that is alone may be loaded by layers instead: its other tokens are computed in the same
+step, and each layer waits for its bytes. What such a step has computed is thrown away if a part
+did not come; until that is known nothing of it is saved, and no other request is taken up, which
+could find it in the engine's cache.
 
 Written against vLLM 0.32; `docs/engines.md` says what was tried.
 """
@@ -16,6 +21,7 @@ Written against vLLM 0.32; `docs/engines.md` says what was tried.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -30,8 +36,8 @@ from typing import Any
 
 import vllm
 from kvcast.hostagent.connectors.counters import LOAD_BUCKETS_S, NAMES, Counters, merged, split
-from kvcast.hostagent.connectors.link import Link, LinkOptions
-from kvcast.hostagent.connectors.loads import LoadTable
+from kvcast.hostagent.connectors.link import Link, LinkOptions, OpenSave
+from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import (
     NamespaceName,
     RankFacts,
@@ -226,12 +232,20 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.load(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Saves begin when the step is over."""
+        if self._worker is not None and self._metadata is not None:
+            self._worker.layer_computed(layer_name, self._metadata)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A graph of the whole step would wait for no layer. Saves need no waiting: what no layer
+        has begun to save is saved when the step is over."""
+        return parse_options(extra_config).load_by_layers
 
     def wait_for_save(self) -> None:
         if self._worker is not None and self._metadata is not None:
@@ -277,7 +291,7 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._scheduler.loads_by_layers(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and num_external_tokens:
@@ -395,6 +409,12 @@ class _SchedulerHalf:
         """Saves under way that are to be told as KV events."""
         self._events: list[Any] = []
         self._agreed = False
+        self._by_layers_last = 0
+        """The number of the last load by layers."""
+        self._by_layers = options.load_by_layers
+        if self._by_layers and (reason := _not_by_layers(vllm_config, kv_cache_config)):
+            _log.warning("kvcast: load_by_layers is not used: %s", reason)
+            self._by_layers = False
         _warn_of_seeds(vllm_config)
 
     @property
@@ -475,6 +495,10 @@ class _SchedulerHalf:
         self._send_lookups()
         return None if count is None else count * self._block_tokens
 
+    def loads_by_layers(self, request: Any) -> bool:
+        """Whether nobody else has to wait while this request's step waits for the pool."""
+        return self._by_layers and self._requests.keys() == {request.request_id}
+
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         count = tokens // self._block_tokens
         self.planner.allocated(
@@ -483,6 +507,7 @@ class _SchedulerHalf:
             request.block_hashes,
             count,
             blocks.get_block_ids(),
+            by_layers=self.loads_by_layers(request),
         )
 
     def step(self, output: Any) -> KvcastMetadata:
@@ -492,6 +517,9 @@ class _SchedulerHalf:
             self._news.wait(IDLE_WAIT_S)
         self._news.clear()
         self._hear_answers()
+        for load in self.planner.out.loads:
+            if load.by_layers:
+                self._by_layers_last = load.number
         for name, scheduled in output.num_scheduled_tokens.items():
             request = self._requests.get(name)
             if request is not None:
@@ -539,6 +567,8 @@ class _SchedulerHalf:
         for name, number, came, reason in news.loads:
             request = self._requests.get(name)
             hashes = request.block_hashes if request is not None else []
+            if request is not None and reason and number == self._by_layers_last:
+                self._hide(request)
             self.planner.loaded(now, name, number, came, hashes, reason)
         for number, reports in news.saves.items():
             stored = self._stored.get(number)
@@ -547,6 +577,13 @@ class _SchedulerHalf:
                     _stored_event(*stored, self._block_tokens, self._options.event_medium)
                 )
         self._let_go()
+
+    def _hide(self, request: Any) -> None:
+        """Take out of the engine's own cache what was computed on top of blocks that did not come;
+        vLLM leaves it there, to be computed again by a request that may end before."""
+        [block_ids] = self.manager.get_block_ids(request.request_id)
+        right = request.num_computed_tokens // self._block_tokens
+        self.manager.evict_blocks({one for one in block_ids[right:] if one != NULL_BLOCK})
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> None:
         name = request.request_id
@@ -607,6 +644,15 @@ class _WorkerHalf:
         self._memory: TorchMemory | None = None
         self._table = LoadTable()
         self._bad: set[int] = set()
+        self._part_of: dict[str, int] = {}
+        self._layers: list[set[str]] = []
+        """Of each part, the layers that it consists of."""
+        self._by_layers: list[OpenLoad] = []
+        """Loads that this step waits for."""
+        self._saves_by_layers = options.save_by_layers and not _computed_in_pieces(vllm_config)
+        self._uncomputed: list[set[str]] = []
+        self._saving: list[OpenSave] | None = None
+        """Saves of this step, once its first layers are computed, and which layers are not."""
         self._news = KvcastWorkerMetadata()
         self._copied: deque[int] = deque()
         self._readers: tuple[str, ...] = ()
@@ -628,6 +674,10 @@ class _WorkerHalf:
             for layers in tensors
         ]
         self._memory = TorchMemory(tensors, sizes, blocks=blocks, null_block=NULL_BLOCK)
+        for group, counts in zip(groups, sizes, strict=True):
+            names = iter(group.layer_names)
+            self._layers += [set(itertools.islice(names, count)) for count in counts]
+        self._part_of = {name: at for at, names in enumerate(self._layers) for name in names}
         model = self._vllm_config.model_config
         self._namespace = namespace_name(
             tenant=self._options.tenant,
@@ -676,26 +726,62 @@ class _WorkerHalf:
             self._readers = readers
             self.link.use(self._namespace, readers)
         for load in metadata.loads:
-            self.link.load(load, self._table, self._memory)
+            opened = self.link.load(load, self._table, self._memory)
+            if load.by_layers:
+                self._by_layers.append(opened)
         metadata.loads = []
 
-    def save(self, metadata: KvcastMetadata) -> None:
-        memory = self._memory
-        if memory is None:
+    def wait_for_layer(self, name: str) -> None:
+        """Before a layer is computed: wait for what this step loads of it."""
+        part = self._part_of.get(name)
+        if part is None or not self._by_layers:
             return
-        saves, metadata.saves = metadata.saves, []
-        mark = memory.mark() if saves else None
-        for save in saves:
-            if not self._rank.saves:
-                self._copied.append(save.number)
-                continue
-            self.link.save(
-                save,
-                memory,
-                self.handshake.probe if self.handshake is not None else 0,
-                copied=lambda number=save.number: self._copied.append(number),  # type: ignore[misc]
-                ready=lambda: memory.wait_for(mark),
-            )
+        began = time.monotonic()
+        for opened in self._by_layers:
+            if not opened.wait_for(part, max(0.0, opened.deadline - time.monotonic())):
+                opened.stop("deadline")
+        self._counters.add("layer_wait_seconds", time.monotonic() - began)
+
+    def layer_computed(self, name: str, metadata: KvcastMetadata) -> None:
+        """A layer's part of this step's blocks is in the engine's memory."""
+        part = self._part_of.get(name)
+        if part is None or not self._saves_by_layers or not self._begin_saves(metadata):
+            return
+        self._uncomputed[part].discard(name)
+        if not self._uncomputed[part]:
+            self._computed([part])
+
+    def save(self, metadata: KvcastMetadata) -> None:
+        """All layers are computed."""
+        if self._begin_saves(metadata):
+            self._computed(range(len(self._layers)))
+        self._saving = None
+
+    def _begin_saves(self, metadata: KvcastMetadata) -> bool:
+        """Whether there is something to save in this step."""
+        if self._memory is None:
+            return False
+        if self._saving is None:
+            self._saving = []
+            self._uncomputed = [set(names) for names in self._layers]
+            saves, metadata.saves = metadata.saves, []
+            for save in saves:
+                if self._rank.saves:
+                    self._saving.append(self._begin_save(save, self._memory))
+                else:
+                    self._copied.append(save.number)
+        return bool(self._saving)
+
+    def _begin_save(self, save: Save, memory: TorchMemory) -> OpenSave:
+        probe = self.handshake.probe if self.handshake is not None else 0
+        return self.link.save(save, memory, probe, lambda: self._copied.append(save.number))
+
+    def _computed(self, parts: Iterable[int]) -> None:
+        memory = self._memory
+        assert memory is not None
+        mark = memory.mark()
+        for opened in self._saving or ():
+            opened.computed(parts, lambda: memory.wait_for(mark))
 
     def report(self, results: KVConnectorTransferResults, idle: bool) -> None:
         """What has ended since the last step."""
@@ -704,11 +790,15 @@ class _WorkerHalf:
         elif idle and not self._copied:
             time.sleep(IDLE_WAIT_S / 2)
         hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
+        for opened in self._by_layers:  # the step that waited for them is over
+            self._table.conclude(opened, "not_awaited")
+        self._by_layers.clear()
         for ended in self._table.take(time.monotonic()):
             if self._whole and ended.came < len(ended.load.hashes):
                 ended = replace(ended, came=0)
             load = ended.load
-            results.finished_recving.add(load.request)
+            if not load.by_layers:
+                results.finished_recving.add(load.request)
             self._news.loads.append((load.request, load.number, ended.came, ended.reason))
             if ended.reason or ended.came < len(load.hashes):
                 self._counters.add(
@@ -760,6 +850,28 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
             return "a cache group lies in the host's memory"
     if len(sizes) > 1 or sizes != {kv_cache_config.hash_block_size or sizes.copy().pop()}:
         return f"cache groups have blocks of {sorted(sizes)} tokens; one size is needed"
+    return ""
+
+
+def _computed_in_pieces(vllm_config: Any) -> bool:
+    """Whether a layer that was computed once in a step may not be done with it."""
+    return bool(
+        getattr(vllm_config.parallel_config, "use_ubatching", False)
+        or vllm_config.speculative_config
+    )
+
+
+def _not_by_layers(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why requests cannot be computed while their blocks come; "" if they can. What vLLM does where
+    a block does not come then is right only where no step is scheduled before that is known."""
+    if getattr(vllm_config, "max_concurrent_batches", 2) > 1:
+        return "steps are scheduled ahead (--no-async-scheduling; no pipeline parallelism)"
+    if getattr(vllm_config, "use_v2_model_runner", True):
+        return "vLLM's second model runner goes on with what it computed on a load that failed"
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return "the model has several cache groups"
+    if _computed_in_pieces(vllm_config):
+        return "batches are computed in pieces"
     return ""
 
 

@@ -22,6 +22,7 @@ from kvcast.bench.engines import damage, engine
 from kvcast.bench.engines.engine import ANSWER_S, START_S, Answers, Engine, Prompt
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import AsyncClient
+from kvcast.hostagent.connectors.naming import keys_of
 from kvcast.topologies.part import die_with_parent
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -29,7 +30,12 @@ from own_address import own_address, own_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
-DEADLINE_S = 2.0
+PATIENCE = {"deadline_s": 60.0, "lookup_s": 20.0}
+"""Where blocks are to come: on a crowded machine the connector's defaults are soon over."""
+HASTE = {"deadline_s": 4.0, "lookup_s": 2.0}
+"""Where the pool fails."""
+LAYER_BYTES = 32 * 1024
+"""A block of one layer of the Llama-like model in float32."""
 MODEL_NAME = "model"
 
 ASKED = "KVCAST_TEST_ENGINES"
@@ -59,8 +65,7 @@ def prompts_of(seed: object, count: int, shared: int = 1900, own: int = 100) -> 
 
 def transfer(socket: Path | str, **extra: Any) -> dict[str, Any]:
     """What a user says to `--kv-transfer-config`."""
-    options: dict[str, Any] = {"model": MODEL_NAME, "deadline_s": DEADLINE_S}
-    return engine.transfer(socket, **(options | extra))
+    return engine.transfer(socket, **({"model": MODEL_NAME} | PATIENCE | extra))
 
 
 def make_model(kind: str, folder: Path) -> Path:
@@ -245,9 +250,9 @@ async def pool_of(folder: Path, nodes: int = 3, **options: Any) -> AsyncIterator
         yield pool
 
 
-async def corrupt(pool: Pool, block_hash: bytes) -> int:
-    """Change one byte of a block wherever it lies; at how many nodes that was."""
-    return await damage.corrupt(pool, MODEL_NAME, block_hash)
+async def corrupt(pool: Pool, block_hash: bytes, part: int = 0) -> int:
+    """Change one byte of a part of a block wherever it lies; at how many nodes that was."""
+    return await damage.corrupt(pool, MODEL_NAME, block_hash, part)
 
 
 async def egress_bytes(pool: Pool) -> float:
@@ -274,3 +279,22 @@ async def saved(one: Engine, prompts: Sequence[Prompt], block_tokens: int = 32) 
             return
         await asyncio.sleep(0.2)
     raise AssertionError(f"{len(blocks)} blocks were never saved: {await one.stats()}")
+
+
+async def in_pool(pool: Pool, one: Engine, prompts: Sequence[Prompt], parts: int) -> None:
+    """Wait until every part of every full block of these prompts can be found."""
+    keys: list[bytes] = []
+    for prompt in prompts:
+        keys += [key for block in await one.hashes(prompt) for key in keys_of(block, parts)]
+    async with await AsyncClient.connect(str(next(iter(pool.sockets.values())))) as client:
+        names = (await client.describe()).namespaces
+        [namespace] = [each.namespace for each in names if each.model == MODEL_NAME]
+        end = time.monotonic() + 60
+        held = 0
+        while time.monotonic() < end:
+            await one.generate([[3]], 1)  # in one process, saves of the last step come with a step
+            held = await client.exists(namespace, keys, 30.0)
+            if held == len(keys):
+                return
+            await asyncio.sleep(0.2)
+    raise AssertionError(f"{held} of {len(keys)} parts are in the pool")

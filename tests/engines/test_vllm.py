@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines_harness import (
+    HASTE,
+    LAYER_BYTES,
     Server,
     corrupt,
     egress_bytes,
+    in_pool,
     make_model,
     needs_engines,
     pool_of,
@@ -96,7 +100,9 @@ async def test_what_one_node_computed_the_others_read(
     async with pool_of(tmp_path) as pool:
         for node in ("node-1", "node-2", "node-3"):
             log = tmp_path / f"{node}.log"
-            extra = transfer(pool.sockets[node])
+            extra = transfer(
+                pool.sockets[node], block_bytes=LAYER_BYTES, load_by_layers=node == "node-3"
+            )
             async with running(log, model=str(llama), kv_transfer_config=extra) as engine:
                 answers = await one_by_one(engine, prompts)
                 stats = await engine.stats()
@@ -105,7 +111,7 @@ async def test_what_one_node_computed_the_others_read(
                     assert answers[0]["cached"] == 0
                     await saved(engine, prompts)
                 else:
-                    assert same(answers, computed.again["hits"]), node
+                    assert same(answers, computed.again["hits"]), (node, stats)
                     # The second prompt finds the shared prefix in the engine itself by then.
                     cached = [one["cached"] for one in answers]
                     assert sum(cached) > 0.95 * sum(shareable), (node, cached)
@@ -145,8 +151,7 @@ async def test_three_engines_at_once(
                         running(
                             tmp_path / f"{node}.log",
                             model=str(llama),
-                            # On a crowded machine the defaults are soon over.
-                            kv_transfer_config=transfer(socket, lookup_s=20.0, deadline_s=60.0),
+                            kv_transfer_config=transfer(socket),
                         )
                     )
                     for node, socket in pool.sockets.items()
@@ -170,7 +175,7 @@ async def test_whatever_dies_every_request_ends_right_and_in_time(
             everything = [prompt for name in FAULTS for prompt in families[name]]
             assert len(await first.generate(everything, 1)) == len(everything)
             await saved(first, everything)
-        extra = transfer(pool.sockets["node-2"], retry_s=0.5)
+        extra = transfer(pool.sockets["node-2"], retry_s=0.5, **HASTE)
         async with running(
             tmp_path / "second.log", model=str(llama), kv_transfer_config=extra
         ) as second:
@@ -227,6 +232,73 @@ async def test_whatever_dies_every_request_ends_right_and_in_time(
         assert "Traceback" not in (tmp_path / "second.log").read_text(errors="replace")
 
 
+async def test_a_part_that_does_not_come_while_its_step_computes_leaves_nothing_wrong_behind(
+    llama: Path,
+    families: dict[str, list[Prompt]],
+    computed: Computed,
+    tmp_path: Path,
+) -> None:
+    """Loads by layers: the engine has computed some layers when a later one's bytes are bad, or
+    when the time is over. Whoever reads afterwards what it saved, or what it has in its cache, gets
+    what is right."""
+    layers: dict[str, Any] = {"block_bytes": LAYER_BYTES, "load_by_layers": True}
+    names = ("home", "switch", "corrupt", "controller")
+    async with pool_of(tmp_path, replicas=0) as pool:
+        async with running(
+            tmp_path / "first.log",
+            model=str(llama),
+            kv_transfer_config=transfer(pool.sockets["node-1"], block_bytes=LAYER_BYTES),
+        ) as first:
+            # The last 100 tokens of each prompt are for the second engine to compute and save.
+            heads = [prompt[:1952] for name in names for prompt in families[name]]
+            await first.generate(heads, 1)
+            await saved(first, heads)
+        async with running(
+            tmp_path / "second.log",
+            model=str(llama),
+            kv_transfer_config=transfer(pool.sockets["node-2"], **layers),
+        ) as second:
+            for name, part in (("home", 2), ("switch", 0)):
+                [prompt, other] = families[name]
+                assert await corrupt(pool, (await second.hashes(prompt))[5], part) > 0
+                before = await second.stats()
+                assert right(await second.generate([prompt]), computed.new[name][:1]), name
+                after = await second.stats()
+                assert after["loads_by_layers"] == before.get("loads_by_layers", 0) + 1
+                assert (
+                    after["failed_loads|reason=corrupt"]
+                    == before.get("failed_loads|reason=corrupt", 0) + 1
+                )
+                answers = await second.generate([other, prompt])
+                assert right(answers, computed.new[name][::-1]), name
+            # Two at once, of one prefix that does not come: neither is alone.
+            prompts = families["corrupt"]
+            assert await corrupt(pool, (await second.hashes(prompts[0]))[5], 3) > 0
+            assert right(await second.generate(prompts), computed.new["corrupt"])
+            told = [prompt for name in names[:3] for prompt in families[name]]
+            await in_pool(pool, second, told, parts=4)
+        async with running(
+            tmp_path / "hasty.log",
+            model=str(llama),
+            kv_transfer_config=transfer(pool.sockets["node-2"], **(layers | {"deadline_s": 0.02})),
+        ) as hasty:
+            answers = await one_by_one(hasty, families["controller"])
+            assert right(answers, computed.new["controller"])
+            assert all_ended(answers)
+            await in_pool(pool, hasty, families["controller"], parts=4)
+        async with running(
+            tmp_path / "third.log",
+            model=str(llama),
+            kv_transfer_config=transfer(pool.sockets["node-3"], **layers),
+        ) as third:
+            for name in names:
+                answers = await one_by_one(third, families[name])
+                # What the others computed on top of what came, and recomputed, is there and right.
+                assert right(answers, computed.new[name]), name
+                assert [one["cached"] for one in answers] == [1984, 1984], name
+            assert not any("failed" in one for one in await third.stats())
+
+
 async def test_a_latent_cache_is_read_by_other_nodes_too(folder: Path, tmp_path: Path) -> None:
     """vLLM's MLA on CPUs goes on behind a prefix by one token only; so the oracle's first token
     ends the prompt of those that read."""
@@ -244,7 +316,7 @@ async def test_a_latent_cache_is_read_by_other_nodes_too(folder: Path, tmp_path:
             assert same([(await engine.generate([prompt], 9))[0] for prompt in prompts], alone)
             await saved(engine, prompts, block_tokens=16)
         for node in ("node-2", "node-3"):
-            extra = transfer(pool.sockets[node])
+            extra = transfer(pool.sockets[node], load_by_layers=node == "node-3")
             async with running(
                 tmp_path / f"{node}.log", model=str(model), block_size=16, kv_transfer_config=extra
             ) as engine:
@@ -317,7 +389,7 @@ async def test_decoding_engines_go_on_from_what_another_computes(
                         model=str(llama),
                         max_num_batched_tokens=256,
                         kv_transfer_config=transfer(
-                            pool.sockets[node], await_s=120.0, lookup_s=10.0, deadline_s=30.0
+                            pool.sockets[node], await_s=120.0, block_bytes=LAYER_BYTES
                         ),
                     )
                 )

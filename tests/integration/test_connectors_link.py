@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from hostagent_harness import MIB
+from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions
 from kvcast.hostagent.connectors.loads import Ended, LoadTable
-from kvcast.hostagent.connectors.naming import NamespaceName, hashing_facts
+from kvcast.hostagent.connectors.naming import NamespaceName, hashing_facts, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
 from pool_harness import running_pool
 
@@ -72,7 +73,9 @@ class Node:
         self.link.use(NAME)
         self.table = LoadTable()
 
-    def held(self, chain: tuple[bytes, ...], left_s: float = 10.0) -> int | None:
+    def held(
+        self, chain: tuple[bytes, ...], left_s: float = 10.0, *, awaited: bool = False
+    ) -> int | None:
         answers: list[int | None] = []
         heard = threading.Event()
 
@@ -80,16 +83,35 @@ class Node:
             answers.append(held)
             heard.set()
 
-        self.link.look_up(Lookup("r", 1, chain, 0, left_s), len(PARTS), PROBE, answered)
+        lookup = Lookup("r", 1, chain, 0, left_s, awaited=awaited)
+        self.link.look_up(lookup, len(PARTS), PROBE, answered)
         assert heard.wait(left_s + 10)
         return answers[0]
+
+    def wait_for_part(self, chain: tuple[bytes, ...], part: int) -> None:
+        """Wait until a part of all blocks can be found."""
+        end = time.monotonic() + 60
+        answers: list[int | None] = [None]
+        heard = threading.Event()
+
+        def answered(held: int | None) -> None:
+            answers.append(held)
+            heard.set()
+
+        while answers[-1] != len(chain):
+            assert time.monotonic() < end
+            heard.clear()
+            lookup = Lookup("r", 1, chain, 0, 10.0)
+            self.link.look_up(lookup, len(PARTS), part, answered)
+            assert heard.wait(20)
 
     def save(
         self, chain: tuple[bytes, ...], memory: Memory, ids: Any, left_s: float = 20.0
     ) -> None:
         copied = threading.Event()
         save = Save(1, "r", 0, chain, ids, left_s)
-        self.link.save(save, memory, PROBE, copied.set, lambda: None)
+        saving = self.link.save(save, memory, PROBE, copied.set)
+        saving.computed(range(len(PARTS)), lambda: None)
         assert copied.wait(left_s + 10)
 
     def load(
@@ -153,6 +175,112 @@ async def test_what_one_saves_another_loads_elsewhere_in_its_memory(
             assert other.load(chain, theirs, window).came == 4
             assert theirs.parts[7][2] == b""
             assert theirs.parts[9][2] == mine.parts[9][2]
+
+        await asyncio.to_thread(play)
+
+
+async def test_parts_reach_the_pool_as_their_layers_are_computed_and_the_probe_last(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            chain, mine = hashes("a", 4), Memory(1)
+            copied = threading.Event()
+            saving = one.link.save(Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, copied.set)
+            parts: list[int] = []
+            for part, label in ((1, "the probe"), (0, "first"), (2, "last")):
+                assert not copied.is_set(), label
+                saving.computed([part], lambda part=part: parts.append(part))  # type: ignore[misc]
+                if part == 0:
+                    other.wait_for_part(chain, 0)
+                    assert other.held(chain) == 0, "not before all of a block is there"
+                    assert other.counters.take().get("load_bytes", 0) == 0
+            assert copied.wait(60)
+            assert parts == [1, 0, 2]
+            assert other.held(chain) == 4
+            theirs = Memory(None)
+            assert other.load(chain, theirs, IDS).came == 4
+            assert of(theirs) == of(mine)
+            assert one.counters.take()["save_blocks"] == 4
+            # A save that is never computed as a whole ends with its time, and is not found.
+            chain = hashes("b", 4)
+            copied.clear()
+            one.link.save(Save(2, "r", 0, chain, IDS, 0.5), mine, PROBE, copied.set).computed(
+                [0, PROBE], lambda: None
+            )
+            assert copied.wait(60)
+            assert other.held(chain) == 0
+            assert one.counters.take()["save_failures|reason=deadline"] == 4
+
+        await asyncio.to_thread(play)
+
+
+async def test_parts_are_fetched_while_another_engine_computes_the_rest(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2, replicas=0) as (pool, _):
+
+        def play() -> None:
+            one, other = nodes(pool.sockets["node-1"]), nodes(pool.sockets["node-2"])
+            other.link.use(NAME, prefetch=True)
+            chain, mine = hashes("a", 4), Memory(1)
+            copied = threading.Event()
+            saving = one.link.save(Save(1, "r", 0, chain, IDS, 60.0), mine, PROBE, copied.set)
+            saving.computed([0], lambda: None)
+            other.wait_for_part(chain, 0)
+            assert other.held(chain, awaited=True) == 0
+            end = time.monotonic() + 60
+            with Client(str(pool.sockets["node-2"])) as client:
+                namespace = client.namespace(NAME.tenant, NAME.model, NAME.version, NAME.layout)
+                keys = [keys_of(block, len(PARTS))[0] for block in chain]
+                while len(client.describe(namespace, keys).held) < 4:
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+            saving.computed(range(len(PARTS)), lambda: None)
+            assert copied.wait(60)
+            theirs = Memory(None)
+            assert other.load(chain, theirs, IDS).came == 4
+            assert of(theirs) == of(mine)
+
+        await asyncio.to_thread(play)
+
+
+async def test_a_load_by_layers_brings_the_first_layers_first_and_waits_no_longer_than_it_may(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+
+        def play() -> None:
+            one = nodes(pool.sockets["node-1"])
+            other = nodes(pool.sockets["node-2"], window_bytes=4 * PARTS[0])
+            chain, mine, theirs = hashes("a", 4), Memory(1), Memory(None)
+            one.save(chain, mine, IDS)
+            load = Load("r", 1, 0, chain, IDS, 60.0, by_layers=True)
+            opened = other.link.load(load, other.table, theirs)
+            for part, group in enumerate((0, 0, 1)):
+                assert opened.wait_for(part, 60.0)
+                for at, block_id in enumerate(IDS[group]):
+                    assert theirs.parts[block_id][part] == mine.parts[block_id][part], (part, at)
+            assert other.table.take(time.monotonic()) == []
+            other.table.conclude(opened, "not_awaited")
+            [ended] = other.table.take(time.monotonic())
+            assert (ended.came, ended.reason) == (4, "")
+
+            # What is missing costs no more than the time that a load has.
+            pool.pause("node-2")
+            began = time.monotonic()
+            load = Load("r", 2, 0, hashes("b", 4), IDS, 0.5, by_layers=True)
+            opened = other.link.load(load, other.table, theirs)
+            assert opened.wait_for(0, 60.0)  # until it is stopped
+            assert time.monotonic() - began < 30
+            for part in (1, 2):
+                assert opened.wait_for(part, 0.0)
+            other.table.conclude(opened, "not_awaited")
+            [ended] = other.table.take(time.monotonic())
+            assert (ended.came, ended.reason) == (0, "deadline")
+            pool.resume("node-2")
 
         await asyncio.to_thread(play)
 

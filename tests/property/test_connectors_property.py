@@ -76,8 +76,6 @@ class Engine:
                 self.planner.answered(self.now, lookup.request, lookup.number, held)
         while out.saves:
             save = out.saves.popleft()
-            for one in save.block_ids[0]:
-                self.references[one] += 1
             assert self.planner.saving_blocks <= MOST_SAVING
             for one, block_hash in zip(save.block_ids[0], save.hashes, strict=True):
                 assert self.memory[one] == block_hash, "what is saved is what was computed"
@@ -123,6 +121,11 @@ class Engine:
                     opened.missed(part, "not_found")
             if not late:
                 table.end(opened, "")
+            if plan.by_layers:  # the engine's step is over
+                for group in range(2):
+                    if not opened.wait_for(group, 0.0):
+                        opened.stop("deadline")
+                table.conclude(opened, "not_awaited")
             self.now = max(self.now, opened.deadline if late else self.now)
             [ended] = table.take(self.now)
             for at in range(ended.came):
@@ -136,6 +139,15 @@ class Engine:
         if least < len(plan.hashes):
             self.failures[name] = self.failures.get(name, 0) + 1
         return plan.first + least
+
+    def computed(
+        self, name: str, hashes: list[bytes], done: int, ids: list[int], here: int
+    ) -> None:
+        """What is to be saved is kept from reuse from here on."""
+        save = self.planner.computed(self.now, name, hashes, done, [ids], here=here)
+        if save is not None:
+            for one in save.block_ids[0]:
+                self.references[one] += 1
 
     def play(self, name: str, hashes: list[bytes]) -> None:
         """One request, from arrival to end."""
@@ -155,10 +167,20 @@ class Engine:
             assert 0 <= count <= most
             if count == 0:
                 break
-            ids = self.allocate(count)
-            self.planner.allocated(self.now, name, hashes, count, [ids])
+            by_layers = self.random.random() < 0.4
+            ids = self.allocate(len(hashes) if by_layers else count)
+            self.planner.allocated(self.now, name, hashes, count, [ids], by_layers=by_layers)
+            if by_layers:  # the rest is computed on top of what has not come
+                for at in range(count, len(hashes)):
+                    self.memory[ids[at]] = b"who knows"
+                self.computed(name, hashes, len(hashes), ids, 0)
+                assert not self.planner.out.saves
             done = self.load(name, hashes, ids)
-            if done:
+            if by_layers and done == count:
+                done = len(hashes)
+                for at in range(count, done):
+                    self.memory[ids[at]] = hashes[at]
+            if done or by_layers:  # vLLM asks no more for one that it has begun to compute
                 break
             self.release(ids)  # nothing came: vLLM asks once more
             ids = []
@@ -172,9 +194,9 @@ class Engine:
             done = until
             for at in range(done):
                 assert self.memory[ids[at]] == hashes[at], "the engine reads its own blocks"
-            self.planner.computed(self.now, name, hashes, done, [ids], here=here)
+            self.computed(name, hashes, done, ids, here)
             self.step()
-        self.planner.computed(self.now, name, hashes, done, [ids], here=here)
+        self.computed(name, hashes, done, ids, here)
         self.step()
         self.planner.finished(name)
         self.release(ids)

@@ -2502,6 +2502,40 @@ def _written_late() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "what was computed on a load that failed is saved",
+    {
+        "has a layer's bytes fail to come": [
+            "test_what_was_computed_on_top_of_a_load_that_failed_is_never_saved"
+        ]
+    },
+)
+def _saved_in_doubt() -> AbstractContextManager[object]:
+    def certain(heard: Any) -> Any:
+        return lambda self, number, _came: heard(self, number, 1 << 30)
+
+    return around(f"{_CONNECTORS}.planner.Planner._heard_of", certain)
+
+
+@mutation(
+    "a layer that nobody has waited for counts",
+    {
+        "has a layer's bytes fail to come": [
+            "test_a_load_by_layers_of_which_a_layer_was_not_waited_for_counts_for_nothing"
+        ]
+    },
+)
+def _not_awaited() -> AbstractContextManager[object]:
+    def waited(end: Any) -> Any:
+        def report(self: Any, reason: str) -> Any:
+            self._awaited.update(range(self.groups))
+            return end(self, reason)
+
+        return report
+
+    return around(f"{_CONNECTORS}.loads.OpenLoad.end", waited)
+
+
+@mutation(
     "engines ask and save without bounds",
     {
         "has an engine keep its memory": [

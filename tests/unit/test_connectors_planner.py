@@ -7,6 +7,7 @@ Cannot see: engines, sockets.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -312,6 +313,52 @@ def test_what_a_request_says_of_its_prompt_is_believed_where_it_is_understood(sa
     assert handover_of(right) == (True, ("b", "a"))
 
 
+def load_by_layers(planner: Planner, name: str, hashes: Sequence[bytes]) -> Load:
+    ask(planner, name, hashes, held=4)
+    assert planner.matched(0.1, name, hashes, 0, 6) == 4
+    planner.allocated(0.1, name, hashes, 4, ids(6), by_layers=True)
+    return planner.out.loads.pop()
+
+
+def test_what_is_computed_while_its_prefix_comes_is_saved_once_that_has_come() -> None:
+    planner, hashes = make(workers=2), chain("a", 6)
+    loading = load_by_layers(planner, "r", hashes)
+    assert loading.by_layers
+    assert planner.computed(0.1, "r", hashes, 6, ids(6)) is not None
+    planner.finished("r")  # an engine says so before it says what became of the load
+    assert not planner.out.saves
+    planner.loaded(0.2, "r", loading.number, 4, hashes, "")
+    assert not planner.out.saves, "one of two workers"
+    planner.loaded(0.2, "r", loading.number, 4, hashes, "")
+    [save] = planner.out.saves
+    assert (save.first, save.hashes) == (4, tuple(hashes[4:]))
+
+
+def test_what_was_computed_on_top_of_a_load_that_failed_is_never_saved() -> None:
+    planner, hashes = make(), chain("a", 6)
+    loading = load_by_layers(planner, "r", hashes)
+    held_back = planner.computed(0.1, "r", hashes, 6, ids(6))
+    assert held_back is not None
+    planner.loaded(0.2, "r", loading.number, 2, hashes, "corrupt")
+    assert not planner.out.saves
+    assert [number for number, _ in planner.out.let_go] == [held_back.number]
+    assert planner.saving_blocks == 0
+    again = planner.computed(0.3, "r", hashes, 6, ids(6))
+    assert again is not None
+    assert (again.first, again.hashes) == (2, tuple(hashes[2:]))
+    assert list(planner.out.saves) == [again]
+
+
+def test_while_a_load_by_layers_is_under_way_nothing_else_is_promised() -> None:
+    planner, hashes = make(), chain("a", 6)
+    loading = load_by_layers(planner, "r", hashes)
+    planner.arrived(0.1, "s", hashes)
+    planner.answered(0.1, "s", planner.out.lookups.pop().number, 4)
+    assert planner.matched(0.1, "s", hashes, 4, 6) is None
+    planner.loaded(0.2, "r", loading.number, 4, hashes, "")
+    assert planner.matched(0.2, "s", hashes, 4, 6) == 0
+
+
 # --- saves ----------------------------------------------------------------------------------------
 
 
@@ -476,6 +523,48 @@ def test_nothing_is_written_once_a_load_was_reported() -> None:
     assert come(opened, 0, 1) == []
     table.end(opened, "")
     assert table.take(10.6) == []
+    assert not table.waiting
+
+
+def by_layers(blocks: int, groups: int) -> OpenLoad:
+    load = Load("r", 1, 0, tuple(chain("a", blocks)), tuple(map(tuple, ids(blocks))), 2.0, True)
+    return OpenLoad(load, groups, 0.0)
+
+
+def test_a_layer_is_waited_for_until_all_of_it_that_is_of_use_has_come() -> None:
+    opened = by_layers(3, 2)
+    opened.write(0, lambda: None)
+    opened.write(2, lambda: None)
+    assert not opened.wait_for(0, 0.0)
+    opened.missed(5, "not_found")  # so the third block is of no use
+    assert opened.wait_for(0, 0.0)
+    assert not opened.wait_for(1, 0.0)
+    opened.stop("deadline")
+    assert opened.wait_for(1, 0.0), "nothing more will come"
+    ended = opened.end("")
+    assert ended is not None
+    assert (ended.came, ended.reason) == (0, "deadline")
+
+
+def test_who_waits_for_a_layer_hears_of_it_from_another_thread() -> None:
+    opened = by_layers(1, 2)
+    other = threading.Timer(0.05, opened.write, (1, lambda: None))
+    other.start()
+    assert opened.wait_for(1, 60.0)
+    other.join()
+
+
+def test_a_load_by_layers_of_which_a_layer_was_not_waited_for_counts_for_nothing() -> None:
+    table = LoadTable()
+    opened = table.begin(by_layers(1, 2).load, 2, 0.0)
+    for part in range(2):
+        opened.write(part, lambda: None)
+    assert opened.wait_for(0, 0.0)
+    table.end(opened, "")
+    assert table.take(0.1) == [], "it is reported when the step is over"
+    table.conclude(opened, "not_awaited")
+    [ended] = table.take(0.1)
+    assert (ended.came, ended.reason) == (0, "not_awaited")
     assert not table.waiting
 
 
