@@ -45,6 +45,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import statistics
@@ -101,16 +102,17 @@ STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
 """How long what was computed may take to be stored."""
 RECOMPUTE: Final = "recompute"
+PARTS: Final = ("engines", "storm", "groups")
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _ALL_THREADS: Final = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
 """The writer's, which computes while all others rest."""
 
 
-def prompt_of(label: object, prefix_tokens: int, own: int) -> Prompt:
+def prompt_of(label: object, prefix_tokens: int, own: int, own_tokens: int = OWN_TOKENS) -> Prompt:
     """A prompt: a prefix by its label, and some tokens of the reader's own."""
     shared, mine = random.Random(f"{label}"), random.Random(f"{label} {own}")
     return [shared.randrange(3, 1024) for _ in range(prefix_tokens)] + [
-        mine.randrange(3, 1024) for _ in range(OWN_TOKENS)
+        mine.randrange(3, 1024) for _ in range(own_tokens)
     ]
 
 
@@ -175,10 +177,11 @@ class Ttft:
         readers: Sequence[Engine],
         prefix_tokens: int,
         number: int,
+        own_tokens: int = OWN_TOKENS,
     ) -> None:
         """One round: a prefix that the writer has computed."""
         label = (prefix_tokens, len(readers), number)
-        prompts = [prompt_of(label, prefix_tokens, own) for own in range(len(readers))]
+        prompts = [prompt_of(label, prefix_tokens, own, own_tokens) for own in range(len(readers))]
         await self._written(way, writer, prompts[0])
         answers = await self.ask(way.NAME, prefix_tokens, prompts, readers)
         wrong = self.wrong_outputs.setdefault(way.NAME, 0)
@@ -407,7 +410,7 @@ class _Bench:
         self._arguments = arguments
         self._python = python
         self._folder = folder
-        self._tokens = max(arguments.prefixes) + OWN_TOKENS + 8
+        self._tokens = max(arguments.prefixes) + arguments.own_tokens + 8
         self._most = max(arguments.engines)
         star = Star.of(max(self._most, RANKS) + 1)
         self.network = OneNetwork(star)
@@ -472,19 +475,25 @@ class _Bench:
             for prefix in arguments.prefixes:
                 for count in arguments.engines:
                     for number in range(arguments.rounds):
-                        await ttft.measure(way, writer, readers[:count], prefix, number)
+                        await ttft.measure(
+                            way, writer, readers[:count], prefix, number, arguments.own_tokens
+                        )
                         so_far |= ttft.report()
                     self._told(way.NAME, prefix, count)
             if not isinstance(way, WAYS[0]):
                 return
-            self.storm = await ttft.storm(way, self.pool, writer, readers[0])
-            so_far |= self.storm
-            _say(f"half of all loads fail: {self.storm}")
+            if "storm" in arguments.parts:
+                self.storm = await ttft.storm(way, self.pool, writer, readers[0])
+                so_far |= self.storm
+                _say(f"half of all loads fail: {self.storm}")
             if not arguments.recompute:
                 return
             for prefix in arguments.prefixes:
                 for count in arguments.engines:
-                    prompts = [prompt_of(("new", prefix, count), prefix, n) for n in range(count)]
+                    prompts = [
+                        prompt_of(("new", prefix, count), prefix, n, arguments.own_tokens)
+                        for n in range(count)
+                    ]
                     await ttft.ask(RECOMPUTE, prefix, prompts, readers[:count])
                     self._told(RECOMPUTE, prefix, count)
 
@@ -508,22 +517,27 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         folder = Path(arguments.logs or folder_name)
         folder.mkdir(parents=True, exist_ok=True)
         model = make_model(python, "bench", folder)
-        groups = await measure_groups(arguments.link_rate)
+        groups = await measure_groups(arguments.link_rate) if "groups" in arguments.parts else {}
         so_far |= groups
         bench = _Bench(arguments, python, folder)
         async with bench.pool as pool:
-            for kind in wanted:
+            for kind in wanted if "engines" in arguments.parts else ():
                 if kind.NAME in skipped:
                     continue
+                way = kind(pool, python, folder)
+                way.connector = dict(arguments.connector) if kind is WAYS[0] else {}
                 try:
-                    await bench.measure(kind(pool, python, folder), model, so_far)
+                    await bench.measure(way, model, so_far)
                 except (EngineError, PartError) as error:
                     if kind is WAYS[0]:
                         raise
                     skipped[kind.NAME] = f"has failed: {str(error)[-300:]}"
     report = bench.ttft.report() | groups | bench.storm
-    report["wrong_outputs"] += groups["mla_wrong_blocks"]
+    report["wrong_outputs"] += groups.get("mla_wrong_blocks", 0)
     report |= {
+        "parts": arguments.parts,
+        "connector": arguments.connector,
+        "own_tokens": arguments.own_tokens,
         "skipped": skipped,
         "link_rate_bits_per_s": arguments.link_rate,
         "queue_frames": QUEUE_FRAMES,
@@ -555,9 +569,20 @@ def _show(report: dict[str, Any]) -> None:
         "processors_busy",
         "link_busy",
     ):
-        print(f"{name}: {report[name]}")
+        if name in report:
+            print(f"{name}: {report[name]}")
     for name, why in report["skipped"].items():
         print(f"{name} was not measured: {why}")
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -573,6 +598,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), metavar="N")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--peers", nargs="*", default=peers, choices=peers)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=list(PARTS),
+        choices=PARTS,
+        help="what to measure: engines, loads that fail (with engines), an MLA engine's ranks",
+    )
+    parser.add_argument(
+        "--connector",
+        type=_options,
+        default={},
+        metavar="JSON",
+        help="further options of kvcast's connector",
+    )
+    parser.add_argument(
+        "--own-tokens", type=int, default=OWN_TOKENS, help="of each prompt, behind the prefix"
+    )
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
         "--link-rate", type=float, default=LINK_RATE, help="of every node's link, bits a second"
@@ -584,8 +626,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 async def _command(arguments: argparse.Namespace) -> int:
-    if min(*arguments.prefixes, *arguments.engines, arguments.rounds) < 1:
-        raise CommandError("prefixes, engines and rounds are at least 1")
+    if min(*arguments.prefixes, *arguments.engines, arguments.rounds, arguments.own_tokens) < 1:
+        raise CommandError("prefixes, engines, rounds and own tokens are at least 1")
     if any(prefix % max(way.GRAIN_TOKENS for way in WAYS) for prefix in arguments.prefixes):
         raise CommandError("prefixes are multiples of 256 tokens")
     if arguments.link_rate <= 0:

@@ -80,6 +80,8 @@ class Way(ABC):
         self._python = python
         self._folder = folder
         self._servers: list[Part] = []
+        self.connector: dict[str, Any] = {}
+        """Further options of the connector's, where it takes any here."""
         self._hosts = pool.star.hosts
         self.holder = self._hosts[0]
 
@@ -155,7 +157,8 @@ class Kvcast(Way):
 
     def transfer(self, host: Host) -> dict[str, Any]:
         socket_path = self._pool.sockets[host.node_id]
-        config = transfer(socket_path, model=MODEL, deadline_s=600.0, lookup_s=5.0, save_s=600.0)
+        patience = {"deadline_s": 600.0, "lookup_s": 5.0, "save_s": 600.0}
+        config = transfer(socket_path, **({"model": MODEL} | patience | self.connector))
         return config | {"kv_role": self._role(host)}
 
     async def stored(self, writer: Engine) -> float:
