@@ -166,7 +166,7 @@ class SimulatedAgents:
     def send(self, connection: int, message: msgspec.Struct) -> None:
         link = self._links[connection]
         link.send(self._clock.now(), self._encoded(message))
-        link.sent(self._clock.now(), sum(map(len, link.pieces_to_send())))
+        link.sent(self._clock.now(), sum(map(len, link.pieces_to_send(self._clock.now()))))
         self._heard.append((connection, message))
 
     def close(self, connection: int, reason: str) -> None:

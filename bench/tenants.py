@@ -9,6 +9,11 @@ are too small for what they read, so that every get goes to the home.
 The gets of the quiet tenant are timed alone, with the loud one, and alone again;
 `p99_with_over_without` is the 99th percentile of the second over that of the others together.
 
+That is for blocks that go by READs. `tcp_p99_with_over_without` (fields `tcp_…`) is the same for
+larger blocks, all but the first segment of which goes by TCP, as when a model is loaded: over a
+link that the kernel keeps at its rate (`tc`), between network namespaces (root). With `--no-share`
+the home does not know the rate of that link, and shares nothing.
+
     python -m kvcast.bench.tenants --json tenants.json
 """
 
@@ -19,17 +24,21 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
+import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from kvcast.bench.incast import home_keys
 from kvcast.hostagent.client import AsyncClient, KvcastError
+from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
+from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -58,6 +67,10 @@ class Options:
     measure_s: float
     """Alone, with the other, and alone again, each."""
     seed: int
+    tcp: bool = False
+    """Blocks go by TCP."""
+    share: bool = True
+    """The home knows what its link carries."""
 
 
 @dataclass
@@ -112,7 +125,38 @@ def pacing_flags(link_rate_bits_per_s: float) -> tuple[str, ...]:
     return (f"--responder-rate={frames_per_s:g}", "--responder-burst=8")
 
 
-def _pool(options: Options) -> Pool:
+def _tcp_pool(options: Options) -> Pool:
+    held = 2 * options.blocks * options.block_bytes
+    nodes = 2 + options.nodes
+    small = (f"--arena-bytes={max(8 * _MIB, held // 8 // _MIB * _MIB)}",)
+    known = (f"--bulk-link-rate={options.link_rate:.0f}",) if options.share else ()
+    return Pool(
+        Star.of(nodes),
+        PoolOptions(
+            runner="namespaces",
+            replicas=0,
+            admit="off",
+            seed=options.seed,
+            arena_bytes=4 * held,
+            controller_flags=("--no-hot-replicas", "--namespace-secrets=never"),
+            node_flags={HOME: known} | {f"node-{2 + n}": small for n in range(nodes - 1)},
+            log_level="warning",
+        ),
+    )
+
+
+def _shape(pool: Pool, options: Options) -> None:
+    """Give what the home sends by TCP a link of a rate, with a queue of a tenth of a second."""
+    queue = ("rate", f"{options.link_rate:.0f}bit", "burst", "16kb", "latency", "100ms")
+    command = ["tc", "qdisc", "add", "dev", "mgmt0", "root", "tbf", *queue]
+    made = subprocess.run(
+        [*pool.network.prefix(HOME), *command], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        raise CommandError(f"tc: {made.stderr.strip()}")
+
+
+def _reads_pool(options: Options) -> Pool:
     nodes = 2 + options.nodes
     held = 2 * options.blocks * options.block_bytes
     reader_arena = max(_MIB, options.blocks * options.block_bytes // 4 // _MIB * _MIB)
@@ -137,7 +181,8 @@ def _pool(options: Options) -> Pool:
 
 async def run(options: Options) -> dict[str, Any]:
     """The report."""
-    async with _pool(options) as pool, contextlib.AsyncExitStack() as stack:
+    made = _tcp_pool(options) if options.tcp else _reads_pool(options)
+    async with made as pool, contextlib.AsyncExitStack() as stack:
         home = await stack.enter_async_context(await AsyncClient.connect(str(pool.sockets[HOME])))
         keys = home_keys(pool, HOME, 2 * options.blocks, options.seed)
         tenants = []
@@ -148,6 +193,8 @@ async def run(options: Options) -> dict[str, Any]:
                 await home.put(namespace, {key: data})
             tenants.append(Tenant(namespace, mine, options.block_bytes))
         quiet, loud = tenants
+        if options.tcp:
+            _shape(pool, options)
         rng = random.Random(options.seed)
         loud_tasks: list[asyncio.Task[None]] = []
 
@@ -178,10 +225,10 @@ async def run(options: Options) -> dict[str, Any]:
                 await asyncio.sleep(2.0)
             say(f"{phase}: {len(phases[phase])} gets, p99 {1e3 * _p99(phases[phase]):.1f} ms")
         await _end([quiet_task])
+        by_tcp = (await home.stats())["payload_bytes_sent_bulk_get_total"]
         pool.check_alive()
     without = _p99([*phases["alone"], *phases["alone again"]])
     return {
-        "bench": "tenants",
         "p99_with_over_without": _p99(phases["with"]) / without,
         "p99_without_ms": without * 1e3,
         "p99_with_ms": _p99(phases["with"]) * 1e3,
@@ -195,8 +242,8 @@ async def run(options: Options) -> dict[str, Any]:
         "misses": quiet.misses + loud.misses,
         "wrong_bytes": quiet.wrong_bytes + loud.wrong_bytes,
         "errors": sorted({*quiet.errors, *loud.errors})[:5],
+        "bytes_by_tcp": by_tcp,
         "parameters": vars(options),
-        "provenance": provenance(),
     }
 
 
@@ -229,6 +276,10 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0.15, help="of the quiet tenant, seconds")
     parser.add_argument("--measure", type=float, default=30.0, help="seconds of each phase")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tcp-block-bytes", type=int, default=256 << 10)
+    parser.add_argument("--tcp-link-rate", type=float, default=50e6, help="of the home's, bits/s")
+    parser.add_argument("--only", choices=("reads", "tcp"), help="one of the two")
+    parser.add_argument("--no-share", action="store_true", help="of a link whose rate is not known")
     parser.add_argument("--json", type=Path, help="write the report here, too")
     given = parser.parse_args()
     if given.blocks <= 2 * given.readers * (given.nodes + 1):
@@ -237,12 +288,30 @@ def main() -> int:
         *(given.nodes, given.readers, given.blocks, given.block_bytes),
         *(given.link_rate, given.pause, given.measure, given.seed),
     )
-    report = asyncio.run(run(options))
+    report: dict[str, Any] = {"bench": "tenants"}
+    if given.only != "tcp":
+        say("by READs")
+        report |= asyncio.run(run(options))
+    missing = why_not() or (None if shutil.which("tc") else "tc (iproute2) is not installed")
+    if given.only != "reads" and missing is not None:
+        report["tcp"] = f"left out: {missing}"
+    elif given.only != "reads":
+        say("by TCP")
+        by_tcp = replace(
+            options,
+            block_bytes=given.tcp_block_bytes,
+            link_rate=given.tcp_link_rate,
+            tcp=True,
+            share=not given.no_share,
+        )
+        report |= {f"tcp_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
+    report["provenance"] = provenance()
     text = json.dumps(report, indent=2)
     print(text)
     if given.json is not None:
         given.json.write_text(text + "\n")
-    return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
+    bad = ("wrong_bytes", "misses", "tcp_wrong_bytes", "tcp_misses")
+    return int(any(report.get(name, 0) for name in bad))
 
 
 if __name__ == "__main__":

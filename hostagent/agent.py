@@ -249,8 +249,7 @@ class Agent:
             arena_bytes=options.arena.size_bytes,
             mtu_bytes=self.mtu_bytes,
             rdma_port=self.rdma_port,
-            link_bits_per_s=network.link_bits_per_s
-            or (interface_bits_per_s(network.ip) if network.tunnel is None else 0),
+            link_bits_per_s=self._link_bits_per_s(),
         )
         self._control = ControlLink(
             self.core, options.control, register, rng, self._core_told, options.credentials
@@ -324,6 +323,7 @@ class Agent:
         driver.connect = self._bulk_caller.convey
         driver.courier.takes_conveyors = self.core.options.lone_reads_by_tcp
         self.core.serving.conveys = conveyors.gives
+        self.core.stop_conveying = conveyors.stop_giving
 
     def _core_told(self) -> None:
         if self._zone is not None:
@@ -470,12 +470,34 @@ class Agent:
         responder = replace(
             options.responder, max_chunk_bytes=chunking_for(self.mtu_bytes).chunk_bytes
         )
+        network = self._options.network
         return replace(
             options,
             requester=requester,
             responder=responder,
+            bulk_link_bits_per_s=self._bulk_link_bits_per_s(),
+            reads_share_bulk_link=network.bulk_host == network.ip,
             placement_seed=secrets.randbits(64),
         )
+
+    def _link_bits_per_s(self) -> int:
+        """What the link to the switch carries; 0 = nobody knows."""
+        network = self._options.network
+        if network.link_bits_per_s or network.tunnel is not None:
+            return network.link_bits_per_s
+        return interface_bits_per_s(network.ip)
+
+    def _bulk_link_bits_per_s(self) -> int:
+        """What the link of the bulk link's address carries; 0 = nobody knows."""
+        network = self._options.network
+        if network.bulk_link_bits_per_s:
+            return network.bulk_link_bits_per_s
+        if network.bulk_host == network.ip:
+            return self._link_bits_per_s()
+        try:
+            return interface_bits_per_s(network.bulk_host)
+        except ValueError:  # a name, or no IPv4 address
+            return 0
 
     async def close(self) -> None:
         """Leave the pool, end everything, and unlink the arena."""

@@ -137,6 +137,17 @@ class NetworkFlags:
         "where other agents reach this one by TCP; a concrete address; port 0 = pick one",
         default=(NetworkOptions.bulk_host, NetworkOptions.bulk_port),
     )
+    bulk_link_rate_bits_per_s: int = option(
+        "what the link that --bulk-addr is on carries each way: while several namespaces' blocks"
+        " leave by TCP, they are kept a little below it, and share it by weight; 0 = as --link-rate"
+        " where it has the same address, else as its interface says; not shared where that does not"
+        " know",
+        default=NetworkOptions.bulk_link_bits_per_s,
+        parse=whole_number(0, 10**13),
+        metavar="BITS",
+        unit="bits/s",
+        flag="bulk-link-rate",
+    )
     rdma: str = choice(
         "blocks by RDMA where the other node has it, too: if a card has --ip (RoCE version 2), not"
         " at all, or do not start without",
@@ -513,6 +524,7 @@ def options_of(setup: Setup) -> Options:
             link_bits_per_s=flags.link_rate_bits_per_s,
             bulk_host=flags.bulk_addr[0],
             bulk_port=flags.bulk_addr[1],
+            bulk_link_bits_per_s=flags.bulk_link_rate_bits_per_s,
             rdma=flags.rdma,
         ),
         control=ControlOptions(*flags.controller),

@@ -53,6 +53,9 @@ class NetworkOptions:
     known behind a tunnel."""
     bulk_host: str = "127.0.0.1"
     bulk_port: int = 0
+    bulk_link_bits_per_s: int = 0
+    """What the link that `bulk_host` is on carries each way; 0 = as its interface says, or, where
+    it is `ip`, as `link_bits_per_s`."""
     rdma: str = RDMA_OFF
     """One of `RDMAS`: whether blocks go by RDMA where the other node has it, too."""
 

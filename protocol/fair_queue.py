@@ -52,6 +52,10 @@ class Shares:
         """Of these flows, which all wait (there is at least one), whose turn it is."""
         return min(flows, key=self._start)
 
+    def saved(self, flow: int) -> float:
+        """How much a flow can be given until it has had its share, at most its `credit`."""
+        return (self._now - self._start(flow)) * self.weight_of(flow)
+
     def took(self, flow: int, cost: float) -> None:
         """A flow was given something."""
         start = self._start(flow)

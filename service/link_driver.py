@@ -252,7 +252,7 @@ class LinkDriver(asyncio.BufferedProtocol):
         left = TURN_BYTES
         patience = _Patience(sock, self._may_wait())
         of_block = link.sending_block
-        while not self._writing and (pieces := link.pieces_to_send()):
+        while not self._writing and (pieces := link.pieces_to_send(now)):
             if left <= 0:  # others have their turn; the socket may well take more
                 self._writing = True
                 self._loop.call_soon(self._go_on_writing)

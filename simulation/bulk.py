@@ -172,7 +172,13 @@ class BulkSide:
         if not self.listens or len(self._serving) >= self._options.max_connections:
             return False
         now, metrics = self._process.now, self._core.metrics
-        link: BulkCallee[Copy] = BulkCallee(now, cast(Serving, self.served), self._options, metrics)
+        link: BulkCallee[Copy] = BulkCallee(
+            now,
+            cast(Serving, self.served),
+            self._options,
+            metrics,
+            departures=self._core.departures,
+        )
 
         def changed() -> None:
             if link.conveys and not link.closed:

@@ -39,6 +39,7 @@ from kvcast.hostagent.tiers.ledger import Ledger
 from kvcast.protocol.chains import keys_of
 from kvcast.protocol.conveyor import Given
 from kvcast.protocol.lane import Answered, Lane
+from kvcast.protocol.links.departures import Departures
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.bulk import meaning_of
 from kvcast.protocol.messages.control import (
@@ -110,6 +111,10 @@ class AgentOptions:
     """Whether this node, as a reader, takes what nobody else reads just then by TCP."""
     client_share: float = 0.5
     """Share of the arena that one client may hold pinned or reserved; more is "busy"."""
+    bulk_link_bits_per_s: float = 0.0
+    """What the link carries by which other nodes get blocks by TCP; 0 = not known."""
+    reads_share_bulk_link: bool = True
+    """Whether READs are answered by the same link."""
     placement_seed: int = 0
     """64 bits that nobody else knows; see `Placement`."""
 
@@ -180,11 +185,18 @@ class AgentCore:
             make_offer=self._make_offer,
             weight_of=self.weight_of,
         )
+        self.departures = Departures(options.bulk_link_bits_per_s / 8, self.weight_of)
+        """Of what answers gets over the bulk link."""
+        self.stop_conveying: Callable[[], None] = lambda: None
+        """Ends all conveyors on which blocks leave: they pass `departures` by."""
+        if options.reads_share_bulk_link:
+            self.responder.was_sent = self.departures.sent_by_reads
         self.writing = Writing(self._lookup)
         self.landing_counters = LandingCounters()
         self.serving = Serving(
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
         )
+        self.serving.is_tight = lambda: self.departures.is_tight(store.now)
         self.ssd: SsdTier | None = None
         self.cold: ColdTier | None = None
         self.facts: dict[str, float] = {}
@@ -303,12 +315,16 @@ class AgentCore:
 
     def conveyed(self, given: list[Given], sent_bytes: int) -> None:
         """Compiled code has given these by conveyors, and so many bytes of blocks have left."""
-        assert self.shared is not None
         self.metrics.payload_bytes_sent_bulk_get_total += sent_bytes
         for each in given:
+            assert self.shared is not None
             copy = self.shared.copy_of(each.cell)
             if copy is not None:
                 self.serving.given(self._now, copy, each.node, each.start_bytes)
+                size_bytes = copy.size_bytes - each.start_bytes
+                self.departures.sent(self._now, copy.block.namespace, size_bytes)
+        if self.departures.is_tight(self._now):
+            self.stop_conveying()
 
     # --- the disk -----------------------------------------------------------------------------
 
@@ -885,6 +901,7 @@ class AgentCore:
             for item in fields(self.cold.counters):
                 values[f"cold_{item.name}_total"] = float(getattr(self.cold.counters, item.name))
             values |= self.cold.values()
+        values["bulk_departures_held_total"] = float(self.departures.waits_total)
         values["payload_bytes_sent_udp_total"] = float(self.responder.counters.payload_bytes)
         for prefix, counters in (
             ("requester", self.requester.counters),

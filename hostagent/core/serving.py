@@ -60,7 +60,9 @@ class Serving:
         self._metrics = metrics
         self._note_heat = note_heat
         self.conveys = False
-        """Whether there can be conveyors from here."""
+        """Whether there can be conveyors from here,"""
+        self.is_tight: Callable[[], bool] = lambda: False
+        """and whether they had better not be, for the sake of other namespaces."""
         self.came: Callable[[BlockId], None] = lambda _block: None
         """Told of every block that another node has put here: while blocks are handed over, it must
         be handed on. So where a map is not settled, no put may pass this by."""
@@ -191,7 +193,7 @@ class Serving:
         compiled code."""
         pool = self._outbox.pool
         known = pool is not None and caller in pool.nodes_by_id
-        if self.conveys and known and convey.version == CONVEYOR_VERSION:
+        if self.conveys and known and convey.version == CONVEYOR_VERSION and not self.is_tight():
             return bulk.DONE
         self._metrics.bulk_requests_refused_total += 1
         return bulk.FORBIDDEN

@@ -234,7 +234,10 @@ class BulkServer:
             credentials = self._credentials
             named = None if credentials is None else expect_peer(transport, NODE).name
             now = asyncio.get_running_loop().time()
-            return BulkCallee(now, self._core.serving, self._options, self._core.metrics, named)
+            core = self._core
+            return BulkCallee(
+                now, core.serving, self._options, core.metrics, named, core.departures
+            )
 
         def refused(error: PeerError) -> None:
             self._core.metrics.bulk_connections_refused_total += 1

@@ -357,10 +357,14 @@ class ConveyorSockets:
         self._courier.conveyor_gone(time.monotonic(), number)
         end.sock.close()
 
-    def close(self) -> None:
-        """All connections end."""
+    def stop_giving(self) -> None:
+        """All connections end on which blocks leave."""
         for number in list(self._givers):
             self._close_giver(number)
+
+    def close(self) -> None:
+        """All connections end."""
+        self.stop_giving()
         for number in list(self._takers):
             self._close_taker(number)
 

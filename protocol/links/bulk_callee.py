@@ -6,7 +6,8 @@ how the caller proved who it is.
 
 A caller that says nothing for `idle_s`, or is slower than `transfer_timeout_s` with a request, is
 closed. One that sends requests ahead is answered in order, and not read from meanwhile. For one
-connection at most `MAX_BULK_BYTES` are set aside or held, unless one block alone has more.
+connection at most `MAX_BULK_BYTES` are set aside or held, unless one block alone has more. When
+the bytes of blocks leave is `departures`' to say, where several namespaces' do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvcast.protocol.links.bulk import BulkCounters, BulkOptions
+from kvcast.protocol.links.departures import Departures
 from kvcast.protocol.links.stream import LinkError, LinkStream
 from kvcast.protocol.messages.bulk import (
     BULK_PROTOCOL_VERSION,
@@ -101,7 +103,7 @@ class BulkService(Protocol[S]):
 
 class BulkCallee(LinkStream[CallerMessage], Generic[S]):
     """See the module's text. `certified`: the only node that the caller can be; None = it is
-    believed."""
+    believed. `departures`: shared by all of a node's callees; None = nobody waits."""
 
     one_at_a_time = True
 
@@ -112,6 +114,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         options: BulkOptions,
         counters: BulkCounters,
         certified: str | None = None,
+        departures: Departures | None = None,
     ) -> None:
         super().__init__(CallerMessage, max_message_bytes=MAX_BULK_MESSAGE_BYTES)
         self._service = service
@@ -128,7 +131,12 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
         """What became of those of the same put that have come."""
         self._conveys = False
         self._sending: list[S] = []
-        """The copies whose bytes are leaving."""
+        """The copies whose bytes are leaving,"""
+        self._namespace = 0
+        """of this namespace."""
+        self._departures = departures or Departures(0.0)
+        self._waits_until: float | None = None
+        """When to ask again whether they may leave."""
         self._deadline = now + options.idle_s
 
     def _message(self, now: float, message: CallerMessage) -> None:
@@ -243,6 +251,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             headers.append(BlockHeader(DONE, copy.size_bytes, copy.digest))
             views.append(service.view(copy)[block.start_bytes :])
         self._send(BulkBlocks(headers))
+        self._namespace = get.namespace
         for view in views:
             self._send_block(view)
 
@@ -264,7 +273,24 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             refusal, self._refusal = self._refusal, None
             self._send(BulkDone(refusal) if refusal else BulkTaken(self._taken))
 
-    def _block_sending(self, size_bytes: int) -> None:
+    def _allowed_bytes(self, now: float) -> int:
+        allowed = self._departures.may_send(now, self._namespace, self)
+        self._waits_until = None if allowed else self._departures.ready_at(now)
+        return allowed
+
+    def get_timer(self) -> float | None:
+        """When `handle_timer` is to be called, or there may be more to send."""
+        if self.closed or self._waits_until is None or self._deadline is None:
+            return self._deadline
+        return min(self._deadline, self._waits_until)
+
+    def handle_timer(self, now: float) -> None:
+        if self._waits_until is not None and now >= self._waits_until:
+            self._waits_until = None
+        super().handle_timer(now)
+
+    def _block_sending(self, now: float, size_bytes: int) -> None:
+        self._departures.sent(now, self._namespace, size_bytes)
         self._counters.payload_bytes_sent_bulk_get_total += size_bytes
 
     def _drained(self, now: float) -> None:
@@ -284,6 +310,7 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._counters.bulk_protocol_errors_total += 1
 
     def _over(self, now: float) -> None:
+        self._departures.leave(self)
         while self._putting:
             _, room = self._putting.popleft()
             if not isinstance(room, str):

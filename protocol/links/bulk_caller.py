@@ -504,7 +504,7 @@ class BulkConnection(LinkStream[CalleeMessage]):
         else:
             self._free(now)
 
-    def _block_sending(self, size_bytes: int) -> None:
+    def _block_sending(self, now: float, size_bytes: int) -> None:
         self._link.counters.payload_bytes_sent_bulk_put_total += size_bytes
 
     def _all_done(self, now: float, statuses: list[str]) -> None:

@@ -19,6 +19,7 @@ fills `rooms` and says what it is; else it is made when all are there.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
@@ -124,8 +125,12 @@ class LinkStream(Generic[M]):
     def _block_coming(self, now: float) -> None:
         """Some of a block has come."""
 
-    def _block_sending(self, size_bytes: int) -> None:
+    def _block_sending(self, now: float, size_bytes: int) -> None:
         """So many bytes of a block are on their way."""
+
+    def _allowed_bytes(self, now: float) -> int:
+        """How many bytes of blocks may be sent now; 0: it is asked again when the timer is due."""
+        return sys.maxsize
 
     def _drained(self, now: float) -> None:
         """Everything that was to be sent has been taken."""
@@ -319,16 +324,21 @@ class LinkStream(Generic[M]):
         if not out:
             return b""
         if self.sending_block:
-            data = bytes(out[0][:at_most])
+            data = bytes(out[0][: min(at_most, self._allowed_bytes(now))])
         else:
             data = b"".join(takewhile(_is_message, out))
         self.sent(now, len(data))
         return data
 
-    def pieces_to_send(self) -> list[bytes | memoryview]:
+    def pieces_to_send(self, now: float) -> list[bytes | memoryview]:
         """What is to be sent next, at most `MAX_PIECES` of messages and of what is left of blocks,
         which are not copied: they stay as they are until `sent` says that they were taken."""
-        return list(islice(self._out, MAX_PIECES))
+        pieces = list(islice(self._out, MAX_PIECES))
+        if any(isinstance(piece, memoryview) for piece in pieces):
+            left = self._allowed_bytes(now)
+            if left < sum(map(len, pieces)):
+                return _cut(pieces, left)
+        return pieces
 
     def sent(self, now: float, size_bytes: int) -> None:
         """So many bytes of the `pieces_to_send` have been taken."""
@@ -347,7 +357,7 @@ class LinkStream(Generic[M]):
             else:
                 out.popleft()
         if of_blocks:
-            self._block_sending(of_blocks)
+            self._block_sending(now, of_blocks)
         if not out:
             if self._ending:
                 self._close(now)
@@ -387,3 +397,17 @@ class LinkStream(Generic[M]):
 
 def _is_message(piece: object) -> bool:
     return isinstance(piece, bytes)
+
+
+def _cut(pieces: list[bytes | memoryview], left: int) -> list[bytes | memoryview]:
+    """Messages whole, and of blocks no more than so many bytes in all; nothing behind a cut."""
+    cut: list[bytes | memoryview] = []
+    for piece in pieces:
+        part = piece[:left] if isinstance(piece, memoryview) else piece
+        if part:
+            cut.append(part)
+        if len(part) < len(piece):
+            break
+        if isinstance(piece, memoryview):
+            left -= len(part)
+    return cut

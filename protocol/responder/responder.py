@@ -318,6 +318,8 @@ class Responder:
         self._replies: deque[tuple[int, Frame]] = deque()
         self._jobs: dict[_JobKey, _Job] = {}
         self._shared_jobs: dict[tuple[BlockId, int, int], _Job] = {}  # by block, segment and flags
+        self.was_sent: Callable[[float, int, int], None] = lambda _now, _namespace, _bytes: None
+        """Told when, and how many bytes of a namespace's blocks have gone out."""
         self.can_write = False
         """Whether answers with FLAG_WRITE, which a READ asked for, can be sent."""
         self._job_count = 0
@@ -382,6 +384,7 @@ class Responder:
             answers.append(self._replies.popleft())
         left = allowed - len(answers)
         while self._turns and left > 0:
+            before_bytes = self.counters.payload_bytes
             namespace = self._shares.next_of(self._turns)
             turns = self._turns[namespace]
             index = self._whose_turn(namespace, turns)
@@ -391,6 +394,7 @@ class Responder:
             turn = left if alone else min(self.config.turn_frames, left)
             count = self._take_turn(now, index, queues[namespace], turn, answers)
             self._shares.took(namespace, count)
+            self.was_sent(now, namespace, self.counters.payload_bytes - before_bytes)
             left -= count
             if queues[namespace]:
                 turns.append(index)
@@ -470,6 +474,7 @@ class Responder:
         counters.offers += answered.offers
         self._bucket.take(answered.frames + answered.offers)
         self._shares.took(block.namespace, answered.frames + answered.offers)
+        self.was_sent(now, block.namespace, answered.payload_bytes)
         cells = CELLS.segments_of(answered.payload_bytes)
         self.note_heat(answered.reader, block, size, digest, cells)
         if answered.marked:

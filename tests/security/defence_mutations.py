@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -1148,6 +1149,14 @@ def _answers_without_turns() -> AbstractContextManager[object]:
     return replaced(
         "kvcast.protocol.fair_queue.Shares.next_of", lambda _self, flows: next(iter(flows))
     )
+
+
+@mutation(
+    "a home's TCP is whoever's has the most connections",
+    {TURNS: ["test_who_takes_less_than_its_share_waits_for_nobody"]},
+)
+def _departures_without_turns() -> AbstractContextManager[object]:
+    return replaced("kvcast.protocol.links.departures.Departures.may_send", lambda *_: sys.maxsize)
 
 
 @mutation(

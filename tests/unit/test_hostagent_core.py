@@ -27,6 +27,7 @@ from kvcast.protocol.links.bulk import (
     GetCall,
     PutCall,
 )
+from kvcast.protocol.links.departures import LATELY_S, Departures
 from kvcast.protocol.messages import bulk, local, wire
 from kvcast.protocol.messages.bulk import BulkPut, PutHeader
 from kvcast.protocol.messages.control import (
@@ -565,6 +566,28 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     assert serving.refuse_put("node-2", put) == bulk.FORBIDDEN
     assert node.core.metrics.bulk_requests_refused_total == 4
     assert serving.exists("node-1", bulk.BulkExists(1, key(1))) != forbidden
+
+
+def test_where_namespaces_compete_for_the_link_nothing_passes_their_turns_by() -> None:
+    node = Node(1)
+    node.take_map(pool_map([1]))
+    core = node.core
+    core.departures = Departures(1e6)
+    core.serving.conveys = True
+    stopped: list[bool] = []
+    core.stop_conveying = lambda: stopped.append(True)
+    ask = bulk.BulkConvey(bulk.CONVEYOR_VERSION)
+    now = core.store.now
+    assert core.serving.convey("node-2", ask) == bulk.DONE
+    core.conveyed([], 0)
+    assert not stopped
+    for namespace in (1, 2):
+        core.departures.sent(now, namespace, 200_000)
+    assert core.serving.convey("node-2", ask) == bulk.FORBIDDEN
+    core.conveyed([], 0)
+    assert stopped
+    core.store.advance(now + LATELY_S)
+    assert core.serving.convey("node-2", ask) == bulk.DONE, "it is long ago"
 
 
 def test_a_puts_bytes_follow_unasked_only_to_whom_the_namespace_is_for() -> None:

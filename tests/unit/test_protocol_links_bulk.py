@@ -7,6 +7,7 @@ sockets, and what the agents' own cores make of a request (`test_hostagent_core`
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.protocol.chains import bits_of, count_of, keys_of
+from kvcast.protocol.links import departures
 from kvcast.protocol.links.bulk import (
     EVICTED,
     UNREACHABLE,
@@ -26,6 +28,7 @@ from kvcast.protocol.links.bulk import (
 )
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkCaller, BulkConnection, Complete, Connect
+from kvcast.protocol.links.departures import LATELY_S, Departures
 from kvcast.protocol.links.stream import LinkStream
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.bulk import (
@@ -811,14 +814,14 @@ def test_pieces_are_not_copied_and_count_when_they_are_taken() -> None:
     service = Service(blocks_of([1, 2]))
     callee = serve(service)
     callee.received(0.0, said(HELLO, BulkGet(1, [WantedBlock(key(1)), WantedBlock(key(2))])))
-    header, first, second = callee.pieces_to_send()
+    header, first, second = callee.pieces_to_send(0.0)
     assert isinstance(first, memoryview)
     assert first.obj is service.held[key(1)].data
     callee.sent(0.0, len(header) + 100)
-    assert callee.pieces_to_send() == [first[100:], second]
+    assert callee.pieces_to_send(0.0) == [first[100:], second]
     assert service.out == [key(1), key(2)]
     callee.sent(0.0, len(first) - 100 + len(second))
-    assert callee.pieces_to_send() == []
+    assert callee.pieces_to_send(0.0) == []
     assert service.out == []
     callee.check()
 
@@ -945,6 +948,41 @@ def test_requests_sent_ahead_are_answered_in_order_and_not_read_meanwhile() -> N
     assert block == DATA
     assert heard(callee) == [BulkHeld(b"\1")]
     assert callee.wants_bytes
+
+
+def test_blocks_of_two_namespaces_leave_in_turns_on_connections_of_their_own() -> None:
+    shared = Departures(4e6)  # bytes a second: a turn is of 8 KiB
+    service = Service({key(n): Copy(BlockId(n, key(n)), bytearray(1 << 20)) for n in (1, 2)})
+    callees = {n: BulkCallee(0.0, service, OPTIONS, Metrics(), None, shared) for n in (1, 2)}
+    for namespace, callee in callees.items():
+        get = BulkGet(namespace, [WantedBlock(key(namespace))])
+        callee.received(0.0, said(HELLO, get))
+        (answer,) = heard(callee)
+        assert isinstance(answer, BulkBlocks), "what is no block waits for nothing"
+    for namespace in callees:
+        shared.sent_by_reads(0.0, namespace, 1)  # so both are there
+    sent = Counter[int]()
+    now = 0.0
+    while now < 0.25 and not all(sent[n] == 1 << 20 for n in callees):
+        for namespace, callee in callees.items():
+            while data := callee.bytes_to_send(now, 1 << 16):
+                sent[namespace] += len(data)
+            assert callee.pieces_to_send(now) == []
+            callee.check()
+        due = [at for callee in callees.values() if (at := callee.get_timer()) is not None]
+        assert min(due) > now
+        now = min(due)
+        for callee in callees.values():
+            callee.handle_timer(now)
+            at = callee.get_timer()
+            assert at is None or at > now, "nothing is due twice"
+    assert sum(sent.values()) == pytest.approx(departures.PACE * 4e6 * now, rel=0.1)
+    assert abs(sent[1] - sent[2]) <= 2 * shared.turn_bytes
+    callees[1].lost(now)
+    while data := callees[2].bytes_to_send(now + LATELY_S + 0.1, 1 << 16):
+        sent[2] += len(data)
+    assert sent[2] == 1 << 20, "alone it goes at once"
+    assert service.out == []
 
 
 @pytest.mark.parametrize("wrong", [HELLO, BulkDone(bulk.DONE), BulkExists(1, key(1)[1:])])

@@ -63,7 +63,7 @@ class Core(LinkStream[Take | Give]):
         self.blocks += 1
         self._send(Take())
 
-    def _block_sending(self, size_bytes: int) -> None:
+    def _block_sending(self, now: float, size_bytes: int) -> None:
         self.given_bytes += size_bytes
 
     def _over(self, now: float) -> None:

@@ -1,0 +1,164 @@
+"""What leaves a node over its links to other nodes: whose blocks' bytes are next.
+
+Owns: the pace of the bytes that are sent in answer to gets, on all connections together, while
+several namespaces have some to send; and whose turn it is, by weight (`fair_queue.Shares`). Must
+not know: sockets, requests, or what a block is.
+
+What waits in the kernel or in the network has no weight any more: there, shares are by connection,
+and a tenant that loads a model from many nodes has many. So while others are there, what leaves is
+kept a little below what the link carries, and what waits for that waits here. A namespace that has
+taken less than its share sends what it has saved at once, and the others wait until the link has
+carried it. Blocks that go by READs are not held back here, and what they take of the link is not
+given to others, but for a quarter of it, which is left in any case. One namespace alone is not held
+back at all; nor is anything where the link's rate is not known.
+
+Who waits asks again when its timer says so. One that does not, since its connection takes nothing,
+is not waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from math import inf
+from typing import Final
+
+from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.fair_queue import Shares
+
+PACE: Final = 0.9
+"""Of the link's rate: headers take some of it, and nothing is to wait in the network."""
+LEFT: Final = 0.25
+"""Of the pace, that READs leave to others."""
+LEAST_TURN_BYTES: Final = 8 << 10
+TURN_S: Final = 0.002
+"""A connection's turn is what the link carries in so long, or `LEAST_TURN_BYTES`; two turns may go
+out at once after a pause. Timers are not much more exact."""
+LEAST_WAIT_S: Final = 0.001
+"""Who waits asks again no sooner."""
+CREDIT_S: Final = 0.5
+"""A namespace that has taken less than its share goes first for as much as the link carries in so
+long."""
+LATELY_S: Final = 5.0
+"""A namespace of which nothing was sent, and nothing asked for, for so long is not there."""
+ABSENT_S: Final = 0.1
+"""Who has not asked again for so long is not waited for."""
+TIGHT_TURNS: Final = 4
+"""Turns that have gone out before the link can have carried them, from which on it is `tight`."""
+_READS_PERIOD_S: Final = 0.05
+"""What READs take of the link is measured over so long."""
+MAX_NAMESPACES: Final = 1024
+"""That are remembered as being there."""
+
+
+class Departures:
+    """See the module's text. Times are seconds on one monotonic clock of the caller's. `rate`:
+    what the link carries, in bytes a second; 0 = not known."""
+
+    def __init__(
+        self,
+        rate_bytes_per_s: float,
+        weight_of: Callable[[int], float] = lambda _namespace: 1.0,
+    ) -> None:
+        self._pace = PACE * rate_bytes_per_s
+        self.turn_bytes = max(LEAST_TURN_BYTES, int(TURN_S * self._pace))
+        self._rate = self._pace  # less what READs take
+        self._ready_bytes = 0.0  # may go out at `_counted_at`; below 0: the link has yet to carry
+        self._counted_at = -inf
+        self._tight_at = -inf
+        self._shares = Shares(CREDIT_S * self._pace, weight_of)
+        self._there: BoundedMap[int, float] = BoundedMap(MAX_NAMESPACES)
+        """By namespace, when it was sent or wanted something last; the longest ago is first."""
+        self._waiting: dict[Hashable, tuple[int, float]] = {}
+        """Who waits: for which namespace, and when it asked last; within one, in turn."""
+        self._read_bytes = 0.0  # in this period
+        self._period_ends = -inf
+        self.waits_total = 0
+        """Times that somebody was told to wait."""
+
+    def may_send(self, now: float, namespace: int, who: Hashable) -> int:
+        """How many bytes of blocks of a namespace may go out now on the connection `who`. Where
+        none may, it waits, and is to ask again at `ready_at`."""
+        if self._pace <= 0:
+            return sys.maxsize
+        self._there[namespace] = now
+        if not self._others_are_there(now, namespace):
+            self._waiting.pop(who, None)
+            return sys.maxsize
+        self._adapt(now)
+        asked_before = self._waiting.get(who)
+        if asked_before is None or asked_before[0] != namespace:
+            self._waiting.pop(who, None)
+        self._waiting[who] = (namespace, now)
+        for other, (_, asked_at) in list(self._waiting.items()):
+            if asked_at < now - ABSENT_S:
+                del self._waiting[other]
+        saved_bytes = int(self._shares.saved(namespace))
+        if saved_bytes > self.turn_bytes and self._ready_bytes > -CREDIT_S * self._pace:
+            del self._waiting[who]
+            return saved_bytes
+        if self._ready_bytes >= self.turn_bytes and self._is_next(namespace, who):
+            del self._waiting[who]
+            return self.turn_bytes
+        self.waits_total += 1
+        return 0
+
+    def ready_at(self, now: float) -> float:
+        """When to ask again."""
+        return now + max(LEAST_WAIT_S, (self.turn_bytes - self._ready_bytes) / self._rate)
+
+    def sent(self, now: float, namespace: int, size_bytes: int) -> None:
+        """So many bytes have gone out."""
+        if self._pace > 0:
+            self._there[namespace] = now
+            self._count(now)
+            if self._others_are_there(now, namespace):
+                most_bytes = 2 * CREDIT_S * self._pace
+                self._ready_bytes = max(self._ready_bytes - size_bytes, -most_bytes)
+                if self._ready_bytes < -TIGHT_TURNS * self.turn_bytes:
+                    self._tight_at = now
+            self._shares.took(namespace, size_bytes)
+
+    def sent_by_reads(self, now: float, namespace: int, size_bytes: int) -> None:
+        """So many bytes have gone out another way."""
+        if self._pace > 0:
+            self._there[namespace] = now
+            self._read_bytes += size_bytes
+
+    def is_tight(self, now: float) -> bool:
+        """Whether namespaces compete for the link, or did lately: whatever asks nobody before it
+        sends had better not."""
+        return now - self._tight_at < LATELY_S
+
+    def leave(self, who: Hashable) -> None:
+        """This connection waits no more."""
+        self._waiting.pop(who, None)
+
+    def _others_are_there(self, now: float, namespace: int) -> bool:
+        there = self._there
+        while (first := next(iter(there))) != namespace and there[first] < now - LATELY_S:
+            del there[first]
+        return len(there) > 1
+
+    def _is_next(self, namespace: int, who: Hashable) -> bool:
+        namespaces = {waits_for for waits_for, _ in self._waiting.values()}
+        if self._shares.next_of(namespaces) != namespace:
+            return False
+        return who == next(w for w, (mine, _) in self._waiting.items() if mine == namespace)
+
+    def _count(self, now: float) -> None:
+        """What the link has carried since it was counted last may go out anew."""
+        if now > self._counted_at:
+            carried = self._rate * min(now - self._counted_at, 1.0)
+            self._ready_bytes = min(self._ready_bytes + carried, 2.0 * self.turn_bytes)
+            self._counted_at = now
+
+    def _adapt(self, now: float) -> None:
+        """Leave to READs what they have taken of late."""
+        self._count(now)
+        if now < self._period_ends:
+            return
+        took_s = min(now - self._period_ends + _READS_PERIOD_S, 1.0)
+        self._rate = max(LEFT * self._pace, self._pace - self._read_bytes / took_s)
+        self._read_bytes = 0.0
+        self._period_ends = now + _READS_PERIOD_S

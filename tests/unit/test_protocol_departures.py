@@ -1,0 +1,178 @@
+"""Whose blocks leave a node by TCP, in virtual time.
+
+Oracle: what each namespace's connections were let send, beside its weight and what the link
+carries. Cannot see: the kernel and the network, in which what was let go may still wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from kvcast.protocol.links import departures
+from kvcast.protocol.links.departures import LATELY_S, PACE, Departures
+
+RATE = 1e6
+"""Bytes a second."""
+
+
+class Link:
+    """Connections that have something to send, and ask whenever they are to."""
+
+    def __init__(self, rate: float = RATE, weights: dict[int, float] | None = None) -> None:
+        self.departures = Departures(rate, lambda namespace: (weights or {}).get(namespace, 1.0))
+        self.sent: Counter[int] = Counter()
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def at(self, when: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), do))
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] <= until:
+            self.now, _, do = heapq.heappop(self._events)
+            do()
+        self.now = until
+
+    def send(self, namespace: int, size_bytes: int, then: Callable[[], None]) -> None:
+        """One connection sends so much, and then does something else."""
+        left = size_bytes
+        who = object()
+
+        def go_on() -> None:
+            nonlocal left
+            while left:
+                allowed = self.departures.may_send(self.now, namespace, who)
+                if not allowed:
+                    self.at(self.departures.ready_at(self.now), go_on)
+                    return
+                part = min(allowed, left, 50_000)
+                left -= part
+                self.sent[namespace] += part
+                self.departures.sent(self.now, namespace, part)
+            then()
+
+        go_on()
+
+    def greedy(self, namespace: int, connections: int) -> None:
+        """So many connections always have something to send."""
+
+        def again() -> None:  # what it has sent takes a moment to leave
+            self.at(self.now + 0.02, lambda: self.send(namespace, 20_000, again))
+
+        for _ in range(connections):
+            again()
+
+
+def test_connections_do_not_count_but_weights_do() -> None:
+    link = Link(weights={1: 1.0, 2: 3.0})
+    link.greedy(1, 12)
+    link.greedy(2, 3)
+    link.run(2.0)
+    before = dict(link.sent)
+    link.run(12.0)
+    first, second = (link.sent[namespace] - before[namespace] for namespace in (1, 2))
+    assert first + second == pytest.approx(PACE * RATE * 10, rel=0.05)
+    assert second / first == pytest.approx(3.0, rel=0.05)
+
+
+def test_who_takes_less_than_its_share_waits_for_nobody() -> None:
+    link = Link()
+    link.greedy(1, 12)
+    took_s = []
+
+    def quiet() -> None:
+        begun = link.now
+
+        def done() -> None:
+            took_s.append(link.now - begun)
+            link.at(link.now + 0.2, quiet)
+
+        link.send(2, 30_000, done)
+
+    link.at(1.0, quiet)
+    link.run(2.0)
+    before = link.sent[1] + link.sent[2]
+    link.run(12.0)
+    assert len(took_s) > 40
+    assert max(took_s[1:]) == 0.0, "it goes out at once, and the others wait for the link"
+    assert took_s[0] < 2 * 30_000 / (PACE * RATE), "the first time nothing was saved"
+    in_all = link.sent[1] + link.sent[2] - before
+    assert in_all == pytest.approx(PACE * RATE * 10, rel=0.05), "the others made up for it"
+
+
+def test_one_namespace_alone_and_a_link_of_unknown_rate_are_not_held_back() -> None:
+    alone, unknown = Departures(RATE), Departures(0.0)
+    for number in range(100):
+        assert alone.may_send(0.0, 1, number) == sys.maxsize
+        alone.sent(0.0, 1, 1 << 20)
+        assert unknown.may_send(0.0, number, number) == sys.maxsize
+        unknown.sent(0.0, number, 1 << 20)
+    assert alone.may_send(0.0, 2, "other") > 0, "what was sent alone is not to be made up for"
+    assert alone.may_send(0.0, 1, 0) < sys.maxsize
+    later = LATELY_S + 0.1
+    assert alone.may_send(later, 1, 0) == sys.maxsize, "the other is gone"
+
+
+def test_who_does_not_ask_again_is_not_waited_for() -> None:
+    link = Link()
+    link.greedy(1, 2)
+    link.run(1.0)
+    # Each of these waits, and then its connection takes nothing more.
+    for number in range(200):
+        link.departures.may_send(link.now, 2, number)
+    before = link.sent[1]
+    link.run(3.0)
+    assert link.sent[1] - before > 0.8 * PACE * RATE * 2
+    link.departures.may_send(link.now, 2, "closed")
+    link.departures.leave("closed")
+    link.departures.leave("closed")
+
+
+def test_reads_are_left_what_they_take_but_for_a_quarter() -> None:
+    def left(read_bytes_per_s: float) -> float:
+        link = Link()
+
+        def read() -> None:
+            link.departures.sent_by_reads(link.now, 3, int(read_bytes_per_s / 100))
+            link.at(link.now + 0.01, read)
+
+        read()
+        link.greedy(1, 12)
+        link.run(5.0)
+        before = link.sent[1]
+        link.run(15.0)
+        return (link.sent[1] - before) / 10 / (PACE * RATE)
+
+    assert left(0.4 * PACE * RATE) == pytest.approx(0.6, abs=0.05)
+    assert left(2.0 * PACE * RATE) == pytest.approx(departures.LEFT, abs=0.03)
+
+
+def test_namespaces_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "MAX_NAMESPACES", 8)
+    held = Departures(RATE)
+    for namespace in range(100):
+        held.may_send(0.0, namespace, "one")
+        held.sent_by_reads(0.0, namespace + 100, 1)
+    assert len(held._there) == 8
+    assert len(held._waiting) <= 1, "a connection waits for one namespace"
+
+
+def test_a_link_is_tight_while_more_goes_out_than_it_carries_and_for_a_while_after() -> None:
+    one, two = Departures(RATE), Departures(RATE)
+    for now in (0.0, 0.1, 0.2):
+        one.sent(now, 1, 500_000)
+        two.sent(now, 1, 10_000)
+        two.sent(now, 2, 10_000)
+        assert not one.is_tight(now), "nobody competes"
+        assert not two.is_tight(now), "the link carries it"
+    two.sent(0.2, 1, 100_000)
+    assert two.is_tight(0.2)
+    assert two.is_tight(0.2 + LATELY_S - 0.1)
+    assert not two.is_tight(0.2 + LATELY_S)
+    assert not Departures(0.0).is_tight(0.0)
