@@ -19,7 +19,7 @@ from kvcast.bench.incast import home_keys
 from kvcast.bench.stores.links import HOLDER_SIDE, READER_SIDE, STAR, LoopbackLink
 from kvcast.bench.stores.servers import make_pool
 from kvcast.hostagent import membarrier
-from kvcast.hostagent.client import Client
+from kvcast.hostagent.client import Client, UnavailableError
 from kvcast.topologies.pool import Pool
 
 pytestmark = pytest.mark.skipif(
@@ -127,7 +127,12 @@ async def test_a_home_that_dies_is_done_without_and_comes_back(
         with contextlib.closing(Engines(pool)) as again:
             deadline = time.monotonic() + PATIENCE_S
             for key in itertools.cycle(keys[10:40]):
-                again.home.drop(again.namespace, [key])
+                try:
+                    again.home.drop(again.namespace, [key])
+                except UnavailableError:  # it has no map of the pool yet
+                    assert time.monotonic() < deadline, "the home is not back"
+                    time.sleep(0.05)
+                    continue
                 again.reader.drop(again.namespace, [key])
                 again.put(key, size_bytes)
                 again.get(key, size_bytes)
