@@ -241,7 +241,7 @@ async def measure(folder: str, block_bytes: int, size_bytes: int) -> dict[str, A
                     )
                     peers[kind][engine] = max(peers[kind].get(engine, 0.0), rate)
         counters = tier.counters
-        direct = all(file.is_direct for file in node.ssd._files)
+        direct = node.ssd.is_direct
     finally:
         await node.close()
     report: dict[str, Any] = {"is_direct": direct, "wrong_bytes": wrong, "blocks": count}

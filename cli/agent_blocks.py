@@ -66,7 +66,13 @@ async def _status(options: argparse.Namespace) -> int:
 _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gets", ("gets_", "hits_", "misses_", "fetches_", "prefetches_", "retries_")),
     ("puts and copies for others", ("puts_", "replications_", "keeps_", "credits_")),
-    ("blocks that came and went", ("store_", "index_", "demot", "promot", "ssd_", "cold_", "hot_")),
+    (
+        "blocks that came and went",
+        (
+            *("store_", "index_", "demot", "promot", "ssd_", "cold_", "hot_"),
+            *(f"arena{number}_" for number in range(1, 10)),
+        ),
+    ),
     ("bytes of blocks", ("payload_",)),
     ("as a reader", ("requester_", "wrong_digest_")),
     ("as a home", ("responder_",)),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "KVCAST_TOKEN"
 _TIMEOUT_S = 5.0
 _RESIDENTS_SHOWN = 12
-_TIERS = ("local", "ssd", "cold", "switch", "shared", "home", "bulk")
+_TIERS = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 
 _EXAMPLES = """\
 examples:

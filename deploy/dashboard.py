@@ -30,7 +30,7 @@ SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 AGENT = 'instance=~"$agent"'
 """Picks the agents that the viewer chose."""
 NAMED = 'instance=~"$agent",tenant=~"$tenant"'
-TIERS = ("local", "ssd", "cold", "switch", "shared", "home", "bulk")
+TIERS = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 HALF, THIRD, SIXTH = 12, 8, 4
 """Widths, of the 24 columns."""
 
@@ -146,8 +146,9 @@ def _pool(to: Board) -> None:
         "Blocks got, by where they came from",
         [(grown(f"kvcast_agent_hits_{tier}_total", AGENT), tier) for tier in TIERS],
         "ops",
-        "local: the node's own memory; ssd: its disk; cold: an object store; switch: its SRAM; "
-        "shared: one multicast for several; home: its READs; bulk: its bulk transfer.",
+        "local: the node's own memory; arena: further arenas; ssd: its disk; cold: an object "
+        "store; switch: its SRAM; shared: one multicast for several; home: its READs; bulk: its "
+        "bulk transfer.",
         stacked=True,
     )
     to.graph(

@@ -206,7 +206,7 @@ class Agent:
             await self._gather_pages()  # a card would hold them where they are
         self.rdma_port = await self._use_rdma(stack)
         self.ssd: SsdOfAgent | None = None
-        if options.ssd.paths:
+        if options.ssd.is_used:
             owner = f"node {agent_options.node_id} of cluster {options.arena.cluster}"
             self.ssd = SsdOfAgent(self.core, options.ssd, owner, self.transport.pump)
             stack.push_async_callback(self.ssd.close)
@@ -281,7 +281,7 @@ class Agent:
         """Have small blocks fetched in compiled code, where that can be."""
         functions = hashing()
         taken = loop.selector.runs is not None
-        if self.index_file is None or functions is None or taken or self._options.ssd.paths:
+        if self.index_file is None or functions is None or taken or self._options.ssd.is_used:
             return None
         core, transport = self.core, self.transport
         assert core.shared is not None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, Final
 from urllib.parse import urlsplit
 
 from kvcast.hostagent.core.access import AccessRules, Tenants, parse_rule
@@ -68,6 +68,16 @@ def _url(text: str) -> str:
 def _ip(text: str) -> str:
     parse_ip(text)
     return text
+
+
+MAX_FURTHER_ARENAS: Final = 9
+
+
+def _further_arena(text: str) -> tuple[str, int]:
+    path, mark, size = text.rpartition("=")
+    if not mark or not path:
+        raise TextError(f"{text!r} is not FILE=SIZE")
+    return path, parse_size(size)
 
 
 def _quota(text: str) -> tuple[int, int]:
@@ -225,6 +235,13 @@ class MemoryFlags:
 class SsdFlags:
     """disk"""
 
+    further_arena: tuple[tuple[str, int], ...] = many(
+        "a file for blocks that leave the arena before they go to the disk, on other memory than "
+        "the arena's (persistent memory, a tmpfs bound to the NUMA node of a CXL device); several "
+        "are filled in their order; made, and found again, as those of --ssd",
+        parse=_further_arena,
+        metavar="FILE=SIZE",
+    )
     ssd: tuple[str, ...] = many(
         "a file for blocks that leave DRAM; made, and taken whole, at the start, and found again "
         "by the next agent of this node and cluster",
@@ -463,9 +480,17 @@ def _settle(flags: AgentFlags) -> Setup:
         raise OptionsError("--takeover goes with --arena-keep")
     if flags.index_path is not None and not flags.arena_keep:
         raise OptionsError("--index-path goes with --arena-keep")
+    paths = (*(path for path, _ in flags.further_arena), *flags.ssd)
+    if len({os.path.abspath(path) for path in paths}) < len(paths):
+        raise OptionsError("--ssd, or --further-arena, names a file twice")
+    if len(flags.further_arena) > MAX_FURTHER_ARENAS:
+        raise OptionsError(f"--further-arena: {MAX_FURTHER_ARENAS} at most")
+    for path, size_bytes in flags.further_arena:
+        try:
+            cut_of("", size_bytes)
+        except SsdError as error:
+            raise OptionsError(f"--further-arena {path}: {error}") from error
     if flags.ssd:
-        if len({os.path.abspath(path) for path in flags.ssd}) < len(flags.ssd):
-            raise OptionsError("--ssd names a file twice")
         try:
             cut_of("", flags.ssd_bytes)
         except SsdError as error:
@@ -546,7 +571,7 @@ def options_of(setup: Setup) -> Options:
             huge_pages=flags.arena_huge_pages,
             numa_node=flags.numa_node,
         ),
-        ssd=SsdOptions(paths=flags.ssd, size_bytes=flags.ssd_bytes),
+        ssd=SsdOptions(arenas=flags.further_arena, paths=flags.ssd, size_bytes=flags.ssd_bytes),
         cold=flags.cold,
         credentials=setup.credentials,
     )

@@ -90,7 +90,8 @@ class ArenaOptions:
 
 @dataclass(frozen=True)
 class SsdOptions:
-    """The SSD tier; there is none without paths."""
+    """What lies below the arena: further ones, the nearest first, and the SSD tier, which is there
+    if there are paths."""
 
     paths: tuple[str, ...] = ()
     size_bytes: int = 16 << 30
@@ -99,6 +100,12 @@ class SsdOptions:
     slab_bytes: int = SSD_SLAB_BYTES
     threads: int = THREADS
     rules: SsdRules = field(default_factory=SsdRules)
+    arenas: tuple[tuple[str, int], ...] = ()
+    """Files of further arenas, and their sizes in bytes."""
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.paths or self.arenas)
 
 
 @dataclass(frozen=True)

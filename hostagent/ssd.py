@@ -1,4 +1,4 @@
-"""The SSD tier of a running agent: its core, its files, and the event loop between them.
+"""The tiers below a running agent's DRAM: their cores, their files, and the event loop between.
 
 Owns: when the files are opened and closed, and how orders and their ends pass between the loop and
 the disk's threads. Must not know: what is moved and why (`core.ssd`), or how the disk is used
@@ -13,11 +13,12 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
-from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.core.ssd import SSD, SsdTier
 from kvcast.hostagent.options import SsdOptions
 from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
 from kvcast.hostagent.tiers.ssd.layout import (
@@ -42,6 +43,18 @@ _SCANS_WAITING: Final = 4
 """Pieces of a table that are read ahead of the loop."""
 
 
+ARENA: Final = "arena"
+_ARENA_THREADS: Final = 4
+"""Of a further arena: what they do is copy."""
+
+
+@dataclass(frozen=True)
+class _Level:
+    tier: SsdTier
+    files: list[SsdFile]
+    disk: Disk
+
+
 class SsdOfAgent:
     """See the module's description. `start`, then `close`."""
 
@@ -52,14 +65,28 @@ class SsdOfAgent:
         self._pump = pump
         self._loop = asyncio.get_running_loop()
         self._files: list[SsdFile] = []
-        self._disk: Disk | None = None
+        self._levels: list[_Level] = []
         self._ended: deque[tuple[Order, str, int]] = deque()
         self._told = False
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
-        self.tier: SsdTier | None = None
+
+    @property
+    def tiers(self) -> list[SsdTier]:
+        """The nearest first; none before the files are open."""
+        return [level.tier for level in self._levels]
+
+    @property
+    def tier(self) -> SsdTier | None:
+        """The last of them: the disk, where there is one."""
+        return self._levels[-1].tier if self._levels else None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the last of them is used without the page cache."""
+        return all(file.is_direct for file in self._levels[-1].files)
 
     def start(self, *, patient: bool) -> None:
         """Open the files and begin. SsdError. `patient`: another agent of this node may still have
@@ -86,27 +113,50 @@ class SsdOfAgent:
 
     def _open(self) -> None:
         options = self._options
-        cut = cut_of(self._owner, options.size_bytes, options.unit_bytes, options.slab_bytes)
-        paths = options.paths
-        self._files, formatted = open_files(
-            paths, [cut] * len(paths), lambda: secrets.randbits(63) | 1
-        )
-        epoch_s = time.time() - self._loop.time()
-        core = self._core
-        tier = SsdTier(options.rules, core.store, core.memory, formatted, epoch_s)
-        tier.wake = self._wake
-        tier.advance(self._loop.time())
-        self.tier = tier
-        self._disk = Disk(self._files, self._order_ended, options.threads)
-        core.use_ssd(tier)
-        found = [number for number, each in enumerate(formatted) if each.found]
-        if found:
-            threading.Thread(
-                target=self._scan,
-                args=(tier, found, formatted),
-                name="kvcast-ssd-scan",
-                daemon=True,
-            ).start()
+        opened: list[tuple[str, str, list[SsdFile], list[Formatted]]] = []
+        try:
+            for number, (path, size_bytes) in enumerate(options.arenas, start=1):
+                files = self._open_files((path,), size_bytes, direct=False)
+                opened.append((ARENA, f"{ARENA}{number}", *files))
+            if options.paths:
+                files = self._open_files(options.paths, options.size_bytes, direct=True)
+                opened.append((SSD, SSD, *files))
+        except BaseException:
+            for *_, each, _ in opened:
+                for file in each:
+                    file.close()
+            raise
+        core, now = self._core, self._loop.time()
+        epoch_s = time.time() - now
+        store, memory = core.store, core.memory
+        for kind, name, each, formatted in opened:
+            tier = SsdTier(options.rules, store, memory, formatted, epoch_s, kind, name)
+            tier.wake = self._wake
+            tier.advance(now)
+            threads = options.threads if kind == SSD else _ARENA_THREADS
+            self._levels.append(_Level(tier, each, Disk(each, self._order_ended, threads)))
+            self._files += each
+            if kind == ARENA:
+                cut = formatted[0].cut
+                store = tier.shelf
+                memory = each[0].map(cut.blocks_offset, cut.slabs * cut.slab_bytes)
+        core.use_tiers(self.tiers)
+        for level, (*_, formatted) in zip(self._levels, opened, strict=True):
+            found = [number for number, each in enumerate(formatted) if each.found]
+            if found:
+                threading.Thread(
+                    target=self._scan,
+                    args=(level, found, formatted),
+                    name="kvcast-ssd-scan",
+                    daemon=True,
+                ).start()
+
+    def _open_files(
+        self, paths: Sequence[str], size_bytes: int, *, direct: bool
+    ) -> tuple[list[SsdFile], list[Formatted]]:
+        options = self._options
+        cut = cut_of(self._owner, size_bytes, options.unit_bytes, options.slab_bytes)
+        return open_files(paths, [cut] * len(paths), _new_identity, direct=direct)
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -115,11 +165,14 @@ class SsdOfAgent:
 
     def _run(self) -> None:
         """Have done what the tier wants done."""
-        if self._closed or self.tier is None or self._disk is None:
+        if self._closed:
             return
         now = self._loop.time()
-        self._disk.do(self.tier.take_orders(now))
-        when = self.tier.get_timer(now)
+        times = []
+        for level in self._levels:
+            level.disk.do(level.tier.take_orders(now))
+            times.append(level.tier.get_timer(now))
+        when = min((at for at in times if at is not None), default=None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -157,8 +210,9 @@ class SsdOfAgent:
 
     # --- what is found ------------------------------------------------------------------------
 
-    def _scan(self, tier: SsdTier, numbers: list[int], formatted: list[Formatted]) -> None:
+    def _scan(self, level: _Level, numbers: list[int], formatted: list[Formatted]) -> None:
         """In a thread: read the tables, and hand them over a piece at a time."""
+        tier, files = level.tier, level.files
         room = threading.Semaphore(_SCANS_WAITING)
 
         def hand_over(number: int, piece: Scanned) -> Callable[[], None]:
@@ -170,12 +224,12 @@ class SsdOfAgent:
 
         for number in numbers:
             try:
-                for piece in scan(self._files[number], formatted[number]):
+                for piece in scan(files[number], formatted[number]):
                     if not room.acquire(timeout=_RETRIES_S) or self._closed:
                         return
                     self._call_in_loop(hand_over(number, piece))
             except OSError:
-                log.exception("%s cannot be read to its end", self._files[number].path)
+                log.exception("%s cannot be read to its end", files[number].path)
             self._call_in_loop(tier.scanned)
 
     # --- the end ------------------------------------------------------------------------------
@@ -187,8 +241,13 @@ class SsdOfAgent:
             self._opening.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        if self._disk is not None and not await asyncio.to_thread(self._disk.close, _PATIENCE_S):
-            log.warning("the SSD tier's disk does not answer: it is left as it is")
-            return
+        for level in self._levels:
+            if not await asyncio.to_thread(level.disk.close, _PATIENCE_S):
+                log.warning("%s: its disk does not answer, and is left as it is", level.tier.name)
+                return
         for file in self._files:
             file.close()
+
+
+def _new_identity() -> int:
+    return secrets.randbits(63) | 1

@@ -83,7 +83,7 @@ class DiskSide:
         tier = self.tier = SsdTier(rules, self._core.store, self._core.memory, [formatted], epoch_s)
         tier.advance(now)
         tier.wake = lambda: self._world.after(0.0, lambda: self._owner.when_running(self._run))
-        self._core.use_ssd(tier)
+        self._core.use_tiers([tier])
         if formatted.found:
             when = self._world.now
             for piece in scan(self._disk, formatted):

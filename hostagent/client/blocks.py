@@ -26,9 +26,10 @@ class Block:
     """A block in the arena of this node, pinned until `release`.
 
     Use it as a context manager, or call `release`; a forgotten block stays pinned until its
-    client closes. `tier` says where it came from: "local" (this node's arena), "ssd" (its disk),
-    "switch" (at least partly from the switch's memory), "shared" (an answer that several readers
-    got), "home" (one that only this node got), or "bulk" (TCP).
+    client closes. `tier` says where it came from: "local" (this node's arena), "arena" (a further
+    one of it), "ssd" (its disk), "cold" (an object store), "switch" (at least partly from the
+    switch's memory), "shared" (an answer that several readers got), "home" (one that only this node
+    got), or "bulk" (TCP).
     """
 
     __slots__ = ("_data", "_release", "digest", "key", "size_bytes", "tier")

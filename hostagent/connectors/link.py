@@ -40,7 +40,7 @@ PREFETCH_KEYS: Final = 16_384
 EXISTS_S: Final = 0.25
 """How long the question may take which parts of a block are there that is being saved."""
 _HOME: Final[Ack] = "home"
-TIERS: Final = ("local", "ssd", "cold", "switch", "shared", "home", "bulk")
+TIERS: Final = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 """Where a block came from, the nearest first."""
 
 _log = logging.getLogger("kvcast.connector")

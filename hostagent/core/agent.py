@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import AddressValueError, IPv4Address
 from typing import Final
@@ -20,6 +20,7 @@ from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.cold import ColdTier
 from kvcast.hostagent.core.handover import Handover, HandoverOptions
 from kvcast.hostagent.core.limits import Limits, RateLimit
+from kvcast.hostagent.core.lower_tiers import put_below
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.core.namespace_metrics import NamespaceMetrics, explained
 from kvcast.hostagent.core.pool import Pool, PoolMapError
@@ -30,7 +31,7 @@ from kvcast.hostagent.core.reservations import Reservations
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
 from kvcast.hostagent.core.spread import Spread
-from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.core.ssd import SSD, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import WriteOptions, Writes
 from kvcast.hostagent.core.writing import WriteCard, Writing
@@ -197,6 +198,7 @@ class AgentCore:
             store, memory, self.outbox, self.metrics, self.responder.note_heat, self._recall
         )
         self.serving.is_tight = lambda: self.departures.is_tight(store.now)
+        self.tiers: list[SsdTier] = []
         self.ssd: SsdTier | None = None
         self.cold: ColdTier | None = None
         self.facts: dict[str, float] = {}
@@ -328,19 +330,26 @@ class AgentCore:
 
     # --- the disk -----------------------------------------------------------------------------
 
-    def use_ssd(self, ssd: SsdTier) -> None:
-        """Have blocks lie on this node's disk, too, from now on."""
-        self.ssd = ssd
-        self.reads.sources.insert(0, ssd)
-        self.handover.lower = ssd.shelf.blocks
+    def use_tiers(self, tiers: Sequence[SsdTier]) -> None:
+        """Have blocks lie in these, too, from now on: further arenas, the nearest first, and the
+        disk."""
+        self.tiers = list(tiers)
+        self.ssd = next((tier for tier in tiers if tier.tier == SSD), None)
+        self.reads.sources[:0] = tiers
+        below = put_below(self.store, tiers)
+        self.handover.lower = below.blocks
         self.handover.recall = self._recall
         if self.reads.courier is not None:
-            self.reads.courier.shut()  # it does not know what lies on the disk
-        self.store.below = ssd
-        ssd.meaning_of = self._meaning_of
+            self.reads.courier.shut()  # it does not know what lies there
+        for tier in tiers:
+            tier.meaning_of = self._meaning_of
         self._state_ssd_rules()
         if self.pool is not None:
-            ssd.begin()
+            self._begin_tiers()
+
+    def _begin_tiers(self) -> None:
+        for tier in self.tiers:
+            tier.begin()
 
     def use_cold(self, cold: ColdTier) -> None:
         """Have blocks lie in an object store, too, from now on."""
@@ -353,8 +362,12 @@ class AgentCore:
         return self.pool.meaning_of(namespace) if self.pool is not None else None
 
     def _state_ssd_rules(self) -> None:
-        if self.ssd is not None:
-            self.ssd.configure(self._ssd_rules, self._kept_off_ssd)
+        for tier in self.tiers:
+            if tier is self.ssd:
+                tier.configure(self._ssd_rules, self._kept_off_ssd)
+            else:
+                rules = self._ssd_rules.items()
+                tier.configure({n: replace(rule, quota_bytes=0) for n, rule in rules}, set())
 
     def _recall(self, now: float, block: BlockId, then: Callable[[], None]) -> bool:
         """Bring a block from the disk for another node; see `Reads.recall`."""
@@ -577,8 +590,8 @@ class AgentCore:
         self._apply_settings(pool)
         if self.recovery is not None and not self.recovery.begun:
             self.recovery.begin(pool)
-        if old is None and self.ssd is not None:
-            self.ssd.begin()
+        if old is None:
+            self._begin_tiers()
         if old is not None:
             self._hide_namespaces(old, pool)
             self._leave_old_pool(now, old, pool)
@@ -891,12 +904,8 @@ class AgentCore:
             for item in fields(self.recovery_counters):
                 name = f"recovery_{item.name}" + ("_total" if item.name != "left" else "")
                 values[name] = float(getattr(self.recovery_counters, item.name))
-        if self.ssd is not None:
-            for item in fields(self.ssd.counters):
-                values[f"ssd_{item.name}_total"] = float(getattr(self.ssd.counters, item.name))
-            values["ssd_evictions_total"] = float(self.ssd.shelf.counters.evictions)
-            values["ssd_expired_total"] = float(self.ssd.shelf.counters.expired)
-            values |= self.ssd.values()
+        for tier in self.tiers:
+            values |= tier.values()
         if self.cold is not None:
             for item in fields(self.cold.counters):
                 values[f"cold_{item.name}_total"] = float(getattr(self.cold.counters, item.name))

@@ -57,6 +57,8 @@ class Metrics:
     # gets, by key
     gets_total: int = 0
     hits_local_total: int = 0
+    hits_arena_total: int = 0
+    """From further arenas."""
     hits_ssd_total: int = 0
     hits_cold_total: int = 0
     hits_switch_total: int = 0

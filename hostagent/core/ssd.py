@@ -5,6 +5,9 @@ entries and flushes are written, what is read for whom, and what is done about a
 Must not know: files, threads or clocks (a disk does the orders, `kvcast.hostagent.tiers.ssd`), or
 what a get does with a block (`reads`).
 
+A further arena (persistent memory, or memory of another kind, by the path of a file) is such a tier
+as well, its file a disk that is fast; then this tier's DRAM is the arena above it (`lower_tiers`).
+
 Blocks on disk are copies of a store of their own, the *shelf*: it has quotas, policies, times to
 live and pins as the store of DRAM has. A block may lie in both: then DRAM's copy is *clean*, and
 goes without being written.
@@ -46,7 +49,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final
 
@@ -86,6 +89,7 @@ _PASSING_KNOWN: Final = 65536
 _REFUSED_A_ROUND: Final = 64
 """Copies that find no room on the shelf, before a round of choosing ends."""
 
+SSD: Final = "ssd"
 NO_ROOM: Final = "no room in DRAM"
 GONE: Final = "not on disk any more"
 DAMAGED: Final = "damaged on disk"
@@ -277,8 +281,6 @@ class SsdTier:
     """See the module's description. It is the store's `Below`. `take_orders` is to be called after
     `wake`, and when `get_timer` says so."""
 
-    tier: Final = "ssd"
-
     def __init__(
         self,
         rules: SsdRules,
@@ -286,9 +288,16 @@ class SsdTier:
         memory: memoryview,
         files: Sequence[Formatted],
         epoch_s: float,
+        tier: str = SSD,
+        name: str = SSD,
     ) -> None:
-        """`files`: all cut into the same units and slabs; `epoch_s`: what is to be added to the
-        caller's clock to have seconds since 1970."""
+        """`store`, `memory`: whose copies go down, and their bytes; `files`: all cut into the same
+        units and slabs; `epoch_s`: what is to be added to the caller's clock to have seconds since
+        1970; `tier`: what readers are told; `name`: with which its numbers begin."""
+        self.tier = tier
+        self.name = name
+        self.above: SsdTier | None = None
+        """The tier to which its blocks do not return when they are read: DRAM is above that."""
         self.rules = rules
         self.counters = SsdCounters()
         self.orders: list[Order] = []
@@ -452,15 +461,23 @@ class SsdTier:
         return sum(f.formatted.cut.slabs * self._slab_bytes for f in self._files if not f.failed)
 
     def values(self) -> dict[str, float]:
-        """Present values by name."""
+        """Values by name, the counters' among them."""
         return {
-            "ssd_bytes": float(self.capacity_bytes),
-            "ssd_used_bytes": float(self.shelf.used_bytes),
-            "ssd_blocks": float(len(self.shelf)),
-            "ssd_reads_waiting": float(len(self._reads) + self._reading),
-            "ssd_writes_waiting": float(sum(1 for _ in self._moves())),
-            "ssd_files": float(sum(not file.failed for file in self._files)),
-            "ssd_entries_left": float(len(self._found)),
+            f"{self.name}_{name}": float(value)
+            for name, value in (
+                ("bytes", self.capacity_bytes),
+                ("used_bytes", self.shelf.used_bytes),
+                ("blocks", len(self.shelf)),
+                ("reads_waiting", len(self._reads) + self._reading),
+                ("writes_waiting", sum(1 for _ in self._moves())),
+                ("files", sum(not file.failed for file in self._files)),
+                ("entries_left", len(self._found)),
+                ("evictions_total", self.shelf.counters.evictions),
+                ("expired_total", self.shelf.counters.expired),
+            )
+        } | {
+            f"{self.name}_{item.name}_total": float(getattr(self.counters, item.name))
+            for item in fields(self.counters)
         }
 
     def take_orders(self, now: float) -> list[Order]:
@@ -550,11 +567,12 @@ class SsdTier:
             if chosen and (taken >= batch_bytes or len(chosen) >= rules.batch_blocks):
                 return True
             copy = self._take_passing(namespace)
+            passing = copy is not None
             if copy is None:
                 copy = store.next_to_leave(may, namespace)
             if copy is None:
                 return False
-            if self._lies_there(copy):
+            if passing or self._lies_there(copy):
                 self.counters.demotions_clean += 1
                 store.evict(copy)
                 if copy.state == COMMITTED:  # others of its prefix stay
@@ -581,7 +599,7 @@ class SsdTier:
             copy = self._store.known(block)
             if copy is None or copy.pins or copy.used_at != used_at:
                 continue
-            if not self._lies_there(copy):
+            if not self._lies_there(copy) and not self.shelf.below.holds(block):
                 continue
             self.counters.passed += 1
             return copy
@@ -893,6 +911,9 @@ class SsdTier:
 
     def promoted(self, copy: Copy) -> None:
         """A block that was read is in DRAM now: it is passing, unless it was read before."""
+        if self.above is not None:
+            self.above.promoted(copy)  # from there it would go down again
+            return
         block = copy.block
         before = self._read_at.get(block)
         self._read_at[block] = self._now

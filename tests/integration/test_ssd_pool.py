@@ -106,6 +106,58 @@ async def test_what_leaves_dram_is_served_from_disk_to_clients_here(tmp_path: Pa
         await idle(pool, 1)
 
 
+async def test_blocks_lie_in_further_arenas_before_they_lie_on_disk(tmp_path: Path) -> None:
+    def change(options: Options) -> Options:
+        options = with_ssd(1)(options)
+        if not options.ssd.paths:
+            return options
+        path = options.ssd.paths[0]
+        arenas = ((f"{path}.near", 3 * MIB), (f"{path}.far", 3 * MIB))
+        return replace(options, ssd=replace(options.ssd, arenas=arenas))
+
+    async with running_pool(tmp_path, 2, change) as pool:
+        homes(pool, "node-1")
+        await pool.settled()
+        client = pool.clients[1]
+        ssd = pool.agents[1].ssd
+        assert ssd is not None
+        assert [tier.name for tier in ssd.tiers] == ["arena1", "arena2", "ssd"]
+        for number in range(160):  # 8 MiB, through 1, 2 and 2
+            await put(pool, 1, range(number, number + 1), paced=False)
+            await until(lambda: not any(tier.is_behind for tier in ssd.tiers))
+        for tier in ssd.tiers:
+            tier.check()
+        values = pool.agents[1].core.values()
+        for name in ("arena1", "arena2", "ssd"):
+            assert values[f"{name}_demotions_room_total"] > 0
+            assert values[f"{name}_left_unwritten_total"] == 0
+        assert await client.exists(1, [key_of(number) for number in range(160)]) == 160
+        tiers = [await tier_of(client, number) for number in reversed(range(160))]
+        assert set(tiers) == {"local", "arena", "ssd"}
+        assert pool.agents[1].core.values()["hits_arena_total"] == tiers.count("arena")
+        assert "" not in [await tier_of(pool.clients[2], number) for number in range(0, 160, 9)]
+        await pool.kill(1)
+        await pool.start_agent(1, change)
+        await pool.settled()
+        client = await pool.client(1)
+        core = pool.agents[1].core
+        await until(lambda: core.values()["ssd_entries_left"] == 0)
+        found = [await tier_of(client, number) for number in range(160)]
+        assert {"arena", "ssd"} <= set(found)
+        assert found.count("") <= 40, "no more than lay in DRAM"
+
+
+async def test_two_tiers_do_not_share_a_file(tmp_path: Path) -> None:
+    def change(options: Options) -> Options:
+        options = with_ssd(1)(options)
+        arenas = ((options.ssd.paths[0], 3 * MIB),)
+        return replace(options, ssd=replace(options.ssd, arenas=arenas))
+
+    with pytest.raises(SsdError, match="belongs to a running agent"):
+        async with running_pool(tmp_path, 1, change):
+            pass
+
+
 async def test_blocks_on_disk_are_served_to_other_nodes(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3, with_ssd(1)) as pool:
         homes(pool, "node-1")

@@ -132,6 +132,15 @@ class SsdFile:
         """As `layout.Medium`."""
         os.fdatasync(self.fd)
 
+    def map(self, offset: int, size_bytes: int) -> memoryview:
+        """A part of the file as memory, as long as somebody looks at it."""
+        # Opened anew: a mapping keeps a duplicate, which would keep our lock.
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return memoryview(mmap.mmap(fd, offset + size_bytes))[offset:]
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Let go of the file, and of its lock; harmless when repeated."""
         if self.fd >= 0:
@@ -140,10 +149,15 @@ class SsdFile:
 
 
 def open_files(
-    paths: Sequence[str], cuts: Sequence[Cut], new_identity: Callable[[], int]
+    paths: Sequence[str],
+    cuts: Sequence[Cut],
+    new_identity: Callable[[], int],
+    *,
+    direct: bool = True,
 ) -> tuple[list[SsdFile], list[Formatted]]:
     """Open, lock and, where need be, make the files. SsdError, SsdInUseError; on failure nothing
-    is left open."""
+    is left open. `direct`: as `SsdFile.use_direct`; files that are memory have no page cache to go
+    past."""
     files: list[SsdFile] = []
     formatted: list[Formatted] = []
     try:
@@ -152,7 +166,8 @@ def open_files(
             files.append(file)
             try:
                 formatted.append(open_formatted(file, cut, new_identity()))
-                file.use_direct()
+                if direct:
+                    file.use_direct()
             except OSError as error:
                 raise SsdError(
                     f"{path}: no file of {cut.file_bytes} bytes: {error.strerror}"

@@ -1,0 +1,71 @@
+"""Tiers below DRAM, one below the other: further arenas in their order, and the disk.
+
+Owns: how the tiers are one to the store above them. Must not know: what moves between two of them
+(`ssd`: to each tier, what lies above it is a store as DRAM is), or where their bytes lie.
+
+A block that leaves DRAM goes to the first of them, one that leaves that tier to the next; one that
+is read comes to DRAM from wherever it lies, and stays there, too, as long as there is room. So it
+moves up by being read, and down by not being used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvcast.hostagent.core.ssd import SsdTier
+from kvcast.hostagent.core.store import Copy, Store
+from kvcast.protocol.messages.wire import BlockId
+
+
+class LowerTiers:
+    """The tiers below a store, the nearest first; its `Below`."""
+
+    def __init__(self, tiers: Sequence[SsdTier]) -> None:
+        assert tiers
+        self._tiers = list(tiers)
+
+    def holds(self, block: BlockId) -> bool:
+        """As `store.Below`."""
+        return any(tier.holds(block) for tier in self._tiers)
+
+    def advance(self, now: float) -> None:
+        """As `store.Below`."""
+        for tier in self._tiers:
+            tier.advance(now)
+
+    def committed(self, copy: Copy) -> None:
+        """As `store.Below`."""
+        for tier in self._tiers:
+            tier.committed(copy)
+
+    def evicting(self, copy: Copy) -> None:
+        """As `store.Below`."""
+        if not self.holds(copy.block):
+            self._tiers[0].evicting(copy)
+
+    def drop(self, block: BlockId) -> bool:
+        """As `store.Below`."""
+        dropped = [tier.drop(block) for tier in self._tiers]  # from each
+        return any(dropped)
+
+    def drop_namespace(self, namespace: int) -> None:
+        """As `store.Below`."""
+        for tier in self._tiers:
+            tier.drop_namespace(namespace)
+
+    def why_gone(self, block: BlockId) -> str:
+        """As `store.Below`."""
+        return next(filter(None, (tier.why_gone(block) for tier in reversed(self._tiers))), "")
+
+    def blocks(self) -> Iterable[BlockId]:
+        """All that lies in any of them; some more than once."""
+        return (block for tier in self._tiers for block in tier.shelf.blocks())
+
+
+def put_below(store: Store, tiers: Sequence[SsdTier]) -> LowerTiers:
+    """Have copies of a store go to the first of these tiers, and from each to the next."""
+    for number, tier in enumerate(tiers[:-1]):
+        tier.shelf.below = LowerTiers(tiers[number + 1 :])
+        tiers[number + 1].above = tier
+    below = store.below = LowerTiers(tiers)
+    return below
