@@ -15,9 +15,11 @@ its prefix goes first: it is of use to more prompts, and without it the deeper o
 
 *Hysteresis*: a block must be expected to be read `min_reads` times to be given free slots, and
 `displace_reads` times to displace others, of which it must be worth `margin` times the sum; and a
-resident stays for `min_stay_s`. A free slot costs nothing, so one read is enough to be given one:
-each of a few nodes reads a block once and then has it, and the third of them can only be served if
-the first was reason enough.
+resident stays for `min_stay_s`. All this is the rule `value`; under `recent` the block read last
+is worth the most, displaces those read before it, and nobody is safe from that. Which rule holds,
+`ghosts` finds out. A free slot costs nothing, so one read is enough to be given one: each of a few
+nodes reads a block once and then has it, and the third of them can only be served if the first was
+reason enough.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from kvcast.controller.core.ghosts import Rule, Standing
 from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES, BlockId
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
@@ -57,6 +61,12 @@ class ValueOptions:
     margin: float = 1.25
     keep_value: float = 1024.0
     min_stay_s: float = 5.0
+
+    def under(self, rule: Rule) -> ValueOptions:
+        """What holds where blocks are chosen by that rule."""
+        if rule is not Rule.RECENT:
+            return self
+        return replace(self, min_reads=0.0, displace_reads=0.0, margin=1.0, min_stay_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -111,12 +121,13 @@ class HeatMap:
 
     Of each block a row: counts, fan-out and time are columns, so that an event changes a few
     numbers, and a look at all of them is a few operations on whole columns. An unused row has no
-    reads.
+    reads. `rule` says by what blocks are compared; `value` is always that of the rule `value`.
     """
 
     def __init__(self, options: ValueOptions, limit: int = MAX_CANDIDATES) -> None:
         self._options = options
         self._limit = limit
+        self.rule = Rule.VALUE
         self._rows: dict[BlockId, int] = {}
         self._blocks: list[BlockId | None] = []
         self._free: list[int] = []
@@ -124,6 +135,7 @@ class HeatMap:
         """When the other columns of the row were last brought up to date."""
         self._switch_reads = array("d")
         self._home_reads = array("d")
+        self._read_at = array("d")
         self._fan_out = array("d")
         self._depth = array("q")
         self._segments = array("q")
@@ -144,6 +156,7 @@ class HeatMap:
         """The switch counted `reads` READs of one segment, `fan_out` ports waiting at once."""
         row = self._touch(block, now)
         self._switch_reads[row] += reads
+        self._read_at[row] = now
         self._fan_out[row] = max(self._fan_out[row], fan_out)
         self._segments[row] = max(self._segments[row], segment + 1)
 
@@ -160,6 +173,7 @@ class HeatMap:
         """The home answered `reads` READs from `readers` nodes."""
         row = self._touch(block, now)
         self._home_reads[row] += reads
+        self._read_at[row] = now
         self._fan_out[row] = max(self._fan_out[row], readers)
         if depth:
             self._depth[row] = depth
@@ -168,7 +182,23 @@ class HeatMap:
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
-        self._switch_reads[self._touch(block, now)] += reads
+        row = self._touch(block, now)
+        self._switch_reads[row] += reads
+        self._read_at[row] = now
+
+    def segments(self, block: BlockId) -> int:
+        """Of a block that is known."""
+        return self._segments[self._rows[block]]
+
+    def standings(self, block: BlockId, now: float) -> dict[Rule, Standing]:
+        """What each rule makes of a block that was just read (`seen_by_home`, `served`)."""
+        row, options = self._rows[block], self._options
+        count = max(self._switch_reads[row], self._home_reads[row])
+        rank = math.log2(count / self._segments[row]) if count > 0 else -inf
+        rank += now / options.half_life_s
+        enough = count * self._reads_a_count >= options.displace_reads
+        displaces = rank - math.log2(options.margin) if enough else -inf
+        return {Rule.VALUE: Standing(rank, displaces), Rule.RECENT: Standing(now, now)}
 
     def described(self, block: BlockId, size_bytes: int, now: float) -> None:
         """The block's true size."""
@@ -205,6 +235,7 @@ class HeatMap:
             self._blocks.append(None)
             for column in (self._at, self._switch_reads, self._home_reads, self._fan_out):
                 column.append(0.0)
+            self._read_at.append(-inf)
             for number in (self._depth, self._segments, self._size_bytes):
                 number.append(0)
         self._rows[block] = row
@@ -216,7 +247,7 @@ class HeatMap:
 
     def _forget(self, now: float) -> None:
         count = max(1, self._limit // 8)
-        values = self._values(now, _ALL)  # at the bound no row is free
+        values = self._values(now, _ALL, Rule.VALUE)  # at the bound no row is free
         for row in np.argpartition(values, count - 1)[:count].tolist():
             block = self._blocks[row]
             assert block is not None
@@ -228,28 +259,36 @@ class HeatMap:
         self._blocks[row] = None
         self._free.append(row)
         self._switch_reads[row] = self._home_reads[row] = 0.0
+        self._read_at[row] = -inf
         self._depth[row] = self._size_bytes[row] = 0
 
     def _decays(self, now: float, rows: Rows) -> Floats:
         since_s = np.maximum(0.0, now - np.frombuffer(self._at)[rows])
         return np.exp2(since_s / -self._options.half_life_s)
 
-    def _expected(self, now: float, rows: Rows) -> Floats:
-        """READs of each row's block within the horizon."""
+    def _expected(self, now: float, rows: Rows, rule: Rule) -> Floats:
+        """READs of each row's block within the horizon; under `recent` one read within the horizon
+        past is reason enough."""
+        if rule is Rule.RECENT:
+            recent = now - np.frombuffer(self._read_at)[rows] <= self._options.horizon_s
+            return np.where(recent, inf, 0.0)
         counts = np.maximum(
             np.frombuffer(self._switch_reads)[rows], np.frombuffer(self._home_reads)[rows]
         )
         return counts * self._decays(now, rows) * self._reads_a_count
 
-    def _values(self, now: float, rows: Rows) -> Floats:
-        """Bytes saved a cell over the horizon, of each row's block."""
+    def _values(self, now: float, rows: Rows, rule: Rule) -> Floats:
+        """Bytes saved a cell over the horizon, of each row's block; under `recent` a number that
+        falls with the time since it was read."""
+        if rule is Rule.RECENT:
+            return 1.0 / (1.0 + np.maximum(0.0, now - np.frombuffer(self._read_at)[rows]))
         fan_out = 1 + (np.frombuffer(self._fan_out)[rows] - 1) * self._decays(now, rows)
         segments = np.frombuffer(self._segments, np.int64)[rows]
         size_bytes = np.frombuffer(self._size_bytes, np.int64)[rows]
         bytes_a_read = np.where(size_bytes > 0, size_bytes / segments, SEGMENT_BYTES)
         cells = segments * CHUNKS_PER_SEGMENT
         factor = 1 + np.log2(np.maximum(fan_out, 1.0)) / 2
-        return self._expected(now, rows) * factor * bytes_a_read / cells
+        return self._expected(now, rows, rule) * factor * bytes_a_read / cells
 
     def look_at(self, blocks: Iterable[BlockId], now: float) -> dict[BlockId, Look]:
         """What is known of each; nothing of an unknown one."""
@@ -257,7 +296,8 @@ class HeatMap:
         known = [block for block in looks if block in self._rows]
         if known:
             rows = np.array([self._rows[block] for block in known], np.intp)
-            columns = self._values(now, rows), self._expected(now, rows)
+            rule = self.rule
+            columns = self._values(now, rows, rule), self._expected(now, rows, rule)
             depths = np.frombuffer(self._depth, np.int64)[rows]
             for block, *look in zip(known, *(c.tolist() for c in (*columns, depths)), strict=True):
                 looks[block] = Look(*look)
@@ -265,18 +305,22 @@ class HeatMap:
 
     def value(self, block: BlockId, now: float) -> float:
         """Bytes saved a cell over the horizon; 0 for an unknown block."""
-        return self.look_at([block], now)[block].value
+        row = self._rows.get(block)
+        if row is None:
+            return 0.0
+        return float(self._values(now, np.array([row], np.intp), Rule.VALUE)[0])
 
     def best(self, count: int, now: float, *, without: Iterable[BlockId]) -> list[BlockId]:
         """The `count` most valuable blocks that are worth admitting, best first."""
         if not self._blocks:
             return []
-        worth = self._expected(now, _ALL) >= self._options.min_reads
+        expected = self._expected(now, _ALL, self.rule)
+        worth = expected >= max(self._options.min_reads, 1e-9)
         worth[[self._rows[block] for block in without if block in self._rows]] = False
         rows = np.flatnonzero(worth)
         if not rows.size:
             return []
-        values = self._values(now, rows)
+        values = self._values(now, rows, self.rule)
         if rows.size > count:
             good = values >= np.partition(values, -count)[-count]
             rows, values = rows[good], values[good]

@@ -25,6 +25,7 @@ from kvcast.controller.core.admission import (
     ValueOptions,
     choose,
 )
+from kvcast.controller.core.ghosts import Ghosts
 from kvcast.controller.core.requests import OpenRequests, Outgoing
 from kvcast.controller.core.residency import Residency, Resident
 from kvcast.protocol.messages.control import (
@@ -119,6 +120,7 @@ class Tiers:
         self.residency = residency
         self.options = options
         self.heat = HeatMap(options)
+        self.ghosts = Ghosts(residency.capacity)
         self.pins: set[BlockId] = {b for b, r in residency.residents.items() if r.pinned}
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self.counts: Counter[str] = Counter()
@@ -149,14 +151,27 @@ class Tiers:
 
     def heard_report(self, report: HotBlock, now: float) -> None:
         """A home's report of what it answered."""
+        block = BlockId(report.namespace, report.key)
         self.heat.seen_by_home(
-            BlockId(report.namespace, report.key),
+            block,
             reads=float(report.reads),
             readers=report.readers,
             depth=report.depth,
             size_bytes=min(report.size_bytes, MAX_BLOCK_BYTES),
             now=now,
         )
+        self._ghosts_hear(block, report.reads, now)
+
+    def _ghosts_hear(self, block: BlockId, reads: int, now: float) -> None:
+        """READs of a block's segments that its home or the switch has answered. (Digests of heat
+        tell of READs that the home reports, too.)"""
+        if reads and self._may_hold(block.namespace) and self.ghosts.listens(now):
+            segments = self.heat.segments(block)
+            standings = self.heat.standings(block, now)
+            self.ghosts.read(block, segments, reads / segments, standings)
+            if self.heat.rule is not self.ghosts.rule:
+                self.heat.rule = self.ghosts.rule
+                self.counts["rule_changes"] += 1
 
     @property
     def hits_matter(self) -> bool:
@@ -182,6 +197,7 @@ class Tiers:
                 continue
             self.residency.residents[block].hits += count
             self.heat.served(block, count, now)
+            self._ghosts_hear(block, count, now)
             self.counts["resident_hits"] += count
             if homes := self._homes(block):
                 shares.setdefault(homes[0], []).append((block.namespace, block.key, count))
@@ -244,6 +260,7 @@ class Tiers:
         """Have nothing of these namespaces in the switch."""
         gone = frozenset(namespaces)
         self.heat.forget(gone)
+        self.ghosts.forget(gone)
         self.pins = {block for block in self.pins if block.namespace not in gone}
         for resident in list(self.residency.residents.values()):
             if resident.block.namespace in gone:
@@ -376,7 +393,7 @@ class Tiers:
             free=self.residency.free,
             coming_free=self.residency.coming_free,
             heat=self.heat,
-            options=self.options,
+            options=self.options.under(self.heat.rule),
             now=now,
         )
         out: Outgoing = []

@@ -130,7 +130,8 @@ RATIOS = (
     "value_over_optimum",
     "value_over_best_online",
     "value_over_optimum_after_fill",
-    "value_over_best_online_after_fill",
+    "best_online_over_optimum",
+    "value_over_best_as_a_switch_fills",
 )
 
 

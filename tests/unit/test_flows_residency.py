@@ -109,3 +109,10 @@ def test_a_burst_of_joined_reads_is_heard_of_by_the_switchs_digest_before_any_re
     assert residency.value(burst, 1, loop=slow).tolist() == [False] * 2 + [True] * 6
     deaf = residency.ControlLoop(renewal_s=100.0, heat_threshold=1000)
     assert not residency.value(burst, 1, loop=deaf).any()
+
+
+def test_a_block_that_is_let_in_answers_from_the_read_after_its_fill() -> None:
+    reads = stream([0, 0, 0, 1, 0, 1, 0])
+    hits = np.array([False, True, True, False, False, True, True])
+    # The second fills; the third is answered. Block 0 is let in again by the fifth.
+    assert residency.as_a_switch_fills(reads, hits).tolist() == [False] * 2 + [True] + [False] * 4

@@ -1,0 +1,152 @@
+"""Ghosts: which of several rules would answer the most reads from the switch's memory.
+
+Owns: the rules by which blocks can be ranked, a memory of names alone for each, as large as the
+switch's, and which rule has done best of late. Must not know: slots, tables, agents; what was read
+is told, with its counts (`admission.HeatMap`).
+
+No one rule is best everywhere. `value` (reads counted, and fading) keeps what is read again and
+again; `recent` (the block not read for longest leaves first) is right where what is wanted moves
+on faster than counts fade, and where nearly all of it fits. So each rule's ghost hears what homes
+report and the switch counts, and is credited with what it would have answered: a block is let in
+after its first report, its next read fills, and the ones after that are answered. Credits fade
+with the reads heard. The rule in use stays until another one has clearly more. (Choosing by regret
+among experts: Vietri et al., "Driving Cache Replacement with ML-based LeCaR", HotStorage 2018.)
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from dataclasses import dataclass
+from math import inf
+
+from kvcast.protocol.messages.wire import BlockId
+
+
+class Rule(enum.Enum):
+    """By what blocks are ranked; see the module's text."""
+
+    VALUE = "value"
+    RECENT = "recent"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rule makes of a block that was just read: `rank` as of any time, so that two can be
+    compared later; it displaces those of a rank of at most `displaces`."""
+
+    rank: float
+    displaces: float
+
+
+FADE_READS = 256
+"""Reads of blocks heard after which credits have halved, or four times the slots if that is more:
+as many as it takes to see a rule fail."""
+CLEARLY = 1.1
+"""By so many times another rule's credits must be higher before it is followed,"""
+CLEARLY_READS = 8.0
+"""and by so many reads."""
+HEARD_A_SECOND = 2000
+"""Blocks that ghosts hear of in a second; of the rest none hears, which is the same for all."""
+
+
+@dataclass
+class _Kept:
+    rank: float
+    slots: int
+    filled: bool = False
+
+
+class _Ghost:
+    """A memory of names under one rule."""
+
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.kept: dict[BlockId, _Kept] = {}
+        self._worst: list[tuple[float, BlockId]] = []
+        """A heap; an entry is stale unless its rank is what `kept` says."""
+
+    def read(self, block: BlockId, standing: Standing, slots: int, reads: float) -> float:
+        """How many of these reads it would have answered."""
+        kept = self.kept.get(block)
+        if kept is None:
+            if self._makes_room(slots, standing.displaces):
+                self.kept[block] = _Kept(standing.rank, slots)
+                self.free -= slots
+                heapq.heappush(self._worst, (standing.rank, block))
+            return 0.0
+        answered = reads if kept.filled else max(0.0, reads - 1)
+        kept.filled = True
+        if standing.rank != kept.rank:
+            kept.rank = standing.rank
+            heapq.heappush(self._worst, (standing.rank, block))
+            if len(self._worst) > 2 * len(self.kept) + 64:
+                self._worst = [(each.rank, name) for name, each in self.kept.items()]
+                heapq.heapify(self._worst)
+        return answered
+
+    def _makes_room(self, slots: int, displaces: float) -> bool:
+        """Drop the worst until so many slots are free, if all of them may be displaced."""
+        victims: list[tuple[float, BlockId]] = []
+        free = self.free
+        while free < slots and self._worst:
+            rank, name = self._worst[0]
+            kept = self.kept.get(name)
+            if kept is None or kept.rank != rank:
+                heapq.heappop(self._worst)
+                continue
+            if rank > displaces:
+                break
+            victims.append(heapq.heappop(self._worst))
+            free += kept.slots
+        if free < slots:
+            for victim in victims:
+                heapq.heappush(self._worst, victim)
+            return False
+        for _, name in victims:
+            self.free += self.kept.pop(name).slots
+        return True
+
+    def forget(self, namespaces: frozenset[int]) -> None:
+        for name in [name for name in self.kept if name.namespace in namespaces]:
+            self.free += self.kept.pop(name).slots
+
+
+class Ghosts:
+    """See the module's text. `slots`: of the switch's memory."""
+
+    def __init__(self, slots: int) -> None:
+        self.rule = Rule.VALUE
+        self.credits = dict.fromkeys(Rule, 0.0)
+        """Reads that each rule would have answered, faded."""
+        self.changes = 0
+        self._ghosts = {rule: _Ghost(slots) for rule in Rule}
+        self._fade = 0.5 ** (1 / max(FADE_READS, 4 * slots))
+        self._second = -inf
+        self._heard = 0
+
+    def listens(self, now: float) -> bool:
+        """Whether they want to hear of one more block now; a yes counts as heard."""
+        if now - self._second >= 1.0:
+            self._second, self._heard = now, 0
+        self._heard += 1
+        return self._heard <= HEARD_A_SECOND
+
+    def read(
+        self, block: BlockId, slots: int, reads: float, standings: dict[Rule, Standing]
+    ) -> None:
+        """A block of so many slots was read so many times, and then stood so."""
+        fade = self._fade**reads
+        for rule, ghost in self._ghosts.items():
+            answered = ghost.read(block, standings[rule], slots, reads)
+            self.credits[rule] = self.credits[rule] * fade + answered
+        best = max(Rule, key=self.credits.__getitem__)
+        ours = self.credits[self.rule]
+        if self.credits[best] > CLEARLY * ours and self.credits[best] > ours + CLEARLY_READS:
+            self.rule = best
+            self.changes += 1
+
+    def forget(self, namespaces: frozenset[int]) -> None:
+        """Know nothing of these namespaces' blocks."""
+        for ghost in self._ghosts.values():
+            ghost.forget(namespaces)
