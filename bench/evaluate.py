@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -36,15 +37,15 @@ from typing import Any
 
 import numpy as np
 from kvcast.bench import evaluate_document
-from kvcast.bench.replay import Replay, ReplayOptions, links_to
+from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, links_to
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK
 from kvcast.simulation.flows import questions
-from kvcast.simulation.flows.demand import demand_of
+from kvcast.simulation.flows.demand import NS, as_begun, demand_of
 from kvcast.simulation.flows.scenarios import WORKLOADS
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
-from kvcast.workloads.generators import WorkloadError
+from kvcast.workloads.generators import Request, WorkloadError
 from kvcast.workloads.traces import TraceLine, read_trace
 
 Numbers = dict[str, Any]
@@ -67,7 +68,11 @@ _ARENA_BYTES = 192 << 20
 
 
 async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
-    """Every workload on real agents and a real switch, plain and kvcast, beside the flows."""
+    """Every workload on real agents and a real switch, plain and kvcast, beside the flows.
+
+    Agents, switch and whoever plays the workload share this machine's processors, and the flows
+    know of those what is measured here: when each get in fact began, and what a get alone takes
+    longer than its links do."""
     rows = []
     for plain in (True, False):
         star = Star.of(questions.CALIBRATION_NODES)
@@ -80,74 +85,100 @@ async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
         async with Pool(star, options) as pool:
             sockets = [pool.sockets[host.node_id] for host in star.hosts]
             async with links_to(sockets) as links:
+                nodes = [host.node_id for host in star.hosts]
+                alone = await _as_played(questions.lone_gets(), links, nodes, plain, "alone", 0)
+                home_ns = max(0, round((alone["packet_fetch_ms"] - alone["flow_fetch_ms"]) * 1e6))
                 for workload in WORKLOADS:
                     requests = questions.calibration_requests(workload, reads)
-                    replay = Replay(
-                        requests,
-                        links,
-                        [host.node_id for host in star.hosts],
-                        ReplayOptions(
-                            block_bytes=questions.CALIBRATION_BLOCK_BYTES,
-                            in_flight=256,
-                            budget_s=60.0,
-                            gather=not plain,
-                            reader_groups=False,
-                            namespace_tag=workload,
-                        ),
-                    )
-                    tally = await replay.run()
-                    if tally.misses or tally.wrong_bytes or tally.skipped_requests:
-                        raise RuntimeError(f"{workload}: misses, wrong bytes or skipped requests")
-                    demand = demand_of(requests, len(star.hosts), questions.CALIBRATION_BLOCK_BYTES)
-                    flows = questions.flows_of_calibration(
-                        demand, plain=plain, bits_per_s=questions.EMULATED_BITS_PER_S
-                    )
-                    distinct = len(tally.fetched) * questions.CALIBRATION_BLOCK_BYTES
-                    row = questions.compare(
-                        workload,
-                        "real pool, emulated links",
-                        flows,
-                        tally.egress_bytes / max(1, distinct),
-                        sum(tally.fetch_ms) / max(1, len(tally.fetch_ms)),
-                    )
-                    rows.append(row | {"switch": "plain" if plain else "kvcast"})
+                    row = await _as_played(requests, links, nodes, plain, workload, home_ns)
+                    rows.append(row | {"home_us": home_ns // 1000})
     return rows
+
+
+async def _as_played(
+    requests: Sequence[Request],
+    links: Sequence[NodeLink],
+    nodes: Sequence[str],
+    plain: bool,
+    name: str,
+    home_ns: int,
+) -> Numbers:
+    """One workload on the pool, beside the flows, whose homes take `home_ns` to answer."""
+    size = questions.CALIBRATION_BLOCK_BYTES
+    played = ReplayOptions(
+        block_bytes=size,
+        in_flight=256,
+        budget_s=60.0,
+        gather=not plain,
+        reader_groups=False,
+        namespace_tag=name,
+    )
+    tally = await Replay(requests, links, nodes, played).run()
+    if tally.misses or tally.wrong_bytes or tally.skipped_requests:
+        raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
+    index_of = {request.number: index for index, request in enumerate(requests)}
+    first = min(began for _, _, began in tally.fetches)
+    begun = {
+        (index_of[number], node): round((began - first) * NS)
+        for number, node, began in tally.fetches
+    }
+    demand = as_begun(demand_of(requests, len(nodes), size), begun)
+    flows = questions.flows_of_calibration(
+        demand,
+        plain=plain,
+        bits_per_s=questions.EMULATED_BITS_PER_S,
+        options=questions.BY_SEGMENTS,
+        home_ns=home_ns,
+    )
+    row = questions.compare(
+        name,
+        "real pool, emulated links",
+        flows,
+        tally.egress_bytes / max(1, len(tally.fetched) * size),
+        sum(tally.fetch_ms) / max(1, len(tally.fetch_ms)),
+    )
+    return row | {"switch": "plain" if plain else "kvcast"}
 
 
 async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
     """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
-    and left to itself; each twice, in turns, so that a machine that gets slower harms both."""
+    and left to itself. Both pools run all the time and are played on in turns, so that a machine
+    that gets slower, or is busy with other things, harms both."""
     streams = questions.bystanders(traces)
     waits: dict[tuple[str, bool], list[float]] = {}
     turned: Counter[str] = Counter()
     hits: dict[str, Counter[str]] = {}
-    for turn, plain in enumerate((True, False, False, True)):
-        star = Star.of(questions.CALIBRATION_NODES)
-        options = PoolOptions(
-            plain=plain,
-            link_rate_bits_per_s=questions.BYSTANDER_BITS_PER_S,
-            arena_bytes=_ARENA_BYTES,
-        )
-        async with Pool(star, options) as pool:
+    async with contextlib.AsyncExitStack() as stack:
+        pools: dict[bool, Pool] = {}
+        links: dict[bool, list[NodeLink]] = {}
+        for plain in (True, False):
+            options = PoolOptions(
+                plain=plain,
+                link_rate_bits_per_s=questions.BYSTANDER_BITS_PER_S,
+                arena_bytes=_ARENA_BYTES,
+            )
+            star = Star.of(questions.CALIBRATION_NODES)
+            pools[plain] = await stack.enter_async_context(Pool(star, options))
             nodes = [host.node_id for host in star.hosts]
-            async with links_to([pool.sockets[node] for node in nodes]) as links:
-                for name, (requests, block_bytes) in streams.items():
-                    played = ReplayOptions(
-                        block_bytes=block_bytes,
-                        in_flight=256,
-                        budget_s=60.0,
-                        gather=not plain,
-                        namespace_tag=f"{name} {turn}",
-                    )
-                    tally = await Replay(requests, links, nodes, played).run()
-                    if tally.misses or tally.wrong_bytes or tally.skipped_requests:
-                        raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
-                    waits.setdefault((name, plain), []).extend(tally.fetch_ms)
-                    if not plain:
-                        hits.setdefault(name, Counter()).update(tally.hits)
-            if not plain:
-                for said in (await pool.http("GET", "/v1/worth"))["adaptive"]:
-                    turned[f"{said['thing']} {'on' if said['on'] else 'off'}"] += 1
+            sockets = [pools[plain].sockets[node] for node in nodes]
+            links[plain] = await stack.enter_async_context(links_to(sockets))
+        for name, (requests, block_bytes) in streams.items():
+            for turn, plain in enumerate((True, False, False, True)):
+                played = ReplayOptions(
+                    block_bytes=block_bytes,
+                    in_flight=256,
+                    budget_s=60.0,
+                    gather=not plain,
+                    namespace_tag=f"{name} {turn}",
+                )
+                tally = await Replay(requests, links[plain], nodes, played).run()
+                if tally.misses or tally.wrong_bytes or tally.skipped_requests:
+                    raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
+                waits.setdefault((name, plain), []).extend(tally.fetch_ms)
+                if not plain:
+                    hits.setdefault(name, Counter()).update(tally.hits)
+        for said in (await pools[False].http("GET", "/v1/worth"))["adaptive"]:
+            turned[f"{said['thing']} {'on' if said['on'] else 'off'}"] += 1
     rows = []
     for name in streams:
         ours, theirs = sorted(waits[name, False]), sorted(waits[name, True])
@@ -168,9 +199,12 @@ def evaluate(
     *,
     parts: Sequence[str] = PARTS,
     say: Callable[[str], None] = lambda _text: None,
+    so_far: Callable[[Numbers], None] = lambda _report: None,
 ) -> Numbers:
-    """Run the parts; their numbers by name, and what they come to at the top."""
-    report: Numbers = {"bench": "evaluate", "traces": list(traces), "took_s": {}, "load": {}}
+    """Run the parts; their numbers by name, and what they come to at the top. `so_far` gets what
+    there is after each part; a part that fails is named under `failed`, and the others go on."""
+    report: Numbers = {"bench": "evaluate", "traces": list(traces)}
+    report |= {"failed": {}, "took_s": {}, "load": {}}
     lines = max((questions.chat_lines(), *traces.values()), key=_per_second)
     run: dict[str, Callable[[], Any]] = {
         "calibration": questions.calibrate,
@@ -187,10 +221,15 @@ def evaluate(
     for part in parts:
         say(f"{part} …")
         began = time.monotonic()
-        report[part] = run[part]()
+        try:
+            report[part] = run[part]()
+        except Exception as error:  # the other parts' answers stand
+            report["failed"][part] = f"{type(error).__name__}: {error}"
+            say(f"{part} failed: {report['failed'][part]}")
         report["load"][part] = round(os.getloadavg()[0], 1)
         report["took_s"][part] = round(time.monotonic() - began, 1)
         say(f"{part}: {report['took_s'][part]} s")
+        so_far(report | headline(report))
     return report | headline(report) | provenance.provenance()
 
 
@@ -257,14 +296,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WorkloadError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
-    report = evaluate(traces, parts=parts, say=lambda text: print(text, file=sys.stderr))
-    if args.json:
-        reports.write_json(args.json, report)
+
+    def so_far(report: Numbers) -> None:
+        if args.json:
+            reports.write_json(args.json, report)
+
+    report = evaluate(
+        traces, parts=parts, say=lambda text: print(text, file=sys.stderr), so_far=so_far
+    )
+    so_far(report)
     if args.docs:
         evaluate_document.write(report, args.docs)
     for name, value in headline(report).items():
         print(f"{name}: {value}")
-    return EXIT_OK
+    return EXIT_FAILED if report["failed"] else EXIT_OK
 
 
 if __name__ == "__main__":

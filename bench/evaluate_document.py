@@ -237,13 +237,18 @@ def _calibration(report: Numbers) -> str:
         "## How right the simulation is",
         "",
         "Home egress ratio and mean time of a get, flows beside packets. *Packets, virtual time*: "
-        "the real requester and responder cores, P4 program and frames. *Real pool*: agents, "
-        "controller and software switch as processes, links of 5 Mb/s. Largest error: "
+        "the real requester and responder cores, P4 program and frames; *chats on idle links* are "
+        "beside the coarser flows with which the hour of ten thousand hosts is simulated. *Real "
+        "pool*: agents, controller and software switch as processes, links of 5 Mb/s, which share "
+        "this machine's processors with whoever plays the workload. What those take is measured "
+        "and given to the flows: when each get in fact began, and by how much a get alone takes "
+        f"longer than its links do ({_home_ms(report)}). Largest error: "
         f"{report.get('calibration_error_max')} (virtual time alone: "
         f"{report.get('calibration_error_max_virtual')}; real pool alone: "
         f"{report.get('calibration_error_max_pool')}, at a load of "
-        f"{report.get('load', {}).get('pool')}: where other work keeps two cores busy, readers "
-        "start further apart and all take longer, which the simulation does not know).",
+        f"{report.get('load', {}).get('pool')}; what processors take while many gets meet, and "
+        "frames that are asked for again because an answer is late for that, the flows do not "
+        "know).",
         "",
         table(
             ("workload", "switch", "against", "egress: packets", "flows", "error",
@@ -260,6 +265,12 @@ def _calibration(report: Numbers) -> str:
         ),
     ]  # fmt: skip
     return "\n".join(text)
+
+
+def _home_ms(report: Numbers) -> str:
+    """What lone gets took longer in each of the real pools."""
+    took = {r["switch"]: r["home_us"] / 1000 for r in report.get("pool") or ()}
+    return ", ".join(f"{switch} {ms:.1f} ms" for switch, ms in took.items()) or "not measured"
 
 
 def _calibration_picture(report: Numbers) -> bytes:
@@ -303,8 +314,9 @@ def _adaptive(report: Numbers) -> str:
         "",
         "Measured, not simulated: real agents and software switch, links of 10 Mb/s of which 0.3 "
         "or less is in use, behind a plain switch and behind kvcast with all of it on; each twice, "
-        "in turns. The controller turns gathering and residence off where they do not pay "
-        "(`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's load was "
+        "in turns, while both pools run. The controller turns gathering and residence off where "
+        "they do not pay (`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's "
+        "load was "
         f"{report.get('load', {}).get('adaptive')}.",
         "",
         table(
@@ -677,8 +689,13 @@ def _scale(report: Numbers) -> str:
             "",
             f"{s['hosts']:,} hosts of 100 Gb/s behind leaves of 32 and eight spines, each as busy "
             f"as one of 16 hosts with the trace alone; {s['simulated_s']:,.0f} s simulated in "
-            f"{s['took_s']:,.0f} s (an hour would take {s['seconds_per_hour']:,.0f} s, "
-            f"{s['processor_seconds_per_hour']:,.0f} s of one processor's time).",
+            f"{s['took_s']:,.0f} s"
+            + (
+                ""
+                if s["simulated_s"] >= 3600
+                else f", the time that there was; an hour would take {s['seconds_per_hour']:,.0f} s"
+            )
+            + f" ({s['processor_seconds_per_hour']:,.0f} s of one processor's time an hour).",
             "",
             table(
                 ("", ""),
@@ -705,6 +722,7 @@ def _scale(report: Numbers) -> str:
 def _how(report: Numbers) -> str:
     machine = report.get("machine", {})
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in report["took_s"].items())
+    failed = [f"**{part} failed:** {why}." for part, why in report.get("failed", {}).items()]
     return "\n".join(
         [
             "## How it was made",
@@ -712,6 +730,8 @@ def _how(report: Numbers) -> str:
             f"Parts: {took}. Machine: {machine.get('processor')}, {machine.get('cores')} cores, "
             f"load {machine.get('load')}. Traces: {', '.join(report['traces']) or 'none'}.",
             "",
+            *failed,
+            *([""] if failed else []),
             "What the simulation leaves out: losses, homes that hold answers back for readers "
             "behind (`protocol/responder/catchup.py`), processors' time beyond what "
             "`FlowOptions` says, and what a node evicts. Trees of switches and stars of more than "

@@ -101,6 +101,9 @@ class Tally:
     hits: Counter[str] = field(default_factory=Counter)
     miss_reasons: Counter[str] = field(default_factory=Counter)
     fetch_ms: list[float] = field(default_factory=list)
+    fetches: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of each of `fetch_ms`: the request's number, the node, and when it began (of
+    time.monotonic)."""
     fetched: set[tuple[str, bytes]] = field(default_factory=set)
     """Distinct blocks that came from elsewhere."""
     done: set[int] = field(default_factory=set)
@@ -363,6 +366,7 @@ class Player:
             prefix += whole
         if remote:
             self.tally.fetch_ms.append(waited_ms)
+            self.tally.fetches.append((request.number, node, began))
         return prefix
 
     async def _write(self, client: AsyncClient, namespace: int, keys: list[bytes]) -> None:

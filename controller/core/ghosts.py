@@ -44,9 +44,9 @@ FADE_READS = 256
 as many as it takes to see a rule fail."""
 CLEARLY = 1.1
 """By so many times another rule's credits must be higher before it is followed,"""
-CLEARLY_READS = 8.0
+CLEARLY_READS = 12.0
 """and by so many reads."""
-HEARD_A_SECOND = 2000
+HEARD_A_SECOND = 500
 """Blocks that ghosts hear of in a second; of the rest none hears, which is the same for all."""
 
 

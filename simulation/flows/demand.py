@@ -10,7 +10,7 @@ would fetch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,6 +63,27 @@ class Demand:
             read_block=self.read_block[keep],
             read_home=self.read_home[keep],
         )
+
+
+def as_begun(demand: Demand, begun_ns: Mapping[tuple[int, int], int]) -> Demand:
+    """The same reads, with each get (of a request on a node) a request of its own, that begins when
+    it did: `begun_ns` by (request, node); reads of others are left out."""
+    get = demand.read_request * demand.nodes + demand.read_node
+    keep = np.isin(get, [request * demand.nodes + node for request, node in begun_ns])
+    names, number = np.unique(get[keep], return_inverse=True)
+    pairs = list(
+        zip((names // demand.nodes).tolist(), (names % demand.nodes).tolist(), strict=True)
+    )
+    at = np.array([begun_ns[pair] for pair in pairs], np.int64)
+    zeros = np.zeros(len(pairs), np.int64)
+    return replace(
+        demand.reads_where(keep),
+        request_at=at,
+        request_after=zeros - 1,
+        request_jitter=zeros,
+        request_gather=demand.request_gather[names // demand.nodes],
+        read_request=number.astype(np.int64),
+    )
 
 
 def columns(table: Ints) -> tuple[Ints, Ints, Ints, Ints]:

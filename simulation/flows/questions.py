@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from kvcast.protocol.messages.wire import CELLS, SEGMENT_BYTES
+from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.simulation.flows import packets, residency
 from kvcast.simulation.flows.demand import Demand, TraceCopies, demand_of
@@ -41,6 +41,12 @@ from kvcast.workloads.traces import TraceLine
 Numbers = dict[str, Any]
 EMULATED_BITS_PER_S = 5e6
 """Of the links in the calibration: `kvcast demo`'s."""
+FINEST = FlowOptions()
+BY_SEGMENTS = FlowOptions(turn_frames=CHUNKS_PER_SEGMENT)
+"""An agent that is not told its link's rate hands over segments whole, and they wait in the link's
+queue, first come first served."""
+FOR_MILLIONS = FlowOptions(max_pieces=1, max_rounds=3, coarse=True)
+"""How an hour of ten thousand hosts is simulated; calibrated by itself."""
 CALIBRATION_NODES = 8
 CALIBRATION_BLOCK_BYTES = 65536
 
@@ -71,13 +77,35 @@ def calibration_requests(workload: str, reads: int = 160, seed: int = 1) -> list
     return _at_load(requests, CALIBRATION_BLOCK_BYTES, EMULATED_BITS_PER_S)
 
 
-def _at_load(requests: Sequence[Request], block_bytes: int, bits_per_s: float) -> list[Request]:
-    """The same requests, at such a pace that a plain pool of CALIBRATION_NODES fills 0.3 of its
+def _at_load(
+    requests: Sequence[Request], block_bytes: int, bits_per_s: float, load: float = 0.3
+) -> list[Request]:
+    """The same requests, at such a pace that a plain pool of CALIBRATION_NODES fills so much of its
     links."""
     demand = demand_of(requests, CALIBRATION_NODES, block_bytes)
     link_s = float(demand.read_bytes.sum()) * 8 / bits_per_s / CALIBRATION_NODES
-    stretch = link_s / 0.3 / max(1e-9, requests[-1].time_s)
+    stretch = link_s / load / max(1e-9, requests[-1].time_s)
     return [replace(r, time_s=r.time_s * stretch) for r in requests]
+
+
+def lone_gets(count: int = 12) -> list[Request]:
+    """Blocks that one node writes and another reads while nothing else goes on, so that a get's
+    time is its links' and its processors'."""
+    requests = []
+    for turn in range(count):
+        key, node = generators.chain(b"", ("alone", turn)), turn % CALIBRATION_NODES
+        for step, (reader, writes) in enumerate(((node, True), (node + 3, False))):
+            requests.append(
+                Request(
+                    number=2 * turn + step,
+                    time_s=turn * 0.6 + step * 0.3,
+                    node=reader % CALIBRATION_NODES,
+                    keys=(key,),
+                    kind="alone",
+                    writes=writes,
+                )
+            )
+    return requests
 
 
 # --- what kvcast costs where it brings nothing ---------------------------------------------------
@@ -126,12 +154,22 @@ def _what_is_read(requests: Sequence[Request]) -> list[Request]:
     return list(kept.values())
 
 
-def flows_of_calibration(demand: Demand, *, plain: bool, bits_per_s: float) -> Numbers:
-    """What the flow simulator says of a demand on a star, at its finest."""
-    options = FlowOptions(
+def flows_of_calibration(
+    demand: Demand,
+    *,
+    plain: bool,
+    bits_per_s: float,
+    options: FlowOptions = FINEST,
+    home_ns: int = 0,
+) -> Numbers:
+    """What the flow simulator says of a demand on a star, at its finest unless `options` say
+    otherwise."""
+    options = replace(
+        options,
         way="plain" if plain else "coalesce",
         gathers=not plain,
         link_delay_ns=packets.link_delay_ns(bits_per_s),
+        home_ns=home_ns,
     )
     outcome = simulate(demand, star(demand.nodes, bits_per_s), options)
     return {
@@ -165,10 +203,32 @@ def calibrate(reads: int = 120) -> list[Numbers]:
     for readers in (4, 16, 31):
         demand = incast(readers, 2 << 20, spread_ns=2000)
         rows += _beside_packets(f"incast of {readers}, 100 Gb/s", demand, 100e9)
+    for blocks in (1, 8):
+        demand = _sparse_chats(blocks, reads // 2)
+        name = f"chats on idle links, prefixes of {blocks}"
+        rows += _beside_packets(name, demand, 100e9, FOR_MILLIONS)
     return rows
 
 
-def _beside_packets(name: str, demand: Demand, bits_per_s: float) -> list[Numbers]:
+IDLE = 0.01
+"""How full links are in the calibration of FOR_MILLIONS."""
+
+
+def _sparse_chats(prefix_blocks: int, reads: int) -> Demand:
+    options = WorkloadOptions(nodes=CALIBRATION_NODES, rate_per_s=1.0, prefix_blocks=prefix_blocks)
+    requests, _ = generators.take(
+        generators.generate("chat", options),
+        remote_reads=reads,
+        written=1 << 40,
+        requests_at_most=1 << 20,
+    )
+    requests = _at_load(requests, CALIBRATION_BLOCK_BYTES, 100e9, IDLE)
+    return demand_of(requests, CALIBRATION_NODES, CALIBRATION_BLOCK_BYTES)
+
+
+def _beside_packets(
+    name: str, demand: Demand, bits_per_s: float, options: FlowOptions = FINEST
+) -> list[Numbers]:
     rows = []
     slow = bits_per_s < 1e9
     config = patient(demand.nodes, bits_per_s) if slow else RequesterConfig()
@@ -176,7 +236,7 @@ def _beside_packets(name: str, demand: Demand, bits_per_s: float) -> list[Number
         real = packets.replay(demand, bits_per_s, plain=plain, requester=config)
         if real.misses or real.wrong_bytes:
             raise RuntimeError(f"{name}: the packet-level pool had misses or wrong bytes")
-        flows = flows_of_calibration(demand, plain=plain, bits_per_s=bits_per_s)
+        flows = flows_of_calibration(demand, plain=plain, bits_per_s=bits_per_s, options=options)
         row = compare(
             name,
             "packets, virtual time",
@@ -231,7 +291,7 @@ def scale(
     block_bytes: int = 512 * 35123,
     nodes_of_trace: int = 16,
     slice_s: float = 20.0,
-    budget_s: float = 150.0,
+    budget_s: float = 300.0,
     seed: int = 1,
 ) -> Numbers:
     """An hour of a trace on ten thousand hosts behind leaves and spines, each with as much to do
@@ -241,7 +301,7 @@ def scale(
     takes milliseconds. It ends early if `budget_s` is spent, and then says how much was simulated.
     """
     fabric = leaf_spine(hosts, link_gbps * 1e9)
-    options = FlowOptions(max_pieces=1, max_rounds=3, coarse=True)
+    options = FOR_MILLIONS
     copies = TraceCopies(
         lines, hosts, block_bytes, copies=max(1, hosts // nodes_of_trace), seed=seed
     )

@@ -95,7 +95,7 @@ def test_a_little_more_is_no_reason_to_change() -> None:
     everywhere = dict.fromkeys(Rule, Standing(0.0, 0.0))
     mind.read(block(1), 1, 0.0, everywhere)
     assert mind.rule is Rule.VALUE
-    mind.credits[Rule.RECENT] = 111.0
+    mind.credits[Rule.RECENT] = 116.0
     mind.read(block(1), 1, 0.0, everywhere)
     assert mind.rule is Rule.RECENT
 

@@ -11,7 +11,9 @@ from kvcast.bench import evaluate, evaluate_document
 from kvcast.cli import plan as plan_command
 from kvcast.controller.core.worth import ENOUGH_READS, judge
 from kvcast.simulation.flows import questions
-from kvcast.simulation.flows.demand import demand_of
+from kvcast.simulation.flows.demand import as_begun, demand_of
+from kvcast.simulation.flows.engine import simulate
+from kvcast.simulation.flows.networks import star
 from kvcast.simulation.flows.plan import plan, recommend
 from kvcast.simulation.flows.scenarios import (
     WORKLOADS,
@@ -214,3 +216,38 @@ def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
     top = evaluate.headline({"adaptive": [row, row | {"stream": "mine"}]})
     assert top["chat_p50_over_plain"] == top["mine_p50_over_plain"] == 1.01
     assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99
+
+
+def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(evaluate.questions, "frontier", fails)
+    monkeypatch.setattr(evaluate.questions, "sensitivity", list)
+    written: list[dict[str, Any]] = []
+    report = evaluate.evaluate(
+        {}, parts=("frontier", "sensitivity"), so_far=lambda each: written.append(dict(each))
+    )
+    assert report["failed"] == {"frontier": "RuntimeError: no such thing"}
+    assert report["sensitivity"] == []
+    assert ["sensitivity" in each for each in written] == [False, True]
+    evaluate_document.write(report, tmp_path)
+    assert "**frontier failed:**" in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
+    file = tmp_path / "report.json"
+    assert evaluate.main(["--parts", "frontier", "--json", str(file)]) == 1
+    assert json.loads(file.read_text())["failed"]
+
+
+def test_gets_that_began_late_are_given_to_the_flows_as_they_began() -> None:
+    requests = questions.calibration_requests("rollout", 40)
+    demand = demand_of(requests, questions.CALIBRATION_NODES, questions.CALIBRATION_BLOCK_BYTES)
+    gets = sorted(set(zip(demand.read_request.tolist(), demand.read_node.tolist(), strict=True)))
+    begun = {get: 1_000_000 * (len(gets) - place) for place, get in enumerate(gets[1:])}
+    late = as_begun(demand, begun)
+    assert late.request_at.tolist() == [begun[get] for get in gets[1:]]
+    first = (demand.read_request == gets[0][0]) & (demand.read_node == gets[0][1])
+    assert late.read_block.tolist() == demand.read_block[~first].tolist()
+    outcome = simulate(late, star(questions.CALIBRATION_NODES, 1e9))
+    assert outcome.request_start.tolist() == late.request_at.tolist()
