@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
+from kvcast.hostagent.client.blocking import has_ended
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
 from kvcast.protocol.messages import local
@@ -115,6 +116,7 @@ class AsyncClient:
                 while not self._conversation.welcomed(*await _receive_fds(loop, sock)):
                     pass
             self._reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+            self._conversation.is_cut = lambda: has_ended(sock.fileno())
         except BaseException:
             sock.close()
             raise

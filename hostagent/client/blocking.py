@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import select
 import socket
 import struct
 import threading
@@ -29,6 +30,16 @@ RETRY_S: Final = 0.005
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether the other end of a socket is closed; no bytes are taken from it."""
+    watched = select.poll()
+    try:
+        watched.register(descriptor, select.POLLRDHUP)
+    except ValueError:  # ours is closed
+        return True
+    return bool(watched.poll(0))
 
 
 def _blocking(
@@ -69,6 +80,7 @@ class Client:
         self._patience_s = -1.0
         self._courier: socket.socket | None = None
         self._courier_patience_s = -1.0
+        self._conversation.is_cut = lambda: has_ended(self._socket.fileno())
         try:
             self._shake_hands(self._socket, self._conversation.hello(name), timeout_s)
         except OSError as error:

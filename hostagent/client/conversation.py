@@ -123,6 +123,8 @@ class Conversation:
         """By namespace, how many questions in a row the courier has handed over,"""
         self._passes: dict[int, int] = {}
         """and how many gets it is therefore not asked for."""
+        self.is_cut: Callable[[], bool] = lambda: False
+        """Whether the connection has ended, which nobody need have heard yet; set by the driver."""
         self.has_courier = False
         """Whether the courier may be asked; set by a driver that does."""
         self._arena: Arena | None = None
@@ -653,7 +655,10 @@ class Conversation:
         chain = b"".join(keys)
         if list(map(len, keys)) != [KEY_BYTES] * len(keys):
             _check_keys(keys)  # says which is wrong
-        total = self._local.prefix(namespace, chain) if self._local is not None else 0
+        total = 0
+        # The index of an agent that was killed stays as it was, and says nothing of the pool.
+        if self._local is not None and not self.is_cut():
+            total = self._local.prefix(namespace, chain)
         while total < len(keys):
             batch = chain[total * KEY_BYTES : (total + MAX_KEYS) * KEY_BYTES]
             request = local.Exists(next(self._numbers), namespace, batch, deadline_s)

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostagent_harness import MIB, Pool, key_of, running_pool, until
@@ -26,6 +27,7 @@ from kvcast.hostagent.client import (
     UnknownNamespaceError,
 )
 from kvcast.hostagent.client import conversation as client_conversation
+from kvcast.hostagent.network import local_server
 from kvcast.protocol.messages import shared
 from kvcast.protocol.messages.control import (
     NamespaceInfo,
@@ -356,6 +358,40 @@ async def test_a_closed_client_and_a_closed_agent_find_nothing_more(tmp_path: Pa
             await client.get(1, [key_of(3)])
         block.release()
         del pool.agents[1]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_exists_is_not_answered_from_the_index_of_an_agent_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    async with pool_of_two(tmp_path) as (pool, _):
+        path = str(tmp_path / "1.sock")
+        client: Any
+        if blocking:
+            client = await asyncio.to_thread(Client, path)
+        else:
+            client = await AsyncClient.connect(path)
+
+        async def exists() -> int:
+            if blocking:
+                return int(await asyncio.to_thread(client.exists, 1, [key_of(3)]))
+            return int(await client.exists(1, [key_of(3)]))
+
+        before = requests(pool)
+        assert await exists() == 1
+        assert requests(pool) == before
+        # As where it is killed: the connection ends, and the region says nothing of it.
+        monkeypatch.setattr(local_server._Client, "end_session", lambda _self: False)
+        connections = pool.agents[1]._local_server._clients
+        max(connections, key=lambda each: each.session.number).cut_off()
+        await until(client._conversation.is_cut)
+        assert client._conversation._local.prefix(1, key_of(3)) == 1
+        with pytest.raises(AgentGoneError):
+            await exists()
+        if blocking:
+            client.close()
+        else:
+            await client.close()
 
 
 async def test_results_come_one_by_one_and_what_is_here_comes_first(tmp_path: Path) -> None:
