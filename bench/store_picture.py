@@ -38,10 +38,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
         several = [one for one in report["figures"] if one["clients"] > 1]
         times: dict[str, list[Any]] = {"get": [], "put": [], "other": []}
         for one in alone:
-            times[one["operation"] if one["operation"] in times else "other"].append(one)
+            kind = one["operation"].partition(" ")[0]
+            times[kind if kind in times else "other"].append(one)
         _bars(next(panels), "get from the other side, one client", times["get"], _micros)
         _bars(next(panels), "put to the other side, one client", times["put"], _micros)
-        _bars(next(panels), "local gets, a batch, 1,000 keys", times["other"], _micros)
+        _bars(next(panels), "local gets, batches, 1,000 keys", times["other"], _micros)
         remote = [one for one in several if not one["operation"].startswith("local")]
         clients = max((one["clients"] for one in several), default=0)
         _bars(next(panels), f"{clients} clients together", remote, _gigabytes)

@@ -46,6 +46,11 @@ class StoreClient(ABC):
     def putter(self, key: bytes, data: bytes, where: Where, *, local: bool) -> Callable[[], None]:
         """A call that puts a block at the holder, or with `local` into memory of this side."""
 
+    def placer(self, key: bytes, data: bytes) -> Callable[[], None]:
+        """As `putter`, at the holder, of a block that lies in the store's own memory from now on;
+        StoreError where there is no such way."""
+        raise StoreError("it has no way to put what lies in its memory")
+
     @abstractmethod
     def getter(
         self, keys: Sequence[bytes], size_bytes: int, where: Where

@@ -28,6 +28,12 @@ class KvcastClient(StoreClient):
         blocks = {key: data}
         return lambda: self._client.put(self._namespace, blocks)
 
+    def placer(self, key: bytes, data: bytes) -> Callable[[], None]:
+        room = self._client.reserve(self._namespace, {key: len(data)})
+        if key in room.views:
+            room.views[key][:] = data
+        return lambda: self._client.commit(room)
+
     def getter(
         self, keys: Sequence[bytes], size_bytes: int, where: Where
     ) -> Callable[[], Sequence[Buffer | None]]:

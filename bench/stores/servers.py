@@ -53,6 +53,8 @@ class Store(ABC):
     HAS_LOCAL: ClassVar[bool] = False
     """Whether a reader may have blocks in memory of its own side."""
     HAS_EXISTS: ClassVar[bool] = True
+    HAS_PLACE: ClassVar[bool] = False
+    """Whether it has a way to put what lies in its own memory already, beside `put`."""
     RESTS: ClassVar[bool] = False
     """Whether its holder takes processor time while nobody asks it, and is stopped meanwhile."""
 
@@ -151,7 +153,7 @@ class KvcastStore(Store):
 
     NAME = "kvcast"
     CLIENT = "kvcast.bench.stores.kvcast_pool:KvcastClient"
-    HAS_LOCAL = True
+    HAS_LOCAL = HAS_PLACE = True
 
     def __init__(self, link: Link, pool: Pool) -> None:
         super().__init__(link, pool.folder)

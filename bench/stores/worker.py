@@ -118,6 +118,8 @@ class Worker:
         if kind == "exists":
             return client.asker(keys)
         (key,) = keys
+        if kind == "place":
+            return client.placer(key, self._wanted[key])
         return client.putter(key, self._wanted[key], where, local=False)
 
     def _do_run(self, at_s: float = 0.0) -> dict[str, Any]:

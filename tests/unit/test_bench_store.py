@@ -41,6 +41,9 @@ class Dictionary(StoreClient):
         data = data[:-1] + bytes([data[-1] ^ 1]) if self.options.get("wrong") else data
         return lambda: None if self.options.get("forgets") else self.blocks.update({key: data})
 
+    def placer(self, key: bytes, data: bytes) -> Callable[[], None]:
+        return self.putter(key, data, {}, local=False)
+
     def getter(
         self, keys: Sequence[bytes], size_bytes: int, where: Any
     ) -> Callable[[], list[bytes | None]]:
@@ -79,7 +82,7 @@ class InProcess:
 class FakeStore:
     """What `Comparison` needs of a store."""
 
-    HAS_LOCAL = HAS_EXISTS = True
+    HAS_LOCAL = HAS_EXISTS = HAS_PLACE = True
     RESTS = False
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -116,7 +119,7 @@ async def test_every_case_counts_its_timed_calls_and_leaves_nothing_behind(case:
     assert Dictionary.blocks == {}
 
 
-@pytest.mark.parametrize("operation", ["put", "get"])
+@pytest.mark.parametrize("operation", ["put", "put in place", "get"])
 @pytest.mark.parametrize("clients", [1, 2])
 async def test_every_wrong_byte_of_a_put_or_get_is_counted(operation: str, clients: int) -> None:
     case = Case(operation, 64 * KIB, clients, 3)
