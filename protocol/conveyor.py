@@ -54,9 +54,9 @@ from kvcast.protocol.messages.shared import (
 )
 from kvcast.protocol.placement import address_of_buffer
 
-REQUESTS: Final = 64
+REQUESTS: Final = 256
 """Requests of one connection that a home has room for, and that a reader sends ahead."""
-GIVEN_ROOM: Final = 256
+GIVEN_ROOM: Final = 1024
 """Replies that Python has not heard of; at the bound nothing is given until it has."""
 NODES: Final = 64
 """Nodes that one takes blocks from so, and that it gives blocks to so; others go by calls."""

@@ -65,16 +65,20 @@ from kvcast.protocol.messages.questions import (
     ANSWER,
     ASK_AGENT,
     GET,
+    GET_MANY,
     GIVEN,
     MAX_DEADLINE_MS,
+    MAX_MANY,
     QUESTION,
     RELEASE,
 )
+from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     CHUNK_BYTES,
     FLAG_RESIDENT,
     FLAG_SHARED,
+    KEY_BYTES,
     KVCAST,
     OP_DATA,
     OP_MISS,
@@ -94,17 +98,19 @@ from kvcast.protocol.placement import (
     put_frame,
 )
 
-MAX_ASKED: Final = 64
+MAX_ASKED: Final = 256
 """Questions in flight; more are the agent's to answer."""
 MAX_ASKED_A_CLIENT: Final = 16
-LANDINGS: Final = 64
+BATCHES: Final = 16
+"""Questions for many blocks in flight."""
+LANDINGS: Final = 256
 LEAST_PART: Final = 2
 """A block takes more than this part of its landing place: a half."""
-RECORDS: Final = 256
+RECORDS: Final = 768
 """What Python has not taken yet, at most; a question that might need more is the agent's."""
-RECORDS_ENOUGH: Final = 128
+RECORDS_ENOUGH: Final = 640
 """From so many on Python takes them before anything else happens."""
-ANSWERS: Final = 256
+ANSWERS: Final = 512
 NOBODY: Final = 0xFFFF_FFFF
 
 # Why a question was not taken, or not to its end: the place of its counter.
@@ -153,6 +159,8 @@ FAILED: Final = 4
 
 _NO_OBJECTION: Final = len(REASONS)
 _NS_A_MS: Final = 1_000_000
+NO_READ: Final = (1 << 64) - 1
+"""The round-trip time of what came without a READ."""
 _ALL: Final = (1 << 64) - 1
 _NAMESPACE_AT: Final = KVCAST.offset_of("namespace")
 _OP_AT: Final = KVCAST.offset_of("op")
@@ -168,6 +176,10 @@ _RECEIVING: Final = 2
 _WITH_ANOTHER: Final = 3
 _ON_CONVEYOR: Final = 4
 """Its first segment is there, and the rest was asked for."""
+_FOLLOWS: Final = 5
+"""It waits for what the first of its batch from the same home finds out."""
+_NOWHERE: Final = 0xFFFF_FFFF
+"""It has no landing place, and its answer goes into no batch."""
 _SERIAL_BIT: Final = 1 << 63
 _ASKED_BITS: Final = 8
 assert MAX_ASKED <= 1 << _ASKED_BITS
@@ -212,6 +224,18 @@ class Answer(Struct):
     offset: U64
     size: U64
     digest: U64
+
+
+class Batch(Struct):
+    """A question for many blocks."""
+
+    open: U32
+    client: U32
+    left: U64
+    """Answers that are missing."""
+    count: U64
+    answers: U64
+    """Where they lie, as they are sent."""
 
 
 class Landing(Struct):
@@ -262,6 +286,14 @@ class Asked(Struct):
     """and whether it is waited for that: the first segment is there."""
     promised: U64
     """What the client may be given for it, at most."""
+    batch: U32
+    """The batch that its answer goes into,"""
+    place: U32
+    """and where in it."""
+    leader: U32
+    """Which it follows."""
+    unread: U32
+    """Its READ is still to be sent."""
 
 
 class Record(Struct):
@@ -332,6 +364,14 @@ class Courier(Struct):
     enough_landed: U64
     answers: Ptr[Answer]
     answer_count: U64
+    batches: Ptr[Batch]
+    batches_open: U64
+    batches_full: U64
+    """Some have all their answers."""
+    wanted_places: U64
+    """For so many blocks at once there were too few landing places."""
+    unread: U64
+    """READs that are still to be sent."""
     homes: Ptr[U32]
     """By bucket, the node that is asked; NOBODY = the courier asks nobody."""
     fetching: Ptr[U32]
@@ -415,9 +455,9 @@ def _bucket(rest_of_key: U64) -> U64:
 
 
 @native
-def _room_for(courier: Courier, namespace: U64) -> U64:
-    """How large the largest landing place of the namespace is, if more are free than its questions
-    may need; else 0."""
+def _room_for(courier: Courier, namespace: U64, count: U64) -> U64:
+    """How large the largest landing place of the namespace is, if so many are free that its
+    questions do not need; else 0."""
     spare = 0
     wanted = 0
     largest = 0
@@ -429,10 +469,15 @@ def _room_for(courier: Courier, namespace: U64) -> U64:
                 largest = 0 + landing.size
     for i in range(MAX_ASKED):
         asked = courier.asked[i]
-        if asked.state == _ASKED and asked.namespace == namespace:
+        waits = asked.state == _ASKED or asked.state == _FOLLOWS
+        if asked.state == _ON_CONVEYOR and asked.landing == _NOWHERE:
+            waits = True
+        if waits and asked.namespace == namespace:
             wanted += 1
-    if spare > wanted:
+    if spare >= wanted + count:
         return largest
+    if count > 1 and count > courier.wanted_places:
+        courier.wanted_places = count
     return 0
 
 
@@ -470,6 +515,14 @@ def _answer(courier: Courier, client: U64, number: U64) -> U64:
     answer = courier.answers[at]
     courier.answer_count += 1
     answer.client = client
+    _blank(answer, number)
+    return at
+
+
+@native
+def _blank(answer: Answer, number: U64) -> None:
+    """Have an answer say that the agent is to be asked. Its `client` is not touched: in a batch
+    there is none."""
     answer.status = ASK_AGENT
     answer.tier = 0
     answer.padding = 0
@@ -478,6 +531,19 @@ def _answer(courier: Courier, client: U64, number: U64) -> U64:
     answer.offset = 0
     answer.size = 0
     answer.digest = 0
+
+
+@native
+def _answer_to(courier: Courier, asked: Asked) -> U64:
+    """Where the answer to a question stands, which says ASK_AGENT unless it is changed; 0: nobody
+    hears it."""
+    at = 0
+    if asked.batch != _NOWHERE:
+        batch = courier.batches[asked.batch]
+        at += batch.answers + asked.place * (size_of(Answer) - WORD_BYTES) - WORD_BYTES
+        _answered_one(courier, asked.batch)
+    elif asked.client != NOBODY:
+        at += address_of(courier.answers[_answer(courier, asked.client, asked.number)])
     return at
 
 
@@ -508,9 +574,13 @@ def _asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> 
 @native
 def is_question(at: U64, length: U64) -> bool:
     """Whether a message is of a form that a client of ours says."""
-    if length != size_of(Question):
+    if length < size_of(Question):
         return False
     q = Question.at(at)
+    if length != size_of(Question):
+        more = length - size_of(Question)
+        fits = more % KEY_BYTES == 0 and more // KEY_BYTES < MAX_MANY
+        return fits and q.kind == GET_MANY and q.deadline_ms <= MAX_DEADLINE_MS
     return q.kind == RELEASE or (q.kind == GET and q.deadline_ms <= MAX_DEADLINE_MS)
 
 
@@ -530,22 +600,167 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
     if q.kind == RELEASE:
         courier.records[_record(courier, RELEASED, client)].handle = q.number
         return NOTHING
+    if q.kind == GET_MANY:
+        _hear_many(courier, client, at, length, now_ns)
+        return SEND_READ if next_read(courier) else NOTHING
     who = courier.clients[client]
     other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
     room = 0
     if other < MAX_ASKED:
         room += courier.asked[other].promised
     else:
-        room += _room_for(courier, q.namespace)
+        room += _room_for(courier, q.namespace, 1)
     why = _objection(courier, who, q, other, room)
     if why != _NO_OBJECTION:
         courier.counters[why] += 1
         _answer(courier, client, q.number)
         return NOTHING
+    number = _begin(courier, client, q, room, now_ns)
+    if other < MAX_ASKED:
+        _join(courier, number, other)
+        return NOTHING
+    _ask_first(courier, number)
+    next_read(courier)
+    return SEND_READ
+
+
+@native
+def _join(courier: Courier, number: U64, other: U64) -> None:
+    """Let a question wait for another's answer."""
+    asked = courier.asked[number]
+    asked.state = _WITH_ANOTHER
+    if courier.asked[other].state == _ON_CONVEYOR or courier.asked[other].state == _FOLLOWS:
+        asked.until_ns = asked.end_ns
+
+
+@native
+def _ask_first(courier: Courier, number: U64) -> None:
+    """Have a block's home asked, by a READ."""
+    asked = courier.asked[number]
+    asked.state = _ASKED
+    asked.home = courier.homes[_bucket(asked.rest_of_key)]
+    asked.tag = courier.next_tag
+    courier.next_tag += 1
+    asked.unread = 1
+    courier.unread += 1
+
+
+@native
+def next_read(courier: Courier) -> bool:
+    """Have the next READ that is to be sent lie at `read`; False if there is none."""
+    if courier.unread == 0:
+        return False
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.unread != 0:
+            asked.unread = 0
+            courier.unread -= 1
+            if asked.state == _ASKED:
+                u16_at(courier.read + _NAMESPACE_AT)[0] = swap16(asked.namespace)
+                u64_at(courier.read + _KEY_AT)[0] = asked.key
+                u64_at(courier.read + _KEY_AT + 8)[0] = asked.rest_of_key
+                u32_at(courier.read + _TAG_AT)[0] = _swap32(asked.tag)
+                courier.read_node = asked.home
+                return True
+    return False
+
+
+@native
+def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> None:
+    """A question for many blocks. Of those from one home the first is asked for by a READ, and the
+    others by the conveyor, once it is known that nobody shares the first."""
+    q = Question.at(at)
+    who = courier.clients[client]
+    count = 1 + (length - size_of(Question)) // KEY_BYTES
+    room = _room_for(courier, q.namespace, count)
+    why = _objection_to_many(courier, who, q, count, room)
+    if why != _NO_OBJECTION:
+        courier.counters[why] += count
+        _answer(courier, client, q.number)
+        return
+    number = 0
+    while courier.batches[number].open != 0:
+        number += 1
+    batch = courier.batches[number]
+    batch.open = 1
+    batch.client = client
+    batch.count = count
+    batch.left = count
+    courier.batches_open += 1
+    asked_number = 0 + q.number
+    keys = at + size_of(Question)
+    for i in range(count):
+        if i != 0:
+            q.key = u64_at(keys)[0]
+            q.rest_of_key = u64_at(keys)[1]
+            keys += KEY_BYTES
+        out = Answer.at(batch.answers + i * (size_of(Answer) - WORD_BYTES) - WORD_BYTES)
+        _blank(out, asked_number)
+        other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
+        home = courier.homes[_bucket(q.rest_of_key)]
+        why = 0 + _NO_OBJECTION
+        if other < MAX_ASKED:
+            if courier.asked[other].promised > room:
+                why = 0 + HELD_BYTES
+        elif home == NOBODY:
+            why = 0 + NO_HOME
+        elif courier.fetching[_bucket(q.rest_of_key)] != 0 or _may_be_here(courier, q):
+            why = 0 + HERE
+        elif _taker_for(courier, home) == NODES:
+            courier.wished = home + 1
+            why = 0 + NO_CONVEYOR
+        if why != _NO_OBJECTION:
+            courier.counters[why] += 1
+            _answered_one(courier, number)
+            continue
+        mine = _begin(courier, client, q, room, now_ns)
+        asked = courier.asked[mine]
+        asked.batch = number
+        asked.place = i
+        if other < MAX_ASKED:
+            _join(courier, mine, other)
+            continue
+        leader = _leader_of(courier, number, home)
+        if leader == MAX_ASKED:
+            _ask_first(courier, mine)
+        else:
+            asked.state = _FOLLOWS
+            asked.home = home
+            asked.leader = leader
+            asked.until_ns = asked.end_ns
+
+
+@native
+def _leader_of(courier: Courier, batch: U64, home: U64) -> U64:
+    """The question of a batch that a home is asked by a READ; MAX_ASKED if there is none yet."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state == _ASKED and asked.batch == batch and asked.home == home:
+            return i
+    return 0 + MAX_ASKED
+
+
+@native
+def _answered_one(courier: Courier, number: U64) -> None:
+    """One more answer of a batch stands."""
+    batch = courier.batches[number]
+    batch.left -= 1
+    if batch.left == 0:
+        courier.batches_full = 1
+
+
+@native
+def _begin(courier: Courier, client: U64, q: Question, room: U64, now_ns: U64) -> U64:
+    """Enter a question, for one block; there is room. Its state is the caller's to set."""
     number = 0
     while courier.asked[number].state != _FREE:
         number += 1
     asked = courier.asked[number]
+    who = courier.clients[client]
+    asked.batch = 0 + _NOWHERE
+    asked.landing = 0 + _NOWHERE
+    asked.unread = 0
+    asked.serial = 0
     asked.client = client
     asked.number = q.number
     asked.key = q.key
@@ -566,21 +781,27 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
     courier.in_flight += 1
     who.asked += 1
     who.promised_bytes += room
-    if other < MAX_ASKED:
-        asked.state = _WITH_ANOTHER
-        if courier.asked[other].state == _ON_CONVEYOR:
-            asked.until_ns = asked.end_ns
-        return NOTHING
-    asked.state = _ASKED
-    asked.home = courier.homes[_bucket(q.rest_of_key)]
-    asked.tag = courier.next_tag
-    courier.next_tag += 1
-    u16_at(courier.read + _NAMESPACE_AT)[0] = swap16(q.namespace)
-    u64_at(courier.read + _KEY_AT)[0] = q.key
-    u64_at(courier.read + _KEY_AT + 8)[0] = q.rest_of_key
-    u32_at(courier.read + _TAG_AT)[0] = _swap32(asked.tag)
-    courier.read_node = asked.home
-    return SEND_READ
+    return number
+
+
+@native
+def _objection_to_many(courier: Courier, who: Client, q: Question, count: U64, room: U64) -> U64:
+    """As `_objection`, to a batch of so many."""
+    if courier.open == 0:
+        return CLOSED
+    if not may_look_up(courier, q):
+        return NOT_READABLE
+    if who.asked + count > MAX_MANY or courier.in_flight + count > MAX_ASKED:
+        return FULL
+    if courier.record_count + courier.in_flight + count >= RECORDS_ENOUGH:
+        return FULL
+    if courier.batches_open == BATCHES:
+        return FULL
+    if room == 0:
+        return NO_LANDING
+    if not may_be_given(who, who.promised_bytes + count * room):
+        return HELD_BYTES
+    return _NO_OBJECTION
 
 
 @native
@@ -782,6 +1003,46 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
         other = courier.asked[i]
         if other.state == _WITH_ANOTHER and _is_same(asked, other):
             other.until_ns = other.end_ns
+    _ask_for_followers(courier, number, now_ns)
+
+
+@native
+def _ask_for_followers(courier: Courier, number: U64, now_ns: U64) -> None:
+    """Nobody shares what the first of a batch has brought: have the others come by the
+    conveyor."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state == _FOLLOWS and asked.leader == number:
+            place = _taker_for(courier, asked.home)
+            if place == NODES:
+                give_up(courier, i, NO_CONVEYOR)
+                continue
+            taker = courier.takers[place]
+            if taker.count == 0:
+                taker.until_ns = now_ns + courier.silence_ns
+            courier.next_serial += 1
+            asked.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | i
+            wanted = taker.draft[0]
+            wanted.number = asked.serial
+            wanted.key = asked.key
+            wanted.rest_of_key = asked.rest_of_key
+            wanted.digest = 0
+            wanted.start = 0
+            wanted.namespace = asked.namespace
+            if ask_for(taker):
+                courier.unsent = 1
+                asked.state = _ON_CONVEYOR
+            else:
+                give_up(courier, i, NO_CONVEYOR)
+
+
+@native
+def _follow_none(courier: Courier, number: U64) -> None:
+    """What the first of a batch has brought was shared: READs are better for the others."""
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state == _FOLLOWS and asked.leader == number:
+            give_up(courier, i, COMPANY)
 
 
 @native
@@ -802,6 +1063,10 @@ def _whole(courier: Courier, number: U64, digest: U64, now_ns: U64) -> None:
         landing.state = LANDING_FREE
         give_up(courier, number, WRONG_DIGEST)
         return
+    if asked.flags & (FLAG_SHARED | FLAG_RESIDENT):
+        _follow_none(courier, number)
+    else:
+        _ask_for_followers(courier, number, now_ns)
     landing.state = LANDING_BOOKED
     courier.landed += 1
     tier = 0
@@ -843,13 +1108,15 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
         who.given_bytes += landing.size
         handle = 0 + who.next_handle
         who.next_handle += 1
-        answer = courier.answers[_answer(courier, client, asked.number)]
+        answer = Answer.at(_answer_to(courier, asked))
         answer.status = GIVEN
         answer.tier = tier
         answer.handle = handle
         answer.offset = landing.offset
         answer.size = courier.table[0].copies[landing.copy].size
         answer.digest = digest
+    elif asked.batch != _NOWHERE:
+        _answered_one(courier, asked.batch)
     record = courier.records[_record(courier, LANDED if number == of else JOINED, client)]
     record.handle = handle
     record.key = asked.key
@@ -861,7 +1128,9 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     record.size = courier.table[0].copies[landing.copy].size
     record.digest = digest
     record.elapsed_ns = now_ns - asked.asked_ns
-    record.rtt_ns = brought.began_ns - brought.asked_ns
+    record.rtt_ns = 0 + NO_READ
+    if brought.frames != 0:
+        record.rtt_ns = brought.began_ns - brought.asked_ns
     if number != of:
         asked.state = _FREE
     courier.in_flight -= 1
@@ -917,7 +1186,20 @@ def reply_came(courier: Courier, taker: Taker) -> None:
     taker.block = 0
     taker.size = reply.size
     taker.there = taker.expected[taker.first].start
-    if number < MAX_ASKED:
+    if number < MAX_ASKED and courier.asked[number].landing == _NOWHERE:
+        asked = courier.asked[number]
+        place = _landing_for(courier, asked.namespace, reply.size, asked.promised)
+        if place == courier.landing_count:
+            give_up(courier, number, NO_LANDING)
+            return
+        asked.landing = place
+        landing = courier.landings[place]
+        landing.state = LANDING_TAKEN
+        of = courier.table[0].copies[landing.copy]
+        of.size = reply.size
+        of.digest = _swap64(reply.digest)
+        taker.block = landing.address
+    elif number < MAX_ASKED:
         landing = courier.landings[courier.asked[number].landing]
         if is_of(courier.table[0].copies[landing.copy], reply):
             taker.block = landing.address
@@ -967,7 +1249,7 @@ def _hand_over(courier: Courier, number: U64, why: U64) -> None:
     if asked.client != NOBODY:
         courier.clients[asked.client].asked -= 1
         courier.clients[asked.client].promised_bytes -= asked.promised
-        _answer(courier, asked.client, asked.number)
+    _answer_to(courier, asked)
 
 
 @native
@@ -987,7 +1269,8 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
             taker = courier.takers[place]
             if taker.taking != 0 and taker.expected[taker.first].number == asked.serial:
                 taker.block = 0
-        courier.landings[asked.landing].state = LANDING_FREE
+        if asked.landing != _NOWHERE:
+            courier.landings[asked.landing].state = LANDING_FREE
     asked.state = _ASKED
     record = courier.records[_record(courier, FAILED, asked.client)]
     record.flags = why
@@ -1003,11 +1286,15 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
             if i != number:
                 other.state = _FREE
     asked.state = _FREE
+    for i in range(MAX_ASKED):
+        follower = courier.asked[i]
+        if follower.state == _FOLLOWS and follower.leader == number:
+            give_up(courier, i, why)
 
 
 @native
 def _why_late(asked: Asked) -> U64:
-    if asked.state == _ON_CONVEYOR:
+    if asked.state == _ON_CONVEYOR or asked.state == _FOLLOWS:
         return CUT_OFF
     if asked.waits != 0:
         return NOT_OFFERED
@@ -1068,6 +1355,17 @@ def leave(courier: Courier, client: U64) -> None:
     for i in range(courier.answer_count):
         if courier.answers[i].client == client:
             courier.answers[i].client = NOBODY
+    for i in range(BATCHES):
+        batch = courier.batches[i]
+        if batch.open != 0 and batch.client == client:
+            batch.client = NOBODY
+
+
+@native
+def close_batch(courier: Courier, number: U64) -> None:
+    """The answers of a batch have been sent, or nobody hears them."""
+    courier.batches[number].open = 0
+    courier.batches_open -= 1
 
 
 # --- Python's side ----------------------------------------------------------------------------
@@ -1109,6 +1407,8 @@ class Compiled(NamedTuple):
     block_came: Callable[[int, int, int, int], None]
     progressed: Callable[[int, int, int], None]
     cut_off: Callable[[int, int], None]
+    next_read: Callable[[int], bool]
+    close_batch: Callable[[int, int], None]
 
 
 @cache
@@ -1116,7 +1416,7 @@ def compiled() -> Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
     functions = (
         *(hear, frame_came, came, expire, yield_block, yield_all, leave),
-        *(reply_came, block_came, progressed, cut_off),
+        *(reply_came, block_came, progressed, cut_off, next_read, close_batch),
     )
     library = Library(*functions)
     return Compiled(*(library.call(function) for function in functions))

@@ -460,10 +460,8 @@ class SimAgent(Process):
         courier = self.courier
         assert courier is not None
         courier.prepare(self.now)
-        read = courier.hear(number, question, self.now)
-        if read is not None:
+        for node, datagram in courier.hear(number, question, self.now):
             self._follow_pool()
-            node, datagram = read
             wrap = self._wrap.get(node)
             if wrap is not None:
                 self.core.metrics.frames_sent_total += 1

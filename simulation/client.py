@@ -21,7 +21,9 @@ from kvcast.protocol.messages.questions import (
     ANSWER,
     FIRST_HANDLE,
     GET,
+    GET_MANY,
     GIVEN,
+    MAX_MANY,
     QUESTION,
     RELEASE,
     TIERS,
@@ -44,6 +46,10 @@ _LATE_PINS: Final = 0.1
 Owed = Callable[[int, Name], frozenset[tuple[int, int]]]
 """(reader, name): the copies, by host and identity, of which one must be readable now; none if
 nothing is owed."""
+
+
+_HANDED_OVER: Final = local.GotBlock("handed_over")
+"""What the courier has left to the agent."""
 
 
 class Client:
@@ -167,12 +173,36 @@ class Client:
         keys = [key for (_, key), _ in asked]
         request = local.Get(number, namespace, keys, deadline_s, gather_ms, group, expect)
         meaning = self._local.meaning(namespace)
-        alone = len(keys) == 1 and not (gather_ms or group or expect)
-        if self._courier is None or not alone or meaning is None:
+        few = len(keys) <= MAX_MANY and not (gather_ms or group or expect)
+        if self._courier is None or not few or meaning is None:
             self._ask(request, number, answered)
             return
+
+        def partly(by_courier: local.Got) -> None:
+            """Ask the agent for what the courier has left to it."""
+            blocks = by_courier.blocks
+            places = [at for at, block in enumerate(blocks) if block.status == _HANDED_OVER.status]
+            if not places:
+                answered(by_courier)
+                return
+            rest = self._number()
+            left_s = max(0.0, deadline_s - (self.agent.now - began))
+
+            def merged(reply: local.AgentReply) -> None:
+                if isinstance(reply, local.Got):
+                    came = reply.blocks
+                else:
+                    assert isinstance(reply, local.Failed), reply
+                    came = [local.GotBlock(reply.status, reply.reason)] * len(places)
+                for at, block in zip(places, came, strict=True):
+                    blocks[at] = block
+                answered(local.Got(number, blocks))
+
+            wanted = [keys[at] for at in places]
+            self._ask(local.Get(rest, namespace, wanted, left_s), rest, merged)
+
         self._asked_courier[number] = lambda by_courier: (
-            answered(by_courier)
+            partly(by_courier)
             if by_courier is not None
             else self._ask(
                 msgspec.structs.replace(
@@ -183,20 +213,23 @@ class Client:
             )
         )
         began = self.agent.now
-        question = QUESTION.pack(GET, namespace, int(deadline_s * 1000), number, keys[0], meaning)
-        self.agent.ask_courier(self._courier, question)
+        kind = GET if len(keys) == 1 else GET_MANY
+        question = QUESTION.pack(kind, namespace, int(deadline_s * 1000), number, keys[0], meaning)
+        self.agent.ask_courier(self._courier, question + b"".join(keys[1:]))
 
     def _courier_told(self, answer: bytes) -> None:
-        status, tier, _, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
+        blocks = []
+        number: int = ANSWER.unpack_from(answer)[3]
+        for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
+            if status == GIVEN:
+                self._host.world.counts["get.by_the_courier"] += 1
+                blocks.append(local.GotBlock(local.OK, "", TIERS[tier], *found))
+            else:
+                blocks.append(_HANDED_OVER)
         then = self._asked_courier.pop(number)
-        if self.closed:
-            return
-        if status != GIVEN:
-            then(None)
-            return
-        self._host.world.counts["get.by_the_courier"] += 1
-        block = local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
-        then(local.Got(number, [block]))
+        if not self.closed:
+            refused = all(block is _HANDED_OVER for block in blocks)
+            then(None if refused else local.Got(number, blocks))
 
     def _take(
         self,

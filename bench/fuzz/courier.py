@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -36,7 +37,10 @@ from kvcast.protocol.messages.questions import (
     ANSWER,
     ASK_AGENT,
     GET,
+    GET_MANY,
     GIVEN,
+    KEY,
+    MAX_MANY,
     QUESTION,
     RELEASE,
     TIERS,
@@ -171,8 +175,8 @@ class Stand:
         self.sessions: list[Session] = []
         self.numbers: list[int] = []
         self._regions: list[memoryview] = []
-        self.asked: list[dict[int, int]] = []
-        """By client, the questions without an answer: the block of each, -1 = of no form."""
+        self.asked: list[dict[int, list[int]]] = []
+        """By client, the questions without an answer: the blocks of each, -1 = nobody's."""
         self.held: list[dict[int, tuple[int, int, int]]] = []
         """By client, what it was given by handle: block, offset and size."""
         self.given = 0
@@ -232,21 +236,28 @@ class Stand:
             self._told(self.numbers.index(number), answer)
 
     def _told(self, client: int, answer: bytes) -> None:
-        status, tier, rest, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
-        block = self.asked[client].pop(number, None)
-        assert block is not None, f"an answer to no question: {answer.hex()}"
-        assert not rest
-        assert tier < len(TIERS)
-        if status == ASK_AGENT:
+        told = list(ANSWER.iter_unpack(answer))
+        number = told[0][3]
+        blocks = self.asked[client].pop(number, None)
+        assert blocks is not None, f"an answer to no question: {answer.hex()}"
+        if len(told) == 1 and told[0][0] == ASK_AGENT:
             self.handed_over += 1
             return
-        assert status == GIVEN
-        assert handle not in self.held[client]
-        assert block >= 0, "what nobody has was given"
-        self.given += 1
-        self.held[client][handle] = block, offset, size_bytes
-        assert digest == digest_of(content_of(block))
-        self._look(client, handle)
+        for block, each in zip(blocks, told, strict=True):
+            status, tier, rest, of, handle, offset, size_bytes, digest = each
+            assert of == number
+            assert not rest
+            assert tier < len(TIERS)
+            if status == ASK_AGENT:
+                self.handed_over += 1
+                continue
+            assert status == GIVEN
+            assert handle not in self.held[client]
+            assert block >= 0, "what nobody has was given"
+            self.given += 1
+            self.held[client][handle] = block, offset, size_bytes
+            assert digest == digest_of(content_of(block))
+            self._look(client, handle)
 
     def _look(self, client: int, handle: int) -> None:
         block, offset, size_bytes = self.held[client][handle]
@@ -259,24 +270,25 @@ class Stand:
         number = self.numbers[client]
         if self.courier.state_of(number) != CLIENT_HERE:
             return
-        block = -1
-        if len(message) == QUESTION.size:
-            kind, namespace, deadline_ms, asked, key, _ = QUESTION.unpack(message)
-            if kind == RELEASE and asked in self.held[client]:
+        wanted: set[tuple[int, bytes]] = set()
+        more, rest = divmod(len(message) - QUESTION.size, KEY_BYTES)
+        if 0 <= more < MAX_MANY and not rest:
+            kind, namespace, deadline_ms, asked, key, _ = QUESTION.unpack_from(message)
+            if kind == RELEASE and not more and asked in self.held[client]:
                 self._look(client, asked)
                 del self.held[client][asked]
-            for each in range(BLOCKS):
-                block = each if (namespace, key) == (NAMESPACE, key_of(each)) else block
-            if kind == GET and deadline_ms <= 3_600_000:
+            keys = [key, *(k for (k,) in KEY.iter_unpack(message[QUESTION.size :]))]
+            wanted = {(namespace, each) for each in keys}
+            names = {(NAMESPACE, key_of(each)): each for each in range(BLOCKS)}
+            blocks = [names.get((namespace, each), -1) for each in keys]
+            if kind == (GET_MANY if more else GET) and deadline_ms <= 3_600_000:
                 if asked in self.asked[client]:
                     return  # a client that cannot tell its own questions apart: no answer is wrong
-                self.asked[client][asked] = block
-        read = self.courier.hear(number, message, self.now)
-        if read is not None:
-            node, datagram = read
+                self.asked[client][asked] = blocks
+        for node, datagram in self.courier.hear(number, message, self.now):
             assert node == HOME
             frame = decode(datagram)
-            assert (frame.namespace, frame.key) == (namespace, key)
+            assert (frame.namespace, frame.key) in wanted
             self.reads.append(datagram)
         self.settle()
 
@@ -287,6 +299,13 @@ class Stand:
             client,
             QUESTION.pack(GET, NAMESPACE, deadline_ms, self._next, key_of(block), self.meaning),
         )
+
+    def ask_many(self, client: int, blocks: Sequence[int], *, deadline_ms: int = 1000) -> None:
+        """A client asks for several at once."""
+        self._next += 1
+        first, *rest = map(key_of, blocks)
+        question = QUESTION.pack(GET_MANY, NAMESPACE, deadline_ms, self._next, first, self.meaning)
+        self.say(client, question + b"".join(rest))
 
     def give_back(self, client: int, handle: int) -> None:
         """A client releases what it holds, or says so."""
@@ -339,7 +358,8 @@ class Stand:
         if self.conveyor is not None:
             said = self.courier.requests_to_send(self.conveyor)
             for number, key, digest, start, namespace, rest in REQUEST.iter_unpack(said):
-                assert (namespace, rest, start) == (NAMESPACE, 0, SEGMENT_BYTES)
+                assert (namespace, rest) == (NAMESPACE, 0)
+                assert start in (0, SEGMENT_BYTES)
                 self.wanted.append(Wanted(number, key, digest, start))
             if self.conveyor in self.courier.take_cut_off():
                 self.courier.conveyor_gone(self.now, self.conveyor)
@@ -464,7 +484,8 @@ class CourierHarness(Harness):
         ask = bytes([1, 0, 13]) + bytes([15, 0, 1]) + bytes([8, 13, 0])
         large = first + ask + bytes([12, 0, 4]) + bytes([1, 1, 14, 8, 14, 0, 15, 0, 2])
         wrong = bytes([1, 0, 15, 15, 0, 3, 8, 15, 0])
-        conveyed = [large + bytes([13, 1, 1]), first + wrong + bytes([13, 0, 5])]
+        many = bytes([6, 1, 0, 9, 1, 0, 14, 0, 90, 15, 6, 130, 8, 2, 0]) + bytes([12, 0, 3]) * 7
+        conveyed = [many, large + bytes([13, 1, 1]), first + wrong + bytes([13, 0, 5])]
         small = [whole, whole + both, whole + bytes([1, 0, 2]) + data, whole + raw + datagram]
         return [*conveyed, *small]
 
@@ -524,6 +545,10 @@ class CourierHarness(Harness):
                     else:
                         stand.brought(data[at : at + what])
                         at += what
+                case 15 if how >= 128:
+                    count = 2 + what % 12
+                    step_by = 1 + what // 64
+                    stand.ask_many(client, [(how + n * step_by) % BLOCKS for n in range(count)])
                 case 15:
                     stand.receive(offer_of(LARGE + how % (BLOCKS - LARGE)))
                 case _:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,10 @@ from kvcast.protocol.messages.questions import (
     ASK_AGENT,
     FIRST_HANDLE,
     GET,
+    GET_MANY,
     GIVEN,
     MAX_DEADLINE_MS,
+    MAX_MANY,
     QUESTION,
     RELEASE,
     TIERS,
@@ -86,6 +89,8 @@ class Part:
     keys: list[bytes]
 
 
+_HANDED_OVER: Final = local.GotBlock("handed_over", "")
+"""What the courier has left to the agent."""
 Arrived: TypeAlias = tuple[int, Outcome]
 """Where a key stands in a get, and what came of it."""
 Ack: TypeAlias = Literal["", "home", "replicas", "local"]
@@ -257,7 +262,7 @@ class Conversation:
         self, number: int, namespace: int, keys: list[bytes], deadline_s: float
     ) -> bytes:
         """The question for the courier, if it is one for it."""
-        if not self.has_courier or len(keys) != 1 or self._local is None:
+        if not self.has_courier or len(keys) > MAX_MANY or self._local is None:
             return b""
         passes = self._passes.get(namespace, 0)
         if passes:
@@ -267,21 +272,30 @@ class Conversation:
         if meaning is None:
             return b""
         deadline_ms = min(int(deadline_s * 1000), MAX_DEADLINE_MS)
-        return QUESTION.pack(GET, namespace, deadline_ms, number, keys[0], meaning)
+        kind = GET if len(keys) == 1 else GET_MANY
+        question = QUESTION.pack(kind, namespace, deadline_ms, number, keys[0], meaning)
+        return question + b"".join(keys[1:])
 
     def heard_of_courier(self, answer: bytes) -> tuple[int, local.Got | None]:
         """What the courier has said: to which question, and the answer; None = the agent is to be
         asked. An answer that nobody waits for is to be given back."""
-        if len(answer) != ANSWER.size:
+        if not answer or len(answer) % ANSWER.size:
             raise AgentGoneError("the courier is not understood")
-        status, tier, _, number, handle, offset, size_bytes, digest = ANSWER.unpack(answer)
-        if status not in (GIVEN, ASK_AGENT) or tier >= len(TIERS):
-            raise AgentGoneError("the courier is not understood")
-        if status == ASK_AGENT:
+        blocks = []
+        refused = True
+        number: int = ANSWER.unpack_from(answer)[3]
+        for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
+            if status == GIVEN and tier < len(TIERS):
+                refused = False
+                blocks.append(local.GotBlock(local.OK, "", TIERS[tier], *found))
+            elif status == ASK_AGENT:
+                blocks.append(_HANDED_OVER)
+            else:
+                raise AgentGoneError("the courier is not understood")
+        if refused:
             return number, None
         self._refused.clear()
-        given = local.GotBlock(local.OK, "", TIERS[tier], handle, offset, size_bytes, digest)
-        return number, local.Got(number, [given])
+        return number, local.Got(number, blocks)
 
     def handed_over(self, ask: Ask, left_s: float) -> Ask:
         """What the agent is to be asked where the courier has no answer, and so much is left of the
@@ -428,16 +442,41 @@ class Conversation:
                 if not (gather_ms or group or expect):
                     courier = self._for_courier(number, namespace, batch, deadline_s)
                 ask = Ask(request, deadline_s + GRACE_S, courier)
+                began = time.monotonic()
                 got = self._checked((yield ask), local.Got)
-                came = map(self._outcome, batch, _one_each(batch, got.blocks))
+                blocks = _one_each(batch, got.blocks)
+                came = map(self._outcome, batch, blocks)
                 for place, outcome in zip(places, came, strict=True):
                     outcomes[place] = outcome
+                if courier and _HANDED_OVER in blocks:
+                    left_s = deadline_s - (time.monotonic() - began)
+                    yield from self._get_rest(namespace, checked, outcomes, max(left_s, 0.0))
         except BaseException:
             for given in outcomes:
                 if given is not None and given.block is not None:
                     given.block.release()
             raise
         return cast(list[Outcome], outcomes)
+
+    def _get_rest(
+        self,
+        namespace: int,
+        keys: list[bytes],
+        outcomes: list[Outcome | None],
+        deadline_s: float,
+    ) -> Call[None]:
+        """Ask the agent for what the courier has handed over."""
+        places = [
+            at
+            for at, outcome in enumerate(outcomes)
+            if outcome is not None and outcome.status == _HANDED_OVER.status
+        ]
+        batch = [keys[at] for at in places]
+        request = local.Get(next(self._numbers), namespace, batch, deadline_s)
+        got = self._checked((yield Ask(request, deadline_s + GRACE_S)), local.Got)
+        came = map(self._outcome, batch, _one_each(batch, got.blocks))
+        for place, outcome in zip(places, came, strict=True):
+            outcomes[place] = outcome
 
     def get_parts(
         self,

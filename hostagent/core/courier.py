@@ -41,7 +41,7 @@ from kvcast.protocol.conveyor import (
     Taker,
 )
 from kvcast.protocol.courier import NOBODY, RECORD, Told
-from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE
+from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE, MAX_MANY
 from kvcast.protocol.messages.wire import (
     BUCKETS,
     CELLS,
@@ -67,6 +67,8 @@ STOCK: Final = 16
 """Landing places of one namespace."""
 QUOTA_SHARE: Final = 32
 """Of a namespace's quota they take this part at most: its blocks pay for them."""
+MOST_STOCK: Final = 160
+"""The same where gets of many blocks come."""
 LARGE_STOCK: Final = 8
 """The same of blocks of more than one segment."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
@@ -135,6 +137,8 @@ class _Size:
     wrong: int = 0
     """How often in a row one was of another size."""
     not_before: float = -inf
+    stock: int = STOCK
+    """Landing places that it is to have."""
 
 
 @dataclass(slots=True)
@@ -229,6 +233,12 @@ class Courier:
         mine.records = ctypes.addressof(self._records)
         self._answers = self._array(courier.Answer, courier.ANSWERS)
         mine.answers = ctypes.addressof(self._answers)
+        self._batches = self._array(courier.Batch, courier.BATCHES)
+        mine.batches = ctypes.addressof(self._batches)
+        for batch in self._batches:
+            answers = bytearray(MAX_MANY * ANSWER.size)
+            self._kept.append(answers)
+            batch.answers = address_of_buffer(answers)
         self._homes = (ctypes.c_uint32 * BUCKETS)(*[NOBODY] * BUCKETS)
         mine.homes = ctypes.addressof(self._homes)
         self.fetching = (ctypes.c_uint32 * BUCKETS)()
@@ -286,16 +296,21 @@ class Courier:
 
     # --- without sockets: the simulation, fuzzers and tests ---------------------------------------
 
-    def hear(self, number: int, data: bytes, now: float) -> tuple[int, bytes] | None:
-        """What a client says, at a time; a READ that is to be sent, and the node that it is for."""
+    def hear(self, number: int, data: bytes, now: float) -> list[tuple[int, bytes]]:
+        """What a client says, at a time; READs that are to be sent, and the nodes that they are
+        for."""
         buffer = bytearray(data) or bytearray(1)
         at = address_of_buffer(buffer)
         told = self.code.hear(self.address, number, at, len(data), _ns(now))
         if told == courier.OFFENCE:
             self._clients[number].state = courier.CLIENT_OFFENDS
-        if told != courier.SEND_READ:
-            return None
-        return self._courier.read_node, bytes(self.read[_READ_LEAD : _READ_LEAD + self.read_bytes])
+        reads = []
+        more = told == courier.SEND_READ
+        while more:
+            read = bytes(self.read[_READ_LEAD : _READ_LEAD + self.read_bytes])
+            reads.append((self._courier.read_node, read))
+            more = self.code.next_read(self.address)
+        return reads
 
     def frames_came(self, why: int, now: float) -> bool:
         """Take what is the courier's own of what `place` has put in its place, and of the frame at
@@ -313,12 +328,14 @@ class Courier:
     def take_answers(self) -> list[tuple[int, bytes]]:
         """What clients are told, each with its number."""
         count: int = self._courier.answer_count
-        self._courier.answer_count = 0
-        return [
-            (answer.client, bytes(answer)[-ANSWER.size :])
-            for answer in self._answers[:count]
-            if answer.client != NOBODY
-        ]
+        self._courier.answer_count = self._courier.batches_full = 0
+        told = [(a.client, bytes(a)[-ANSWER.size :]) for a in self._answers[:count]]
+        for number, batch in enumerate(self._batches):
+            if batch.open and not batch.left:
+                data = ctypes.string_at(batch.answers, batch.count * ANSWER.size)
+                told.append((batch.client, data))
+                self.code.close_batch(self.address, number)
+        return [(client, data) for client, data in told if client != NOBODY]
 
     def requests_to_send(self, number: int) -> bytes:
         """What is to be said on a conveyor."""
@@ -442,6 +459,9 @@ class Courier:
         if seen != self._seen:
             self._follow(seen)
         self._courier.open = not self._shut and self._requester.reads_alone(now)
+        if self._courier.wanted_places:
+            self._want(self._courier.wanted_places)
+            self._courier.wanted_places = 0
         if self._short and not self._shut and now >= self._no_room_until:
             self._fill(now)
 
@@ -508,6 +528,14 @@ class Courier:
 
     # --- landing places ---------------------------------------------------------------------------
 
+    def _want(self, places: int) -> None:
+        """There were too few for so many blocks at once."""
+        stock = min(max(STOCK, places + STOCK), MOST_STOCK)
+        for known in self._sizes.values():
+            if known.stock < stock:
+                known.stock = stock
+                self._short = True
+
     def _fill(self, now: float) -> None:
         """Have a stock of landing places for each size."""
         budget = self._most_bytes - sum(copy.reserved_bytes for copy in self._places.values())
@@ -522,12 +550,12 @@ class Courier:
                 continue
             reserved_bytes = self._store.allocator.extent_bytes(known.size_bytes)
             have = sum(c.block.namespace == namespace for c in self._places.values())
-            most = LARGE_STOCK if large else STOCK
+            most = LARGE_STOCK if large else known.stock
             quota = self._store.quota_of(namespace)
             if quota:
                 most = min(most, quota // QUOTA_SHARE // reserved_bytes)
             for _ in range(have, most):
-                if budget < reserved_bytes:
+                if budget < reserved_bytes or len(self._places) == courier.LANDINGS:
                     break
                 try:
                     copy = self._store.reserve(BlockId(namespace, b""), known.size_bytes)
@@ -622,13 +650,16 @@ class Courier:
             known.wrong = 0
         metrics = self._metrics
         metrics.fetches_total += 1
-        first_bytes = min(told.size_bytes, SEGMENT_BYTES)
+        was_read = told.rtt_ns != courier.NO_READ
+        first_bytes = min(told.size_bytes, SEGMENT_BYTES) if was_read else 0
         metrics.payload_bytes_received_udp_total += first_bytes
         if first_bytes < told.size_bytes:
             metrics.payload_bytes_received_bulk_get_total += told.size_bytes - first_bytes
             self.counters.conveyed_bytes += told.size_bytes - first_bytes
             self._pauses.pop(told.home, None)
         metrics.fetch_time.add(told.elapsed_ns / 1e9)
+        if not was_read:
+            return landed
         self._requester.was_read(
             now,
             told.home,

@@ -71,6 +71,7 @@ from kvcast.native.subset import (
 from kvcast.protocol import courier as couriers
 from kvcast.protocol.conveyor import GIVEN_ROOM, NODES, Given
 from kvcast.protocol.courier import (
+    BATCHES,
     CLIENT_GONE,
     CLIENT_HERE,
     CLIENT_OFFENDS,
@@ -80,14 +81,16 @@ from kvcast.protocol.courier import (
     RECORDS_ENOUGH,
     SEND_READ,
     Answer,
-    Question,
+    Batch,
     came,
+    close_batch,
     expire,
     frame_came,
     hear,
+    next_read,
 )
 from kvcast.protocol.lane import JOBS, Lane, NativeLane, answer
-from kvcast.protocol.messages.questions import QUESTION
+from kvcast.protocol.messages.questions import KEY, MAX_MANY, QUESTION
 from kvcast.protocol.messages.shared import WORD_BYTES
 from kvcast.protocol.placement import (
     ALL_PLACED,
@@ -111,6 +114,7 @@ _ROUNDS: Final = 4
 """Of frames, before others have their turn."""
 _MAX_DESCRIPTORS: Final = 65_536
 """A client with a higher one asks the agent for everything."""
+_QUESTION_BYTES: Final = QUESTION.size + (MAX_MANY - 1) * KEY.size
 _SPARE: Final = 8
 """Room for more than a question, so that what is too long shows."""
 _LOOK_S: Final = 1.0
@@ -176,6 +180,26 @@ def send_answers(w: Waiting) -> None:
                 who.state = CLIENT_GONE
                 w.attention = 1
     courier.answer_count = 0
+    if courier.batches_full != 0:
+        courier.batches_full = 0
+        for i in range(BATCHES):
+            batch = courier.batches[i]
+            if batch.open != 0 and batch.left == 0:
+                send_batch(w, batch)
+                close_batch(courier, i)
+
+
+@native
+def send_batch(w: Waiting, batch: Batch) -> None:
+    """Send the answers to a question for many blocks."""
+    if batch.client == NOBODY:
+        return
+    who = w.courier[0].clients[batch.client]
+    if who.state == CLIENT_HERE:
+        size = batch.count * (size_of(Answer) - WORD_BYTES)
+        if write(w.descriptors[batch.client], batch.answers, size) < 0:
+            who.state = CLIENT_GONE
+            w.attention = 1
 
 
 @native
@@ -190,7 +214,7 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
     """One message of a client."""
     courier = w.courier[0]
     who = courier.clients[client]
-    got = recv(w.descriptors[client], w.question, size_of(Question) + _SPARE, MSG_DONTWAIT)
+    got = recv(w.descriptors[client], w.question, _QUESTION_BYTES + _SPARE, MSG_DONTWAIT)
     if got < 0:
         return
     if got == 0:
@@ -201,7 +225,8 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
     if told == OFFENCE:
         who.state = CLIENT_OFFENDS
         w.attention = 1
-    elif told == SEND_READ:
+    more = told == SEND_READ
+    while more:
         m = w.moves[0]
         if w.lead != 0:
             copy(w.read, w.leads + courier.read_node * w.lead, w.lead)
@@ -214,6 +239,7 @@ def serve(w: Waiting, client: U64, now_ns: U64) -> None:
         send(m, 1)
         if m.waiting_count != 0:
             w.attention = 1
+        more = next_read(courier)
     send_answers(w)
 
 
@@ -329,7 +355,9 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
             return kept
         if courier.wished != 0 or courier.cut != 0 or giving.given_count >= _GIVEN_ENOUGH:
             return 0
-        if courier.record_count >= RECORDS_ENOUGH or courier.landed >= courier.enough_landed:
+        if courier.record_count >= RECORDS_ENOUGH:
+            return 0
+        if courier.landed >= courier.enough_landed and courier.batches_open == 0:
             return 0
         if lane.marked_count != 0 or lane.answered_count >= LANE_ENOUGH:
             return 0
@@ -449,7 +477,7 @@ class CourierDriver:
         self.connect: Callable[[int], None] = lambda _node: None
         """Told of a node that there had better be a conveyor from."""
         waiting.conveyors = self.conveyors.address
-        self._question = bytearray(QUESTION.size + 2 * _SPARE)
+        self._question = bytearray(_QUESTION_BYTES + 2 * _SPARE)
         waiting.epoll = selector.fileno()
         waiting.frames = frames.fileno()
         waiting.courier = courier.address

@@ -14,6 +14,12 @@ QUESTION: Final = struct.Struct("=HHIQ16sQ")
 said to mean (0: nothing was said). RELEASE: its number is the handle, and all else is 0."""
 GET: Final = 1
 RELEASE: Final = 2
+GET_MANY: Final = 3
+"""As GET, and behind it further keys: blocks of one namespace, `MAX_MANY` at most. The answer is
+one message with an ANSWER for each, in their order, all with the question's number; or a single
+one that says ASK_AGENT: for all of them."""
+MAX_MANY: Final = 128
+KEY: Final = struct.Struct("=16s")
 MAX_DEADLINE_MS: Final = 3_600_000
 
 ANSWER: Final = struct.Struct("=HHI5Q")
@@ -22,7 +28,7 @@ digest. ASK_AGENT: the number; all else is 0."""
 GIVEN: Final = 1
 ASK_AGENT: Final = 2
 TIERS: Final = ("home", "shared", "switch")
-COURIER_BYTES: Final = 2 * ANSWER.size
+COURIER_BYTES: Final = (MAX_MANY + 1) * ANSWER.size
 """For who reads an answer: more than one has."""
 FIRST_HANDLE: Final = 1 << 62
 """Handles of what the courier gives count from here on; those of the socket from below."""

@@ -30,6 +30,10 @@ def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
                 steps += bytes([12, 0, rng.randrange(7)])
             steps += bytes([9, block, 0]) * (rng.random() < 0.8)
             continue
+        if large and rng.random() < 0.2:  # several in one question
+            steps += bytes([15, rng.randrange(256), 128 + rng.randrange(128)])
+            steps += bytes([8, rng.randrange(BLOCKS), 0]) * 2 + bytes([12, 0, 2]) * rng.randrange(9)
+            continue
         if large and rng.random() < 0.3:
             how = rng.choice([0, 90, 90, 90, 150])
             steps += bytes(rng.choice([[13, rng.randrange(5), rng.randrange(7)], [14, 0, how]]))

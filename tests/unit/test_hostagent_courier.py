@@ -29,9 +29,9 @@ from kvcast.hostagent.core.courier import (
 )
 from kvcast.hostagent.core.store import StoreRules
 from kvcast.protocol.conveyor import REPLY
-from kvcast.protocol.courier import CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
+from kvcast.protocol.courier import BATCHES, CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
 from kvcast.protocol.messages.control import BlockRef, Residents
-from kvcast.protocol.messages.questions import GET, QUESTION, RELEASE
+from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
     FLAG_LAST,
     FLAG_RETRY,
@@ -635,3 +635,130 @@ def test_a_client_is_promised_no_more_than_it_may_hold(large: Stand) -> None:
         large.ask(1, 14)
     assert reasons(large) == {"held_bytes": 1}
     large.end()
+
+
+# --- several blocks in one question -----------------------------------------------------------
+
+SMALL = (1, 2, 3, 7, 8, 9)
+"""Blocks of about one size."""
+
+
+@pytest.fixture
+def many(stand: Stand) -> Stand:
+    """With blocks of one size expected, none here, and a conveyor from their home."""
+    stand.store.drop(block_of(1))
+    stand.begin_conveyor()
+    return stand
+
+
+def test_of_many_blocks_the_first_is_read_and_the_others_come_by_the_conveyor(many: Stand) -> None:
+    many.ask_many(0, SMALL)
+    (read,) = map(decode, many.reads)
+    assert read.key == key_of(1)
+    assert not many.wanted
+    many.bring(1)
+    assert [wanted.key for wanted in many.wanted] == list(map(key_of, SMALL[1:]))
+    assert {(wanted.start, wanted.digest) for wanted in many.wanted} == {(0, 0)}
+    for _ in SMALL[1:]:
+        assert not many.given, "one message answers them all"
+        many.reply(pieces=3)
+    assert many.given == len(SMALL)
+    assert [block for block, _, _ in many.held[0].values()] == list(SMALL)
+    metrics = many.core.metrics
+    assert metrics.gets_total == len(SMALL)
+    sizes = [len(content_of(number)) for number in SMALL]
+    assert metrics.payload_bytes_received_udp_total == 2 * sizes[0]  # once to know the size
+    assert metrics.payload_bytes_received_bulk_get_total == sum(sizes[1:])
+    many.end()
+
+
+def test_what_is_shared_is_read_by_the_agent_but_for_the_first(many: Stand) -> None:
+    many.ask_many(0, SMALL)
+    last = -(-len(content_of(1)) // 1024) - 1
+    for chunk in range(last + 1):
+        flags = FLAG_SHARED | (FLAG_LAST if chunk == last else 0)
+        many.receive(frame_of(1, chunk, flags=flags))
+    assert many.given == 1
+    assert reasons(many) == {"company": len(SMALL) - 1}
+    many.end()
+
+
+def test_what_follows_a_block_that_does_not_come_is_handed_over_with_it(many: Stand) -> None:
+    many.ask_many(0, SMALL)
+    many.miss(1)
+    assert reasons(many) == {"missed": len(SMALL)}
+    assert many.handed_over == len(SMALL)
+    many.end()
+
+
+def test_what_does_not_come_is_handed_over_and_the_others_are_given(many: Stand) -> None:
+    many.put(3)
+    many.ask_many(0, (1, 2, 3, 7, 5, 8))
+    many.bring(1)
+    many.reply()
+    many.reply(spoil=4)  # 7: its home has not got it
+    many.reply()  # 5: it is of another size
+    many.reply(spoil=1)  # 8: other bytes
+    assert [block for block, _, _ in many.held[0].values()] == [1, 2]
+    assert reasons(many) == {"here": 1, "missed": 1, "no_landing": 1, "wrong_digest": 1}
+    many.end()
+
+
+def test_a_block_that_is_asked_for_twice_in_a_batch_comes_once(many: Stand) -> None:
+    many.ask_many(0, (1, 2, 2, 1))
+    many.ask(1, 2)
+    many.bring(1)
+    assert len(many.wanted) == 1
+    many.reply()
+    assert [block for block, _, _ in many.held[0].values()] == [1, 2, 2, 1]
+    assert [block for block, _, _ in many.held[1].values()] == [2]
+    many.end()
+
+
+def test_where_many_come_there_is_soon_room_for_many() -> None:
+    stand = Stand()
+    stand.fetch(5)
+    stand.bring(5)
+    stand.store.drop(block_of(5))
+    stand.begin_conveyor()
+    unknown = [100 + number for number in range(STOCK + 4)]
+    stand.ask_many(0, unknown)
+    assert reasons(stand) == {"no_landing": len(unknown)}
+    stand.ask_many(0, unknown)
+    assert reasons(stand) == {"no_landing": len(unknown)}
+    assert len(stand.reads) == 1
+    stand.end()
+
+
+def test_a_client_that_goes_takes_its_batch_along(many: Stand) -> None:
+    for _ in range(2 * BATCHES):
+        many.ask_many(0, SMALL[:3])
+        many.leave(0)
+    many.bring(1)
+    while many.wanted:
+        many.reply()
+    many.end()
+    assert not many.courier._courier.batches_open
+
+
+def test_so_many_blocks_and_batches_are_asked_for_at_once_and_no_more(many: Stand) -> None:
+    many.ask_many(0, [100] * (MAX_MANY + 1))
+    assert many.courier.state_of(many.numbers[0]) == CLIENT_OFFENDS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(many.sessions[0]), "may_be_given", lambda _self: (0, 1 << 40))
+        many.leave(0)
+        many.leave(0)  # both are new now
+        for _ in range(BATCHES + 1):
+            many.ask_many(0, [1, 2])
+    assert reasons(many) == {"full": 2}
+    many.end()
+
+
+def test_a_conveyor_that_ends_hands_a_batch_over(many: Stand) -> None:
+    many.ask_many(0, SMALL)
+    many.bring(1)
+    many.reply()
+    many.end_conveyor()
+    assert many.given == 2
+    assert reasons(many) == {"cut_off": len(SMALL) - 2}
+    many.end()
