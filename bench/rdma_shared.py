@@ -3,37 +3,47 @@ blocks at once, in a pool of emulated machines on kvcast's own switch.
 
 Owns: the rounds, and the engines that play them. Each byte that the home's network card sends
 during a round is counted by its kernel, RDMA's included; processor time is that of the readers'
-agents. A round by DATA, in the same boot, reads other blocks of the same sizes: its READs name a
+agents. All READs of a round are out before the home answers the first: what is shown is what the
+switch and the cards make of shared answers, not how well emulated processors keep step. A round by
+DATA, in the same boot, reads other blocks of the same sizes: its READs name a
 reader group that nobody made, which makes no group, and answers to groups never go by RDMA.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
-import random
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.controller.core.placement import place
-from kvcast.hostagent.client import AsyncClient
-from kvcast.protocol.messages.roce import SHARED_CHUNKING
-from kvcast.protocol.messages.wire import bucket_of
-from kvcast.topologies.machines import RDMA_ADDRESS, SOCKET, MachineNetwork
+from kvcast.protocol.messages.roce import SHARED_CHUNKING, SLOT_BYTES, place_of
+from kvcast.protocol.messages.wire import SEGMENT_BYTES, bucket_of
+from kvcast.topologies.machines import (
+    RDMA_ADDRESS,
+    WINDOW_SEGMENTS,
+    Job,
+    MachineNetwork,
+)
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 
-BLOCK_BYTES: Final = 2 << 20
-BLOCKS: Final = 4
-"""Of a round."""
-GATHER_MS: Final = 250
+BLOCK_BYTES: Final = SEGMENT_BYTES + 7 * SLOT_BYTES
+"""1.8 MiB: eight segments."""
+BLOCKS: Final = WINDOW_SEGMENTS * SEGMENT_BYTES // SLOT_BYTES // 8
+"""Of a round: so many that all their segments are asked for at once."""
+LONG_ROUNDS: Final = 3
+LONG_BLOCKS: Final = 8
+"""Of a round that shows what a byte costs: what a read costs beside is little then."""
+_FIRST: Final = itertools.count(1000, 100_000)
+"""Numbers of blocks that no round has had."""
 NO_GROUP: Final = 999
 """A reader group that nobody made."""
-DEADLINE_S: Final = 90.0
 _COMMAND_S: Final = 150.0
 
 
@@ -51,87 +61,64 @@ def options(**more: Any) -> PoolOptions:
     )
 
 
-def keys_at(home: str, nodes: Sequence[str], first: int, count: int) -> list[int]:
-    """Numbers of blocks, from `first` on, whose home that node is."""
+def keys_at(
+    home: str, nodes: Sequence[str], first: int, count: int, fits: Callable[[int], bool]
+) -> list[int]:
+    """Numbers of blocks, from `first` on, whose home that node is and that fit."""
     homes = place(nodes, 1)
     numbers: list[int] = []
     while len(numbers) < count:
-        if homes[bucket_of(first.to_bytes(16, "big"))][0] == home:
+        if homes[bucket_of(first.to_bytes(16, "big"))][0] == home and fits(first):
             numbers.append(first)
         first += 1
     return numbers
 
 
-# --- in a machine -----------------------------------------------------------------------------
+class _Player:
+    """A process in a machine that plays engines."""
+
+    def __init__(self, network: MachineNetwork, node: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"player-{node}-", dir=network.folder))
+        words = [sys.executable, "-m", "kvcast.bench.rdma_player", str(self._folder)]
+        self._job = network.machines[node].begin(words, network.environment)
+        self._asked = 0
+
+    def ask(
+        self, what: str, group: int = 0, numbers: Sequence[int] = (), size_bytes: int = 0
+    ) -> _Answer:
+        """Have it do that next."""
+        base = self._folder / str(self._asked)
+        self._asked += 1
+        base.with_suffix(".new").write_text(json.dumps([what, group, list(numbers), size_bytes]))
+        base.with_suffix(".new").rename(base.with_suffix(".ask"))
+        return _Answer(self._job, base)
 
 
-def _block(number: int) -> bytes:
-    return random.Random(number).randbytes(BLOCK_BYTES)
+class _Answer:
+    """What a player says of one thing that it was asked."""
 
+    def __init__(self, job: Job, base: Path) -> None:
+        self._job = job
+        self._base = base
 
-def _agent_pid() -> int:
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        if b"kvcast.hostagent.daemon" in entry.read_bytes():
-            return int(entry.parent.name)
-    raise RuntimeError("there is no agent")
+    async def file(self, kind: str) -> str:
+        """What it writes there."""
+        path = self._base.with_suffix(f".{kind}")
+        end = time.monotonic() + _COMMAND_S
+        while not path.exists():
+            if self._job.status() is not None or time.monotonic() > end:
+                raise RuntimeError(f"an engine has ended, or is stuck:\n{self._job.output()}")
+            await asyncio.sleep(0.02)
+        return path.read_text()
 
+    def go(self) -> None:
+        """Let it begin."""
+        self._base.with_suffix(".go").touch()
 
-def _counts(stats: dict[str, Any]) -> dict[str, float]:
-    """What the agent, its process and its machine have counted."""
-    fields = Path(f"/proc/{_agent_pid()}/stat").read_text().rsplit(")", 1)[1].split()
-    tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    machine = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    busy = sum(map(int, machine)) - int(machine[3]) - int(machine[4])
-    network = Path("/sys/class/net/eth0/statistics")
-    wanted = ("writing_", "landing_", "requester_", "responder_")
-    counts = {name: value for name, value in stats.items() if name.startswith(wanted)}
-    return counts | {
-        "sent_bytes": float((network / "tx_bytes").read_text()),
-        "agent_s": (int(fields[11]) + int(fields[12])) * tick_s,
-        "machine_s": busy * tick_s,
-    }
-
-
-async def _engine(what: str, go: str, group: int, numbers: list[int]) -> dict[str, Any]:
-    client = await AsyncClient.connect(SOCKET)
-    # Of one tenant in a pool, so that no secret changes where keys belong.
-    namespace = await client.namespace("t", "m", "1", "l")
-    if what == "put":
-        for number in numbers:
-            await client.put(namespace, {number.to_bytes(16, "big"): _block(number)})
-        return {}
-    if what == "counts":
-        return _counts(await client.stats())
-    wanted = {number: _block(number) for number in numbers}
-    print("ready", flush=True)
-    for _ in range(3000):
-        if Path(go).exists():
-            break
-        await asyncio.sleep(0.02)
-    before = _counts(await client.stats())
-    outcomes = await client.get_outcomes(
-        namespace,
-        [number.to_bytes(16, "big") for number in numbers],
-        deadline_s=DEADLINE_S,
-        gather_ms=GATHER_MS,
-        group=group,
-    )
-    after = _counts(await client.stats())
-    wrong_bytes = missed = 0
-    for outcome, (number, data) in zip(outcomes, wanted.items(), strict=True):
-        if outcome.block is None:
-            missed += 1
-            continue
-        got = bytes(outcome.block.data)
-        if got != data:
-            wrong_bytes += sum(a != b for a, b in zip(got, data, strict=True))
-        outcome.block.release()
-        del number
-    moved = {name: after[name] - before.get(name, 0.0) for name in after}
-    return moved | {"wrong_bytes": wrong_bytes, "missed": missed}
-
-
-# --- outside ----------------------------------------------------------------------------------
+    async def said(self) -> dict[str, Any]:
+        """Its answer, at its end."""
+        said: dict[str, Any] = json.loads(await self.file("said"))
+        return said
 
 
 class Bed:
@@ -142,99 +129,137 @@ class Bed:
         self.network = pool.network
         self.nodes = list(nodes)
         self.home = self.nodes[0]
-        self._rounds = 0
-        self._next = 1000
-
-    def _begin(self, node: str, what: str, go: Path, group: int, numbers: list[int]) -> Any:
-        words = [sys.executable, "-m", "kvcast.bench.rdma_shared", what, str(go), str(group)]
-        machine = self.network.machines[node]
-        return machine.begin([*words, *map(str, numbers)], self.network.environment)
-
-    async def _said(self, job: Any) -> dict[str, Any]:
-        done = await asyncio.to_thread(job.wait, _COMMAND_S)
-        if done.status:
-            raise RuntimeError(done.output)
-        said: dict[str, Any] = json.loads(done.output.splitlines()[-1])
-        return said
+        self._pool = pool
+        self._namespace = 0
+        self._next = next(_FIRST)
+        self._players = [_Player(self.network, node) for node in nodes]
 
     async def wait_for_zones(self) -> None:
         """Until shared answers go by RDMA at every node."""
         end = time.monotonic() + 60.0
-        while time.monotonic() < end:
-            logs = [self.network.machines[node].folder / "0.out" for node in self.nodes]
-            if all("go by RDMA" in path.read_text() for path in logs):
-                await asyncio.sleep(2.0)  # the map that says so
-                return
-            await asyncio.sleep(0.2)
-        raise RuntimeError("no landing zones")
-
-    async def round(self, readers: int, *, by_data: bool = False) -> dict[str, float]:
-        """`readers` nodes read the same blocks at once; what came of it."""
-        self._rounds += 1
-        numbers = keys_at(self.home, self.nodes, self._next, BLOCKS)
-        self._next = numbers[-1] + 1
-        folder = self.network.folder
-        go = folder / f"go-{self._rounds}"
-        group = NO_GROUP if by_data else 0
-        await self._said(self._begin(self.home, "put", go, 0, numbers))
-        before = await self._said(self._begin(self.home, "counts", go, 0, []))
-        jobs = [self._begin(node, "get", go, group, numbers) for node in self.nodes[1:][:readers]]
-        end = time.monotonic() + 60.0
-        while not all("ready" in job.output() for job in jobs):
+        logs = [self.network.machines[node].folder / "0.out" for node in self.nodes]
+        while not all("go by RDMA" in path.read_text() for path in logs):
             if time.monotonic() > end:
-                raise RuntimeError("engines are not ready: " + "; ".join(j.output() for j in jobs))
-            await asyncio.sleep(0.1)
-        go.touch()
-        said = [await self._said(job) for job in jobs]
-        after = await self._said(self._begin(self.home, "counts", go, 0, []))
+                raise RuntimeError("no landing zones")
+            await asyncio.sleep(0.2)
+        for what in ("pin", "connect"):  # by their end the map says so, too
+            for answer in [player.ask(what) for player in self._players]:
+                self._namespace = (await answer.said()).get("namespace", 0)
+
+    def end(self) -> None:
+        """Let the players end."""
+        for player in self._players:
+            player.ask("end")
+
+    async def lose(self, loss: float) -> None:
+        """From now on the switch, which is started anew for it, loses frames with that
+        probability each time one crosses a link."""
+        switch = self._pool.parts["switch"]
+        await self._pool.kill("switch")
+        switch.command = [word for word in switch.command if not word.startswith("--loss=")]
+        switch.command.append(f"--loss={loss}")
+        await self._pool.restart("switch")
+        await self._pool.wait_programmed(60.0)
+
+    async def round(
+        self,
+        readers: int,
+        *,
+        by_data: bool = False,
+        blocks: int = BLOCKS,
+        block_bytes: int = BLOCK_BYTES,
+        apart: bool = False,
+    ) -> dict[str, float]:
+        """`readers` nodes read the same blocks at once; what came of it. `apart`: the blocks' first
+        segments have slots of their own, so that none must wait for another's end."""
+        taken: set[int] = set()
+
+        def fits(number: int) -> bool:
+            key = number.to_bytes(16, "big")
+            slot = place_of(self._namespace, key, SHARED_CHUNKING.number(0)).slot
+            if apart and slot in taken:
+                return False
+            taken.add(slot)
+            return True
+
+        numbers = keys_at(self.home, self.nodes, self._next, blocks, fits)
+        self._next = numbers[-1] + 1
+        group = NO_GROUP if by_data else 0
+        home, others = self._players[0], self._players[1:][:readers]
+        await home.ask("put", 0, numbers, block_bytes).said()
+        before = await home.ask("counts").said()
+        answers = [player.ask("get", group, numbers, block_bytes) for player in others]
+        for answer in answers:
+            await answer.file("ready")
+        # Emulated readers are further apart than homes wait for. So the home stands still until
+        # all have asked for everything.
+        await home.ask("stop").said()
+        for answer in answers:
+            answer.go()
+        for answer in answers:
+            await answer.file("asked")
+        await home.ask("go on").said()
+        said = [await answer.said() for answer in answers]
+        after = await home.ask("counts").said()
         sent = {name: after[name] - before.get(name, 0.0) for name in after}
-        total = BLOCKS * BLOCK_BYTES
-        landed = sum(each["landing_chunks_total"] for each in said)
-        return {
+        total = blocks * block_bytes
+
+        def of_readers(name: str) -> float:
+            return float(sum(each[name] for each in said))
+
+        result = {
             "home_egress_ratio": sent["sent_bytes"] / total,
-            "blocks_by_rdma": sum(each["requester_blocks_by_write_total"] for each in said),
-            "blocks": float(BLOCKS * readers),
+            "blocks_by_rdma": of_readers("requester_blocks_by_write_total"),
+            "blocks": float(blocks * readers),
             "chunks_sent": sent["writing_chunks_total"],
-            "not_taken": readers * sent["writing_chunks_total"] - landed,
-            "home_ratio_of_chunks": (
-                sent["writing_chunks_total"] * SHARED_CHUNKING.chunk_bytes
-                + sent["responder_payload_bytes_total"] * by_data
-            )
-            / total,
-            "wrong_bytes": sum(each["wrong_bytes"] for each in said),
-            "missed": sum(each["missed"] for each in said),
-            "agent_s_per_byte": sum(each["agent_s"] for each in said) / (readers * total),
-            "machine_s_per_byte": sum(each["machine_s"] for each in said) / (readers * total),
-            "repairs": sum(each["requester_reads_partial_total"] for each in said),
+            "arrived": of_readers("arrived"),
+            "icrc_dropped": of_readers("arrived") - of_readers("card_packets"),
+            "not_reported": of_readers("card_packets") - of_readers("landing_chunks_total"),
+            "wrong_bytes": of_readers("wrong_bytes"),
+            "missed": of_readers("missed"),
+            "repairs": of_readers("requester_reads_partial_total"),
+            "repeats": of_readers("requester_reads_retry_total"),
         }
+        for what in ("agent", "machine", "softirq"):
+            result[f"{what}_s_per_byte"] = of_readers(f"{what}_s") / (readers * total)
+        return result
 
 
 async def measure() -> dict[str, Any]:
-    """All rounds, in a boot of four machines, and one with loss in another; the numbers by name."""
+    """All rounds, in one boot of four machines; the numbers by name."""
     star = Star.of(4)
     nodes = [host.node_id for host in star.hosts]
     rounds: dict[str, dict[str, float]] = {}
     async with Pool(star, options()) as pool:
         bed = Bed(pool, nodes)
         await bed.wait_for_zones()
+        await bed.round(3)  # so that all is where it is needed
         for readers in (1, 2, 3):
             rounds[f"{readers} by RDMA"] = await bed.round(readers)
             rounds[f"{readers} by DATA"] = await bed.round(readers, by_data=True)
-    async with Pool(star, options(loss=0.01)) as pool:
-        bed = Bed(pool, nodes)
-        await bed.wait_for_zones()
+        for number in range(LONG_ROUNDS):
+            for way in ("RDMA", "DATA"):
+                rounds[f"long {number} by {way}"] = await bed.round(
+                    1, by_data=way == "DATA", blocks=LONG_BLOCKS
+                )
+        await bed.lose(0.01)
         rounds["3 with loss"] = await bed.round(3)
     shared = [rounds[f"{readers} by RDMA"] for readers in (2, 3)]
-    by_data = [rounds[f"{readers} by DATA"] for readers in (2, 3)]
 
     def over(name: str) -> float:
-        return sum(each[name] for each in shared) / sum(each[name] for each in by_data)
+        """RDMA's over DATA's in the long rounds; of each the least, since whatever else the
+        machine does only makes it more."""
+        least = {
+            way: min(rounds[f"long {number} by {way}"][name] for number in range(LONG_ROUNDS))
+            for way in ("RDMA", "DATA")
+        }
+        return least["RDMA"] / least["DATA"]
 
     return {
         "shared_home_egress_ratio": max(each["home_egress_ratio"] for each in shared),
         "shared_blocks_by_rdma": sum(each["blocks_by_rdma"] for each in shared),
         "shared_blocks": sum(each["blocks"] for each in shared),
-        "shared_icrc_dropped": sum(each["not_taken"] for each in shared),
+        "shared_icrc_dropped": sum(each["icrc_dropped"] for each in shared),
         "shared_loss_egress_ratio": rounds["3 with loss"]["home_egress_ratio"],
         "reader_cpu_over_udp": over("agent_s_per_byte"),
         "reader_machine_cpu_over_udp": over("machine_s_per_byte"),
@@ -242,14 +267,3 @@ async def measure() -> dict[str, Any]:
         "shared_missed": sum(each["missed"] for each in rounds.values()),
         "shared_rounds": rounds,
     }
-
-
-def main(argv: Sequence[str]) -> int:
-    """An engine, in a machine."""
-    what, go, group, *numbers = argv
-    print(json.dumps(asyncio.run(_engine(what, go, int(group), list(map(int, numbers))))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -355,6 +355,12 @@ class ReadFlags:
         unit="segments",
         low=1,
     )
+    window_shared: int = count(
+        "segments in flight from one home while its answers go to others too",
+        default=RequesterConfig.window_shared,
+        unit="segments",
+        low=1,
+    )
     rto_initial_s: float = seconds(
         "time-out towards a home before its first answer", default=RequesterConfig.rto_initial_s
     )
@@ -373,6 +379,12 @@ class ReadFlags:
     gather_ms: int = count(
         "how long homes may hold answers for joiners, 0 to 255 ms, unless a get says otherwise",
         default=RequesterConfig.gather_ms,
+        unit="ms",
+        high=255,
+    )
+    gather_max_ms: int = count(
+        "how long they may at most while answers go to others too, 0 to 255 ms",
+        default=RequesterConfig.auto_gather_max_ms,
         unit="ms",
         high=255,
     )
@@ -508,12 +520,14 @@ def options_of(setup: Setup) -> Options:
         max_block_bytes=min(flags.max_block_bytes, flags.arena_bytes),
         credit_segments=flags.credit_segments,
         window_initial=flags.window_initial,
+        window_shared=flags.window_shared,
         rto_initial_s=flags.rto_initial_s,
         rto_min_s=flags.rto_min_s,
         quiet_s=flags.quiet_s,
         rto_max_s=flags.rto_max_s,
         tries_per_home=flags.tries_per_home,
         gather_ms=flags.gather_ms,
+        auto_gather_max_ms=flags.gather_max_ms,
         expect_wait_s=flags.expect_wait_s,
     )
     responder = ResponderConfig(

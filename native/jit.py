@@ -23,6 +23,9 @@ log = logging.getLogger("kvcast.native.jit")
 MAGIC = b"kvcast object 1\n"
 MAX_CACHED = 64
 """Files in the cache; the oldest go."""
+PROCESSOR_VARIABLE = "KVCAST_NATIVE_PROCESSOR"
+"""LLVM's name of the processor to compile for, where it is not to be this one with all that it can
+do: machines that are alike, or emulated, then run what another has compiled."""
 
 _lock = threading.Lock()
 """LLVM's context and linker are shared by all that is compiled and loaded in the process."""
@@ -39,12 +42,22 @@ def _set_up() -> Any:
     return llvm
 
 
+def _processor() -> tuple[str, str]:
+    """LLVM's name of the processor to compile for, and what it can do beyond that."""
+    named = os.environ.get(PROCESSOR_VARIABLE)
+    if named:
+        return named, ""
+    llvm = _set_up()
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
 def _target_machine() -> Any:
     llvm = _set_up()
     target = llvm.Target.from_default_triple()
+    cpu, features = _processor()
     return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=cpu,
+        features=features,
         opt=2,
         reloc="pic",
         codemodel="default",
@@ -62,8 +75,7 @@ def machine() -> str:
             llvmlite.__version__,
             ".".join(str(n) for n in llvm.llvm_version_info),
             llvm.get_process_triple(),
-            llvm.get_host_cpu_name(),
-            llvm.get_host_cpu_features().flatten(),
+            *_processor(),
         )
     )
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvcast.native.jit import PROCESSOR_VARIABLE
 from kvcast.topologies.machine_image import (
     KERNEL_VARIABLE,
     Image,
@@ -54,6 +55,12 @@ RDMA_MAC: Final = "02:6b:76:00:00:fa"
 DEVICE: Final = "rxe0"
 """The name of a machine's RDMA device."""
 MEMORY_MIB: Final = 384
+WINDOW_SEGMENTS: Final = 64
+"""Of 64 chunks of a KiB: what a reader asks for at once while answers are shared."""
+_CACHE: Final = "/tmp/cache"
+"""Where a machine has its compiled code."""
+_PROCESSOR: Final = "Nehalem"
+"""QEMU's name of the machines' processor, and, in small letters, LLVM's."""
 BOOT_S: Final = 120.0
 LIFE_S: Final = 900
 """No machine lives longer, whatever becomes of who started it."""
@@ -75,6 +82,7 @@ ip address add {ip}/24 dev eth0
 {neighbours}
 ip link set eth1 up && ip address add 10.0.2.15/24 dev eth1
 rdma link add {device} type rxe netdev eth0
+cp -r {folder}/../cache {cache}; chmod -R go-w {cache}
 ulimit -l unlimited
 n=0
 touch {folder}/ready
@@ -221,6 +229,7 @@ class Machine:
                 ip=self.host.ip,
                 neighbours=neighbours,
                 device=DEVICE,
+                cache=_CACHE,
             )
         )
         sock = self._card()
@@ -260,7 +269,7 @@ class Machine:
             # What is killed with us is `timeout`; so it takes the machine with it.
             *("timeout", "-k", "5", str(LIFE_S), "setpriv", "--pdeathsig", "KILL"),
             *("nice", "-n", "5", "qemu-system-x86_64", "-name", self.host.node_id),
-            *("-M", "pc,usb=off", "-cpu", "Nehalem", "-accel", "tcg,thread=multi,tb-size=96"),
+            *("-M", "pc,usb=off", "-cpu", _PROCESSOR, "-accel", "tcg,thread=multi,tb-size=96"),
             *("-smp", "2", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config"),
             *("-display", "none", "-no-reboot", "-serial", f"file:{self.folder / 'console'}"),
             *("-kernel", str(image.kernel), "-initrd", str(image.initramfs)),
@@ -370,6 +379,7 @@ class MachineNetwork(TunnelNetwork):
         except ImageError as error:
             raise NetworkError(str(error)) from error
         self._link_pyverbs()
+        self._compile()
         visible = _hidden(
             Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1]
         )
@@ -393,24 +403,28 @@ class MachineNetwork(TunnelNetwork):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What commands in the machines need: Python finds pyverbs, and code that was compiled for
-        such a machine before."""
+        """What commands in the machines need: Python finds pyverbs, and code that was compiled
+        here for such a machine."""
         return {
             "PYTHONPATH": str(self.folder / "python"),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "XDG_CACHE_HOME": _CACHE,
+            PROCESSOR_VARIABLE: _PROCESSOR.lower(),
         }
 
-    def _keep_compiled(self, *, bring: bool) -> None:
-        """Compiling takes a machine most of a minute, so its code is kept for the next ones:
-        `bring` it to the run's folder, or take it from there."""
-        kept, here = _kept_cache(), self.folder / "cache"
-        source, target = (kept, here) if bring else (here, kept)
-        try:
-            if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True)
-        except (OSError, shutil.Error):
-            pass  # it is compiled anew
+    def _compile(self) -> None:
+        """Have this machine compile what runs in the emulated ones, which take a minute for it
+        each: kvcast's modules where they lie, since those of an editable installation are not yet;
+        and agents' machine code, of which each machine has a copy of its own."""
+        package = Path(__file__).parents[1]  # as it is imported, not where links lead
+        kept = _kept_cache()
+        environment = os.environ | self.environment | {"XDG_CACHE_HOME": str(kept)}
+        for words in (["compileall", "-q", str(package)], ["kvcast.hostagent.network.compiled"]):
+            words = [sys.executable, "-m", *words]
+            done = subprocess.run(words, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise NetworkError(f"compiling for the machines: {done.stdout}{done.stderr}")
+        shutil.copytree(kept, self.folder / "cache", dirs_exist_ok=True)
 
     def prefix(self, part: str) -> list[str]:
         """A node's agent runs in its machine; what carries its words here ends with it."""
@@ -430,6 +444,10 @@ class MachineNetwork(TunnelNetwork):
             f"--socket={SOCKET}",
             "--arena-path=/dev/shm/kvcast.arena",
             "--rdma=required",
+            # Emulated processors are some fifty times slower, so readers are further apart, and
+            # silence is no loss for longer.
+            *("--gather-max=200", f"--window-shared={WINDOW_SEGMENTS}"),
+            *("--rto-initial=10", "--rto-min=5", "--rto-max=10", "--quiet=0.5"),
         ]
 
     def _set_address(self, address: str) -> None:
@@ -445,8 +463,6 @@ class MachineNetwork(TunnelNetwork):
             machine.ask_to_end()
         for machine in self.machines.values():
             machine.end()
-        if self.machines:
-            self._keep_compiled(bring=False)
         self.machines.clear()
         if self._given is None and self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)

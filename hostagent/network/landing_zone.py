@@ -19,9 +19,9 @@ import logging
 import mmap
 import os
 import secrets
-import struct
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvcast.hostagent.core.agent import AgentCore
@@ -35,13 +35,17 @@ from kvcast.protocol.messages.roce import (
     ZONE_BYTES,
     Place,
 )
+from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT
 from kvcast.protocol.requester.landing import Landing, LandingCounters
 
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = SHARED_CHUNKING.chunk_bytes
-RECEIVES: Final = 2048
-"""WRITEs that the card can take before it is looked at again; one more is lost."""
+RECEIVES: Final = 2048 + 512
+"""WRITEs that the card can take before it is looked at again; one more is lost. Those of the
+segments that are awaited at most, and some that come late or twice."""
+AWAITED: Final = 2048 // CHUNKS_PER_SEGMENT
+"""Segments that may be on their way at once."""
 _SENDS: Final = 512
 _POLLED: Final = 256
 
@@ -52,7 +56,6 @@ _RETRY_MAX_S: Final = 60.0
 _UC: Final = 3
 _WRITE_WITH_IMMEDIATE: Final = 1
 _SIGNALED: Final = 2
-_RECEIVED: Final = 128
 _LOCAL_WRITE, _REMOTE_WRITE = 1, 2
 _MTU_4096: Final = 5
 _INIT, _RTR, _RTS, _ERROR = 1, 2, 3, 6
@@ -61,8 +64,10 @@ _MTU, _RECEIVE_PSN, _SEND_PSN, _PEER = 0x100, 0x1000, 0x10000, 0x100000
 
 _POLL_AT, _NOTIFY_AT, _SEND_AT, _RECEIVE_AT = 96, 104, 208, 216
 """Where an ibv_context has its functions."""
-_COMPLETION: Final = struct.Struct("=QII4xI4sI16x")
-"""Of an ibv_wc: number, status, opcode, bytes, immediate (network order), queue pair."""
+_COMPLETION_WORDS: Final = 12
+"""Of 32 bits, in an ibv_wc; of them"""
+_NUMBER, _STATUS, _IMMEDIATE = 0, 2, 6
+"""(the number's lower half; the immediate in network order)"""
 
 
 class _QueuePairOptions(ctypes.Structure):
@@ -157,7 +162,6 @@ class _Receive(ctypes.Structure):
 
 assert ctypes.sizeof(_Send) == 128
 assert ctypes.sizeof(_Receive) == 32
-assert _COMPLETION.size == 48
 
 
 def _library() -> ctypes.CDLL:
@@ -187,7 +191,7 @@ class LandingZone:
         peer: str,
         arena: memoryview,
         *,
-        landed: Callable[[list[int]], None],
+        landed: Callable[[Sequence[int]], None],
         changed: Callable[[], None],
         failed: Callable[[str], None],
         counters: LandingCounters,
@@ -204,7 +208,9 @@ class LandingZone:
         self._in_card = 0
         self.closed = False
         self.broken = ""
-        self.landing = Landing(memoryview(self._memory), self.look, counters)
+        self.landing = Landing(
+            memoryview(self._memory), self.look, self._await_more, counters, AWAITED
+        )
         self._loop = asyncio.get_running_loop()
         self._library = _library()
         try:
@@ -251,18 +257,24 @@ class LandingZone:
         self._ended_by("destroy_comp_channel", self._channel)
         self._descriptor = ctypes.c_int.from_address(self._channel + 8).value
         os.set_blocking(self._descriptor, False)
-        self._completions = self._made(
-            "create_cq",
-            *(ctypes.c_void_p(self._context), RECEIVES + _SENDS, None),
-            *(ctypes.c_void_p(self._channel), 0),
-        )
-        self._ended_by("destroy_cq", self._completions)
+        self._received = self._make_completions(RECEIVES)
+        self._sent = self._make_completions(_SENDS)
         self._functions()
         self._pair = self._make_pair(domain, port, gid_index, peer)
         self.queue_pair = ctypes.c_uint32.from_address(self._pair + 52).value
-        self._notify(self._completions, 0)
+        self._notify(self._sent, 0)
         self._loop.add_reader(self._descriptor, self._readable)
         self._ends.append(lambda: self._loop.remove_reader(self._descriptor))
+
+    def _make_completions(self, entries: int) -> int:
+        """A completion queue."""
+        queue = self._made(
+            "create_cq",
+            *(ctypes.c_void_p(self._context), entries, None),
+            *(ctypes.c_void_p(self._channel), 0),
+        )
+        self._ended_by("destroy_cq", queue)
+        return queue
 
     def _open_device(self, name: str) -> int:
         count = ctypes.c_int()
@@ -291,7 +303,7 @@ class LandingZone:
         self._notify = function(_NOTIFY_AT, pointer, ctypes.c_int)
         self._post_send = function(_SEND_AT, pointer, pointer, pointer)
         self._post_receive = function(_RECEIVE_AT, pointer, pointer, pointer)
-        self._polled = (ctypes.c_uint8 * (_POLLED * _COMPLETION.size))()
+        self._polled = (ctypes.c_uint32 * (_POLLED * _COMPLETION_WORDS))()
         self._refused = ctypes.c_void_p()
         self._receives = (_Receive * RECEIVES)()
         at = ctypes.addressof(self._receives)
@@ -308,8 +320,8 @@ class LandingZone:
 
     def _make_pair(self, domain: int, port: int, gid_index: int, peer: str) -> int:
         options = _QueuePairOptions(
-            send_queue=self._completions,
-            receive_queue=self._completions,
+            send_queue=self._sent,
+            receive_queue=self._received,
             sends=_SENDS,
             receives=RECEIVES,
             send_parts=1,
@@ -400,47 +412,66 @@ class LandingZone:
 
     # --- completions ------------------------------------------------------------------------
 
+    def _await_more(self) -> None:
+        """Wake for the next WRITE that comes. Else none wakes anybody: the processor has better
+        things to do for each chunk, and WRITTEN comes behind the last."""
+        if not self.closed:
+            self._notify(self._received, 0)
+            self._loop.call_soon(self._look_again)  # at what came before that
+
     def _readable(self) -> None:
         queue, context = ctypes.c_void_p(), ctypes.c_void_p()
-        if self._library.ibv_get_cq_event(
+        events = 0
+        while not self._library.ibv_get_cq_event(
             ctypes.c_void_p(self._channel), ctypes.byref(queue), ctypes.byref(context)
         ):
-            return  # there was none
-        self._library.ibv_ack_cq_events(queue, 1)
-        self._notify(self._completions, 0)
+            self._library.ibv_ack_cq_events(queue, 1)
+            events += 1
+        if not events:
+            return
+        self._notify(self._sent, 0)
+        self._look_again()
+
+    def _look_again(self) -> None:
         if self.look():
             self._changed()
 
     def look(self) -> bool:
         """Ask the card what has come, and been sent, since; whether there was anything."""
-        came: list[int] = []
         anything = False
-        while not self.closed:
-            count = self._poll(self._completions, _POLLED, ctypes.addressof(self._polled))
-            if count <= 0:
-                break
+        while (polled := self._poll_some(self._received)) is not None:
             anything = True
-            received = 0
-            view = memoryview(self._polled)[: count * _COMPLETION.size]
-            for number, status, opcode, _size, immediate, _pair in _COMPLETION.iter_unpack(view):
-                if status:
-                    self._break(f"a completion with status {status}")
-                elif opcode & _RECEIVED:
-                    received += 1
-                    came.append(int.from_bytes(immediate, "big"))
-                else:
-                    self._sent(number)
-            if received and not self.broken:
-                self._receive(received)
-        if came:
-            self._landed(came)
+            came = array("I", polled[_IMMEDIATE::_COMPLETION_WORDS].tolist())
+            came.byteswap()
+            if not self.broken:
+                self._receive(len(came))
+                self._landed(came)
+        while self._sending and (polled := self._poll_some(self._sent)) is not None:
+            anything = True
+            for number in polled[_NUMBER::_COMPLETION_WORDS]:
+                if not self.broken:
+                    self._ended(number)
         if anything:
             self._send_waiting()
         return anything
 
-    def _sent(self, number: int) -> None:
+    def _poll_some(self, queue: int) -> memoryview | None:
+        """Completions that are there, as words; None if there are none, or the pair is broken."""
+        if self.closed or self.broken:
+            return None
+        count = self._poll(queue, _POLLED, ctypes.addressof(self._polled))
+        if count <= 0:
+            return None
+        polled = memoryview(self._polled).cast("B").cast("I")[: count * _COMPLETION_WORDS]
+        bad = next(filter(None, polled[_STATUS::_COMPLETION_WORDS]), 0)
+        if bad:
+            self._break(f"a completion with status {bad}")
+            return None
+        return polled
+
+    def _ended(self, number: int) -> None:
         last, count, done = self._sending.popleft()
-        assert last == number
+        assert last & 0xFFFFFFFF == number
         self._in_card -= count
         done(True)
 
@@ -514,7 +545,7 @@ class ZoneKeeper:
         self._retry = None
         card, loop = self._card, asyncio.get_running_loop()
 
-        def landed(immediates: list[int]) -> None:
+        def landed(immediates: Sequence[int]) -> None:
             if self._zone is not None:
                 segments = self._zone.landing.landed(immediates)
                 if segments:

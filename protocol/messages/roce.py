@@ -59,6 +59,8 @@ ADDRESS_LOW_ZEROS: Final = 0xFFFF & ~_ADDRESS_BITS
 
 _INDEX_BITS: Final = 16
 _CHUNK_MASK: Final = (CHUNKS_PER_SEGMENT - 1) << _CHUNK_SHIFT
+CHUNK_BITS: Final = tuple(chunk << _CHUNK_SHIFT for chunk in range(CHUNKS_PER_SEGMENT))
+"""What the immediates of a segment's chunks are xored with."""
 
 BTH: Final = Header(
     "bth_h",

@@ -614,6 +614,9 @@ class Asker:
             self._ask_twice(now, fetch, segment)
             return True
         self._counters.timeouts += 1
+        if segment.written and segment.state is SegmentState.ASKED:
+            # Its answer has ended, and none of it has come: this card takes no WRITEs.
+            self.without_writes(now, segment.home)
         segment.happen(now, SegmentEvent.SILENCE)
         self._setback(now, fetch, segment)
         if segment.tries >= self.config.tries_per_home:

@@ -13,10 +13,18 @@ only the digest tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcast.protocol.messages.roce import SLOT_BYTES, ZONE_BYTES, Place, name_of
+from kvcast.protocol.messages.roce import (
+    CHUNK_BITS,
+    SLOT_BYTES,
+    ZONE_BYTES,
+    ZONE_SLOTS,
+    Place,
+    name_of,
+)
 
 
 @dataclass(slots=True)
@@ -34,32 +42,40 @@ class LandingCounters:
 
 
 class _Claim:
-    __slots__ = ("came", "owner", "place", "untaken")
+    __slots__ = ("came", "immediates", "owner", "place", "untaken")
 
     def __init__(self, place: Place, owner: object) -> None:
         self.place = place
         self.owner = owner
         self.came = 0
         self.untaken = 0
+        self.immediates = array("I", map(place.immediate(0).__xor__, CHUNK_BITS))
+        """Of its chunks, in order."""
 
 
 class Landing:
     """See the module's description. `memory`: the zone, `roce.ZONE_BYTES`; `look`: asks the card
-    what has come since, and calls `landed` with it."""
+    what has come since, and calls `landed` with it; `await_more`: has it done when the next WRITE
+    comes, or at once if some have come; `most`: segments that may be awaited at once,
+    all of whose chunks the card can take without being looked at."""
 
     def __init__(
         self,
         memory: memoryview,
         look: Callable[[], object] = lambda: None,
+        await_more: Callable[[], object] = lambda: None,
         counters: LandingCounters | None = None,
+        most: int = ZONE_SLOTS,
     ) -> None:
         if memory.nbytes != ZONE_BYTES:
             raise ValueError(f"a zone of {memory.nbytes} bytes, not {ZONE_BYTES}")
         self.look = look
+        self.await_more = await_more
         self.usable = True
         """Whether WRITEs can come; without, nothing is claimed."""
         self.counters = LandingCounters() if counters is None else counters
         self._memory = memory
+        self._most = most
         self._by_slot: dict[int, _Claim] = {}
         self._by_name: dict[int, _Claim] = {}
         self._former: dict[int, Place] = {}  # by slot
@@ -78,7 +94,8 @@ class Landing:
 
     def can_claim(self, place: Place) -> bool:
         """Whether `claim` would succeed."""
-        return self.usable and place.slot not in self._by_slot and place.name not in self._by_name
+        taken = place.slot in self._by_slot or place.name in self._by_name
+        return self.usable and not taken and len(self._by_slot) < self._most
 
     def release(self, place: Place) -> None:
         """A segment that has claimed its slot wants nothing more."""
@@ -94,22 +111,31 @@ class Landing:
         if former is not None:
             del self._former_names[former.name]
 
-    def landed(self, immediates: Iterable[int]) -> list[object]:
+    def landed(self, immediates: Sequence[int]) -> list[object]:
         """The card reports WRITEs; the owners of those segments of which something is new."""
         counters = self.counters
+        counters.chunks += len(immediates)
+        came = array("I", immediates)
         owners: dict[int, object] = {}
-        for immediate in immediates:
-            counters.chunks += 1
-            name = name_of(immediate)
+        at = 0
+        while at < len(came):
+            name = name_of(came[at])
             claim = self._by_name.get(name)
-            if claim is not None:
-                bit = 1 << claim.place.chunk_of(immediate)
-                if not claim.came & bit:
-                    claim.came |= bit
-                    claim.untaken |= bit
-                    owners[name] = claim.owner
-            else:
-                self._late(name, immediate)
+            if claim is None:
+                self._late(name, came[at])
+                at += 1
+                continue
+            first = claim.place.chunk_of(came[at])
+            # A home sends a segment's chunks in their order, so most come in runs.
+            run = claim.immediates[first : first + len(came) - at]
+            if came[at : at + len(run)] != run:
+                run = run[:1]
+            new = ((1 << len(run)) - 1) << first & ~claim.came
+            if new:
+                claim.came |= new
+                claim.untaken |= new
+                owners[name] = claim.owner
+            at += len(run)
         return list(owners.values())
 
     def _late(self, name: int, immediate: int) -> None:

@@ -404,6 +404,10 @@ class Requester:
     # --- time -------------------------------------------------------------------------------
 
     def _segment_timer(self, now: float, segment: Segment) -> None:
+        if segment.place is not None and self._asker.landing is not None:
+            self._asker.landing.look()  # some of it may have come, and not been reported
+            if not segment.in_flight:
+                return
         fetch = self._fetches[segment.fetch_id]
         if self._asker.came_up(now, fetch, segment):
             return
@@ -515,18 +519,20 @@ class Requester:
     def landed(self, now: float, segments: Sequence[object]) -> None:
         """New chunks of these segments, which have claimed a slot, have come: put them in their
         places, if the end of their answer has come, or they are all that was missing."""
+        landing = self._asker.landing
         for segment in segments:
             assert isinstance(segment, Segment)
             fetch = self._fetches.get(segment.fetch_id)
             assembly = None if fetch is None else fetch.assembly
             if fetch is None or assembly is None or segment.place is None:
                 continue
-            landing = self._asker.landing
             assert landing is not None
             left = assembly.missing[segment.index] & ~landing.peek(segment.place)
             if segment.written or not left:
                 flags = FLAG_SHARED if fetch.saw_shared else 0
-                self._take_landed(now, fetch, segment, assembly, flags, segment.home, last=False)
+                self._take_landed(now, fetch, segment, assembly, flags, segment.home)
+                if segment.written and _expected(segment):
+                    landing.await_more()
         self._asker.pump(now)
 
     def _receive_written(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
@@ -554,7 +560,9 @@ class Requester:
         if not _expected(segment):
             return  # the block is shorter than was thought
         segment.written = True
-        self._take_landed(now, fetch, segment, assembly, frame.flags, source, last=True)
+        self._take_landed(now, fetch, segment, assembly, frame.flags, source)
+        if _expected(segment):
+            landing.await_more()
 
     def _take_landed(
         self,
@@ -564,9 +572,10 @@ class Requester:
         assembly: Assembly,
         flags: int,
         source: int,
-        *,
-        last: bool,
     ) -> None:
+        """Put in place what has come. It ends the answer if both WRITTEN and the last chunk are
+        there: WRITTEN goes another way through this host, and may pass chunks that the card still
+        has to report."""
         landing, place = self._asker.landing, segment.place
         assert landing is not None
         assert place is not None
@@ -578,12 +587,17 @@ class Requester:
             flags & FLAG_SHARED,
             place.tag,
             source,
-            last=last,
+            last=segment.written and not self._tail_comes(segment, assembly, chunks),
         )
         new = arrived.added.bit_count()
         self.counters.data_by_write += new
         fetch.report.chunks_written += new
         self._arrived(now, fetch, arrived)
+
+    def _tail_comes(self, segment: Segment, assembly: Assembly, chunks: int) -> bool:
+        """Whether, beside `chunks`, the last one of the segment is missing."""
+        missing = assembly.missing[segment.index] & ~chunks
+        return missing.bit_length() == assembly.all_chunks(segment.index).bit_length()
 
     def _choose_copy(self, now: float, source: int, frame: Frame, fetch: Fetch) -> Assembly | None:
         """The first DATA of an assembly decides which copy it is of."""

@@ -16,18 +16,10 @@ BED = os.environ.get("KVCAST_RDMA_BED", "")
 addresses."""
 
 
-SHARED = bool(os.environ.get("KVCAST_RDMA_SHARED"))
-"""Whether shared answers by RDMA are tested, too, which do not reach their figures yet
-(LIMITATIONS.md)."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in (item for item in items if item.path.is_relative_to(here)):
         needs = "boot" if item.path.name == "test_rdma_machines.py" else "inside"
-        shared = item.path.name == "test_rdma_zone.py" or "test_shared_blocks" in item.name
-        if shared and not SHARED:
-            item.add_marker(pytest.mark.skip(reason="shared answers by RDMA: KVCAST_RDMA_SHARED=1"))
         if needs != BED:
             item.add_marker(pytest.mark.skip(reason="needs RDMA verbs: make test-rdma has them"))
 

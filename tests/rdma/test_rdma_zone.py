@@ -101,8 +101,10 @@ class Bed:
         at = chunk * CHUNK
         return bytes(self.zone.landing.view(PLACE)[at : at + CHUNK])
 
-    async def wait(self, immediate: int) -> None:
+    async def wait(self, immediate: int, *, look: bool = True) -> None:
         for _ in range(1000):
+            if look:
+                self.zone.look()
             if immediate in self.landed:
                 return
             await asyncio.sleep(0.02)
@@ -125,6 +127,18 @@ async def test_a_packet_lands_where_its_address_says_at_any_psn(bed: Bed) -> Non
         bed.end.send(bed.frame(chunk, data, psn=psn))
         await bed.wait(PLACE.immediate(chunk))
         assert bed.chunk(chunk) == data
+
+
+async def test_a_packet_wakes_whoever_awaits_more_and_nobody_else(bed: Bed) -> None:
+    bed.end.send(bed.frame(0, bytes(CHUNK)))
+    await asyncio.sleep(0.5)
+    assert not bed.landed
+    bed.zone.landing.await_more()
+    await bed.wait(PLACE.immediate(0), look=False)
+    bed.zone.landing.await_more()
+    await asyncio.sleep(0.1)
+    bed.end.send(bed.frame(1, bytes(CHUNK)))
+    await bed.wait(PLACE.immediate(1), look=False)
 
 
 async def test_one_wrong_bit_in_any_field_that_a_switch_rewrites_is_refused(bed: Bed) -> None:

@@ -47,6 +47,19 @@ def test_second_load_takes_the_code_from_disk(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.o"))) == 2
 
 
+def test_code_for_a_named_processor_is_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(7)
+    monkeypatch.setenv(jit.PROCESSOR_VARIABLE, "nehalem")
+    assert [load(tmp_path, source), load(tmp_path, source)] == [7, 7]
+    assert source.compiled == 1
+    monkeypatch.setenv(jit.PROCESSOR_VARIABLE, "westmere")
+    assert load(tmp_path, source) == 7
+    assert source.compiled == 2
+    assert len(list(tmp_path.glob("*.o"))) == 2
+
+
 def test_without_a_folder_nothing_is_kept() -> None:
     source = Source(3)
     assert [load(None, source), load(None, source)] == [3, 3]

@@ -66,6 +66,41 @@ def test_chunks_are_told_once(memory: memoryview) -> None:
     assert landing.counters.chunks == 4
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_chunks_are_told_in_whatever_order_they_come(memory: memoryview, seed: int) -> None:
+    """Beside a plain model: what came since it was last asked."""
+    rng = random.Random(seed)
+    landing = Landing(memory)
+    places = [place(7, 9), place(8, 10), place(9, 0)]
+    model: list[set[int]] = [set(), set(), set()]
+    taken: list[set[int]] = [set(), set(), set()]
+    for one in places:
+        landing.claim(one, one)
+    for _ in range(30):
+        came, owners = [], set()
+        for _ in range(rng.randrange(6)):
+            which, first = rng.randrange(3), rng.randrange(64)
+            chunks = range(first, min(64, first + rng.choice((1, 2, 64))))
+            came += [places[which].immediate(chunk) for chunk in chunks]
+            if set(chunks) - model[which]:
+                owners.add(places[which])
+            model[which] |= set(chunks)
+        assert set(landing.landed(came)) == owners
+        which = rng.randrange(3)
+        new = landing.take(places[which])
+        assert {n for n in range(64) if new >> n & 1} == model[which] - taken[which]
+        taken[which] |= model[which]
+
+
+def test_no_more_is_awaited_than_the_card_can_take(memory: memoryview) -> None:
+    landing = Landing(memory, most=2)
+    assert landing.claim(place(1, 1), 1)
+    assert landing.claim(place(2, 2), 2)
+    assert not landing.claim(place(3, 3), 3)
+    landing.release(place(1, 1))
+    assert landing.claim(place(3, 3), 3)
+
+
 def test_what_nobody_waits_for_is_counted(memory: memoryview) -> None:
     landing = Landing(memory)
     assert landing.landed([place(7, 9).immediate(3)]) == []
@@ -143,6 +178,7 @@ class Reader:
         self.landing: Landing | None = None
         self.completions: list[int] = []
         self.memory = memoryview(bytearray(roce.ZONE_BYTES))
+        self.deaf = False
         self.pool = pool
         if landing:
             self.landing = Landing(self.memory, self.look)
@@ -185,6 +221,7 @@ class Net:
         self.loss = options.pop("loss", 0.0)
         self.late = options.pop("late", 0.0)
         self.twice = options.pop("twice", 0.0)
+        self.lags_from = options.pop("lags_from", 64)
         self.has_card = options.pop("card", True)
         self.responder = Responder(ResponderConfig(), lookup=self.lookup)
         self.responder.can_write = self.has_card
@@ -217,12 +254,18 @@ class Net:
         done(True)
 
     def land(self, reader: Reader, at: roce.Place, chunk: int, data: bytes) -> None:
+        memory = reader.memory
+
         def now() -> None:
+            if reader.deaf or memory is not reader.memory:
+                return
             low = at.address_low(chunk)
             reader.memory[low : low + len(data)] = data
             reader.completions.append(at.immediate(chunk))
 
-        if self.rng.random() < self.late:
+        if chunk >= self.lags_from:
+            self.delayed.append((self.now + 0.012, now))
+        elif self.rng.random() < self.late:
             self.delayed.append((self.now + self.rng.choice((0.004, 0.03, 0.1)), now))
         else:
             now()
@@ -333,6 +376,14 @@ def test_each_byte_leaves_the_home_once(readers: int, size: int) -> None:
         assert reader.requester.counters.blocks_by_write == 1
 
 
+@pytest.mark.parametrize("lags_from", [0, 1, 20, 63])
+def test_what_a_card_reports_after_the_answer_s_end_is_not_asked_for_again(lags_from: int) -> None:
+    pool = Net(2, [2 << 20, 700_001], lags_from=lags_from)
+    pool.read_all()
+    assert pool.data_chunks == 0
+    assert pool.ratio == 1.0
+
+
 def test_many_blocks_take_turns_in_the_slots() -> None:
     pool = Net(2, [700_000 + 5 * n for n in range(40)])
     pool.read_all()
@@ -391,6 +442,42 @@ def test_a_card_that_fails_while_blocks_come_costs_no_block() -> None:
     pool.run(lambda: all(len(r.fetched) == 6 for r in pool.readers.values()))
     for reader in pool.readers.values():
         for block, room in reader.fetched.items():
+            assert room.view == pool.blocks[block]
+
+
+def test_a_card_that_has_lost_its_registration_costs_a_time_out_and_no_block() -> None:
+    """It refuses all that is written to it, without a word."""
+    pool = Net(2, [1_000_000 + n for n in range(4)])
+    pool.readers[1].deaf = True
+    pool.read_all()
+    assert pool.readers[1].requester.counters.data_by_write == 0
+    assert pool.readers[2].requester.counters.blocks_by_write == 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pair_that_breaks_and_is_made_anew_costs_no_block(seed: int) -> None:
+    """Again and again, with chunks on their way into a zone that is not used any more."""
+    pool = Net(2, [700_000 + n for n in range(16)], seed, loss=0.02, late=0.2)
+    for reader in pool.readers.values():
+        for block in pool.blocks:
+            reader.fetch(block)
+    broken = pool.readers[1]
+    for number in range(400):
+        pool.step()
+        if number % 20 == 5:
+            assert broken.landing is not None
+            broken.landing.lost()
+            broken.requester.use_landing(None)
+            broken.landing = None
+            broken.completions.clear()
+        elif number % 20 == 11:
+            broken.memory = memoryview(bytearray(roce.ZONE_BYTES))
+            broken.landing = Landing(broken.memory, broken.look)
+            broken.requester.use_landing(broken.landing)
+    pool.run(lambda: all(len(r.fetched) == 16 for r in pool.readers.values()))
+    for reader in pool.readers.values():
+        for block, room in reader.fetched.items():
+            assert isinstance(room, Room), room
             assert room.view == pool.blocks[block]
 
 

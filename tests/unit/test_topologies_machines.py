@@ -115,3 +115,21 @@ def test_a_job_that_takes_too_long_is_killed_and_told_with_its_output(tmp_path: 
     with pytest.raises(NetworkError, match="so far"):
         job.wait(0.01)
     assert (tmp_path / "0.kill").read_text() == str(int(signal.SIGKILL))
+
+
+def test_agents_code_is_compiled_here_for_the_machines_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one run has compiled, the next one only copies: no file of it is written again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    network = MachineNetwork(Star.of(1), tmp_path / "run")
+    network.folder = tmp_path / "run"
+    network.folder.mkdir()
+    network._compile()
+    first = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.o")}
+    assert len(first) >= 5
+    copied = list(network.folder.glob("cache/kvcast/native/*.o"))
+    assert {path.name for path in copied} == set(first)
+    network._compile()
+    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.o")}
+    assert again == first

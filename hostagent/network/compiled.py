@@ -1,0 +1,18 @@
+"""`python -m kvcast.hostagent.network.compiled`: compile all that an agent runs compiled, into the
+cache, so that agents that start later find it there. Owns: the list of it.
+"""
+
+from kvcast.hostagent.network import courier, lander, mover
+from kvcast.protocol import courier as couriers
+from kvcast.protocol import lane, placement
+
+
+def main() -> None:
+    """See the module's description."""
+    for module in (couriers, lane, placement, courier, lander, mover):
+        make = getattr(module, "compiled", None) or module._compiled
+        make()
+
+
+if __name__ == "__main__":
+    main()
