@@ -12,7 +12,7 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def run(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wire_end() -> socket.socket:
+def wire_end() -> Iterator[socket.socket]:
     """The other end of the cable of a card of its own."""
     run("ip", "link", "add", "zone0", "mtu", "9000", "type", "veth", "peer", "name", "zone1")
     for name in ("zone0", "zone1"):
@@ -61,9 +61,11 @@ def wire_end() -> socket.socket:
     run("ip", "address", "add", f"{OWN}/24", "dev", "zone0")
     run("ip", "neighbour", "add", POOL, "lladdr", POOL_MAC, "dev", "zone0")
     run("rdma", "link", "add", "rxe1", "type", "rxe", "netdev", "zone0")
-    end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
-    end.bind(("zone1", 0x0800))
-    return end
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800)) as end:
+        end.bind(("zone1", 0x0800))
+        yield end
+    run("rdma", "link", "delete", "rxe1")
+    run("ip", "link", "delete", "zone0")
 
 
 class Bed:
