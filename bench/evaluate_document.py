@@ -708,6 +708,13 @@ def _scale(report: Numbers) -> str:
                     ("pending segments at once, busiest switch", f"{s['pending_peak']:,}"),
                     ("collisions of pending entries", f"{s['collisions']:,}"),
                     ("busiest link", f"{s['busiest_link']:.1%}"),
+                    ("control messages", f"{s['control_messages']:,}"),
+                    ("controllers' processor time, s", f"{s['controller_ms'] / 1000:,.0f}"),
+                    (
+                        "agents' processor time, all hosts, s: as homes, as readers",
+                        f"{s['homes_ms'] / 1000:,.0f}, {s['readers_ms'] / 1000:,.0f}",
+                    ),
+                    ("busiest host's agent, of one core", f"{s['busiest_host']:.1%}"),
                     ("mean of a get, ms", s["kvcast_mean_ms"]),
                     (
                         "the same, first slice: plain, kvcast",
@@ -733,8 +740,9 @@ def _how(report: Numbers) -> str:
             *failed,
             *([""] if failed else []),
             "What the simulation leaves out: losses, homes that hold answers back for readers "
-            "behind (`protocol/responder/catchup.py`), processors' time beyond what "
-            "`FlowOptions` says, and what a node evicts. Trees of switches and stars of more than "
-            "32 hosts are simulated, not built.",
+            "behind (`protocol/responder/catchup.py`), waiting for processors beyond what "
+            "`FlowOptions` says (their work is counted by unit costs, "
+            "`simulation/flows/processors.py`), and what a node evicts. Trees of switches and "
+            "stars of more than 32 hosts are simulated, not built.",
         ]
     )

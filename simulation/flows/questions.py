@@ -20,6 +20,7 @@ from kvcast.simulation.flows import packets, residency
 from kvcast.simulation.flows.demand import Demand, TraceCopies, demand_of
 from kvcast.simulation.flows.engine import FlowOptions, simulate
 from kvcast.simulation.flows.networks import TOPOLOGIES, leaf_spine, star
+from kvcast.simulation.flows.processors import work
 from kvcast.simulation.flows.scenarios import (
     DEFAULT_MODEL,
     LINK_GBPS,
@@ -306,6 +307,8 @@ def scale(
         lines, hosts, block_bytes, copies=max(1, hosts // nodes_of_trace), seed=seed
     )
     totals = dict.fromkeys(("reads", "requests", "home", "passes", "joined", "collisions"), 0)
+    processors = Counter[str]()
+    busiest_host = 0.0
     waits: list[Any] = []
     peak, done_s, unsettled = 0, 0.0, 0.0
     link_bytes = np.zeros(len(fabric.bits_per_s) + fabric.edges, np.int64)
@@ -320,6 +323,14 @@ def scale(
         totals["passes"] += outcome.switch_passes
         totals["joined"] += outcome.joined_pieces
         totals["collisions"] += outcome.collisions
+        did = work(demand, outcome, slice_s)
+        processors.update(
+            control_messages=did.control_messages,
+            homes_ms=round(did.homes_s * 1e3),
+            readers_ms=round(did.readers_s * 1e3),
+            controller_ms=round(did.controller_s * 1e3),
+        )
+        busiest_host = max(busiest_host, did.busiest_host)
         peak = max(peak, outcome.pending_peak)
         unsettled = max(unsettled, outcome.unsettled)
         link_bytes += outcome.link_bytes
@@ -335,6 +346,8 @@ def scale(
         "seconds_per_hour": round(took * 3600 / max(1e-9, done_s), 1),
         "processor_seconds_per_hour": round(used * 3600 / max(1e-9, done_s), 1),
         **totals,
+        **processors,
+        "busiest_host": round(busiest_host, 4),
         "pending_peak": peak,
         "unsettled": round(unsettled, 5),
         "plain_mean_ms": round(float(one.fetch_ms.mean()), 4),
