@@ -24,6 +24,7 @@ from kvcast.bench.fuzz import (  # noqa: F401 - they register their targets
     rdma_link,
     routing,
     shared_memory,
+    ssd,
 )
 from kvcast.bench.fuzz.engine import Options, Report, Target, fuzz, tell
 from kvcast.bench.fuzz.targets import TARGETS

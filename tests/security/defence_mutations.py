@@ -773,6 +773,18 @@ def _disk_believed() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "an entry on disk may leave no number for those after it",
+    {
+        DISK_BITS: [
+            "test_an_entry_that_says_it_is_the_last_of_all_keeps_nobody_from_writing_another"
+        ]
+    },
+)
+def _any_order() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.tiers.ssd.layout.MAX_ORDER", 2**64)
+
+
+@mutation(
     "an entry on disk is believed without its check",
     {DISK_BITS: ["test_an_entry_says_again_what_it_was_told_and_nothing_when_any_bit_is_another"]},
 )
@@ -1543,6 +1555,11 @@ def _nameless_errors() -> AbstractContextManager[object]:
         _nameless(
             "kvcast.hostagent.tiers.kept._try_open",
             "kvcast.hostagent.tiers.kept.ArenaError",
+            KeyError,
+        ),
+        _nameless(
+            "kvcast.hostagent.tiers.ssd.layout.open_formatted",
+            "kvcast.hostagent.tiers.ssd.layout.SsdError",
             KeyError,
         ),
         around(

@@ -25,6 +25,7 @@ INPUTS = {
     "pin-region": 150,
     "json-loader": 60,
     "kept": 60,
+    "ssd": 60,
     "config": 80,
     "http": 80,
     "control-link": 120,
@@ -53,6 +54,7 @@ def test_the_entry_points_are_those_that_there_are() -> None:
         "pin-region",
         "rdma-link",
         "route-request",
+        "ssd",
         "tokens",
         "trace",
     ]

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from kvcast.hostagent.core.ssd import HEAT_S, MAX_ERRORS, RETRY_S, SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, NoRoomError, Store, StoreRules
 from kvcast.hostagent.tiers.arena import Allocator
-from kvcast.hostagent.tiers.ssd.layout import Cut, Entry, Scanned, cut_of, open_formatted, scan
+from kvcast.hostagent.tiers.ssd.layout import (
+    MAX_ORDER,
+    Cut,
+    Entry,
+    Scanned,
+    cut_of,
+    open_formatted,
+    pack_entry,
+    scan,
+)
 from kvcast.hostagent.tiers.ssd.orders import Kind, Order
 from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.disk import SimDisk
@@ -442,6 +451,20 @@ def test_what_goes_in_a_hurry_lies_on_disk_if_anything_does() -> None:
     assert bench.tier.counters.left_unwritten < 8
     gone = {n for n in before if not bench.in_dram(n)}
     assert {1, 2} <= gone
+
+
+def test_an_entry_that_says_it_is_the_last_of_all_keeps_nobody_from_writing_another() -> None:
+    for order, found in ((2**64 - 1, False), (MAX_ORDER, True)):
+        disk = SimDisk(random.Random(1))
+        formatted = open_formatted(disk, CUT, 7)
+        entry = Entry(0, block(1), SIZE, digest_of(b"\1" * SIZE), 71, order, 1e9, b"", 0)
+        disk.pwrite(pack_entry(entry, formatted.identity), 4096)
+        disk.pwrite(b"\1" * SIZE, CUT.blocks_offset)
+        bench = Bench(disks=[disk])
+        bench.work()
+        assert bench.on_disk(1) is found
+        bench.fill(range(100, 130))
+        assert bench.on_disk(100)
 
 
 ENTRIES = st.lists(

@@ -30,6 +30,7 @@ from kvcast.hostagent.tiers.ssd.layout import (
     SsdInUseError,
     cut_of,
     head_of,
+    open_formatted,
     pack_entry,
     scan,
     unpack_entry,
@@ -74,6 +75,19 @@ def test_an_entry_says_again_what_it_was_told_and_nothing_when_any_bit_is_anothe
         wrong = bytearray(data)
         wrong[bit // 8] ^= 1 << bit % 8
         assert unpack_entry(bytes(wrong), 7, 5) is None
+
+
+def test_a_table_that_ends_in_the_middle_of_an_entry_is_read_up_to_there() -> None:
+    disk = SimDisk(random.Random(1))
+    formatted = open_formatted(disk, CUT, 7)
+    for unit in (0, 1):
+        one = entry(unit, b"x" * 5000, number=unit)
+        disk.pwrite(pack_entry(one, 7), PAGE_BYTES + unit * ENTRY_BYTES)
+    for length, found in ((2, 2), (1.99, 1), (1, 1), (0.5, 0), (0, 0)):
+        disk.truncate(PAGE_BYTES + int(length * ENTRY_BYTES))
+        cut = replace(formatted, whole_bytes=disk.size_bytes())
+        assert sum(len(piece.entries) for piece in scan(disk, cut)) == found
+        assert check_ssd(disk, cut).truncated == found
 
 
 @pytest.mark.parametrize("size", [0, 1, SLAB, SLAB + 2 * PAGE_BYTES - 1])

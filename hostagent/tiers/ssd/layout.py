@@ -48,6 +48,8 @@ UNIT_BYTES: Final = 16384
 SLAB_BYTES: Final = 16 << 20
 FORMAT: Final = 1
 MAX_OWNER_BYTES: Final = 1024
+MAX_ORDER: Final = 1 << 62
+"""Of commits: no agent comes so far, and those after an entry that says so must be written, too."""
 _MAGIC: Final = b"kvcssd\r\n"
 _HEAD: Final = struct.Struct("<8sIIQQQQQI")
 """Magic, format, unit, slab, slabs, table's place, blocks' place, identity, length of the owner."""
@@ -265,7 +267,7 @@ def unpack_entry(data: bytes, identity: int, unit: int) -> Entry | None:
     if check != _check(data[_CHECK.size :], identity, unit):
         return None
     _, namespace, _, depth, key, size, digest, meaning, order, at, parent = _ENTRY.unpack_from(data)
-    if not 0 < size <= MAX_BLOCK_BYTES:
+    if not 0 < size <= MAX_BLOCK_BYTES or order > MAX_ORDER:
         return None
     above = parent if any(parent) else b""
     return Entry(unit, BlockId(namespace, key), size, digest, meaning, order, at, above, depth)
@@ -310,7 +312,9 @@ def _scan_piece(data: bytes, formatted: Formatted, begin: int) -> Scanned:
     for page in range(0, len(data), PAGE_BYTES):
         if data[page : page + PAGE_BYTES] == _EMPTY_PAGE:
             continue  # as most are
-        for at in range(page, min(page + PAGE_BYTES, len(data)), ENTRY_BYTES):
+        # A file that was cut may end in the middle of one.
+        end = min(page + PAGE_BYTES, len(data) - ENTRY_BYTES + 1)
+        for at in range(page, end, ENTRY_BYTES):
             piece = data[at : at + ENTRY_BYTES]
             if piece == NO_ENTRY:
                 continue
