@@ -12,9 +12,10 @@ machine, are the limit: `processors_busy` says whether they were.
 
     python -m kvcast.bench.folders --json FILE
 
-Fields: `fetch_n_over_1`, `plain_fetch_n_over_1`, `rsync_n_over_1` (times, of the last of N over one
-alone); `home_egress_ratio` (bytes that all homes sent, over the folder's, for N);
-`wrong_files`.
+Fields: `fetch_n_over_1`, `group_fetch_n_over_1` (hosts that know of each other, `kvcast fetch
+--hosts`), `plain_fetch_n_over_1`, `rsync_n_over_1` (times, of the last of N over one alone);
+`home_egress_ratio`, `group_home_egress_ratio` (bytes that all homes sent, over the folder's, for
+N); `wrong_files`.
 """
 
 from __future__ import annotations
@@ -110,11 +111,13 @@ class Bench:
         make_folder(self._place / name, self._options.size_bytes)
         return name, self._place / name
 
-    async def fetch(self, hosts: int) -> tuple[float, float]:
+    async def fetch(self, hosts: int, *, grouped: bool) -> tuple[float, float]:
         """Load a new folder, and have so many hosts fetch it at once: seconds until the last has
-        it, and what all homes sent over the folder's size."""
+        it, and what all homes sent over the folder's size. `grouped`: they know of each other."""
         name, folder = self._new_folder()
-        sockets = [str(self._pool.sockets[host.node_id]) for host in self._pool.star.hosts]
+        nodes = [host.node_id for host in self._pool.star.hosts]
+        sockets = [str(self._pool.sockets[node]) for node in nodes]
+        know = nodes[1 : 1 + hosts] if grouped else []
         async with await AsyncClient.connect(sockets[LOADER]) as client:
             namespace = await client.namespace("bench", name, "1", "folder")
             loader = Loader(client, namespace, BLOCK_BYTES)
@@ -127,7 +130,7 @@ class Bench:
             copies = [self._place / f"{name}-{number}" for number in range(hosts)]
             await asyncio.gather(
                 *(
-                    self._fetch_one(sockets[1 + number], namespace, name, copy)
+                    self._fetch_one(sockets[1 + number], namespace, name, copy, know)
                     for number, copy in enumerate(copies)
                 )
             )
@@ -136,10 +139,13 @@ class Bench:
         self._compare(folder, copies)
         return took_s, egress
 
-    async def _fetch_one(self, socket: str, namespace: int, name: str, copy: Path) -> None:
+    async def _fetch_one(
+        self, socket: str, namespace: int, name: str, copy: Path, know: list[str]
+    ) -> None:
         async with await AsyncClient.connect(socket) as client:
             manifest, _ = await find(client, namespace, name, "1")
-            fetcher = Fetcher(client, namespace, manifest, copy, patience_s=60.0)
+            group = await client.group(namespace, know) if know else 0
+            fetcher = Fetcher(client, namespace, manifest, copy, patience_s=60.0, group=group)
             await fetcher.fetch(lambda _size_bytes, _there: None)
 
     def _compare(self, folder: Path, copies: Sequence[Path]) -> None:
@@ -196,7 +202,7 @@ async def measure(options: Options, report: dict[str, Any]) -> None:
     if missing is not None:
         raise CommandError(missing)
     with tempfile.TemporaryDirectory(prefix="kvcast-folders-") as place:
-        for kind, plain in (("fetch", False), ("plain_fetch", True)):
+        for kind, plain in (("group_fetch", False), ("fetch", False), ("plain_fetch", True)):
             pool_options = PoolOptions(
                 runner="namespaces",
                 plain=plain,
@@ -209,7 +215,7 @@ async def measure(options: Options, report: dict[str, Any]) -> None:
                 async with load.measured(pool) as busy:
                     await _fetches(bench, options, kind, report)
                 report[f"{kind}_load"] = busy.report()
-                if not plain and shutil.which("rsync"):
+                if kind == "fetch" and shutil.which("rsync"):
                     await _rsyncs(bench, options, report)
                 report["wrong_files"] = report.get("wrong_files", 0) + bench.wrong
     if "rsync_1_s" not in report:
@@ -220,7 +226,7 @@ async def _fetches(bench: Bench, options: Options, kind: str, report: dict[str, 
     for number in range(options.rounds):
         for hosts, which in ((1, "1"), (options.hosts, "n")):
             _say(f"{kind}, {hosts} hosts, round {number + 1} of {options.rounds}")
-            took_s, egress = await bench.fetch(hosts)
+            took_s, egress = await bench.fetch(hosts, grouped=kind == "group_fetch")
             report.setdefault(f"{kind}_{which}_s", []).append(took_s)
             report.setdefault(f"{kind}_{which}_egress", []).append(egress)
 
@@ -238,19 +244,23 @@ def _say(text: str) -> None:
 
 def conclude(report: dict[str, Any]) -> None:
     """The fields of the module's text, from medians of the rounds."""
-    for kind in ("fetch", "plain_fetch", "rsync"):
+    for kind in ("group_fetch", "fetch", "plain_fetch", "rsync"):
         if f"{kind}_1_s" in report:
             one, many = (sorted(report[f"{kind}_{which}_s"]) for which in "1n")
             report[f"{kind}_n_over_1"] = many[len(many) // 2] / one[len(one) // 2]
-    egress = sorted(report["fetch_n_egress"])
-    report["home_egress_ratio"] = egress[len(egress) // 2]
+    for way in ("group_", ""):
+        egress = sorted(report[f"{way}fetch_n_egress"])
+        report[f"{way}home_egress_ratio"] = egress[len(egress) // 2]
     report["processors_busy"] = report["fetch_load"]["processors_busy"]
 
 
 def show(report: dict[str, Any]) -> None:
     for kind, text in (
-        ("fetch", "kvcast fetch"), ("plain_fetch", "kvcast fetch, plain switch"), ("rsync", "rsync")
-    ):  # fmt: skip
+        ("group_fetch", "kvcast fetch --hosts"),
+        ("fetch", "kvcast fetch"),
+        ("plain_fetch", "kvcast fetch, plain switch"),
+        ("rsync", "rsync"),
+    ):
         if f"{kind}_n_over_1" in report:
             one, many = (sorted(report[f"{kind}_{which}_s"]) for which in "1n")
             print(
@@ -259,7 +269,8 @@ def show(report: dict[str, Any]) -> None:
                 f" {report[f'{kind}_n_over_1']:.2f} times"
             )
     print(
-        f"home egress ratio {report['home_egress_ratio']:.3f}; wrong files {report['wrong_files']};"
+        f"home egress ratio {report['group_home_egress_ratio']:.3f} with --hosts, else"
+        f" {report['home_egress_ratio']:.3f}; wrong files {report['wrong_files']};"
         f" processors busy {report['processors_busy']:.0%}"
     )
 

@@ -9,16 +9,13 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvcast.cli.namespaces import ask_api
-from kvcast.cli.status import TOKEN_VARIABLE, access_of
+from kvcast.cli.controller_api import add_api_options, check_api_options, controller_api
 from kvcast.service.commands import (
     EXIT_FAILED,
     EXIT_OK,
     CommandError,
-    add_log_level,
     command_parser,
     run_command,
 )
@@ -53,22 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait no longer than this, and fail; 0 = as long as it takes",
     )
-    parser.add_argument(
-        "--http",
-        default="http://127.0.0.1:9601",
-        metavar="URL",
-        help="the controller's HTTP address (kvcast controller --http-addr)",
-    )
-    parser.add_argument(
-        "--tls", type=Path, metavar="DIR", help="folder with an operator's certificate"
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file with an operator's token (kvcast tokens add); else ${TOKEN_VARIABLE}",
-    )
-    add_log_level(parser)
+    add_api_options(parser)
     return parser
 
 
@@ -76,19 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    if "://" not in options.http:
-        options.http = f"http://{options.http}"
-    if not options.http.startswith(("http://", "https://")):
-        parser.error("--http must be an http:// or https:// address")
+    check_api_options(parser, options)
     return run_command(lambda: _run(options), log_level=options.log_level)
 
 
 async def _run(options: argparse.Namespace) -> int:
-    access = access_of(options.tls, options.token_file)
-
-    async def ask(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(ask_api, options.http, access, method, path, body)
-
+    ask = controller_api(options)
     await ask("DELETE" if options.undo else "POST", _DRAIN, {"node_id": options.node})
     if options.undo or options.no_wait:
         return EXIT_OK

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvcast.cli.blocks import run_block_command
 from kvcast.cli.folders import bar, connected_to_folder, folder_parser, named
 from kvcast.hostagent.models.fetching import Fetcher, NotInPoolError, find
+from kvcast.protocol.node_ids import is_node_id
 from kvcast.service.commands import EXIT_MISS, EXIT_OK
 from kvcast.service.values import number, whole_number
 
@@ -47,6 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="how long to go on while none of what is missing comes (default: %(default)g s)",
     )
     parser.add_argument(
+        "--hosts",
+        type=nodes_of,
+        default=[],
+        metavar="NODE,NODE,…",
+        help="the nodes that fetch it at the same time, this one among them, and 31 at most: each"
+        " block then leaves its home once for all of them, although some are held up meanwhile",
+    )
+    parser.add_argument(
         "--gather-ms",
         type=whole_number(0, 255),
         default=0,
@@ -55,6 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
         " it where many are known to begin at once (default: as it shows that they do)",
     )
     return parser
+
+
+def nodes_of(text: str) -> list[str]:
+    """Node ids, parted by commas."""
+    nodes = [node.strip() for node in text.split(",")]
+    if not all(map(is_node_id, nodes)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of node ids")
+    return nodes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +88,7 @@ async def _fetch(options: argparse.Namespace) -> int:
             manifest, identity = await find(
                 client, namespace, name, options.model_version, options.id
             )
+            group = await client.group(namespace, options.hosts) if options.hosts else 0
             fetcher = Fetcher(
                 client,
                 namespace,
@@ -78,6 +96,7 @@ async def _fetch(options: argparse.Namespace) -> int:
                 options.to,
                 patience_s=options.patience,
                 gather_ms=options.gather_ms,
+                group=group,
             )
             with bar(f"fetching {name}", manifest.size_bytes, quiet=options.json) as advance:
                 await fetcher.fetch(lambda size_bytes, _: advance(size_bytes))

@@ -6,28 +6,21 @@ Owns: the command line. Must not know: what a setting does (`NamespaceSettings` 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvcast.cli.status import TOKEN_VARIABLE, Access, access_of
+from kvcast.cli.controller_api import add_api_options, check_api_options, controller_api
 from kvcast.protocol.messages.control import MEDIA, POLICIES, TIERS
 from kvcast.service.commands import (
     EXIT_OK,
-    CommandError,
-    add_log_level,
     build_subcommands,
     run_command,
 )
 from kvcast.service.values import number, parse_size, whole_number
 
 _PATH = "/v1/namespaces"
-_TIMEOUT_S = 10.0
 _NAMES = ("tenant", "model", "version", "layout")
 
 _DESCRIPTION = """\
@@ -70,22 +63,7 @@ def _size(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kvcast namespace`."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--http",
-        default="http://127.0.0.1:9601",
-        metavar="URL",
-        help="the controller's HTTP address (kvcast controller --http-addr)",
-    )
-    common.add_argument(
-        "--tls", type=Path, metavar="DIR", help="folder with an operator's certificate"
-    )
-    common.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file with an operator's token (kvcast tokens add); else ${TOKEN_VARIABLE}",
-    )
-    add_log_level(common)
+    add_api_options(common)
     parser, command = build_subcommands("kvcast namespace", _DESCRIPTION, _EXAMPLES, common)
     listing = command("list", "show all namespaces and what was said of them")
     listing.add_argument("--json", action="store_true", help="the controller's answer as it is")
@@ -171,20 +149,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do it; 1 with a line of why if it cannot be done."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    if "://" not in options.http:
-        options.http = f"http://{options.http}"
-    if not options.http.startswith(("http://", "https://")):
-        parser.error("--http must be an http:// or https:// address")
+    check_api_options(parser, options)
     if options.command == "set" and not _settings_of(options):
         parser.error("nothing is said of the namespace: --policy, --quota, …")
     return run_command(lambda: _run(options), log_level=options.log_level)
 
 
 async def _run(options: argparse.Namespace) -> int:
-    access = access_of(options.tls, options.token_file)
+    api = controller_api(options)
 
     async def ask(method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(ask_api, options.http, access, method, _PATH, body)
+        return await api(method, _PATH, body)
 
     if options.command == "list":
         answer = await ask("GET")
@@ -222,34 +197,3 @@ def _line(info: dict[str, Any]) -> str:
         elif value and not (name == "weight" and value == 1):
             said.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
     return f"{info['namespace']:>5}  {parts}" + (f"  {' '.join(said)}" if said else "")
-
-
-def ask_api(
-    url: str, access: Access, method: str, path: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The controller's answer; CommandError if it is none, or says why not."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url.rstrip('/')}{path}", data=data, method=method)
-    request.add_header("Content-Type", "application/json")
-    if access.token:
-        request.add_unredirected_header("Authorization", f"Bearer {access.token}")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=access.context) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise CommandError(f"{url}: {_reason(error)}") from error
-    except urllib.error.URLError as error:
-        raise CommandError(f"{url}: no controller answers: {error.reason}") from error
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{url}: {error}") from error
-    if not isinstance(found, dict):
-        raise CommandError(f"{url}: this is no kvcast controller")
-    return found
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        said = json.load(error)
-        return str(said["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"the controller answers {error.code} {error.reason}"

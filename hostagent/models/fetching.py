@@ -5,8 +5,10 @@ every block is checked against its key before it is written, and that a file has
 it is whole. Must not know: how the pool brings a block.
 
 All hosts ask for the blocks in the same order, so that those who begin together go on together, and
-share what they read. Unfinished files are kept in a folder of their own, and what is right in them,
-or in a file of the same name, is not fetched again.
+share what they read. Hosts that know of each other are a reader group: whoever asks first, asks for
+all of them, and a host that is held up finds the blocks in its agent's arena. One that has waited
+in vain for what the others had before goes on alone. Unfinished files are kept in a folder of their
+own, and what is right in them, or in a file of the same name, is not fetched again.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Fetcher:
         *,
         patience_s: float,
         gather_ms: int = 0,
+        group: int = 0,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -89,6 +92,8 @@ class Fetcher:
         self._to = to
         self._patience_s = patience_s
         self._gather_ms = gather_ms
+        self._group = group
+        """The reader group of the hosts that fetch the same now; 0 = none."""
         self._left: Counter[int] = Counter()
         """By file: pieces that are not there yet."""
         self._places: defaultdict[bytes, list[Piece]] = defaultdict(list)
@@ -165,7 +170,11 @@ class Fetcher:
         while waiting:
             key = waiting.popleft()
             (outcome,) = await self._client.get_outcomes(
-                self._namespace, [key], GET_DEADLINE_S, gather_ms=self._gather_ms
+                self._namespace,
+                [key],
+                GET_DEADLINE_S,
+                gather_ms=self._gather_ms,
+                group=self._group,
             )
             block = outcome.block
             if block is not None:
@@ -179,6 +188,7 @@ class Fetcher:
                     continue
                 self._refused += 1
             waiting.append(key)
+            self._group = 0
             if time.monotonic() - self._came_at > self._patience_s:
                 raise NotInPoolError(self._what_is_missing(outcome.reason or outcome.status))
             await asyncio.sleep(RETRY_WAIT_S)

@@ -117,6 +117,30 @@ async def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
         assert "copy5" in error
 
 
+async def test_hosts_that_know_of_each_other_fetch_as_a_group(tmp_path: Path) -> None:
+    _write(tmp_path / "m")
+    whole = _read(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 5, replicas=0) as (pool, _links):
+        load = ("load", "--socket", pool.sockets["node-1"], "--model", tmp_path / "m", *BLOCKS)
+        assert (await kvcast(*load))[0] == 0
+
+        async def fetch(number: int, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            hosts = ("--hosts", "node-2,node-3,node-4,node-5")  # node-5 does not come
+            to = tmp_path / f"copy{number}"
+            await _fetch(pool.sockets[f"node-{number}"], to, *hosts)
+            assert _read(to) == whole
+
+        # One comes late, and gets what it has missed.
+        await asyncio.gather(fetch(2, 0.0), fetch(3, 0.0), fetch(4, 0.5))
+        for hosts, why in (("node-2,node-9", "no such node: node-9"), ("node-2,,", "no list of")):
+            words = ("fetch", "--socket", pool.sockets["node-2"], "--model", "m", "--to")
+            code, _, error = await kvcast(*words, tmp_path / "none", "--hosts", hosts)
+            assert code != 0
+            assert why in error
+            assert not (tmp_path / "none").exists()
+
+
 async def test_what_is_missing_or_a_lie_is_told_and_never_written(tmp_path: Path) -> None:
     async with running_pool(tmp_path / "pool", 2, replicas=0) as (pool, _links):
         one, two = pool.sockets["node-1"], pool.sockets["node-2"]
