@@ -143,9 +143,10 @@ async def _as_played(
 async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
     """Chats and traces on real agents behind a plain switch, and behind kvcast with all of it on
     and left to itself. Both pools run all the time and are played on in turns, so that a machine
-    that gets slower, or is busy with other things, harms both."""
+    that gets slower, or is busy with other things, harms both. Compared are gets that had something
+    to fetch in both: which of two that want the same waits for it differs from turn to turn."""
     streams = questions.bystanders(traces)
-    waits: dict[tuple[str, bool], list[float]] = {}
+    waits: dict[tuple[str, bool], dict[tuple[int, int], list[float]]] = {}
     turned: Counter[str] = Counter()
     hits: dict[str, Counter[str]] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -174,14 +175,19 @@ async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:
                 tally = await Replay(requests, links[plain], nodes, played).run()
                 if tally.misses or tally.wrong_bytes or tally.skipped_requests:
                     raise RuntimeError(f"{name}: misses, wrong bytes or skipped requests")
-                waits.setdefault((name, plain), []).extend(tally.fetch_ms)
+                took = waits.setdefault((name, plain), {})
+                for (number, node, _), ms in zip(tally.fetches, tally.fetch_ms, strict=True):
+                    took.setdefault((number, node), []).append(ms)
                 if not plain:
                     hits.setdefault(name, Counter()).update(tally.hits)
         for said in (await pools[False].http("GET", "/v1/worth"))["adaptive"]:
             turned[f"{said['thing']} {'on' if said['on'] else 'off'}"] += 1
     rows = []
     for name in streams:
-        ours, theirs = sorted(waits[name, False]), sorted(waits[name, True])
+        both = sorted(waits[name, False].keys() & waits[name, True].keys())
+        ours, theirs = (
+            [ms for get in both for ms in waits[name, plain][get]] for plain in (False, True)
+        )
         row: Numbers = {"stream": name, "gets": len(ours), "hits": dict(hits[name])}
         for point in (50, 99):
             mine, plain_ms = (float(np.percentile(each, point)) for each in (ours, theirs))
