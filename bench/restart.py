@@ -381,9 +381,9 @@ async def scale() -> dict[str, Any]:
             await pool.restart(joins)
             joined_s = await _settled(pool, placed={*nodes})
             say(f"  {joins} has joined after {joined_s:.1f} s")
+            await asyncio.sleep(2.0)  # nodes say what they hold once in a while
             status = await pool.status()
             share = {n["node_id"]: n["blocks"] for n in status["nodes"]}[joins]
-            await asyncio.sleep(1.0)
             await pool.http("POST", "/v1/drain", {"node_id": leaves})
             drained_s = await _settled(pool, placed={*nodes} - {leaves})
             say(f"  {leaves} was drained after {drained_s:.1f} s")

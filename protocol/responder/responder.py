@@ -82,6 +82,7 @@ class HeldBlock(Protocol):
         """The home is done with it; called exactly once a lookup."""
 
 
+_ASSURED_PART: Final = 64
 _MAX_FRAMES_PER_JOB: Final = CHUNKS_PER_SEGMENT + 1  # the chunks, and an OFFER
 
 Lookup: TypeAlias = Callable[[BlockId], HeldBlock | None]
@@ -107,7 +108,9 @@ class ResponderConfig:
     max_bypass: int = 8
     """How many turns in a row may go to readers that are further behind in the same block."""
     max_jobs: int = 4096
-    """Segments waiting to be sent; a READ beyond is answered by MISS OVERLOADED."""
+    """Segments waiting to be sent; a READ beyond is answered by MISS OVERLOADED. So that no tenant
+    takes the room of another, a 64th of it is assured to each namespace; of all together at most as
+    many again."""
     max_jobs_per_reader: int = 256
     """Of them for one reader; above a reader's credit, or its READs are refused."""
     max_replies: int = 1024
@@ -323,6 +326,7 @@ class Responder:
         self.can_write = False
         """Whether answers with FLAG_WRITE, which a READ asked for, can be sent."""
         self._job_count = 0
+        self._jobs_of: dict[int, int] = {}  # the same by namespace, of those that have some
         self._readers: dict[int, _Reader] = {}
         # By namespace, the readers with something of it in their queue; each has some.
         self._turns: dict[int, deque[int]] = {}
@@ -551,10 +555,7 @@ class Responder:
             return False
         state = self._readers.get(reader)
         jobs_of_reader = 0 if state is None else state.jobs
-        if (
-            self._job_count >= self.config.max_jobs
-            or jobs_of_reader >= self.config.max_jobs_per_reader
-        ):
+        if jobs_of_reader >= self.config.max_jobs_per_reader or not self._has_room(block.namespace):
             self._miss(reader, frame, MISS_OVERLOADED)
             return False
         if state is None:
@@ -566,6 +567,7 @@ class Responder:
         if shared is not None:
             self._shared_jobs[shared] = job
         self._job_count += 1
+        self._jobs_of[block.namespace] = self._jobs_of.get(block.namespace, 0) + 1
         self.counters.reads_answered += 1
         state.jobs += 1
         if partial:
@@ -587,6 +589,14 @@ class Responder:
         else:
             self._make_ready(reader, state, job)
         return True
+
+    def _has_room(self, namespace: int) -> bool:
+        """Whether another segment of a namespace may wait."""
+        config = self.config
+        if self._job_count < config.max_jobs:
+            return True
+        few = self._jobs_of.get(namespace, 0) < config.max_jobs // _ASSURED_PART
+        return few and self._job_count < 2 * config.max_jobs
 
     def _is_behind(
         self, now: float, reader: int, block: BlockId, segment: int, frames: int, size: int
@@ -767,6 +777,11 @@ class Responder:
         if self._shared_jobs.get(shared) is job:
             del self._shared_jobs[shared]
         self._job_count -= 1
+        left = self._jobs_of[job.block.namespace] - 1
+        if left:
+            self._jobs_of[job.block.namespace] = left
+        else:
+            del self._jobs_of[job.block.namespace]
         reader = job.key[0]
         state = self._readers[reader]
         state.jobs -= 1

@@ -287,6 +287,32 @@ def test_a_reader_cannot_fill_the_queue_for_others() -> None:
     assert bench.held.holds == 0
 
 
+class Shared(Bench):
+    """A home of one block in every namespace."""
+
+    def lookup(self, block: BlockId) -> HeldBlock | None:
+        return super().lookup(BlockId(BLOCK.namespace, block.key))
+
+
+def test_a_tenant_cannot_fill_the_queue_for_others() -> None:
+    bench = Shared(max_jobs=128)
+
+    def taken(namespace: int, reader: int) -> bool:
+        before = bench.core.segments_waiting
+        bench.read(reader=reader, block=BlockId(namespace, BLOCK.key))
+        return bench.core.segments_waiting > before
+
+    assert [taken(1, reader) for reader in range(130)] == [True] * 128 + [False] * 2
+    assert [taken(2, reader) for reader in range(3)] == [True, True, False]
+    many = [taken(namespace, 1) for namespace in range(3, 300)]
+    assert bench.core.segments_waiting == 256
+    assert many == [True] * 126 + [False] * 171
+    bench.send(100_000)
+    assert taken(2, 9), "what has gone out makes room"
+    bench.core.close()
+    assert bench.held.holds == 0
+
+
 def test_misses_waiting_are_bounded() -> None:
     bench = Bench(max_replies=2)
     for _ in range(5):
