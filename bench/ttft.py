@@ -18,7 +18,9 @@ everything else shares this machine's processors. What was the limit is told by 
 `link_busy`, the share of the busiest link's rate that was used until the last engine had its
 token, and `processors_busy`, the share of all processors' time. With `link_busy` near 1 the links
 were; with `processors_busy` near 1 and `link_busy` well below it, the figures say more about this
-machine. `not_all_cached` counts answers for which a part of the prefix was computed after all.
+machine. `limit` says which of the two it was, and `cases_limited_by_links` in how many of kvcast's
+cases it was the links. `not_all_cached` counts answers for which a part of the prefix was computed
+after all.
 
 The fields at the top are of the prefix with which kvcast stands worst. `ttft_over_best_peer_n1`:
 kvcast's median ÷ the least of the peers', one engine alone; `_n4`: four at once; `growth_1_to_4`:
@@ -46,6 +48,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -79,6 +82,9 @@ from kvcast.topologies.star import Star
 PREFIXES: Final = (1024, 4096, 16_384)
 ENGINES: Final = (1, 2, 4)
 ROUNDS: Final = 2
+LINKS_LIMIT: Final = 0.75
+"""From this share of the busiest link's rate on, links were a case's limit."""
+PROCESSORS_LIMIT: Final = 0.9
 OWN_TOKENS: Final = 17
 BLOCK_TOKENS: Final = 128
 LINK_RATE: Final = 2.5e7
@@ -116,6 +122,12 @@ def prompt_of(label: object, prefix_tokens: int, own: int, own_tokens: int = OWN
     ]
 
 
+def rounds_of(prefix_tokens: int, rounds: int) -> int:
+    """`rounds` is meant for prefixes of 4,096 tokens. Shorter ones are cheap and noisy, longer ones
+    neither."""
+    return max(1, round(rounds * math.sqrt(4096 / prefix_tokens)))
+
+
 class Case:
     """Some engines asked at once for a prefix, by one way; all rounds together."""
 
@@ -136,7 +148,17 @@ class Case:
             "cached_share": round(min(self.cached_shares), 4),
             "processors_busy": round(statistics.median(self.processors_busy), 3),
             "link_busy": round(statistics.median(self.link_busy), 3),
+            "limit": self.limit,
         }
+
+    @property
+    def limit(self) -> str:
+        """What took most of the time."""
+        if statistics.median(self.link_busy) >= LINKS_LIMIT:
+            return "links"
+        if statistics.median(self.processors_busy) >= PROCESSORS_LIMIT:
+            return "processors"
+        return "waiting"
 
 
 class Ttft:
@@ -182,7 +204,7 @@ class Ttft:
         """One round: a prefix that the writer has computed."""
         label = (prefix_tokens, len(readers), number)
         prompts = [prompt_of(label, prefix_tokens, own, own_tokens) for own in range(len(readers))]
-        await self._written(way, writer, prompts[0])
+        await self._written(way, writer, prompt_of(label, prefix_tokens, -1, own_tokens))
         answers = await self.ask(way.NAME, prefix_tokens, prompts, readers)
         wrong = self.wrong_outputs.setdefault(way.NAME, 0)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -231,6 +253,7 @@ class Ttft:
     def report(self) -> dict[str, Any]:
         """The numbers as plain data, in seconds."""
         medians = {case: found.median_s for case, found in self.cases.items()}
+        own = {key: case for key, case in self.cases.items() if key[0] == WAYS[0].NAME}
         ways = list(dict.fromkeys(name for name, _, _ in medians if name != RECOMPUTE))
         prefixes = sorted({prefix for _, prefix, _ in medians})
         counts = sorted({count for _, _, count in medians})
@@ -264,6 +287,9 @@ class Ttft:
             "peers_wrong_outputs": {
                 name: wrong for name, wrong in self.wrong_outputs.items() if name != WAYS[0].NAME
             },
+            "cases_limited_by_links": ratio(
+                sum(case.limit == "links" for case in own.values()), len(own)
+            ),
             "processors_busy": _median(self.cases, "processors_busy"),
             "link_busy": _median(self.cases, "link_busy"),
             "ttft_over_best_peer": {
@@ -474,7 +500,7 @@ class _Bench:
         async with self.engines(way, model) as [writer, *readers]:
             for prefix in arguments.prefixes:
                 for count in arguments.engines:
-                    for number in range(arguments.rounds):
+                    for number in range(rounds_of(prefix, arguments.rounds)):
                         await ttft.measure(
                             way, writer, readers[:count], prefix, number, arguments.own_tokens
                         )
@@ -566,6 +592,7 @@ def _show(report: dict[str, Any]) -> None:
         "ttft_over_best_peer",
         "growth",
         "ttft_over_recompute",
+        "cases_limited_by_links",
         "processors_busy",
         "link_busy",
     ):
@@ -596,7 +623,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
     parser.add_argument("--prefixes", type=int, nargs="+", default=list(PREFIXES), metavar="TOKENS")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), metavar="N")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="at 4,096 tokens; of shorter prefixes more"
+    )
     parser.add_argument("--peers", nargs="*", default=peers, choices=peers)
     parser.add_argument(
         "--parts",

@@ -245,7 +245,8 @@ def right(answers: Answers, expected: Answers) -> bool:
 
 @contextlib.asynccontextmanager
 async def pool_of(folder: Path, nodes: int = 3, **options: Any) -> AsyncIterator[Pool]:
-    settings: dict[str, Any] = {"arena_bytes": 128 << 20} | options
+    """A pool whose nodes are not taken for dead because engines keep the machine busy."""
+    settings: dict[str, Any] = {"arena_bytes": 128 << 20, "lease_s": 30.0} | options
     async with Pool(Star.of(nodes), PoolOptions(**settings), folder / "pool") as pool:
         yield pool
 

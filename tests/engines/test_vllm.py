@@ -167,7 +167,7 @@ async def test_whatever_dies_every_request_ends_right_and_in_time(
     computed: Computed,
     tmp_path: Path,
 ) -> None:
-    async with pool_of(tmp_path, replicas=1) as pool:
+    async with pool_of(tmp_path, replicas=1, lease_s=3.0) as pool:
         extra = transfer(pool.sockets["node-1"])
         async with running(
             tmp_path / "first.log", model=str(llama), kv_transfer_config=extra
