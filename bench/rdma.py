@@ -18,12 +18,15 @@ and no rate says anything of a real card. After each round the bytes of all bloc
 by one (`wrong_bytes`).
 
 Then, in machines of their own, shared answers (`rdma_shared`): `shared_home_egress_ratio` = bytes
-that the home's card sent over the blocks' bytes, the worse of two and of three readers;
-`shared_blocks_by_rdma` of `shared_blocks` came by RDMA WRITE to their last chunk;
-`shared_icrc_dropped` = copies that a switch without loss sent and a card did not take;
-`shared_loss_egress_ratio` = the first with 1 % loss on each link; `reader_cpu_over_udp` = processor
-time a byte of the readers' agents over that by DATA (`reader_machine_cpu_over_udp`: of their
-machines, which includes what Soft-RoCE does in place of a card). `shared_rounds` has all of it.
+that the home's card sent over the blocks' bytes, the worse of two and of three readers, all of whom
+have asked for everything before the home answers; `shared_blocks_by_rdma` of `shared_blocks` came
+by RDMA WRITE to their last chunk; `shared_icrc_dropped` = RoCE packets that reached the machines of
+these readers and that their cards did not take; `shared_loss_egress_ratio` = the first, for three
+readers, with 1 % loss on each link; `reader_cpu_over_udp` = processor time a byte of a reader's
+agent over that by DATA, the least of some long rounds each. It is the agent's process alone, system
+calls included: interrupts are kept off its processor, since the kernel would charge them to it.
+What they cost is the card's work for RDMA, which Soft-RoCE does, and the kernel's own for UDP;
+`reader_machine_cpu_over_udp` is of all that the machine does. `shared_rounds` has all of it.
 """
 
 from __future__ import annotations
