@@ -23,7 +23,7 @@ from kvcast.protocol.links.rdma import RdmaOptions, VerbsError
 from kvcast.protocol.messages.wire import BlockId
 
 SIZE = MIB - 4099
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 MakePool = Callable[[RdmaOptions], AbstractAsyncContextManager[Pool]]
 
