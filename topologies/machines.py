@@ -54,7 +54,7 @@ RDMA_MAC: Final = "02:6b:76:00:00:fa"
 """The pool's own, which no machine has."""
 DEVICE: Final = "rxe0"
 """The name of a machine's RDMA device."""
-MEMORY_MIB: Final = 384
+MEMORY_MIB: Final = 640
 WINDOW_SEGMENTS: Final = 64
 """Of 64 chunks of a KiB: what a reader asks for at once while answers are shared."""
 _CACHE: Final = "/tmp/cache"
