@@ -1164,6 +1164,17 @@ def _answers_without_turns() -> AbstractContextManager[object]:
 
 
 @mutation(
+    "a home's queue is whoever's filled it",
+    {TURNS: ["test_a_tenant_cannot_fill_the_queue_for_others"]},
+)
+def _queue_without_room() -> AbstractContextManager[object]:
+    return replaced(
+        "kvcast.protocol.responder.responder.Responder._has_room",
+        lambda self, _namespace: self._job_count < self.config.max_jobs,
+    )
+
+
+@mutation(
     "a home's TCP is whoever's has the most connections",
     {TURNS: ["test_who_takes_less_than_its_share_waits_for_nobody"]},
 )
