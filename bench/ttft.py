@@ -174,13 +174,13 @@ class Ttft:
         self, name: str, prefix_tokens: int, prompts: Sequence[Prompt], readers: Sequence[Engine]
     ) -> list[dict[str, Any]]:
         """Ask each engine for its prompt at the same moment."""
-        passed, spent_s = self._network.link_bytes(), _processors_s()
+        passed, spent_s = self._network.link_bytes(), processors_s()
         began = time.monotonic()
         told = await asyncio.gather(
             *(one.generate([prompt], 1) for one, prompt in zip(readers, prompts, strict=True))
         )
         elapsed_s = time.monotonic() - began
-        spent_s = _processors_s() - spent_s
+        spent_s = processors_s() - spent_s
         most = max(
             now - before for now, before in zip(self._network.link_bytes(), passed, strict=True)
         )
@@ -326,7 +326,7 @@ def _median(cases: dict[tuple[str, int, int], Case], what: str) -> float | None:
     return round(statistics.median(found), 3) if found else None
 
 
-def _processors_s() -> float:
+def processors_s() -> float:
     """Processor time that all processes of the machine have used, in seconds."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     ticks = [int(one) for one in fields]

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kvcast.bench import route
+from kvcast.bench import route, route_engines
+from kvcast.bench.engines.server import Streamed
 from kvcast.bench.route_simulation import EngineModel, SimulatedRequest, Simulation
 from kvcast.routing.core.costs import CostModel
 
@@ -117,3 +118,42 @@ def test_a_trace_is_read_and_a_wrong_one_is_told_by_line(
     trace.write_text(json.dumps(lines[0]))
     assert route.main(["--trace", str(trace)]) == 1
     assert "one time" in capsys.readouterr().err
+
+
+# --- real engines ---------------------------------------------------------------------------------
+
+
+def test_prompts_for_real_engines_are_equal_where_the_trace_is(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [(0, [1, 2, 3]), (500, [1, 2, 4, 5]), (900, [1, 2, 3])]
+    trace.write_text(
+        "".join(
+            f'{{"timestamp":{at},"input_length":600,"output_length":3,"hash_ids":{blocks}}}\n'
+            for at, blocks in lines
+        )
+    )
+    requests = route_engines.requests_of(str(trace), 3, block_tokens=32, most_tokens=100)
+    assert [one.blocks for one in requests] == [(1, 2, 3), (1, 2, 4), (1, 2, 3)]
+    first, second, third = (route_engines.prompt_of(one, "a") for one in requests)
+    assert len(first) == requests[0].tokens == 96 + route_engines.OWN_TOKENS
+    assert first[:64] == second[:64]
+    assert first[64:96] != second[64:96]
+    assert first[:96] == third[:96]
+    assert first != third, "each has some tokens of its own"
+    assert route_engines.prompt_of(requests[0], "b")[:32] != first[:32]
+
+
+def test_the_routers_p99_is_compared_with_the_best_prefix_hash() -> None:
+    played = {}
+    for name, ttft_s in (
+        ("kvcast", 1.0),
+        ("round_robin", 2.0),
+        ("prefix_hash_64", 5.0),
+        ("prefix_hash_256", 4.0),
+    ):
+        played[name] = route_engines.Played()
+        played[name].answers = [Streamed(ttft_s, 100, 25, (1,))] * 3
+    report = route_engines.report_of(played)
+    assert report["p99_over_round_robin"] == 0.5
+    assert report["p99_over_prefix_hash"] == 0.25
+    assert report["hit_rate"] == 0.25

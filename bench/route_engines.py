@@ -1,0 +1,383 @@
+"""How soon does a first token come from real engines, by how requests are routed?
+
+    make setup-engines
+    python -m kvcast.bench.route_engines --trace requests.jsonl --json FILE
+
+Owns: the requests, when each is sent and by whose choice, the report. Must not know: how an engine
+is run (`engines/server.py`). `kvcast.bench.route` asks the same of simulated engines, many more.
+
+Some vLLM servers on this machine's processors, each on a node of a pool, take the first requests of
+a trace (`kvcast.workloads.traces`). Prompts are made of the trace's block hashes, `--block-tokens`
+a block: what is equal there is equal here. First all engines together compute prompts that are
+new, which says what a token costs here; the trace's times are then scaled so that the load is
+`--load` (as `kvcast.bench.route` defines it). The same requests at the same times go through
+`kvcast route`, which hears the engines' KV events; and to the engines themselves, without a proxy
+between: `round_robin`; `prefix_hash`, by the hash of the prompt's beginning, of the lengths
+`--prefix-hash-tokens` the one with the best p99. Each of them has prompts of its own in each
+round, so that it finds nothing of another's, and all have the pool.
+
+Rates are shares of prompts' tokens that were not computed. `wrong_outputs`: at the end the first
+prompts are asked again of every engine and of the router, and what is answered otherwise than by
+the first engine is counted (in bfloat16 the order of sums may rarely change a token, too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from kvcast.bench.engines.engine import START_S, EngineError, make_model, transfer
+from kvcast.bench.engines.server import Server, Streamed, stream
+from kvcast.bench.route import PrefixHash, RoundRobin, of_trace, scaled
+from kvcast.bench.route_simulation import SimulatedRequest
+from kvcast.bench.ttft import processors_s
+from kvcast.routing.core.costs import CostModel
+from kvcast.service import provenance, reports
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
+from kvcast.service.options import HelpFormatter
+from kvcast.service.statistics import percentile, ratio
+from kvcast.topologies.part import Part, PartError
+from kvcast.topologies.pool import Pool, PoolOptions
+from kvcast.topologies.star import Star
+from kvcast.workloads.traces import read_trace
+
+OWN_TOKENS: Final = 5
+"""Tokens behind a prompt's blocks, so that something is left to compute."""
+ANSWER_TOKENS: Final = 2
+CALIBRATION_TOKENS: Final = 1024
+CHECKED: Final = 8
+KV_BYTES_PER_TOKEN: Final = 1024
+POOL_BYTES_PER_S: Final = 2e7
+POOL_LATENCY_S: Final = 0.03
+"""What a load costs here, as `kvcast route` is told it: processes that share a few processors."""
+MODEL_NAME: Final = "bench"
+
+
+def requests_of(
+    path: str, count: int, block_tokens: int, most_tokens: int
+) -> list[SimulatedRequest]:
+    """A trace's first requests, in blocks of so many tokens; of longer prompts the beginning."""
+    found = []
+    for one in of_trace(read_trace(path))[:count]:
+        blocks = one.blocks[: most_tokens // block_tokens]
+        tokens = len(blocks) * block_tokens + OWN_TOKENS
+        found.append(replace(one, blocks=blocks, tokens=tokens, block_tokens=float(block_tokens)))
+    return found
+
+
+def prompt_of(request: SimulatedRequest, salt: str) -> list[int]:
+    """The tokens of a request, those of a block made of its hash."""
+    tokens: list[int] = []
+    for block in request.blocks:
+        made = random.Random(f"{salt} {block}")
+        tokens += [made.randrange(3, 1024) for _ in range(round(request.block_tokens))]
+    own = random.Random(f"{salt} own {request.number}")
+    return tokens + [own.randrange(3, 1024) for _ in range(OWN_TOKENS)]
+
+
+class Played:
+    """What became of a policy's requests, all rounds together."""
+
+    def __init__(self) -> None:
+        self.answers: list[Streamed] = []
+        self.failed = 0
+        self.late_s = 0.0
+        """By how much a request was sent too late, at most."""
+        self.busy: list[float] = []
+
+    def report(self) -> dict[str, Any]:
+        ttfts = [one.ttft_s for one in self.answers]
+        cached = sum(one.cached_tokens for one in self.answers)
+        return {
+            "requests": len(ttfts),
+            "failed": self.failed,
+            "hit_rate": ratio(cached, sum(one.prompt_tokens for one in self.answers)),
+            "ttft_p50_s": _rounded(percentile(ttfts, 0.50)),
+            "ttft_p90_s": _rounded(percentile(ttfts, 0.90)),
+            "ttft_p99_s": _rounded(percentile(ttfts, 0.99)),
+            "sent_late_s": round(self.late_s, 3),
+            "processors_busy": round(statistics.fmean(self.busy), 3) if self.busy else None,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+class Bench:
+    """The engines, the router, and who is asked."""
+
+    def __init__(self, urls: Sequence[str], router: str, session: aiohttp.ClientSession) -> None:
+        self._urls = urls
+        self._router = router
+        self._session = session
+        self.played: dict[str, Played] = {}
+
+    async def calibrate(self, tokens: int) -> float:
+        """Seconds that a new token costs an engine while all compute prompts of so many."""
+        for round_number in range(2):  # the first has what is compiled at first use
+            prompts = []
+            for at in range(len(self._urls)):
+                made = random.Random(f"calibration {round_number} {at}")
+                prompts.append([made.randrange(3, 1024) for _ in range(tokens)])
+            answers = await asyncio.gather(
+                *(
+                    stream(self._session, url, prompt, 1)
+                    for url, prompt in zip(self._urls, prompts, strict=True)
+                )
+            )
+        return statistics.fmean(one.ttft_s for one in answers) / tokens
+
+    async def play(
+        self,
+        name: str,
+        policy: RoundRobin | PrefixHash | None,
+        requests: Sequence[SimulatedRequest],
+        salt: str,
+    ) -> None:
+        """Send all requests at their times, by the policy's choice; None: through the router."""
+        played = self.played.setdefault(name, Played())
+        prompts = [prompt_of(one, salt) for one in requests]
+        first_s = requests[0].arrives_s
+        began, spent_s = time.monotonic(), processors_s()
+
+        async def ask(request: SimulatedRequest, prompt: list[int]) -> None:
+            due = began + request.arrives_s - first_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            played.late_s = max(played.late_s, time.monotonic() - due)
+            url = self._router
+            if policy is not None:
+                url = self._urls[policy.choose(request, due)[0]]
+            try:
+                answer = await stream(self._session, url, prompt, ANSWER_TOKENS)
+                played.answers.append(answer)
+            except (EngineError, aiohttp.ClientError, TimeoutError) as error:
+                _say(f"{name}: {error}")
+                played.failed += 1
+            finally:
+                if policy is not None:
+                    policy.ended(request, time.monotonic())
+
+        await asyncio.gather(
+            *(ask(one, prompt) for one, prompt in zip(requests, prompts, strict=True))
+        )
+        elapsed_s = time.monotonic() - began
+        played.busy.append((processors_s() - spent_s) / elapsed_s / (os.cpu_count() or 1))
+        _say(f"{name}: {played.report()}")
+
+    async def wrong_outputs(self, requests: Sequence[SimulatedRequest], salt: str) -> int:
+        """The first prompts that the router had, asked of every engine: answers that differ."""
+        wrong = 0
+        for request in requests[:CHECKED]:
+            prompt = prompt_of(request, salt)
+            told = [
+                (await stream(self._session, url, prompt, ANSWER_TOKENS)).tokens
+                for url in (*self._urls, self._router)
+            ]
+            wrong += sum(tokens != told[0] for tokens in told)
+        return wrong
+
+
+async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str, Any]:
+    python = Path(arguments.python).absolute()
+    if not python.exists():
+        raise CommandError(f"no {python}: make setup-engines")
+    requests = requests_of(
+        arguments.trace, arguments.requests, arguments.block_tokens, arguments.most_tokens
+    )
+    began = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(
+            arguments.logs
+            or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcast-route-"))
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        model = make_model(python, MODEL_NAME, folder)
+        pool = await stack.enter_async_context(
+            Pool(
+                Star.of(arguments.engines),
+                PoolOptions(arena_bytes=512 << 20, replicas=0, lease_s=30.0),
+                folder / "pool",
+            )
+        )
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=600),
+                connector=aiohttp.TCPConnector(limit=0),
+            )
+        )
+        _say(f"starting {arguments.engines} engines")
+        servers = await asyncio.gather(
+            *(
+                stack.enter_async_context(
+                    Server.running(
+                        python,
+                        folder,
+                        node,
+                        ("127.0.0.1", arguments.first_port + 1 + at),
+                        model,
+                        *("--block-size", str(arguments.block_tokens), "--dtype", "bfloat16"),
+                        *("--max-model-len", str(arguments.most_tokens + 64)),
+                        *("--max-num-seqs", "8"),
+                        *(
+                            "--num-gpu-blocks-override",
+                            str(arguments.kv_tokens // arguments.block_tokens),
+                        ),
+                        transfer=transfer(socket, model=MODEL_NAME, deadline_s=10.0, lookup_s=2.0),
+                    )
+                )
+                for at, (node, socket) in enumerate(pool.sockets.items())
+            )
+        )
+        urls = [server.url for server in servers]
+        bench = Bench(urls, f"http://127.0.0.1:{arguments.first_port}", session)
+        token_s = await bench.calibrate(min(CALIBRATION_TOKENS, arguments.most_tokens))
+        costs = CostModel(
+            prefill_s_per_token=token_s,
+            attention_s_per_token2=0.0,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            pool_bytes_per_s=POOL_BYTES_PER_S,
+            pool_latency_s=POOL_LATENCY_S,
+        )
+        timed, factor = scaled(requests, costs, arguments.engines, arguments.load)
+        span_s = timed[-1].arrives_s - timed[0].arrives_s
+        _say(f"{1 / token_s:.0f} tokens a second and engine; each round takes {span_s:.0f} s or so")
+        wrong = 0
+        for round_number in range(arguments.rounds):
+            router = Part(
+                "route",
+                [
+                    *(sys.executable, "-m", "kvcast.routing.daemon"),
+                    *("--listen", f"127.0.0.1:{arguments.first_port}", "--pool-saves-all"),
+                    *(
+                        word
+                        for node, server in zip(pool.sockets, servers, strict=True)
+                        for word in ("--engine", f"{node}={server.url},events={server.events}")
+                    ),
+                    *("--block-tokens", str(arguments.block_tokens), "--slots", "8"),
+                    *("--max-in-flight", "100000", "--attention-s-per-token2", "0"),
+                    *("--prefill-tokens-per-s", f"{1 / token_s:.6g}"),
+                    *("--kv-bytes-per-token", str(KV_BYTES_PER_TOKEN)),
+                    *("--pool-bytes-per-s", f"{POOL_BYTES_PER_S:g}"),
+                    *("--pool-latency", f"{POOL_LATENCY_S:g}"),
+                ],
+                log_path=folder / f"route-{round_number}.log",
+            )
+            try:
+                await router.start()
+                await router.wait_ready(START_S)
+                policies: dict[str, RoundRobin | PrefixHash | None] = {
+                    "kvcast": None,
+                    "round_robin": RoundRobin(arguments.engines),
+                } | {
+                    f"prefix_hash_{tokens}": PrefixHash(arguments.engines, tokens, math.inf)
+                    for tokens in arguments.prefix_hash_tokens
+                }
+                names = list(policies)
+                names = names[round_number % len(names) :] + names[: round_number % len(names)]
+                for name in names:
+                    await bench.play(name, policies[name], timed, f"{name} {round_number}")
+                    so_far |= report_of(bench.played)
+                wrong += await bench.wrong_outputs(timed, f"kvcast {round_number}")
+            finally:
+                await router.stop()
+    return report_of(bench.played) | {
+        "wrong_outputs": wrong,
+        "trace": os.path.basename(arguments.trace),
+        "requests": len(requests),
+        "engines": arguments.engines,
+        "load": arguments.load,
+        "times_divided_by": round(factor, 4),
+        "prefill_tokens_per_s": round(1 / token_s, 1),
+        "rounds": arguments.rounds,
+        "took_s": round(time.monotonic() - began, 1),
+        "provenance": provenance.provenance(),
+    }
+
+
+def report_of(played: dict[str, Played]) -> dict[str, Any]:
+    """The router's figures on top, everybody's below."""
+    policies = {name: one.report() for name, one in played.items()}
+    hashes = [one for name, one in policies.items() if name.startswith("prefix_hash")]
+    best = min(hashes, key=lambda one: one["ttft_p99_s"] or math.inf, default=None)
+    own, turns = policies.get("kvcast"), policies.get("round_robin")
+    found: dict[str, Any] = {"policies": policies}
+    if own is not None:
+        found |= {name: own[name] for name in ("hit_rate", "ttft_p50_s", "ttft_p99_s")}
+        for name, other in (("round_robin", turns), ("prefix_hash", best)):
+            if other is not None and own["requests"] and other["requests"]:
+                found[f"p99_over_{name}"] = ratio(own["ttft_p99_s"], other["ttft_p99_s"])
+                found[f"p50_over_{name}"] = ratio(own["ttft_p50_s"], other["ttft_p50_s"])
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"kvcast: {text}", file=sys.stderr, flush=True)
+
+
+def _show(report: dict[str, Any]) -> None:
+    for name, found in report["policies"].items():
+        print(f"{name}: {found}")
+    for name in ("p99_over_round_robin", "p99_over_prefix_hash", "wrong_outputs"):
+        print(f"{name}: {report.get(name)}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvcast.bench.route_engines",
+        description=__doc__.partition("\n")[0],
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--trace", required=True, metavar="FILE", help="in Mooncake's form")
+    parser.add_argument("--json", metavar="FILE", help="write the report here; - = stdout")
+    parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
+    parser.add_argument("--requests", type=int, default=120, help="of the trace, from its start")
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--block-tokens", type=int, default=32, help="of a block of the trace")
+    parser.add_argument("--most-tokens", type=int, default=2048, help="of a prompt")
+    parser.add_argument("--kv-tokens", type=int, default=32_768, help="an engine's memory")
+    parser.add_argument("--prefix-hash-tokens", type=int, nargs="+", default=[64, 256])
+    parser.add_argument(
+        "--first-port", type=int, default=18_400, help="the router's; engines follow"
+    )
+    parser.add_argument("--logs", metavar="FOLDER", help="keep all logs here")
+    return parser
+
+
+async def _command(arguments: argparse.Namespace) -> int:
+    low = min(arguments.engines, arguments.rounds, arguments.block_tokens, arguments.requests - 1)
+    if low < 1 or arguments.load <= 0 or arguments.most_tokens < arguments.block_tokens:
+        raise CommandError("two requests, an engine, a round and a block are the least")
+    with reports.in_the_making(arguments.json) as so_far:
+        try:
+            report = await run(arguments, so_far)
+        except (EngineError, PartError) as error:
+            raise CommandError(str(error)) from error
+        so_far |= report
+    reports.report_to(arguments.json, report, _show)
+    failed = sum(one["failed"] for one in report["policies"].values())
+    return EXIT_FAILED if report["wrong_outputs"] or failed else EXIT_OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return run_command(lambda: _command(arguments), log_level="warning")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
