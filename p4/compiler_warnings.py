@@ -93,8 +93,7 @@ KNOWN = (
     ),
     Known(
         ("tofino1",),
-        r"exact hashtable \d+ does not exist in table "
-        r"(_rdma_target|_egress_host|_fills|egresshdr\.ipv4\.checksum_encode)",
+        r"exact hashtable \d+ does not exist in table (_rdma_target|_egress_host)",
         _OTHERS_HASH_TABLE,
     ),
     Known(
@@ -106,12 +105,6 @@ KNOWN = (
         TOFINOS,
         r"Action bus byte \d+ set in table heat_heat_verdict_odd\$tind and table heat_",
         "bfas: no packet takes both tables, which are the two sides of an if",
-    ),
-    Known(
-        ("tofino1",),
-        r"Conflicting instruction slot usage for non-exlusive table _landing_zone action readdress|"
-        r"and table tbl_served_data",
-        "bfas: no copy takes both tables, whose conditions name different values of one field",
     ),
 )
 

@@ -8,10 +8,10 @@
 // a Tofino 1 reads, changes and returns in one access. Port 0 is never used.
 #define MAX_PORTS 32
 
-// Reads in flight. An entry is three 32-bit words; on a Tofino 64 Ki entries of a dual ALU (64 bit)
-// take 36 RAM blocks of one stage and the bitmaps 18 of the next (docs/tofino.md). The hash that
-// indexes the array gives 16 bits.
-#define PENDING_ENTRIES 65536
+// Reads in flight: sets of two entries of three 32-bit words each. On a Tofino 32 Ki entries of a dual
+// ALU (64 bit) take 18 RAM blocks of one stage and their bitmaps 10 of the next (docs/tofino.md).
+// The hash gives 15 bits to find a set by.
+#define PENDING_SETS 32768
 
 // The heat sketch: three rows of 32-bit words. 16 Ki words are 64 KiB, four RAM blocks and a
 // spare; the 14 bits of the index are cut from hashes that exist anyway.

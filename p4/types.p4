@@ -12,8 +12,8 @@
 // One pending entry, as read and as to be written back. Free: all zero.
 struct pending_entry_t {
     bit<32> fingerprint;  // [31:16] namespace, whole, so that no two tenants ever share an entry;
-                          // [15:1] hash of key and segment, [0] 1, so that it is never 0; or,
-                          // of a shared answer by RDMA, [15:8] 0x80, [7:1] its slot
+                          // [15:1] hash of key and segment, [0] 1, so that it is never 0; or, of a
+                          // shared answer by RDMA, [15:9] 0x40, [8:2] its slot, [1] of its index
     bit<32> stamp;        // tick of the last READ sent on, or answer seen
     bit<32> ports;        // bit p-1: port p waits
 }
@@ -69,11 +69,11 @@ struct local_metadata_t {
     // pending
     bit<32>         hash;       // of namespace, key and segment
     bit<32>         fingerprint;
-    pending_entry_t entry;
+    pending_entry_t entry;      // of the two of a set, the one that the frame is about
     bit<1>          free;       // the entry is
     bit<1>          mine;       // it is this key's
     bit<1>          stale;      // it is past its lease
-    bit<32>         others;     // READ: own bit if set there; answers: who waits but the addressee
+    bit<32>         others;     // who waits for the answer but its addressee
     bit<1>          demand;     // counts for heat
 
     // switch memory

@@ -418,7 +418,7 @@ class Model:
             self._world.now - self._disturbed_at > LOSSES_COUNT_S
             and len(self._versions[seen.namespace, seen.key]) == 1
             and not self.dishonest
-            and not self._collided(seen.where)
+            and not self._met_in_its_set(seen.where)
         )
 
     def _lost(self, where: Segment) -> int:
@@ -531,7 +531,7 @@ class Model:
     def _check_shared(self, port: int, seen: Seen, sent: list[tuple[int, bytes]]) -> None:
         """Whoever was held back for an answer gets it, under its own address."""
         window = self._windows.get(seen.where)
-        if window is None or not self._true_home(port, seen) or self._collided(seen.where):
+        if window is None or not self._true_home(port, seen) or self._crowded_out(seen.where):
             return
         ip_of_port = self._rules.ip_of_port
         to = {n for n, out in sent if int.from_bytes(out[30:34], "big") == ip_of_port[n]}
@@ -598,17 +598,26 @@ class Model:
             and self.may_use(port, seen.namespace)
             and seen.source_ip == self._rules.ip_of_port[port]
             and self.known_mac(frame[0:6])
-            and not self._collided(seen.where)
+            and not self._crowded_out(seen.where)
         )
 
     def _note_use(self, where: Segment) -> None:
-        self._used[_entry_of(where)][where] = self._world.now
+        self._used[_set_of(where)][where] = self._world.now
 
-    def _collided(self, where: Segment) -> bool:
-        """Whether another segment may hold the same entry of the switch's table."""
+    def _others_in_its_set(self, where: Segment) -> int:
+        """How many other segments may hold an entry of the segment's set in the switch's table."""
         since = self._world.now - self._rules.lease_s - 0.1
-        users = self._used.get(_entry_of(where), {})
-        return any(other != where and at > since for other, at in users.items())
+        users = self._used.get(_set_of(where), {})
+        return sum(other != where and at > since for other, at in users.items())
+
+    def _met_in_its_set(self, where: Segment) -> bool:
+        """Whether another segment may have moved this one to its set's second entry: then the
+        switch may send on one READ more, when the first is free again."""
+        return self._others_in_its_set(where) > 0
+
+    def _crowded_out(self, where: Segment) -> bool:
+        """Whether other segments may hold both entries of its set."""
+        return self._others_in_its_set(where) > 1
 
 
 def _well_formed_read(frame: bytes) -> bool:
@@ -625,14 +634,14 @@ def _well_formed_read(frame: bytes) -> bool:
     )
 
 
-def _entry_of(where: Segment) -> int:
+def _set_of(where: Segment) -> int:
     namespace, key, segment = where
-    return zlib.crc32(namespace.to_bytes(2, "big") + key + segment.to_bytes(2, "big")) & 0xFFFF
+    return zlib.crc32(namespace.to_bytes(2, "big") + key + segment.to_bytes(2, "big")) & 0x7FFF
 
 
-def entry_of(namespace: int, key: bytes, segment: int) -> int:
-    """The entry of the switch's pending interest table that a segment uses."""
-    return _entry_of((namespace, key, segment))
+def pending_set_of(namespace: int, key: bytes, segment: int) -> int:
+    """The set of two entries of the switch's pending interest table that a segment uses."""
+    return _set_of((namespace, key, segment))
 
 
 def _bucket(key: bytes) -> int:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from kvcast.controller.core.namespaces import number_of
 from kvcast.protocol.messages.control import POLICIES, NamespaceSettings
-from kvcast.simulation.model import Name, entry_of
+from kvcast.simulation.model import Name, pending_set_of
 
 CALM_S: Final = 1.2
 CHAOS_S: Final = 4.0
@@ -315,6 +315,8 @@ def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
     keys = [rng.randbytes(16) for _ in range(rng.randrange(6, 13))]
     if rng.random() < 0.15:
         keys[1] = _colliding(rng, keys[0])
+        if rng.random() < 0.5:  # with three, one finds both entries taken
+            keys[2] = _colliding(rng, keys[0])
     blocks = []
     for number, key in enumerate(keys):
         namespace = OPEN if number < 4 else rng.choice(list(rights))
@@ -341,11 +343,11 @@ def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
 
 
 def _colliding(rng: random.Random, key: bytes) -> bytes:
-    """Another key of which the first segment uses the same entry of the switch's table."""
-    wanted = entry_of(OPEN, key, 0)
+    """Another key of which the first segment uses the same set of the switch's table."""
+    wanted = pending_set_of(OPEN, key, 0)
     while True:
         other = rng.randbytes(16)
-        if entry_of(OPEN, other, 0) == wanted:
+        if pending_set_of(OPEN, other, 0) == wanted:
             return other
 
 

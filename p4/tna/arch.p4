@@ -16,14 +16,15 @@
 
 typedef bit<16> slot_index_t;     // what indexes an array of slots
 #define TARGET_METADATA \
-    bit<16> index;          /* hash of namespace, key and segment: of the pending entry */ \
+    bit<16> index;          /* hash of namespace, key and segment: [14:0] the pending set */ \
     bit<16> print;          /* another: its fingerprint */ \
     bit<16> other_hash;     /* and another */ \
     bit<16> entry_namespace;    /* of the pending entry */ \
     bit<16> place;          /* of a shared answer by RDMA: [8:2] its slot */ \
     bit<32> clock;          /* now, in sixteenths of a lease */ \
-    bit<8>  match;          /* MINE_*, OTHER_* */ \
-    bit<32> waiting;        /* ports in the pending entry */ \
+    bit<8>  match;          /* MINE_*, OTHER_*: of the pending entry that was looked at last */ \
+    bit<8>  way;            /* which of its set it is: 1, 2 */ \
+    bit<32> waiting;        /* ports in its pending entries */ \
     bit<32> shared_bits;    /* and the addressee's */ \
     bit<32> heat_ports;     /* heat_t.port_bits */ \
     bit<16> heat_window; \
@@ -38,21 +39,6 @@ typedef bit<16> slot_index_t;     // what indexes an array of slots
     bit<8>  bank;           /* of the cells */ \
     bit<16> loop_group;     /* multicast group of this pipe's recirculation port */ \
     bit<9>  loop_port;      /* this pipe's recirculation port */
-
-// A Tofino 2 cannot hold 64 Ki entries of a dual ALU in one stage, so there are two arrays, the upper
-// bit of the index saying which; on a Tofino 1 there is one.
-#ifdef KVCAST_TOFINO2
-#define INTEREST_INDEX (bit<16>)local_metadata.index[14:0]
-#define IN_PART_lower 0 &&& 0x8000
-#define IN_PART_upper 0x8000 &&& 0x8000
-#define INTEREST_PARTS INTEREST(_lower, PENDING_ENTRIES / 2) INTEREST(_upper, PENDING_ENTRIES / 2)
-#define APPLY_INTEREST interest_step_lower.apply(); interest_step_upper.apply();
-#else
-#define INTEREST_INDEX local_metadata.index
-#define IN_PART_whole _
-#define INTEREST_PARTS INTEREST(_whole, PENDING_ENTRIES)
-#define APPLY_INTEREST interest_step_whole.apply();
-#endif
 
 #ifdef KVCAST_TOFINO2
 #define BANK_SLOTS 64

@@ -37,13 +37,14 @@ control BlockHash(inout headers_t hdr, inout local_metadata_t local_metadata) {
     }
 
     action take_slot() {
-        local_metadata.print = slot_print.get({ 8w0x80, local_metadata.place[8:2], 1w1 });
+        local_metadata.print = slot_print.get({ 7w0x40, local_metadata.place[8:2], 2w0 });
     }
 
-    // As pending_entry_t says: the namespace whole, 15 bits of hash or the slot, and 1.
+    // As pending_entry_t says: the namespace whole, 14 bits of hash or the slot, the hash's bit that
+    // does not choose the set, and 1.
     action make_fingerprint() {
-        local_metadata.fingerprint =
-            assemble.get({ local_metadata.entry_namespace, local_metadata.print[15:1], 1w1 });
+        local_metadata.fingerprint = assemble.get({ local_metadata.entry_namespace,
+            local_metadata.print[15:2], local_metadata.index[15:15], 1w1 });
     }
 
     @hidden

@@ -14,6 +14,7 @@ control Cells(inout headers_t hdr, inout local_metadata_t local_metadata) {
     action do_read_w##n##half() { hdr.part.w##n = read_w##n##half.execute(local_metadata.row_index); } \
     action do_write_w##n##half() { write_w##n##half.execute(local_metadata.row_index); } \
     @hidden \
+    @ways(2)    /* that always have room for two entries; every frame reads each way, which takes power */ \
     table word##n##half { \
         key = { \
             hdr.round.task          : exact; \

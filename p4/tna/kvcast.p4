@@ -173,23 +173,26 @@ control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
             local_metadata.last = hdr.round.last[0:0];
             local_metadata.rewritten = hdr.round.rewritten[0:0];
             local_metadata.port_bits = hdr.round.port_bits;
-            if (hdr.round.delivery == DELIVER_SERVE || hdr.round.delivery == DELIVER_SERVE_GROUP) {
-                served_data.apply(hdr, local_metadata);
-            }
-            if (hdr.round.delivery == DELIVER_SHARED
-                || hdr.round.delivery == DELIVER_SERVE_GROUP) {
-                egress_host.apply(hdr, local_metadata, intrinsic.egress_port);
-                if (local_metadata.member == 0) {
-                    deparser.drop_ctl = 1;
-                }
-            } else if (hdr.round.delivery == DELIVER_WRITE_SHARED) {
+            if (hdr.round.delivery == DELIVER_WRITE_SHARED) {
                 write_copy.apply(hdr, local_metadata, hdr.round.ingress_port, intrinsic.egress_port);
                 if (local_metadata.member == 0) {
                     deparser.drop_ctl = 1;
                 }
-            } else if (hdr.round.delivery == DELIVER_FLOOD) {
-                if (intrinsic.egress_port == hdr.round.ingress_port) {
-                    deparser.drop_ctl = 1;
+            } else {
+                if (hdr.round.delivery == DELIVER_SERVE
+                    || hdr.round.delivery == DELIVER_SERVE_GROUP) {
+                    served_data.apply(hdr, local_metadata);
+                }
+                if (hdr.round.delivery == DELIVER_SHARED
+                    || hdr.round.delivery == DELIVER_SERVE_GROUP) {
+                    egress_host.apply(hdr, local_metadata, intrinsic.egress_port);
+                    if (local_metadata.member == 0) {
+                        deparser.drop_ctl = 1;
+                    }
+                } else if (hdr.round.delivery == DELIVER_FLOOD) {
+                    if (intrinsic.egress_port == hdr.round.ingress_port) {
+                        deparser.drop_ctl = 1;
+                    }
                 }
             }
             hdr.round.setInvalid();

@@ -1,10 +1,13 @@
 // The pending interest table on TNA. Fingerprint and stamp are one dual stateful ALU, the ports
 // another in a later stage; each is read and changed in one operation, so no packet sees an entry half
-// changed. The rules are those of v1model/coalescing.p4, in three steps:
+// changed. The rules are those of v1model/pending.p4 and coalescing.p4, in steps, the first two for each
+// of the two entries of a set:
 //
 //   interest_step   compares and changes {fingerprint, stamp}; says MINE_FRESH, ... OTHER_STALE
 //   ports_step      changes the ports by that, and returns who waited
 //   coalescing      decides what becomes of the frame
+//
+// A READ looks at the second entry only where the first is another's; an answer looks at both.
 //
 // A free entry has no fingerprint and a stamp of 0, which is past any lease, so opening one and taking
 // one over are the same instruction. A stateful ALU has four, takes two words from the packet, and
@@ -68,7 +71,7 @@ control Clock(inout local_metadata_t local_metadata) {
 }
 
 control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
-    Register<bit<32>, bit<16>>(PENDING_ENTRIES) pending_ports;
+#define SET_INDEX (bit<16>)local_metadata.index[14:0]
 
 #define SAY_MATCH this.predicate(entry.fingerprint == local_metadata.fingerprint, \
                                  local_metadata.clock - entry.stamp > LEASE)
@@ -76,8 +79,8 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
     // A READ takes an entry that is past its lease, whosever it was (ask); a repeat also refreshes
     // an entry of its own (ask_again). Once the answer has begun, joiners still catch its end
     // (answer), which frees the entry (end).
-#define INTEREST(part, count) \
-    Register<interest_t, bit<16>>(count) pending_interest##part; \
+#define WAY(part, READ_MATCH, number) \
+    Register<interest_t, bit<16>>(PENDING_SETS) pending_interest##part; \
     RegisterAction<interest_t, bit<16>, bit<8>>(pending_interest##part) ask##part = { \
         void apply(inout interest_t entry, out bit<8> match) { \
             match = SAY_MATCH; \
@@ -114,16 +117,28 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
             } \
         } \
     }; \
-    action do_ask##part()       { local_metadata.match = ask##part.execute(INTEREST_INDEX); } \
-    action do_ask_again##part() { local_metadata.match = ask_again##part.execute(INTEREST_INDEX); } \
-    action do_answer##part()    { local_metadata.match = answer##part.execute(INTEREST_INDEX); } \
-    action do_end##part()       { local_metadata.match = end##part.execute(INTEREST_INDEX); } \
+    action do_ask##part() { \
+        local_metadata.match = ask##part.execute(SET_INDEX); \
+        local_metadata.way = number; \
+    } \
+    action do_ask_again##part() { \
+        local_metadata.match = ask_again##part.execute(SET_INDEX); \
+        local_metadata.way = number; \
+    } \
+    action do_answer##part() { \
+        local_metadata.match = answer##part.execute(SET_INDEX); \
+        local_metadata.way = number; \
+    } \
+    action do_end##part() { \
+        local_metadata.match = end##part.execute(SET_INDEX); \
+        local_metadata.way = number; \
+    } \
     @hidden \
     table interest_step##part { \
         key = { \
             local_metadata.kind      : exact   @name("kind"); \
             hdr.kvcast.flags         : ternary @name("flags"); \
-            local_metadata.index     : ternary @name("index"); \
+            local_metadata.match     : ternary @name("match"); \
             local_metadata.coalesces : exact   @name("coalesces"); \
             local_metadata.serving   : exact   @name("serving"); \
         } \
@@ -133,81 +148,82 @@ control Pending(inout headers_t hdr, inout local_metadata_t local_metadata) {
         } \
         const default_action = NoAction(); \
         const entries = { \
-            (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY, IN_PART##part, 1, 0) : do_ask_again##part(); \
-            (KIND_READ,      _,                         IN_PART##part, 1, 0) : do_ask##part(); \
-            (KIND_DATA,      _,                         IN_PART##part, 1, 0) : do_answer##part(); \
-            (KIND_WRITE,     _,                         IN_PART##part, 1, 0) : do_answer##part(); \
-            (KIND_LAST_DATA, _,                         IN_PART##part, 1, 0) : do_end##part(); \
-            (KIND_MISS,      _,                         IN_PART##part, 1, 0) : do_end##part(); \
+            (KIND_READ,      FLAG_RETRY &&& FLAG_RETRY, READ_MATCH, 1, 0) : do_ask_again##part(); \
+            (KIND_READ,      _,                         READ_MATCH, 1, 0) : do_ask##part(); \
+            (KIND_DATA,      _,                         _,          1, 0) : do_answer##part(); \
+            (KIND_WRITE,     _,                         _,          1, 0) : do_answer##part(); \
+            (KIND_LAST_DATA, _,                         _,          1, 0) : do_end##part(); \
+            (KIND_MISS,      _,                         _,          1, 0) : do_end##part(); \
         } \
         size = 8; \
+    } \
+    Register<bit<32>, bit<16>>(PENDING_SETS) pending_ports##part; \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports##part) join_ports##part = { \
+        void apply(inout bit<32> ports, out bit<32> waiting) { \
+            ports = ports | local_metadata.port_bits; \
+            waiting = ports; \
+        } \
+    }; \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports##part) open_ports##part = { \
+        void apply(inout bit<32> ports, out bit<32> waiting) { \
+            waiting = ports; \
+            ports = local_metadata.port_bits; \
+        } \
+    }; \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports##part) read_ports##part = { \
+        void apply(inout bit<32> ports, out bit<32> waiting) { \
+            waiting = ports | local_metadata.waiting; \
+        } \
+    }; \
+    /* Read and cleared at once, or who joins in between would wait for nothing. */ \
+    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports##part) take_ports##part = { \
+        void apply(inout bit<32> ports, out bit<32> waiting) { \
+            waiting = ports | local_metadata.waiting; \
+            ports = 0; \
+        } \
+    }; \
+    action do_join_ports##part() { local_metadata.waiting = join_ports##part.execute(SET_INDEX); } \
+    action do_open_ports##part() { local_metadata.waiting = open_ports##part.execute(SET_INDEX); } \
+    action do_read_ports##part() { local_metadata.waiting = read_ports##part.execute(SET_INDEX); } \
+    action do_take_ports##part() { local_metadata.waiting = take_ports##part.execute(SET_INDEX); } \
+    @hidden \
+    table ports_step##part { \
+        key = { \
+            local_metadata.kind  : exact @name("kind"); \
+            local_metadata.match : exact @name("match"); \
+            local_metadata.way   : exact @name("way"); \
+        } \
+        actions = { \
+            do_join_ports##part; do_open_ports##part; do_read_ports##part; do_take_ports##part; \
+            @defaultonly NoAction; \
+        } \
+        const default_action = NoAction(); \
+        const entries = { \
+            (KIND_READ,      MINE_FRESH, number)  : do_join_ports##part(); \
+            (KIND_READ,      MINE_STALE, number)  : do_join_ports##part(); \
+            (KIND_READ,      OTHER_STALE, number) : do_open_ports##part(); \
+            (KIND_DATA,      MINE_FRESH, number)  : do_read_ports##part(); \
+            (KIND_DATA,      MINE_STALE, number)  : do_read_ports##part(); \
+            (KIND_WRITE,     MINE_FRESH, number)  : do_read_ports##part(); \
+            (KIND_WRITE,     MINE_STALE, number)  : do_read_ports##part(); \
+            (KIND_LAST_DATA, MINE_FRESH, number)  : do_take_ports##part(); \
+            (KIND_LAST_DATA, MINE_STALE, number)  : do_take_ports##part(); \
+            (KIND_MISS,      MINE_FRESH, number)  : do_take_ports##part(); \
+            (KIND_MISS,      MINE_STALE, number)  : do_take_ports##part(); \
+        } \
+        size = 16; \
     }
-    INTEREST_PARTS
-#undef INTEREST
+    WAY(_first, _, 1)
+    WAY(_second, OTHER_FRESH, 2)
+#undef WAY
 #undef SAY_MATCH
-
-    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) join_ports = {
-        void apply(inout bit<32> ports, out bit<32> waiting) {
-            ports = ports | local_metadata.port_bits;
-            waiting = ports;
-        }
-    };
-
-    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) open_ports = {
-        void apply(inout bit<32> ports, out bit<32> waiting) {
-            waiting = ports;
-            ports = local_metadata.port_bits;
-        }
-    };
-
-    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) read_ports = {
-        void apply(inout bit<32> ports, out bit<32> waiting) {
-            waiting = ports;
-        }
-    };
-
-    // Read and cleared at once, or who joins in between would wait for nothing.
-    RegisterAction<bit<32>, bit<16>, bit<32>>(pending_ports) take_ports = {
-        void apply(inout bit<32> ports, out bit<32> waiting) {
-            waiting = ports;
-            ports = 0;
-        }
-    };
-
-    action do_join_ports() { local_metadata.waiting = join_ports.execute(local_metadata.index); }
-    action do_open_ports() { local_metadata.waiting = open_ports.execute(local_metadata.index); }
-    action do_read_ports() { local_metadata.waiting = read_ports.execute(local_metadata.index); }
-    action do_take_ports() { local_metadata.waiting = take_ports.execute(local_metadata.index); }
-
-    @name(".ports_step")
-    table ports_step {
-        key = {
-            local_metadata.kind  : exact @name("kind");
-            local_metadata.match : exact @name("match");
-        }
-        actions = {
-            do_join_ports; do_open_ports; do_read_ports; do_take_ports; @defaultonly NoAction;
-        }
-        const default_action = NoAction();
-        const entries = {
-            (KIND_READ,      MINE_FRESH)  : do_join_ports();
-            (KIND_READ,      MINE_STALE)  : do_join_ports();
-            (KIND_READ,      OTHER_STALE) : do_open_ports();
-            (KIND_DATA,      MINE_FRESH)  : do_read_ports();
-            (KIND_DATA,      MINE_STALE)  : do_read_ports();
-            (KIND_WRITE,     MINE_FRESH)  : do_read_ports();
-            (KIND_WRITE,     MINE_STALE)  : do_read_ports();
-            (KIND_LAST_DATA, MINE_FRESH)  : do_take_ports();
-            (KIND_LAST_DATA, MINE_STALE)  : do_take_ports();
-            (KIND_MISS,      MINE_FRESH)  : do_take_ports();
-            (KIND_MISS,      MINE_STALE)  : do_take_ports();
-        }
-        size = 16;
-    }
+#undef SET_INDEX
 
     apply {
-        APPLY_INTEREST
-        ports_step.apply();
+        interest_step_first.apply();
+        ports_step_first.apply();
+        interest_step_second.apply();
+        ports_step_second.apply();
     }
 }
 
@@ -264,13 +280,11 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
         const entries = {
             // kind          match        flags                      waiting others
             (KIND_DATA,      _,           _,                         _, 0) : pass_by();
-            (KIND_DATA,      MINE_FRESH,  _,                         _, _) : share();
-            (KIND_DATA,      MINE_STALE,  _,                         _, _) : share();
-            (KIND_WRITE,     MINE_FRESH,  _,                         _, _) : share_write();
-            (KIND_WRITE,     MINE_STALE,  _,                         _, _) : share_write();
+            (KIND_DATA,      _,           _,                         _, _) : share();
+            (KIND_WRITE,     _,           _,                         0, _) : pass_by();
+            (KIND_WRITE,     _,           _,                         _, _) : share_write();
             (KIND_LAST_DATA, _,           _,                         _, 0) : pass_by();
-            (KIND_LAST_DATA, MINE_FRESH,  _,                         _, _) : share();
-            (KIND_LAST_DATA, MINE_STALE,  _,                         _, _) : share();
+            (KIND_LAST_DATA, _,           _,                         _, _) : share();
             (KIND_READ,      OTHER_STALE, _,                         0, _) : sent_on(DECISION_NEW);
             (KIND_READ,      OTHER_STALE, _,                         _, _) : sent_on(DECISION_EXPIRED);
             (KIND_READ,      MINE_FRESH,  FLAG_RETRY &&& FLAG_RETRY, _, _) : sent_on(DECISION_RETRY);
@@ -279,8 +293,7 @@ control Coalescing(inout headers_t hdr, inout local_metadata_t local_metadata) {
             (KIND_READ,      MINE_FRESH,  _,                         _, _) : join();
             (KIND_READ,      OTHER_FRESH, _,                         _, _) : collide();
             (KIND_MISS,      _,           _,                         _, 0) : pass_by();
-            (KIND_MISS,      MINE_FRESH,  _,                         _, _) : share();
-            (KIND_MISS,      MINE_STALE,  _,                         _, _) : share();
+            (KIND_MISS,      _,           _,                         _, _) : share();
         }
         size = 32;
     }

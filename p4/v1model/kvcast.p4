@@ -78,15 +78,15 @@ control KvcastIngress(inout headers_t hdr, inout local_metadata_t local_metadata
             local_metadata.has_memory = 1;
         } else {
             settings.apply(local_metadata);
-            if (local_metadata.enabled == 1) {
+            // Other frames are ordinary traffic as they stand, but for those that the parser gave up.
+            if (local_metadata.enabled == 1
+                && (hdr.kvcast.isValid() || hdr.bth.isValid() || local_metadata.broken == 1)) {
                 if (hdr.kvcast.isValid()) {
                     frame_class.apply(hdr, local_metadata);
                 } else if (hdr.bth.isValid()) {
                     write_class.apply(hdr, local_metadata);
                 }
-                if (hdr.udp.isValid()) {
-                    port_guard.apply(hdr, local_metadata, standard.ingress_port);
-                }
+                port_guard.apply(hdr, local_metadata, standard.ingress_port);
                 gate.apply(local_metadata);
                 if (local_metadata.kind == KIND_READ) {
                     reader_group.apply(hdr, local_metadata);
@@ -144,14 +144,9 @@ control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
     ServeAgain() serve_again;
 
     apply {
-        if (local_metadata.delivery == DELIVER_WRITE_SHARED) {
-            write_copy.apply(hdr, local_metadata, standard.ingress_port, standard.egress_port);
-            if (local_metadata.member == 0) {
-                mark_to_drop(standard);
-            }
-        } else if (local_metadata.delivery >= DELIVER_SERVE) {
+        if (local_metadata.delivery >= DELIVER_SERVE) {
             // A chunk from switch memory leaves by every copy but one, which fetches the next.
-            if (local_metadata.delivery != DELIVER_SHARED) {
+            if (local_metadata.delivery < DELIVER_SHARED) {
                 if (standard.egress_rid == RECIRCULATE_RID) {
                     serve_again.apply(hdr, local_metadata, standard);
                 } else {
@@ -161,7 +156,12 @@ control KvcastEgress(inout headers_t hdr, inout local_metadata_t local_metadata,
             }
             if (local_metadata.delivery >= DELIVER_SERVE_GROUP
                 && standard.egress_rid != RECIRCULATE_RID) {
-                egress_host.apply(hdr, local_metadata, standard.egress_port);
+                if (local_metadata.delivery == DELIVER_WRITE_SHARED) {
+                    write_copy.apply(hdr, local_metadata, standard.ingress_port,
+                        standard.egress_port);
+                } else {
+                    egress_host.apply(hdr, local_metadata, standard.egress_port);
+                }
                 if (local_metadata.member == 0) {
                     mark_to_drop(standard);
                 }

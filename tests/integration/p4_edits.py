@@ -58,6 +58,13 @@ def ignore_key(data: Json, name: str, key: str) -> None:
         match["key"] = match["mask"] = "0x" + "0" * (len(match["mask"]) - 2)
 
 
+def never(data: Json, field: str) -> None:
+    """Have the one condition that looks at a field come out false."""
+    conditions = [c for p in data["pipelines"] for c in p["conditionals"]]
+    (found,) = (c for c in conditions if field in str(c["expression"]))
+    found["true_next"] = found["false_next"]
+
+
 def forget(data: Json, action: str, field: str) -> None:
     """Remove the assignments to a field from an action."""
     for spec in data["actions"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import zlib
 
 import p4_frames
@@ -90,7 +92,7 @@ def test_a_lease_that_ran_out_lets_the_next_read_ask_again_for_all(pool: PoolSwi
 
 
 def test_a_lease_that_ran_out_gives_the_entry_to_another_segment(pool: PoolSwitch) -> None:
-    other = colliding_key()
+    other, _ = colliding_keys()
     pool.read(2)
     pool.now_us += LEASE_US + 1000
     assert ports(pool.read(3, key=other)) == [1]
@@ -104,15 +106,19 @@ def test_a_read_that_goes_on_while_its_entry_holds_it_is_marked(pool: PoolSwitch
     """So that the home may answer it together with others that are marked."""
     (first,) = pool.read(2)
     (repeat,) = pool.read(3, flags=wire.FLAG_RETRY)
-    (other,) = pool.read(3, key=colliding_key())
+    second, third = colliding_keys()
+    pool.read(2, key=second)
+    (other,) = pool.read(3, key=third)
     (part,) = pool.read(4, wanted=1, flags=wire.FLAG_PARTIAL)
     marks = [r.frame.flags & wire.FLAG_SHARED for r in (first, repeat, other, part)]
     assert marks == [wire.FLAG_SHARED, wire.FLAG_SHARED, 0, 0]
 
 
 def test_a_mark_that_a_host_makes_itself_is_taken_off(pool: PoolSwitch) -> None:
+    second, third = colliding_keys()
     pool.read(2)
-    (collided,) = pool.read(3, key=colliding_key(), flags=wire.FLAG_SHARED)
+    pool.read(2, key=second)
+    (collided,) = pool.read(3, key=third, flags=wire.FLAG_SHARED)
     assert pool.decided("collide") == 1
     assert collided.frame.flags == 0
 
@@ -179,26 +185,114 @@ def test_segments_and_keys_do_not_wait_for_each_other(pool: PoolSwitch) -> None:
 
 
 def hash_of(key: bytes) -> int:
-    """CRC-32 over (namespace, key, segment 0): the low half indexes the pending interest
-    table, the high half is in the fingerprint."""
+    """CRC-32 over (namespace, key, segment 0): the low 15 bits find the set of the pending interest
+    table, the others are in the fingerprint."""
     return zlib.crc32(NAMESPACE.to_bytes(2, "big") + key + bytes(2))
 
 
-def colliding_key() -> bytes:
-    """A key whose segment 0 shares KEY's pending entry, with another fingerprint."""
-    index = hash_of(KEY) & 0xFFFF
-    numbers = (number.to_bytes(16, "big") for number in range(1 << 20))
-    return next(key for key in numbers if hash_of(key) & 0xFFFF == index)
+@functools.cache
+def colliding_keys() -> tuple[bytes, bytes]:
+    """Two keys whose segment 0 shares KEY's set of pending entries, with other fingerprints."""
+    wanted = hash_of(KEY) & 0x7FFF
+    numbers = (number.to_bytes(16, "big") for number in range(1 << 21))
+    first, second = itertools.islice((k for k in numbers if hash_of(k) & 0x7FFF == wanted), 2)
+    return first, second
 
 
-def test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it(pool: PoolSwitch) -> None:
-    other = colliding_key()
+def test_two_segments_that_meet_in_a_set_coalesce_each_for_itself(pool: PoolSwitch) -> None:
+    other, _ = colliding_keys()
+    for key in (KEY, other):
+        assert ports(pool.read(2, key=key)) == [1]
+        assert pool.read(3, key=key) == []
+        assert pool.read(4, key=key) == []
+    assert (pool.decided("new"), pool.decided("join"), pool.decided("collide")) == (2, 4, 0)
+    for key in (other, KEY):
+        assert ports(pool.data(2, CONTENT, 0, key=key)) == [2, 3, 4]
+        assert ports(pool.data(2, CONTENT, 1, key=key, flags=wire.FLAG_LAST)) == [2, 3, 4]
+        assert ports(pool.data(2, CONTENT, 2, key=key)) == [2], "the wait has ended"
+
+
+def test_a_repeat_refreshes_the_second_entry(pool: PoolSwitch) -> None:
+    other, _ = colliding_keys()
     pool.read(2)
-    assert ports(pool.read(3, key=other)) == [1]
+    pool.read(3, key=other)
+    pool.now_us += LEASE_US * 3 // 4
+    pool.data(2, CONTENT, 0)
+    assert ports(pool.read(3, key=other, flags=wire.FLAG_RETRY)) == [1]
+    pool.now_us += LEASE_US * 3 // 4
+    assert pool.read(4, key=other) == []
+    assert pool.decided("retry") == 1
+    assert ports(pool.data(3, CONTENT, 0, key=other)) == [3, 4]
+
+
+def test_a_second_entry_past_its_lease_is_taken_over(pool: PoolSwitch) -> None:
+    other, third = colliding_keys()
+    pool.read(2)
+    pool.read(3, key=other)
+    pool.now_us += LEASE_US * 3 // 4
+    pool.data(2, CONTENT, 0)
+    pool.now_us += LEASE_US * 3 // 4
+    assert ports(pool.read(4, key=third)) == [1]
+    assert pool.decided("expired") == 1
+    assert ports(pool.data(2, CONTENT, 0, key=other)) == [2], "who waited there waits no more"
+    assert ports(pool.data(2, CONTENT, 0, key=third)) == [2, 4]
+
+
+def test_a_third_segment_in_the_set_is_forwarded_plain_and_changes_nothing(
+    pool: PoolSwitch,
+) -> None:
+    other, third = colliding_keys()
+    pool.read(2)
+    pool.read(2, key=other)
+    assert ports(pool.read(3, key=third)) == [1]
     assert pool.decided("collide") == 1
-    assert ports(pool.data(3, CONTENT, 0, key=other, flags=wire.FLAG_LAST)) == [3]
-    assert pool.read(4) == []
-    assert ports(pool.data(2, CONTENT, 0)) == [2, 4]
+    assert ports(pool.data(3, CONTENT, 0, key=third, flags=wire.FLAG_LAST)) == [3]
+    for key in (KEY, other):
+        assert pool.read(4, key=key) == []
+        assert ports(pool.data(2, CONTENT, 0, key=key)) == [2, 4]
+
+
+@pytest.mark.parametrize("end", ["the last chunk", "a miss"])
+def test_an_answer_goes_to_who_waits_in_either_entry_and_frees_both(
+    pool: PoolSwitch, end: str
+) -> None:
+    """The first entry was another's when the one reader asked, and free when the other did."""
+    other, third = colliding_keys()
+    pool.read(4)
+    assert ports(pool.read(2, key=other)) == [1]
+    pool.answer(4, CONTENT)
+    assert ports(pool.read(3, key=other)) == [1]
+    assert ports(pool.data(2, CONTENT, 0, key=other)) == [2, 3]
+    if end == "a miss":
+        last = wire.Frame(wire.OP_MISS, NAMESPACE, other, chunk=wire.MISS_NOT_FOUND)
+        out = pool.send(1, 3, last)
+    else:
+        out = pool.data(3, CONTENT, 2, key=other, flags=wire.FLAG_LAST)
+    assert ports(out) == [2, 3]
+    assert ports(pool.data(2, CONTENT, 1, key=other)) == [2]
+    for key in (KEY, third):
+        assert ports(pool.read(4, key=key)) == [1]
+    assert pool.decided("collide") == 0, "both entries are free"
+
+
+def test_an_answer_of_no_home_ends_no_wait_in_the_second_entry(pool: PoolSwitch) -> None:
+    other, _ = colliding_keys()
+    pool.read(2)
+    pool.read(3, key=other)
+    data = wire.Frame(
+        wire.OP_DATA,
+        NAMESPACE,
+        other,
+        flags=wire.FLAG_LAST,
+        digest=wire.digest_of(CONTENT),
+        size=len(CONTENT),
+        chunk=2,
+        payload=CONTENT[2 * wire.CHUNK_BYTES :],
+    )
+    assert pool.send(4, 3, data) == []
+    assert pool.decided("guarded") == 1
+    assert pool.read(2, key=other) == []
+    assert ports(pool.data(3, CONTENT, 0, key=other)) == [2, 3]
 
 
 def test_a_port_set_of_its_own_carries_the_copies(pool: PoolSwitch) -> None:

@@ -77,14 +77,14 @@ def test_only_a_home_of_the_bucket_answers(pool: PoolSwitch, op: int) -> None:
 
 def test_tenants_never_share_an_entry(pool: PoolSwitch) -> None:
     """A key of another namespace with the same 32-bit hash: CRC is linear, so it can be made."""
-    foreign = NAMESPACE + 1
-    for host in (1, 3):
-        pool.add("namespace_guard", (host, foreign), "allow")
-    key = same_hash(foreign)
     pool.read(2)
-    spy = wire.Frame(wire.OP_READ, foreign, key, wanted=wire.FULL_SEGMENT)
-    assert ports(pool.send(3, 1, spy)) == [1]
-    assert pool.decided("collide") == 1
+    for foreign in (NAMESPACE + 1, NAMESPACE + 2):
+        for host in (1, 3):
+            pool.add("namespace_guard", (host, foreign), "allow")
+        key = same_hash(foreign)
+        spy = wire.Frame(wire.OP_READ, foreign, key, wanted=wire.FULL_SEGMENT)
+        assert ports(pool.send(3, 1, spy)) == [1]
+    assert (pool.decided("new"), pool.decided("collide")) == (2, 1)
     assert ports(pool.data(2, CONTENT, 0)) == [2]
 
 

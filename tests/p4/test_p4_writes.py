@@ -13,7 +13,17 @@ import pytest
 from kvcast.protocol.messages import roce, wire
 from p4_frames import checksum, wrap
 from pool_engine import both_engines  # noqa: F401 - an autouse fixture
-from pool_switch import KEY, NAMESPACE, Entry, PoolSwitch, content_of, endpoint, ports, ports_of
+from pool_switch import (
+    KEY,
+    LEASE_US,
+    NAMESPACE,
+    Entry,
+    PoolSwitch,
+    content_of,
+    endpoint,
+    ports,
+    ports_of,
+)
 from roce_frames import (
     ADDRESS,
     DESTINATION,
@@ -239,13 +249,28 @@ def test_a_write_reaches_only_those_who_wait_for_its_place(pool: PoolSwitch, wha
 
 def test_a_tenant_cannot_take_another_s_place(pool: PoolSwitch) -> None:
     """Not even by its tag: the namespace, which the port guard knows, is part of the entry."""
-    add(pool, Entry("namespace_guard", (3, NAMESPACE + 1), "allow"))
-    theirs = PLACE._replace(namespace=NAMESPACE + 1)
-    assert ports(pool.send(3, 1, read(3, place=theirs))) == [1]
+    for tenant in (NAMESPACE + 1, NAMESPACE + 2):
+        add(pool, Entry("namespace_guard", (3, tenant), "allow"))
+        theirs = PLACE._replace(namespace=tenant)
+        assert ports(pool.send(3, 1, read(3, place=theirs))) == [1]
     flags = [out.frame.flags for out in pool.send(2, 1, read(2))]
     assert flags == [wire.FLAG_WRITE], "not SHARED, so not answered by RDMA"
     assert pool.decided("collide") == 1
     assert sent(pool, 1, write(1, PLACE, 0, CHUNK)) == {}
+
+
+def test_two_places_of_one_set_are_written_each_to_its_readers(pool: PoolSwitch) -> None:
+    """Places that differ in their slot, and in the bit of the index that does not find the set."""
+    for other in (
+        PLACE._replace(slot=PLACE.slot ^ 1),
+        PLACE._replace(entry_index=PLACE.entry_index ^ 0x8000),
+    ):
+        wait(pool, 2)
+        flags = [out.frame.flags for out in pool.send(3, 1, read(3, place=other))]
+        assert flags == [wire.FLAG_WRITE | wire.FLAG_SHARED]
+        assert sorted(sent(pool, 1, write(1, PLACE, 0, CHUNK))) == [2]
+        assert sorted(sent(pool, 1, write(1, other, 0, CHUNK))) == [3]
+        pool.now_us += 2 * LEASE_US
 
 
 @pytest.mark.parametrize(

@@ -1702,7 +1702,7 @@ def _endless_misses() -> AbstractContextManager[object]:
 
 @p4_mutation(
     "a READ that meets another's entry is not sent on",
-    {ENTRIES: ["test_another_segment_in_the_entry_is_forwarded_plain_and_keeps_it"]},
+    {ENTRIES: ["test_a_third_segment_in_the_set_is_forwarded_plain_and_changes_nothing"]},
 )
 def _taken_entry_swallows(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join"})

@@ -60,6 +60,7 @@ SEEDS: dict[str, Known] = {
     "a READ waits for ever for an answer that does not come": Known(1, 1, 2),
     "no READ joins another": Known(1, 1, 1),
     "a READ joins the wait for whatever has the same hash": Known(155, 155, 155),
+    "an answer looks at the first entry of its set alone": Known(31, 3, 31),
     "the switch does not check who answers for a bucket": Known(15, 3, 19),
     "the switch does not check who may read a namespace": Known(15, 1, 19),
     "the switch does not check source addresses": Known(10, 2, 10),

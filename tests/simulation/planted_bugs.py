@@ -48,6 +48,7 @@ from kvcast.protocol.requester.failover import Candidates
 from kvcast.protocol.responder import responder
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import DAMAGED, TORN
+from kvcast.simulation.model import pending_set_of
 from kvcast.simulation.plan import Plan
 from kvcast.simulation.switch import EngineMaker, product_program
 from kvcast.switchsim import loader
@@ -102,7 +103,10 @@ def bug(
 
 
 def p4_bug(
-    name: str, *invariants: int, faults: Iterable[str] = ()
+    name: str,
+    *invariants: int,
+    faults: Iterable[str] = (),
+    only: Callable[[Plan], bool] = lambda _plan: True,
 ) -> Callable[[Callable[[Json], None]], Any]:
     """Register an edit of the compiled program."""
 
@@ -120,7 +124,7 @@ def p4_bug(
         def plant(engine: EngineMaker) -> Iterator[Product]:
             yield Product(engine, program())
 
-        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults))
+        BUGS[name] = Bug(name, frozenset(invariants), plant, frozenset(faults), only)
         return edit
 
     return register
@@ -132,6 +136,12 @@ LIARS = ["hostile_liar"]
 TENANTS = ["hostile_tenant"]
 CUT_OFF = ["control_cut", "controller_crash", "controller_wiped", "controller_failover"]
 WIPED = ["controller_wiped+hostile_forger"]
+
+
+def _meets_in_a_set(plan: Plan) -> bool:
+    """Two blocks share a set of the switch's pending interest table."""
+    sets = [pending_set_of(namespace, key, 0) for namespace, key in {b.name for b in plan.blocks}]
+    return len(set(sets)) < len(sets)
 
 
 def _damaged(plan: Plan) -> bool:
@@ -598,6 +608,11 @@ def _never_joins(data: Json) -> None:
 @p4_bug("a READ joins the wait for whatever has the same hash", 2, 3, 4)
 def _fingerprint_ignored(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
+
+
+@p4_bug("an answer looks at the first entry of its set alone", 2, 4, only=_meets_in_a_set)
+def _second_entry_forgotten(data: Json) -> None:
+    p4_edits.never(data, "pending_second_fingerprint")
 
 
 @p4_bug("the switch does not check who answers for a bucket", 5, faults=ANSWERERS)
