@@ -47,6 +47,7 @@ from kvcast.simulation.conveyor import ConveyorSide
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.disk_side import DiskSide
 from kvcast.simulation.network import Link
+from kvcast.simulation.objects import ColdSide, SimObjects
 from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.verbs import Fabric
@@ -197,6 +198,8 @@ class SimHost:
         self.stalled_until = 0.0
         self.uplink: Link | None = None
         self.disk: SimDisk | None = None
+        self.objects: SimObjects | None = None
+        """The object store below all hosts; None = there is none."""
         self.fabric: Fabric | None = None
         """What its RDMA card is connected to; None = it has no card."""
         self.tamper: Callable[[bytes], bytes | None] | None = None
@@ -361,6 +364,9 @@ class SimAgent(Process):
             self.disk = DiskSide(
                 host.world, self, core, host.disk, host.options.node_id, rng, self.pump
             )
+        self.cold: ColdSide | None = None
+        if host.objects is not None:
+            self.cold = ColdSide(host.world, self, core, host.objects, rng, self.pump)
         self._pool: Pool | None = None
         self._wrap: dict[int, Encapsulation] = {}
         self._placement = core.requester.placement
@@ -390,6 +396,8 @@ class SimAgent(Process):
     def start(self) -> None:
         if self.disk is not None:
             self.disk.start()
+        if self.cold is not None:
+            self.cold.start()
         self._control.start(self.now)
         self._act()
         self._recover()

@@ -32,6 +32,7 @@ from kvcast.simulation.controller import SimController
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
 from kvcast.simulation.network import Link, LinkOptions
+from kvcast.simulation.objects import SimObjects
 from kvcast.simulation.plan import (
     CALM_S,
     CHAOS_S,
@@ -103,6 +104,8 @@ class Cluster:
         self.spoilers: list[Callable[[bytes], bytes]] = []
         self.breakers: list[Callable[[frozenset[int]], bool]] = []
         """Whether a connection between these hosts breaks in the middle of a block."""
+        self.objects = SimObjects(self.world.stream("objects")) if plan.cold else None
+        """What lies below all hosts; None = there is no object store."""
         self.hosts: dict[int, SimHost] = {}
         self.links: dict[int, tuple[Link, Link]] = {}
         """By host: to the switch, from the switch."""
@@ -160,6 +163,7 @@ class Cluster:
             self.hosts[number] = host
             if number in plan.disks:
                 host.disk = SimDisk(self.world.stream(f"disk/{number}"), f"disk of {number}")
+            host.objects = self.objects
             if number in plan.cards:
                 host.fabric = fabric
             if host_plan.clock_rate != 1.0:
@@ -617,6 +621,8 @@ class Cluster:
                 raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")
             if host.process.disk is not None:
                 host.process.disk.check()
+            if host.process.cold is not None and host.process.cold.under_way:
+                raise ViolationError(0, f"agent {host.number}: errands to the object store wait")
             where = f"agent {host.number} at rest:"
             pinned = [c for c in core.store._by_offset.values() if c.pins or c.state == 0]
             for what, there in (

@@ -338,6 +338,32 @@ def _on_disk(**wrong: float) -> Begin:
     return begin
 
 
+def _on_objects(**wrong: float) -> Begin:
+    """Something is wrong with the object store (`SimObjects`)."""
+
+    def begin(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+        objects = cluster.objects
+        if objects is None:
+            return None
+        for name, value in wrong.items():
+            setattr(objects, name, value)
+
+        def end() -> None:
+            for name in wrong:
+                setattr(objects, name, 0.0)
+
+        return end
+
+    return begin
+
+
+def _lose_objects(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    if cluster.objects is None:
+        return None
+    cluster.objects.lose(fault.amount)
+    return _nothing
+
+
 def _swap_disk(change: Callable[[SimDisk, random.Random], None]) -> Begin:
     """An agent dies, and before the next one starts, somebody does something to its disk."""
 
@@ -419,6 +445,10 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "host_gone": FaultKind(_one_host(0.1, 0.2), _crash_agent(memory_lost=True, comes_back=False)),
     "agent_stall": FaultKind(_one_host(0.05, 2.5), _stall_agent),
     "arena_full": FaultKind(_one_host(0.2, 3.0), _fill_arena),
+    "cold_errors": FaultKind(_nobody(0.5, 3.0), _on_objects(errors=0.5)),
+    "cold_lies": FaultKind(_nobody(1.0, 4.0), _on_objects(lies=0.7)),
+    "cold_lost": FaultKind(_nobody(0.0, 0.1), _lose_objects),
+    "cold_slow": FaultKind(_nobody(0.5, 3.0), _on_objects(slow_s=2.0)),
     "controller_crash": FaultKind(_nobody(0.0, 3.0), _crash_controller(disk_lost=False)),
     "controller_wiped": FaultKind(_nobody(0.0, 3.0), _crash_controller(disk_lost=True)),
     "controller_failover": FaultKind(_nobody(0.5, 3.0), _fail_over),

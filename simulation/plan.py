@@ -89,6 +89,8 @@ _DISK: Final = frozenset(
     }
 )
 """Faults of disks."""
+_COLD: Final = frozenset({"cold_errors", "cold_lies", "cold_lost", "cold_slow"})
+"""Faults of the object store."""
 _SCALE: Final = frozenset({"node_drained"})
 """What an operator does to a pool that is well; no fault, but it comes among faults."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE})
@@ -151,6 +153,8 @@ class Plan:
     """What the operator says of each namespace."""
     cards: frozenset[int] = frozenset()
     """Hosts with an RDMA card."""
+    cold: bool = False
+    """Whether there is an object store below the hosts."""
     disks: frozenset[int] = frozenset()
     """Hosts with a disk below their DRAM."""
 
@@ -263,6 +267,9 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     disks = _disks(seed, planned)
     if disks:
         faults += _disk_faults(seed, planned, fault_kinds, len(faults))
+    cold = seed % 4 == 2
+    if cold:
+        faults += _cold_faults(seed, planned, fault_kinds, len(faults))
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -287,15 +294,20 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
-        settings=_settings(seed, rights),
+        settings=_settings(seed, rights, cold=cold),
         cards=cards,
         disks=disks,
+        cold=cold,
     )
 
 
-def _settings(seed: int, rights: dict[int, frozenset[int]]) -> dict[int, NamespaceSettings]:
-    """A policy for each namespace; some have blocks that age, quotas, and rates."""
+def _settings(
+    seed: int, rights: dict[int, frozenset[int]], *, cold: bool
+) -> dict[int, NamespaceSettings]:
+    """A policy for each namespace; some have blocks that age, quotas, and rates; with an object
+    store, most lie there, too."""
     rng = random.Random(f"{seed}/settings")
+    media = random.Random(f"{seed}/media")
     settings = {}
     for namespace in rights:
         policy = rng.choice(POLICIES)
@@ -306,6 +318,7 @@ def _settings(seed: int, rights: dict[int, frozenset[int]]) -> dict[int, Namespa
             quota_bytes={"dram": rng.choice((2, 6)) << 16} if rng.random() < 0.1 else {},
             operations_per_s=rng.choice((20.0, 200.0)) if rng.random() < 0.1 else 0.0,
             weight=rng.choice((0.5, 1.0, 1.0, 4.0)),
+            media=["dram", "ssd", "switch", "cold"] if cold and media.random() < 0.8 else [],
         )
     return settings
 
@@ -428,7 +441,8 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
     chosen = rng.sample(
-        sorted(kinds.keys() - _BULK - _RDMA - _SCALE - _DISK), rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+        sorted(kinds.keys() - _BULK - _RDMA - _SCALE - _DISK - _COLD),
+        rng.choice((0, 1, 1, 2, 2, 3, 4, 6)),
     )
     if hostile:
         chosen.append(rng.choice([kind for kind in sorted(kinds) if kind.startswith("hostile")]))
@@ -491,6 +505,17 @@ def _disk_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int
             targets, amount, for_s = kinds[kind](rng, hosts)
             at = rng.uniform(0.0, CHAOS_S - 0.5)
             faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
+    return faults
+
+
+def _cold_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
+    """Faults of the object store; drawn apart, as those of cards are."""
+    rng = random.Random(f"{seed}/cold faults")
+    faults: list[Fault] = []
+    for kind in rng.sample(sorted(kinds.keys() & _COLD), rng.choice((1, 2, 3))):
+        targets, amount, for_s = kinds[kind](rng, hosts)
+        at = rng.uniform(0.0, CHAOS_S - 0.5)
+        faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
     return faults
 
 
