@@ -20,8 +20,10 @@ from unittest import mock
 import p4_edits
 from kvcast.controller.core import pool as controller_pool
 from kvcast.controller.core.membership import Membership
+from kvcast.controller.core.placement import Placement
 from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
+from kvcast.hostagent.core import cold as cold_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.handover import Handover
 from kvcast.hostagent.core.reads import GetBatch, Reads
@@ -154,6 +156,11 @@ def _torn(plan: Plan) -> bool:
     return any(
         fault.kind == "agent_crash" and DAMAGED <= fault.amount < TORN for fault in plan.faults
     )
+
+
+def _replicates(plan: Plan) -> bool:
+    """Hosts say that their links carry little, so that they give out replicas."""
+    return plan.seed % 2 == 1
 
 
 def _plain(plan: Plan) -> bool:
@@ -368,6 +375,11 @@ def _put_not_verified() -> Any:
     return mock.patch.object(Serving, "end_put", end)
 
 
+@bug("what comes from the object store is not compared with its digest", 1, faults=["cold_lies"])
+def _cold_not_verified() -> Any:
+    return mock.patch.object(cold_module, "digest_of", return_value=mock.ANY)
+
+
 @bug("what came by RDMA is not compared with its digest", 1, faults=["rdma_flips"])
 def _rdma_not_verified() -> Any:
     return mock.patch.object(rdma_caller, "digest_of", return_value=mock.ANY)
@@ -443,15 +455,14 @@ def _acknowledged_early() -> Any:
 
 @bug("a get waits for the fetch that it joined, beyond its own deadline", 2)
 def _batch_deadline_ignored() -> Any:
-    original = Reads.handle_timer
-
     def handle(self: Reads, now: float) -> None:
+        self._now = now
         self.requester.handle_timer(now)
         self.drain(now)
-        while (batch := self._timers.pop_due(now)) is not None:
-            assert isinstance(batch, GetBatch)
+        while (due := self._timers.pop_due(now)) is not None:
+            if not isinstance(due, GetBatch):
+                self._out_of_patience(now, due.fetch)
 
-    assert original is not None
     return mock.patch.object(Reads, "handle_timer", handle)
 
 
@@ -605,7 +616,7 @@ def _never_joins(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"join": "refresh"})
 
 
-@p4_bug("a READ joins the wait for whatever has the same hash", 2, 3, 4)
+@p4_bug("a READ joins the wait for whatever has the same hash", 2, 3, 4, only=_meets_in_a_set)
 def _fingerprint_ignored(data: Json) -> None:
     p4_edits.redirect(data, "coalescing", {"collide": "join", "take_over": "join"})
 
@@ -649,6 +660,27 @@ def _settles_at_once() -> Any:
             self._map_changed = True
 
     return mock.patch.object(controller_pool.Pool, "_settle", settle)
+
+
+@bug(
+    "who replicates a block may answer for every bucket",
+    5,
+    faults=ANSWERERS,
+    only=lambda plan: _replicates(plan) and not plan.plain,
+)
+def _replicas_answer_for_all() -> Any:
+    original = controller_pool.Pool.answering.fget
+    assert original is not None
+
+    @functools.lru_cache(maxsize=2)
+    def widened(right: Placement, nodes: frozenset[str]) -> Placement:
+        return tuple((*bucket, *sorted(nodes.difference(bucket))) for bucket in right)
+
+    def answering(self: controller_pool.Pool) -> Placement:
+        nodes = {node for _, node in self.hot.guarded if node in self.membership.nodes}
+        return widened(original(self), frozenset(nodes)) if nodes else original(self)
+
+    return mock.patch.object(controller_pool.Pool, "answering", property(answering))
 
 
 @p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)
