@@ -181,8 +181,8 @@ class BulkSide:
         )
 
         def changed() -> None:
-            if link.conveys and not link.closed:
-                caller = link.conveys
+            caller = link.conveys
+            if caller:
                 driver.detach()
                 link.end(self._process.now)
                 self._gone(driver)

@@ -178,8 +178,10 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
     @property
     def conveys(self) -> str:
         """Who calls, if the connection is a conveyor from now on, and everything was sent; else
-        nothing. Whoever has the connection takes it, and closes this."""
-        return self._caller or "" if self._conveys and not self._out else ""
+        nothing, and nothing once this is closed. Whoever has the connection takes it, and closes
+        this."""
+        is_taken = not self._conveys or self._out or self.closed
+        return "" if is_taken else self._caller or ""
 
     def end(self, now: float) -> None:
         """Close; harmless when repeated."""

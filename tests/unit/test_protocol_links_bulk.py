@@ -112,6 +112,9 @@ class Service:
     def is_below(self, _namespace: int, block: WantedBlock) -> bool:
         return block.key in self.below
 
+    def convey(self, _caller: str, _convey: bulk.BulkConvey) -> str:
+        return bulk.DONE
+
     def view(self, copy: Copy) -> memoryview:
         return memoryview(copy.data)
 
@@ -292,6 +295,17 @@ PUT = BulkPut(1, 3, 9, [PutHeader(key(1), len(DATA), DIGEST)])
 GET = BulkGet(1, [WantedBlock(key(1))])
 GO = BulkGo([bulk.WANTED])
 BLOCK = BulkBlocks([BlockHeader(bulk.DONE, len(DATA), DIGEST)])
+
+
+def test_a_connection_that_became_a_conveyor_is_given_away_once() -> None:
+    service = Service()
+    callee = serve(service)
+    callee.received(0.0, said(HELLO, bulk.BulkConvey(bulk.CONVEYOR_VERSION)))
+    assert not callee.conveys, "its answer is yet to be sent"
+    assert heard(callee) == [BulkDone(bulk.DONE)]
+    assert callee.conveys == "node-1"
+    callee.end(0.0)
+    assert not callee.conveys
 
 
 # --- both ends --------------------------------------------------------------------------------
