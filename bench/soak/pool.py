@@ -295,9 +295,9 @@ class _Soak:
             found.evictions = 0
             for index, (host, link) in enumerate(zip(self._hosts, self._links, strict=True)):
                 counters = await (await link.client()).stats()
-                # Room that the courier keeps ready is its own, however long nobody asks for it.
-                ready = counters.get("arena_ready_bytes", 0)
-                found.held_bytes[host.node_id] = int(counters["arena_held_bytes"] - ready)
+                # Room for blocks that are yet to be named is kept ready, however long none comes.
+                held_bytes = counters["arena_held_bytes"] - counters["arena_ready_bytes"]
+                found.held_bytes[host.node_id] = int(held_bytes)
                 if index < plan.spared(len(self._hosts)):
                     found.evictions += int(counters["store_evictions_total"])
             if not any(found.held_bytes.values()):

@@ -930,9 +930,11 @@ class AgentCore:
         values["retries_total"] = float(
             self.requester.counters.reads_retry + self.requester.counters.reads_partial
         )
+        ready_bytes = self.ahead_bytes
         if self.reads.courier is not None:
             values |= self.reads.courier.values()
-            values["arena_ready_bytes"] = float(self.reads.courier.ready_bytes)
+            ready_bytes += self.reads.courier.ready_bytes
+        values["arena_ready_bytes"] = float(ready_bytes)
         values |= self.facts
         values["arena_bytes"] = float(self.store.allocator.capacity_bytes)
         values["arena_used_bytes"] = float(self.store.used_bytes)
