@@ -358,6 +358,7 @@ class Reads:
             or self.refusal(block.namespace) is not None
             or source not in pool.homes_of(block)
             or self._store.peek(block) is not None
+            or self._store.below.holds(block)  # it would go there again, and be overheard again
         ):
             return
         if len(self._overheard) >= self._options.most_overheard:

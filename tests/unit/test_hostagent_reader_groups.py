@@ -8,6 +8,7 @@ real ranks are (`kvcast.bench.ttft` measures that).
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import msgspec
 from kvcast.hostagent.core.reads import GetBatch, GetItem
@@ -145,6 +146,17 @@ def test_only_members_take_what_they_did_not_ask_for_and_of_homes_alone() -> Non
     rack.hear(2, 1, msgspec.structs.replace(frame, namespace=9))
     assert [node.core.metrics.overheard_total for node in rack.nodes.values()] == [0, 0, 0, 0]
     assert not any(node.core.reads.waiting for node in rack.nodes.values())
+
+
+def test_what_a_members_disk_has_it_does_not_take_unasked() -> None:
+    rack = Rack()
+    node = rack.nodes[2].core
+    frame = Frame(OP_DATA, 1, key(1), group=GROUP, size=len(BYTES), digest=1)
+    with mock.patch.object(node.store.below, "holds", lambda block: block.key == key(1)):
+        rack.hear(2, 1, frame)
+        assert (node.reads.waiting, node.metrics.overheard_total) == (0, 0)
+        rack.hear(2, 1, msgspec.structs.replace(frame, key=key(2)))
+        assert (node.reads.waiting, node.metrics.overheard_total) == (1, 1)
 
 
 def test_what_is_taken_unasked_is_bounded_and_ends() -> None:
