@@ -216,7 +216,7 @@ class Cluster:
 
     def _check_handed_over(self, former: PoolMap, pool_map: PoolMap) -> None:
         """Who takes a bucket over has every block that those before it hold, and have
-        acknowledged, but for what it has evicted, or may not have."""
+        acknowledged, but for what it has evicted."""
         if {n.node_id for n in former.nodes} != {n.node_id for n in pool_map.nodes}:
             return
         number = {node.index: int(node.node_id.removeprefix("node-")) for node in pool_map.nodes}
@@ -229,9 +229,8 @@ class Cluster:
             held = [n for n in before if self._holds(n, block.name)]
             if not any(holders.get(n) == self.hosts[n].memory_lives for n in held):
                 continue
-            taking = [n for n in now if self.model.may_use(n, block.name[0])]
-            excused = [n for n in taking if self._has_evicted(n, block.name)]
-            if taking and not excused and not any(self._holds(n, block.name) for n in taking):
+            excused = any(self._has_evicted(n, block.name) for n in now)
+            if now and not excused and not any(self._holds(n, block.name) for n in now):
                 self._not_handed_over = self._not_handed_over or ViolationError(
                     3, f"hosts {now} took over a bucket without a block that {held} hold"
                 )

@@ -15,7 +15,8 @@ Two kinds of changes:
 Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
 same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
 made again after a pause: of a repair `TRIES` times in all, of a move as long as the map wants it
-(whoever is being drained must not go with the only copy), unless the other may not have the block.
+(whoever is being drained must not go with the only copy), unless the other refuses the caller. A
+home holds what is in its buckets, whether or not its own engines may use the namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Final
 
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.core.store import COMMITTED, Store
+from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.control import HandedOver
@@ -69,6 +70,8 @@ class _Task:
     tries: int = 0
     recalled: bool = False
     """It has been asked for in the lower tier, once."""
+    held: Copy | None = None
+    """What came from there, pinned: else it might go down again before it is sent."""
 
 
 def _no_recall(_now: float, _block: BlockId, _then: Callable[[], None]) -> bool:
@@ -227,6 +230,10 @@ class Handover:
         copy = self._store.peek(task.block)
         if copy is None and not task.recalled and self._brings(now, task):
             return
+        pinned, task.held = task.held, None
+        if pinned is not None and pinned is not copy:  # it was dropped meanwhile
+            self._store.unpin(pinned)
+            pinned = None
         node = pool.nodes_by_id.get(task.node_id) if pool is not None else None
         meaning = pool.meaning_of(task.block.namespace) if pool is not None else None
         if (
@@ -235,24 +242,24 @@ class Handover:
             or node is None
             or meaning is None
             or node.index not in pool.homes_of(task.block)
-            or not pool.may_use(task.block.namespace, task.node_id)
         ):
+            if pinned is not None:
+                self._store.unpin(pinned)
             self._over(task)  # there is nothing to hand over any more, or nobody to take it
             return
         self._in_flight += 1
         self._may_send_at += copy.size_bytes / self.options.rate_bytes_per_s
-        pinned = False
 
         def begin() -> bool:
             nonlocal pinned
-            if not pinned and copy.state == COMMITTED:
+            if pinned is None and copy.state == COMMITTED:
                 self._store.pin(copy)
-                pinned = True
-            return pinned
+                pinned = copy
+            return pinned is not None
 
         def ended(now: float, outcome: str) -> None:
-            if pinned:
-                self._store.unpin(copy)
+            if pinned is not None:
+                self._store.unpin(pinned)
             self._ended(now, task, copy.size_bytes, outcome)
 
         deadline = now + CALL_TIMEOUT_S
@@ -268,6 +275,10 @@ class Handover:
 
         def brought() -> None:
             self._in_flight -= 1
+            copy = self._store.peek(task.block)
+            if copy is not None:
+                self._store.pin(copy)
+                task.held = copy
             self._tasks.appendleft(task)
             self.advance(max(now, self._store.now))
             self.progressed(max(now, self._store.now))

@@ -32,7 +32,7 @@ from kvcast.protocol.messages.bulk import (
     PutHeader,
     WantedBlock,
 )
-from kvcast.protocol.messages.wire import CELLS, BlockId
+from kvcast.protocol.messages.wire import CELLS, BlockId, bucket_of
 
 MAX_BROUGHT: Final = 32
 """Blocks that are brought from the tier below for one get at once; more are for later."""
@@ -79,9 +79,14 @@ class Serving:
         return self._memory[copy.offset : copy.offset + copy.size_bytes]
 
     def refuse_put(self, caller: str, put: BulkPut) -> str | None:
-        """Why the caller may not put there; None if it may."""
+        """Why the caller may not put there; None if it may. A home hands on the blocks of its
+        buckets, whether or not it may use their namespace: it answers for them in any case."""
         pool = self._outbox.pool
-        if pool is None or not self._may_use(caller, put.namespace):
+        if pool is None or not (
+            pool.may_use(put.namespace, caller)
+            or all(caller in pool.holders_of(bucket_of(header.key)) for header in put.blocks)
+        ):
+            self._metrics.bulk_requests_refused_total += 1
             return bulk.FORBIDDEN
         if put.meaning != pool.meaning_of(put.namespace):
             self._metrics.bulk_requests_refused_total += 1

@@ -568,6 +568,17 @@ def test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused() -> N
     assert serving.exists("node-1", bulk.BulkExists(1, key(1))) != forbidden
 
 
+def test_a_home_hands_on_the_blocks_of_a_namespace_that_it_may_not_use() -> None:
+    node = Node(1)
+    node.take_map(pool_map([1, 2], allowed=["node-1"]))
+    assert node.core.pool is not None
+    meaning = node.core.pool.meaning_of(1)
+    assert meaning is not None
+    put = bulk.BulkPut(1, 99, meaning, [bulk.PutHeader(key(2), 5, 1)])
+    assert node.core.serving.refuse_put("node-2", put) is None
+    assert node.core.serving.refuse_put("node-3", put) == bulk.FORBIDDEN
+
+
 def test_where_namespaces_compete_for_the_link_nothing_passes_their_turns_by() -> None:
     node = Node(1)
     node.take_map(pool_map([1]))

@@ -272,3 +272,49 @@ def test_what_lies_in_a_lower_tier_is_brought_and_offered() -> None:
     then()
     assert bench.end_all() == 1
     assert bench.core.left == 1, "the first is still out"
+
+
+def test_what_was_brought_stays_until_it_is_sent() -> None:
+    bench = Bench(blocks=0)
+    waiting: list[Callable[[], None]] = []
+
+    def recall(_now: float, _which: BlockId, then: Callable[[], None]) -> bool:
+        waiting.append(then)
+        return True
+
+    bench.core.lower = lambda: [block(7)]
+    bench.core.recall = recall
+    bench.use(pool([1, 2], settled=1))
+    bench.hold(block(7))
+    waiting.pop()()
+    copy = bench.store.peek(block(7))
+    assert copy is not None
+    assert copy.pins == 1, "its call has not begun yet"
+    (call,) = bench.calls()
+    assert call.begin()
+    assert copy.pins == 1
+    call.ended(bench.now, bulk.DONE)
+    assert (copy.pins, bench.core.left) == (0, 0)
+
+
+def test_what_was_brought_and_then_dropped_is_over() -> None:
+    bench = Bench(blocks=0, rate_bytes_per_s=1.0)
+    waiting: list[Callable[[], None]] = []
+
+    def recall(_now: float, _which: BlockId, then: Callable[[], None]) -> bool:
+        waiting.append(then)
+        return True
+
+    bench.core.lower = lambda: [block(7), block(8)]
+    bench.core.recall = recall
+    bench.use(pool([1, 2], settled=1))
+    for which, then in zip((block(7), block(8)), waiting, strict=True):
+        bench.hold(which)
+        then()  # the second one waits for its turn at this rate
+    (call,) = bench.calls()
+    assert bench.store.drop(block(8))
+    call.ended(bench.now, bulk.DONE)
+    bench.wait(1e4)
+    assert bench.offered() == []
+    assert bench.core.left == 0
+    assert bench.store.held_bytes == 0, "nothing of it is pinned any more"
