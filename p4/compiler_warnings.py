@@ -93,7 +93,8 @@ KNOWN = (
     ),
     Known(
         ("tofino1",),
-        r"exact hashtable \d+ does not exist in table (_rdma_target|_egress_host)",
+        r"exact hashtable \d+ does not exist in table "
+        r"(_rdma_target|_egress_host|_landing_zone|_decisions|cells_word21_whole)",
         _OTHERS_HASH_TABLE,
     ),
     Known(

@@ -78,15 +78,22 @@ class Serving:
         """A copy's bytes in the arena."""
         return self._memory[copy.offset : copy.offset + copy.size_bytes]
 
-    def refuse_put(self, caller: str, put: BulkPut) -> str | None:
-        """Why the caller may not put there; None if it may. A home hands on the blocks of its
-        buckets, whether or not it may use their namespace: it answers for them in any case."""
+    def _may_put(self, caller: str, put: BulkPut) -> bool:
+        """A home hands on the blocks of its buckets, whether or not it may use their namespace: it
+        answers for them in any case."""
         pool = self._outbox.pool
-        if pool is None or not (
-            pool.may_use(put.namespace, caller)
-            or all(caller in pool.holders_of(bucket_of(header.key)) for header in put.blocks)
-        ):
+        allowed = pool.may_use(put.namespace, caller) if pool is not None else None
+        if pool is not None and allowed is False:
+            buckets = {bucket_of(header.key) for header in put.blocks}
+            allowed = all(caller in pool.holders_of(bucket) for bucket in buckets)
+        if not allowed:
             self._metrics.bulk_requests_refused_total += 1
+        return bool(allowed)
+
+    def refuse_put(self, caller: str, put: BulkPut) -> str | None:
+        """Why the caller may not put there; None if it may."""
+        pool = self._outbox.pool
+        if pool is None or not self._may_put(caller, put):
             return bulk.FORBIDDEN
         if put.meaning != pool.meaning_of(put.namespace):
             self._metrics.bulk_requests_refused_total += 1

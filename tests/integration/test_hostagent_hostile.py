@@ -279,12 +279,12 @@ async def test_random_bytes_into_the_bulk_port(tmp_path: Path) -> None:
 
 async def test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused(tmp_path: Path) -> None:
     async with running_pool(tmp_path, 3) as pool:
-        pool.controller.add_namespace(9, ["node-3"])
+        pool.controller.add_namespace(9, ["node-2"])
         pool.controller.publish()
         await pool.settled()
         codec = MessageCodec[bulk.CalleeMessage](bulk.CalleeMessage)
         reader, writer = await asyncio.open_connection(*pool.agents[1].bulk_address)
-        writer.write(codec.encode(bulk.BulkHello(bulk.BULK_PROTOCOL_VERSION, "node-2")))
+        writer.write(codec.encode(bulk.BulkHello(bulk.BULK_PROTOCOL_VERSION, "node-3")))
 
         async def ask(message: bulk.CallerMessage) -> bulk.CalleeMessage:
             writer.write(codec.encode(message))

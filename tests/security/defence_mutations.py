@@ -432,10 +432,18 @@ def _any_reader_compiled() -> AbstractContextManager[object]:
 @mutation(
     "the bulk entry point serves every node every namespace",
     {FOREIGN_NODE: ["test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused"]},
-    also=["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"],
 )
 def _bulk_of_all() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.serving.Serving._may_use", yes)
+
+
+@mutation(
+    "the bulk entry point takes every node's puts in every namespace",
+    {FOREIGN_NODE: ["test_bulk_requests_in_a_namespace_that_is_not_the_callers_are_refused"]},
+    also=["test_bulk_puts_of_wrong_bytes_or_foreign_blocks_are_refused"],
+)
+def _puts_of_all() -> AbstractContextManager[object]:
+    return replaced("kvcast.hostagent.core.serving.Serving._may_put", yes)
 
 
 @mutation(
