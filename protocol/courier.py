@@ -103,6 +103,7 @@ MAX_ASKED: Final = 256
 MAX_ASKED_A_CLIENT: Final = 16
 BATCHES: Final = 16
 """Questions for many blocks in flight."""
+HEADS: Final = 256
 LANDINGS: Final = 256
 LEAST_PART: Final = 2
 """A block takes more than this part of its landing place: a half."""
@@ -159,6 +160,7 @@ FAILED: Final = 4
 
 _NO_OBJECTION: Final = len(REASONS)
 _NS_A_MS: Final = 1_000_000
+_NEVER_NS: Final = (1 << 63) - 1
 NO_READ: Final = (1 << 64) - 1
 """The round-trip time of what came without a READ."""
 _ALL: Final = (1 << 64) - 1
@@ -183,6 +185,8 @@ _NOWHERE: Final = 0xFFFF_FFFF
 _SERIAL_BIT: Final = 1 << 63
 _ASKED_BITS: Final = 8
 assert MAX_ASKED <= 1 << _ASKED_BITS
+_HEADS_BITS: Final = 8
+assert HEADS == 1 << _HEADS_BITS
 
 LANDING_FREE: Final = 1
 LANDING_TAKEN: Final = 2
@@ -233,6 +237,8 @@ class Batch(Struct):
     client: U32
     left: U64
     """Answers that are missing."""
+    leaders: U64
+    """The first of its questions that others follow."""
     count: U64
     answers: U64
     """Where they lie, as they are sent."""
@@ -252,7 +258,8 @@ class Landing(Struct):
     copy's `missing` points here,"""
     source: U32
     """and its `sources` here."""
-    padding: U32
+    likely: U32
+    """Whether the namespace's last block was of about this size."""
     address: U64
 
 
@@ -285,15 +292,28 @@ class Asked(Struct):
     waits: U64
     """and whether it is waited for that: the first segment is there."""
     promised: U64
-    """What the client may be given for it, at most."""
+    """What the client may be given for it: what is likely, until its landing place is known."""
     batch: U32
     """The batch that its answer goes into,"""
     place: U32
     """and where in it."""
     leader: U32
-    """Which it follows."""
+    """Which it follows, or waits with."""
     unread: U32
     """Its READ is still to be sent."""
+    joined: U32
+    """Whether it waits with another,"""
+    next: U32
+    """and which is the next that does; or that follows the same; or the next of a batch that
+    others follow."""
+    first_joiner: U32
+    """The first of those that wait with this one,"""
+    first_follower: U32
+    """and of those that follow it."""
+    next_alike: U32
+    """The next that is asked of a home and whose key has the same hash, plus 1."""
+    last_follower: U32
+    """Of those that follow it, while its batch is heard."""
 
 
 class Record(Struct):
@@ -354,6 +374,16 @@ class Courier(Struct):
     silence_ns: U64
     """How long a conveyor may bring nothing."""
     asked: Ptr[Asked]
+    free: Ptr[U32]
+    """The numbers of those that are free,"""
+    free_count: U64
+    """so many."""
+    heads: Ptr[U32]
+    """By hash of a key, a question that is asked of a home, plus 1; 0 = there is none."""
+    due_ns: U64
+    """Nothing has been waited for long enough before; 0: see."""
+    landing_hint: U64
+    """Where the next free landing place may be."""
     clients: Ptr[Client]
     client_count: U64
     records: Ptr[Record]
@@ -456,26 +486,30 @@ def _bucket(rest_of_key: U64) -> U64:
 
 @native
 def _room_for(courier: Courier, namespace: U64, count: U64) -> U64:
-    """How large the largest landing place of the namespace is, if so many are free that its
-    questions do not need; else 0."""
+    """How much a block of the namespace is likely to take, if so many landing places are free that
+    its questions do not need; else 0."""
     spare = 0
     wanted = 0
     largest = 0
+    likely = 0
     for i in range(courier.landing_count):
         landing = courier.landings[i]
         if landing.state == LANDING_FREE and landing.namespace == namespace:
             spare += 1
             if landing.size > largest:
                 largest = 0 + landing.size
-    for i in range(MAX_ASKED):
-        asked = courier.asked[i]
-        waits = asked.state == _ASKED or asked.state == _FOLLOWS
-        if asked.state == _ON_CONVEYOR and asked.landing == _NOWHERE:
-            waits = True
-        if waits and asked.namespace == namespace:
-            wanted += 1
+            if landing.likely != 0:
+                likely = 0 + landing.size
+    if courier.in_flight != 0:
+        for i in range(MAX_ASKED):
+            asked = courier.asked[i]
+            waits = asked.state == _ASKED or asked.state == _FOLLOWS
+            if asked.state == _ON_CONVEYOR and asked.landing == _NOWHERE:
+                waits = True
+            if waits and asked.namespace == namespace:
+                wanted += 1
     if spare >= wanted + count:
-        return largest
+        return largest if likely == 0 else likely
     if count > 1 and count > courier.wanted_places:
         courier.wanted_places = count
     return 0
@@ -492,14 +526,33 @@ def _taker_for(courier: Courier, node: U64) -> U64:
 
 
 @native
-def _landing_for(courier: Courier, namespace: U64, size: U64, most: U64) -> U64:
-    """A free landing place of `most` bytes for a block of that size, which takes a good part of it;
-    `landing_count` if there is none."""
-    for i in range(courier.landing_count):
+def _may_take(courier: Courier, asked: Asked, size: U64) -> bool:
+    """Whether a question's client may be given so much for it."""
+    if asked.client == NOBODY:
+        return True
+    who = courier.clients[asked.client]
+    return may_be_given(who, who.promised_bytes - asked.promised + size)
+
+
+@native
+def _take_landing(courier: Courier, asked: Asked, size: U64) -> U64:
+    """Take a free landing place for a question's block of that size, which takes a good part of it
+    and which the client may be given; `landing_count` if there is none."""
+    for step in range(courier.landing_count):
+        i = (courier.landing_hint + step) % courier.landing_count
         landing = courier.landings[i]
         free = landing.state == LANDING_FREE
         fits = size <= landing.size and size > landing.size // LEAST_PART
-        if free and landing.namespace == namespace and fits and landing.size <= most:
+        right = free and fits and landing.namespace == asked.namespace
+        if right and _may_take(courier, asked, 0 + landing.size):
+            courier.landing_hint = i + 1
+            if asked.client != NOBODY:
+                who = courier.clients[asked.client]
+                who.promised_bytes += landing.size
+                who.promised_bytes -= asked.promised
+            asked.promised = landing.size
+            asked.landing = i
+            landing.state = LANDING_TAKEN
             return i
     return 0 + courier.landing_count
 
@@ -561,14 +614,46 @@ def _record(courier: Courier, kind: U64, client: U64) -> U64:
 @native
 def _asked_for(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> U64:
     """The question about a block that is asked of a home; MAX_ASKED if there is none."""
-    if courier.in_flight != 0:
-        for i in range(MAX_ASKED):
-            asked = courier.asked[i]
-            open_now = asked.state != _FREE and asked.state != _WITH_ANOTHER
-            same_key = asked.key == key and asked.rest_of_key == rest_of_key
-            if open_now and same_key and asked.namespace == namespace:
-                return i
+    at = 0 + courier.heads[_hash_of(key, rest_of_key)]
+    while at != 0:
+        asked = courier.asked[at - 1]
+        same_key = asked.key == key and asked.rest_of_key == rest_of_key
+        if same_key and asked.namespace == namespace:
+            return at - 1
+        at = 0 + asked.next_alike
     return 0 + MAX_ASKED
+
+
+@native
+def _hash_of(key: U64, rest_of_key: U64) -> U64:
+    return ((key + rest_of_key * _BY_LOW) * _SPREAD) >> (64 - _HEADS_BITS)
+
+
+@native
+def _over(courier: Courier, number: U64) -> None:
+    """A question was answered, or handed over; nobody waits with it any more."""
+    asked = courier.asked[number]
+    asked.state = _FREE
+    courier.free[courier.free_count] = number
+    courier.free_count += 1
+    if asked.joined == 0:
+        head = _hash_of(0 + asked.key, 0 + asked.rest_of_key)
+        if courier.heads[head] == number + 1:
+            courier.heads[head] = asked.next_alike
+        else:
+            at = 0 + courier.heads[head]
+            while at != 0:
+                other = courier.asked[at - 1]
+                if other.next_alike == number + 1:
+                    other.next_alike = asked.next_alike
+                at = 0 + other.next_alike
+
+
+@native
+def _due_by(courier: Courier, until_ns: U64) -> None:
+    """Something is waited for until then."""
+    if until_ns < courier.due_ns:
+        courier.due_ns = until_ns
 
 
 @native
@@ -628,8 +713,13 @@ def hear(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64) -> U3
 def _join(courier: Courier, number: U64, other: U64) -> None:
     """Let a question wait for another's answer."""
     asked = courier.asked[number]
+    with_it = courier.asked[other]
     asked.state = _WITH_ANOTHER
-    if courier.asked[other].state == _ON_CONVEYOR or courier.asked[other].state == _FOLLOWS:
+    asked.joined = 1
+    asked.leader = other
+    asked.next = with_it.first_joiner
+    with_it.first_joiner = number
+    if with_it.state == _ON_CONVEYOR or with_it.state == _FOLLOWS:
         asked.until_ns = asked.end_ns
 
 
@@ -637,12 +727,22 @@ def _join(courier: Courier, number: U64, other: U64) -> None:
 def _ask_first(courier: Courier, number: U64) -> None:
     """Have a block's home asked, by a READ."""
     asked = courier.asked[number]
+    _enter(courier, number)
     asked.state = _ASKED
     asked.home = courier.homes[_bucket(asked.rest_of_key)]
     asked.tag = courier.next_tag
     courier.next_tag += 1
     asked.unread = 1
     courier.unread += 1
+
+
+@native
+def _enter(courier: Courier, number: U64) -> None:
+    """A question is one that is asked of a home."""
+    asked = courier.asked[number]
+    head = _hash_of(0 + asked.key, 0 + asked.rest_of_key)
+    asked.next_alike = courier.heads[head]
+    courier.heads[head] = number + 1
 
 
 @native
@@ -683,6 +783,7 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         number += 1
     batch = courier.batches[number]
     batch.open = 1
+    batch.leaders = 0 + _NOWHERE
     batch.client = client
     batch.count = count
     batch.left = count
@@ -699,16 +800,14 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         other = _asked_for(courier, q.namespace, q.key, q.rest_of_key)
         home = courier.homes[_bucket(q.rest_of_key)]
         why = 0 + _NO_OBJECTION
-        if other < MAX_ASKED:
-            if courier.asked[other].promised > room:
-                why = 0 + HELD_BYTES
-        elif home == NOBODY:
-            why = 0 + NO_HOME
-        elif courier.fetching[_bucket(q.rest_of_key)] != 0 or _may_be_here(courier, q):
-            why = 0 + HERE
-        elif _taker_for(courier, home) == NODES:
-            courier.wished = home + 1
-            why = 0 + NO_CONVEYOR
+        if other == MAX_ASKED:
+            if home == NOBODY:
+                why = 0 + NO_HOME
+            elif courier.fetching[_bucket(q.rest_of_key)] != 0 or _may_be_here(courier, q):
+                why = 0 + HERE
+            elif _taker_for(courier, home) == NODES:
+                courier.wished = home + 1
+                why = 0 + NO_CONVEYOR
         if why != _NO_OBJECTION:
             courier.counters[why] += 1
             _answered_one(courier, number)
@@ -720,24 +819,26 @@ def _hear_many(courier: Courier, client: U64, at: U64, length: U64, now_ns: U64)
         if other < MAX_ASKED:
             _join(courier, mine, other)
             continue
-        leader = _leader_of(courier, number, home)
-        if leader == MAX_ASKED:
+        leader = 0 + batch.leaders
+        while leader != _NOWHERE and courier.asked[leader].home != home:
+            leader = 0 + courier.asked[leader].next
+        if leader == _NOWHERE:
             _ask_first(courier, mine)
+            asked.next = batch.leaders
+            batch.leaders = mine
         else:
+            _enter(courier, mine)
             asked.state = _FOLLOWS
             asked.home = home
             asked.leader = leader
+            asked.next = 0 + _NOWHERE
+            led_by = courier.asked[leader]
+            if led_by.first_follower == _NOWHERE:
+                led_by.first_follower = mine
+            else:
+                courier.asked[led_by.last_follower].next = mine
+            led_by.last_follower = mine
             asked.until_ns = asked.end_ns
-
-
-@native
-def _leader_of(courier: Courier, batch: U64, home: U64) -> U64:
-    """The question of a batch that a home is asked by a READ; MAX_ASKED if there is none yet."""
-    for i in range(MAX_ASKED):
-        asked = courier.asked[i]
-        if asked.state == _ASKED and asked.batch == batch and asked.home == home:
-            return i
-    return 0 + MAX_ASKED
 
 
 @native
@@ -752,11 +853,13 @@ def _answered_one(courier: Courier, number: U64) -> None:
 @native
 def _begin(courier: Courier, client: U64, q: Question, room: U64, now_ns: U64) -> U64:
     """Enter a question, for one block; there is room. Its state is the caller's to set."""
-    number = 0
-    while courier.asked[number].state != _FREE:
-        number += 1
+    courier.free_count -= 1
+    number = 0 + courier.free[courier.free_count]
     asked = courier.asked[number]
     who = courier.clients[client]
+    asked.joined = 0
+    asked.first_joiner = 0 + _NOWHERE
+    asked.first_follower = 0 + _NOWHERE
     asked.batch = 0 + _NOWHERE
     asked.landing = 0 + _NOWHERE
     asked.unread = 0
@@ -778,6 +881,7 @@ def _begin(courier: Courier, client: U64, q: Question, room: U64, now_ns: U64) -
     asked.end_ns = now_ns + q.deadline_ms * _NS_A_MS
     if asked.end_ns < asked.until_ns:
         asked.until_ns = asked.end_ns
+    _due_by(courier, 0 + asked.until_ns)
     courier.in_flight += 1
     who.asked += 1
     who.promised_bytes += room
@@ -882,12 +986,13 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     size = _swap32(u32_at(at + _SIZE_AT)[0])
     if segment >> SEGMENT_INDEX_BITS != courier.chunk_code:
         return  # asked for at another time
-    place = _landing_for(courier, asked.namespace, size, asked.promised)
-    if place == courier.landing_count or find_copy(t, at) != 0:
+    place = 0 + courier.landing_count
+    if find_copy(t, at) == 0:
+        place = _take_landing(courier, asked, size)
+    if place == courier.landing_count:
         give_up(courier, number, NO_LANDING)
         return
     landing = courier.landings[place]
-    landing.state = LANDING_TAKEN
     landing.source = asked.home
     chunk_bytes = CHUNK_BYTES << courier.chunk_code
     first = size
@@ -909,7 +1014,6 @@ def _answered(courier: Courier, number: U64, at: U64, length: U64, now_ns: U64) 
     entered.chunk_code = courier.chunk_code
     enter_copy(t, landing.copy)
     asked.state = _RECEIVING
-    asked.landing = place
     asked.serial = entered.serial
     asked.began_ns = now_ns
     if t.arrival_count == ARRIVALS:  # of which none is kept for so long
@@ -940,6 +1044,7 @@ def came(courier: Courier, now_ns: U64) -> None:
                 elif arrival.last != 0:
                     asked.gap = 1
                     asked.until_ns = now_ns + courier.reorder_ns
+                    _due_by(courier, 0 + asked.until_ns)
         else:
             if kept != i:
                 copy(
@@ -969,6 +1074,7 @@ def _first_is_there(courier: Courier, number: U64, now_ns: U64) -> None:
     else:
         asked.waits = 1
         asked.until_ns = now_ns + courier.reorder_ns
+        _due_by(courier, 0 + asked.until_ns)
 
 
 @native
@@ -984,6 +1090,7 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
     taker = courier.takers[place]
     if taker.count == 0:
         taker.until_ns = now_ns + courier.silence_ns
+        _due_by(courier, 0 + taker.until_ns)
     wanted = taker.draft[0]
     wanted.number = asked.serial
     wanted.key = asked.key
@@ -999,10 +1106,11 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
     landed.serial = 0
     asked.state = _ON_CONVEYOR
     asked.until_ns = asked.end_ns
-    for i in range(MAX_ASKED):
-        other = courier.asked[i]
-        if other.state == _WITH_ANOTHER and _is_same(asked, other):
-            other.until_ns = other.end_ns
+    joiner = 0 + asked.first_joiner
+    while joiner != _NOWHERE:
+        other = courier.asked[joiner]
+        other.until_ns = other.end_ns
+        joiner = 0 + other.next
     _ask_for_followers(courier, number, now_ns)
 
 
@@ -1010,39 +1118,50 @@ def _ask_for_rest(courier: Courier, number: U64, now_ns: U64) -> None:
 def _ask_for_followers(courier: Courier, number: U64, now_ns: U64) -> None:
     """Nobody shares what the first of a batch has brought: have the others come by the
     conveyor."""
-    for i in range(MAX_ASKED):
+    leader = courier.asked[number]
+    if leader.first_follower == _NOWHERE:
+        return
+    place = _taker_for(courier, leader.home)
+    while leader.first_follower != _NOWHERE:
+        i = _take_follower(courier, leader)
         asked = courier.asked[i]
-        if asked.state == _FOLLOWS and asked.leader == number:
-            place = _taker_for(courier, asked.home)
-            if place == NODES:
-                give_up(courier, i, NO_CONVEYOR)
-                continue
-            taker = courier.takers[place]
-            if taker.count == 0:
-                taker.until_ns = now_ns + courier.silence_ns
-            courier.next_serial += 1
-            asked.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | i
-            wanted = taker.draft[0]
-            wanted.number = asked.serial
-            wanted.key = asked.key
-            wanted.rest_of_key = asked.rest_of_key
-            wanted.digest = 0
-            wanted.start = 0
-            wanted.namespace = asked.namespace
-            if ask_for(taker):
-                courier.unsent = 1
-                asked.state = _ON_CONVEYOR
-            else:
-                give_up(courier, i, NO_CONVEYOR)
+        if place == NODES:
+            give_up(courier, i, NO_CONVEYOR)
+            continue
+        taker = courier.takers[place]
+        if taker.count == 0:
+            taker.until_ns = now_ns + courier.silence_ns
+            _due_by(courier, 0 + taker.until_ns)
+        courier.next_serial += 1
+        asked.serial = _SERIAL_BIT | (courier.next_serial << _ASKED_BITS) | i
+        wanted = taker.draft[0]
+        wanted.number = asked.serial
+        wanted.key = asked.key
+        wanted.rest_of_key = asked.rest_of_key
+        wanted.digest = 0
+        wanted.start = 0
+        wanted.namespace = asked.namespace
+        if ask_for(taker):
+            courier.unsent = 1
+            asked.state = _ON_CONVEYOR
+        else:
+            give_up(courier, i, NO_CONVEYOR)
+
+
+@native
+def _take_follower(courier: Courier, leader: Asked) -> U64:
+    """The first of those that follow a question, which follows it no more."""
+    number = 0 + leader.first_follower
+    leader.first_follower = courier.asked[number].next
+    return number
 
 
 @native
 def _follow_none(courier: Courier, number: U64) -> None:
     """What the first of a batch has brought was shared: READs are better for the others."""
-    for i in range(MAX_ASKED):
-        asked = courier.asked[i]
-        if asked.state == _FOLLOWS and asked.leader == number:
-            give_up(courier, i, COMPANY)
+    leader = courier.asked[number]
+    while leader.first_follower != _NOWHERE:
+        give_up(courier, _take_follower(courier, leader), COMPANY)
 
 
 @native
@@ -1075,22 +1194,22 @@ def _whole(courier: Courier, number: U64, digest: U64, now_ns: U64) -> None:
     elif asked.flags & FLAG_SHARED:
         tier = 1
     _give(courier, number, number, tier, digest, now_ns)
-    for i in range(MAX_ASKED):
-        other = courier.asked[i]
-        if other.state == _WITH_ANOTHER and _is_same(asked, other):
-            if other.promised >= landing.size:
-                _give(courier, i, number, tier, digest, now_ns)
-            else:
-                _hand_over(courier, i, HELD_BYTES)
-                other.state = _FREE
-    asked.state = _FREE
+    while asked.first_joiner != _NOWHERE:
+        i = _take_joiner(courier, asked)
+        if _may_take(courier, courier.asked[i], 0 + landing.size):
+            _give(courier, i, number, tier, digest, now_ns)
+        else:
+            _hand_over(courier, i, HELD_BYTES)
+        _over(courier, i)
+    _over(courier, number)
 
 
 @native
-def _is_same(one: Asked, other: Asked) -> bool:
-    if one.key != other.key or one.rest_of_key != other.rest_of_key:
-        return False
-    return one.namespace == other.namespace
+def _take_joiner(courier: Courier, with_it: Asked) -> U64:
+    """The first of those that wait with a question, which waits no more."""
+    number = 0 + with_it.first_joiner
+    with_it.first_joiner = courier.asked[number].next
+    return number
 
 
 @native
@@ -1131,8 +1250,6 @@ def _give(courier: Courier, number: U64, of: U64, tier: U64, digest: U64, now_ns
     record.rtt_ns = 0 + NO_READ
     if brought.frames != 0:
         record.rtt_ns = brought.began_ns - brought.asked_ns
-    if number != of:
-        asked.state = _FREE
     courier.in_flight -= 1
 
 
@@ -1188,13 +1305,11 @@ def reply_came(courier: Courier, taker: Taker) -> None:
     taker.there = taker.expected[taker.first].start
     if number < MAX_ASKED and courier.asked[number].landing == _NOWHERE:
         asked = courier.asked[number]
-        place = _landing_for(courier, asked.namespace, reply.size, asked.promised)
+        place = _take_landing(courier, asked, 0 + reply.size)
         if place == courier.landing_count:
             give_up(courier, number, NO_LANDING)
             return
-        asked.landing = place
         landing = courier.landings[place]
-        landing.state = LANDING_TAKEN
         of = courier.table[0].copies[landing.copy]
         of.size = reply.size
         of.digest = _swap64(reply.digest)
@@ -1271,6 +1386,8 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
                 taker.block = 0
         if asked.landing != _NOWHERE:
             courier.landings[asked.landing].state = LANDING_FREE
+    elif asked.state == _FOLLOWS:
+        _leave_leader(courier, number)
     asked.state = _ASKED
     record = courier.records[_record(courier, FAILED, asked.client)]
     record.flags = why
@@ -1278,18 +1395,50 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
     record.key = asked.key
     record.rest_of_key = asked.rest_of_key
     record.home = asked.home
-    for i in range(MAX_ASKED):
-        other = courier.asked[i]
-        waits = other.state == _WITH_ANOTHER and _is_same(asked, other)
-        if i == number or waits:
-            _hand_over(courier, i, why)
-            if i != number:
-                other.state = _FREE
-    asked.state = _FREE
-    for i in range(MAX_ASKED):
-        follower = courier.asked[i]
-        if follower.state == _FOLLOWS and follower.leader == number:
-            give_up(courier, i, why)
+    _hand_over(courier, number, why)
+    while asked.first_joiner != _NOWHERE:
+        joiner = _take_joiner(courier, asked)
+        _hand_over(courier, joiner, why)
+        _over(courier, joiner)
+    follower = 0 + asked.first_follower
+    asked.first_follower = 0 + _NOWHERE
+    _over(courier, number)
+    while follower != _NOWHERE:
+        following = 0 + courier.asked[follower].next
+        give_up(courier, follower, why)
+        follower = following
+
+
+@native
+def _leave_leader(courier: Courier, number: U64) -> None:
+    """A question follows no other any more."""
+    asked = courier.asked[number]
+    leader = courier.asked[asked.leader]
+    if leader.first_follower == number:
+        leader.first_follower = asked.next
+        return
+    at = 0 + leader.first_follower
+    while at != _NOWHERE:
+        other = courier.asked[at]
+        if other.next == number:
+            other.next = asked.next
+        at = 0 + other.next
+
+
+@native
+def _leave_other(courier: Courier, number: U64) -> None:
+    """A question waits with no other any more."""
+    asked = courier.asked[number]
+    with_it = courier.asked[asked.leader]
+    if with_it.first_joiner == number:
+        with_it.first_joiner = asked.next
+        return
+    at = 0 + with_it.first_joiner
+    while at != _NOWHERE:
+        other = courier.asked[at]
+        if other.next == number:
+            other.next = asked.next
+        at = 0 + other.next
 
 
 @native
@@ -1304,26 +1453,33 @@ def _why_late(asked: Asked) -> U64:
 @native
 def expire(courier: Courier, now_ns: U64) -> U64:
     """Give up what has been waited for long enough; when the next is, 0 = there is none."""
-    next_ns = 0
-    if courier.in_flight != 0:
-        for i in range(NODES):
-            taker = courier.takers[i]
-            if taker.count != 0 and taker.broken == 0:
-                if taker.until_ns <= now_ns:
-                    cut_off(courier, taker)
-                elif next_ns == 0 or taker.until_ns < next_ns:
-                    next_ns = 0 + taker.until_ns
-        for i in range(MAX_ASKED):
-            asked = courier.asked[i]
-            if asked.state != _FREE and asked.state != _WITH_ANOTHER:
-                if asked.until_ns <= now_ns:
-                    give_up(courier, i, _why_late(asked))
-                elif next_ns == 0 or asked.until_ns < next_ns:
+    if courier.in_flight == 0:
+        courier.due_ns = 0
+        return 0
+    if now_ns < courier.due_ns:
+        return 0 + courier.due_ns
+    next_ns = 0 + _NEVER_NS
+    for i in range(NODES):
+        taker = courier.takers[i]
+        if taker.count != 0 and taker.broken == 0:
+            if taker.until_ns <= now_ns:
+                cut_off(courier, taker)
+            elif taker.until_ns < next_ns:
+                next_ns = 0 + taker.until_ns
+    for i in range(MAX_ASKED):
+        asked = courier.asked[i]
+        if asked.state != _FREE:
+            if asked.until_ns > now_ns:
+                if asked.until_ns < next_ns:
                     next_ns = 0 + asked.until_ns
-            elif asked.state == _WITH_ANOTHER and asked.until_ns <= now_ns:
+            elif asked.state == _WITH_ANOTHER:
+                _leave_other(courier, i)
                 _hand_over(courier, i, SILENCE)
-                asked.state = _FREE
-    return next_ns
+                _over(courier, i)
+            else:
+                give_up(courier, i, _why_late(asked))
+    courier.due_ns = next_ns
+    return next_ns if courier.in_flight != 0 else 0
 
 
 @native

@@ -345,7 +345,7 @@ class Stand:
 
     def expect_large(self) -> None:
         """A large block was fetched: the next will be about as large."""
-        self.courier.learn(self.now, NAMESPACE, len(content_of(LARGE)))
+        self.courier.learn(self.now, BlockId(NAMESPACE, key_of(LARGE)), len(content_of(LARGE)))
 
     def end_conveyor(self) -> None:
         """The conveyor is gone."""

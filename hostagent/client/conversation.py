@@ -65,7 +65,9 @@ SLOW_REQUEST_S: Final = 60.0
 MOST_PARTS: Final = 64
 """Questions of one get whose results are taken as they come."""
 MOST_PASSES: Final = 64
-"""So many gets of a namespace at most pass the courier by, after one that it handed over."""
+"""So many gets of a namespace at most pass the courier by, after one that it handed over,"""
+FREE_REFUSALS: Final = 4
+"""and none after the first few: it learns from those."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -305,7 +307,7 @@ class Conversation:
         assert isinstance(request, local.Get)
         refused = self._refused.get(request.namespace, 0)
         self._refused[request.namespace] = refused + 1
-        self._passes[request.namespace] = min(max(0, refused - 1) ** 2, MOST_PASSES)
+        self._passes[request.namespace] = min(max(0, refused + 1 - FREE_REFUSALS) ** 2, MOST_PASSES)
         deadline_s = max(0.0, request.deadline_s - (ask.patience_s - left_s))
         return Ask(msgspec.structs.replace(request, deadline_s=deadline_s), max(left_s, 0.001))
 

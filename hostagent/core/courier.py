@@ -11,8 +11,9 @@ client's name, and counted, as if a get had brought it.
 
 It is open while reads of blocks do as well alone: not while most answers of late went to others,
 too, since READs then wait for company. A home that was silent is left alone for as long as the
-requester leaves one. A namespace whose blocks come in another size than the last is left alone for
-a moment, which gets longer as that goes on.
+requester leaves one. There are landing places for the sizes that a namespace's blocks had last. A
+namespace whose blocks keep coming in others is left alone for a moment, which gets longer as that
+goes on.
 """
 
 from __future__ import annotations
@@ -64,15 +65,18 @@ from kvcast.protocol.requester import Requester
 
 MAX_CLIENTS: Final = 1024
 STOCK: Final = 16
-"""Landing places of one namespace."""
+"""Landing places of one size."""
 QUOTA_SHARE: Final = 32
 """Of a namespace's quota they take this part at most: its blocks pay for them."""
 MOST_STOCK: Final = 160
 """The same where gets of many blocks come."""
 LARGE_STOCK: Final = 8
 """The same of blocks of more than one segment."""
+SIZES: Final = 4
+"""Sizes of one namespace that have some; one more takes the place of the one that was used last
+the longest ago."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
-"""Namespaces that have some; one more takes the place of the one that was first."""
+"""The same of all namespaces."""
 PATIENCE_S: Final = 0.05
 """How long the courier waits for an answer: as the requester does at least."""
 REORDER_S: Final = 0.001
@@ -82,9 +86,11 @@ MAX_UNANSWERED: Final = 256
 says that it is a repeat."""
 NO_ROOM_S: Final = 0.1
 """How long no landing places are asked for where there was no room for one."""
+OTHER_SIZES: Final = 8
+"""How many more blocks than have landed may be of sizes without landing places,"""
 OTHER_SIZE_S: Final = 0.1
 OTHER_SIZE_MAX_S: Final = 10.0
-"""How long a namespace is left alone whose blocks were of another size: at first, and at most."""
+"""before their namespace is left alone: for how long at first, and at most."""
 SILENCE_S: Final = 1.0
 """How long a conveyor may bring nothing while it should."""
 CONVEYOR_PAUSE_S: Final = 1.0
@@ -129,16 +135,31 @@ class CourierCounters:
     """Of blocks, by conveyors."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Size:
-    """How large a namespace's blocks are, as far as is known."""
+    """A size that a namespace's blocks have."""
 
+    namespace: int
     size_bytes: int
-    wrong: int = 0
-    """How often in a row one was of another size."""
-    not_before: float = -inf
     stock: int = STOCK
     """Landing places that it is to have."""
+    have: int = 0
+    """Those that it has."""
+    lacks: bool = False
+    """It came, and had none: others are to make room."""
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """How a namespace's blocks go with the landing places that it has."""
+
+    last: _Size
+    """Of the block that came last."""
+    wrong: int = 0
+    """How many more were of other sizes than have landed."""
+    not_before: float = -inf
+    ready_bytes: int = 0
+    """What the landing places take."""
 
 
 @dataclass(slots=True)
@@ -185,15 +206,27 @@ class Courier:
         self.address = ctypes.addressof(self._courier)
         self._seen: tuple[Pool | None, int, object, bool, int] | None = None
         self._shunned: dict[int, float] = {}
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: list[_Size] = []
+        """The one that came last is the last."""
+        self._namespaces: dict[int, _Sizes] = {}
+        """Those that have any."""
+        self._ready_bytes = 0
+        self._conveyed: set[int] = set()
+        """Nodes that there is a conveyor from."""
         self._unanswered: dict[BlockId, None] = {}
         self._short = False
         self._now = 0.0
         """When it was let run last."""
         self._no_room_until = -inf
+        self._due = inf
+        """When a namespace that was left alone is so no more."""
         self._holders: dict[int, Holder] = {}
         self._places: dict[int, Copy] = {}
         """By number, what lies ahead in the arena,"""
+        self._unused = list(range(courier.LANDINGS))
+        """the numbers that are left,"""
+        self._size_of: dict[int, _Size] = {}
+        """what it is for,"""
         self._missing: dict[int, Any] = {}
         """and the bitmap for it."""
         self.takes_conveyors = False
@@ -225,6 +258,11 @@ class Courier:
             taker.node = NOBODY
         self._asked = self._array(courier.Asked, courier.MAX_ASKED)
         mine.asked = ctypes.addressof(self._asked)
+        free = (ctypes.c_uint32 * courier.MAX_ASKED)(*reversed(range(courier.MAX_ASKED)))
+        heads = (ctypes.c_uint32 * courier.HEADS)()
+        self._kept += [free, heads]
+        mine.free, mine.heads = map(ctypes.addressof, (free, heads))
+        mine.free_count = courier.MAX_ASKED
         self._clients = self._array(courier.Client, MAX_CLIENTS)
         mine.clients = ctypes.addressof(self._clients)
         mine.client_count = MAX_CLIENTS
@@ -397,6 +435,7 @@ class Courier:
         for number, taker in enumerate(self._takers):
             if taker.node == NOBODY:
                 taker.node = node
+                self._conveyed.add(node)
                 taker.broken = taker.request_count = taker.first = taker.count = taker.taking = 0
                 return number
         return None
@@ -415,6 +454,7 @@ class Courier:
         self._pending.pop(number, None)
         self.conveyor_failed(now, taker.node)
         taker.node = NOBODY
+        self._conveyed = {each.node for each in self._takers if each.node != NOBODY}
 
     @property
     def cut_off(self) -> bool:
@@ -462,6 +502,9 @@ class Courier:
         if self._courier.wanted_places:
             self._want(self._courier.wanted_places)
             self._courier.wanted_places = 0
+        if now >= self._due:
+            self._short = True
+            self._due = inf
         if self._short and not self._shut and now >= self._no_room_until:
             self._fill(now)
 
@@ -494,24 +537,60 @@ class Courier:
         self._shut = True
         self.give_room_back()
 
-    def learn(self, now: float, namespace: int, size_bytes: int) -> None:
-        """A block of that namespace was fetched: the next will be about as large."""
-        known = self._sizes.get(namespace)
-        if known is not None and courier.fits(size_bytes, known.size_bytes):
-            return
-        self._drop_places(namespace)
+    def learn(self, now: float, block: BlockId, size_bytes: int) -> None:
+        """This block was fetched: the next of its namespace will be about as large, or as large as
+        another was of late. If it is large, there had better be a conveyor from where it was."""
+        known = self._like(block.namespace, size_bytes)
         if known is None:
-            while len(self._sizes) >= MAX_SIZES:
-                first = next(iter(self._sizes))
-                del self._sizes[first]
-                self._drop_places(first)
-            self._sizes[namespace] = _Size(size_bytes)
-        else:
-            known.size_bytes = size_bytes
-            known.wrong += 1
-            pause_s = OTHER_SIZE_S * 2 ** min(known.wrong, 16)
-            known.not_before = now + min(pause_s, OTHER_SIZE_MAX_S)
-        self._short = True
+            known = self._enter(_Size(block.namespace, size_bytes))
+        if not known.have:
+            known.lacks = self._short = True
+            of = self._namespaces[block.namespace]
+            of.wrong += 1
+            if of.wrong > OTHER_SIZES:
+                pause_s = OTHER_SIZE_S * 2 ** min(of.wrong - OTHER_SIZES, 16)
+                of.not_before = now + min(pause_s, OTHER_SIZE_MAX_S)
+        self._use(known)
+        home: int = self._homes[bucket_of(block.key)]
+        large = size_bytes > SEGMENT_BYTES or known.stock > STOCK
+        if large and home != NOBODY and home not in self._conveyed:
+            self._courier.wished = home + 1
+
+    def _like(self, namespace: int, size_bytes: int) -> _Size | None:
+        """The size of a namespace in whose landing places such a block may land."""
+        for known in self._sizes:
+            if known.namespace == namespace and courier.fits(size_bytes, known.size_bytes):
+                return known
+        return None
+
+    def _enter(self, size: _Size) -> _Size:
+        mine = [known for known in self._sizes if known.namespace == size.namespace]
+        if len(mine) == SIZES:
+            self._forget(mine[0])
+        elif len(self._sizes) == MAX_SIZES:
+            self._forget(self._sizes[0])
+        self._sizes.append(size)
+        self._namespaces.setdefault(size.namespace, _Sizes(size))
+        return size
+
+    def _forget(self, size: _Size) -> None:
+        for number in [n for n, known in self._size_of.items() if known is size]:
+            self._give_back(number)
+        self._sizes.remove(size)
+        if all(known.namespace != size.namespace for known in self._sizes):
+            del self._namespaces[size.namespace]
+
+    def _use(self, size: _Size) -> None:
+        """A block of that size came."""
+        if self._sizes[-1] is not size:
+            self._sizes.remove(size)
+            self._sizes.append(size)
+        of = self._namespaces[size.namespace]
+        if of.last is not size:
+            of.last = size
+            for number, known in self._size_of.items():
+                if known.namespace == size.namespace:
+                    self._landings[number].likely = known is size
 
     def was_unanswered(self, block: BlockId) -> bool:
         """Whether the courier's READ of a block was not answered, as far as is remembered: a switch
@@ -531,47 +610,71 @@ class Courier:
     def _want(self, places: int) -> None:
         """There were too few for so many blocks at once."""
         stock = min(max(STOCK, places + STOCK), MOST_STOCK)
-        for known in self._sizes.values():
+        for known in self._sizes:
             if known.stock < stock:
                 known.stock = stock
                 self._short = True
+                known.lacks = known is self._namespaces[known.namespace].last
 
     def _fill(self, now: float) -> None:
-        """Have a stock of landing places for each size."""
-        budget = self._most_bytes - sum(copy.reserved_bytes for copy in self._places.values())
+        """Have a stock of landing places for each size, first for those that came last."""
         self._short = False
-        for namespace, known in self._sizes.items():
+        for known in self._sizes[::-1]:
+            of = self._namespaces[known.namespace]
             large = known.size_bytes > SEGMENT_BYTES
             if large and not self.takes_conveyors:
                 continue
-            if known.not_before > now:
-                self._short = True
-                self._no_room_until = known.not_before
+            if of.not_before > now:
+                self._due = min(self._due, of.not_before)
                 continue
             reserved_bytes = self._store.allocator.extent_bytes(known.size_bytes)
-            have = sum(c.block.namespace == namespace for c in self._places.values())
             most = LARGE_STOCK if large else known.stock
-            quota = self._store.quota_of(namespace)
-            if quota:
-                most = min(most, quota // QUOTA_SHARE // reserved_bytes)
-            for _ in range(have, most):
-                if budget < reserved_bytes or len(self._places) == courier.LANDINGS:
+            quota = self._store.quota_of(known.namespace)
+            lacks, known.lacks = known.lacks, False
+            while known.have < most:
+                if quota and of.ready_bytes + reserved_bytes > quota // QUOTA_SHARE:
                     break
+                if not self._has_room(reserved_bytes) and not (lacks and self._steal(known)):
+                    break
+                if not self._has_room(reserved_bytes):
+                    continue  # more of the others' places are to go
                 try:
-                    copy = self._store.reserve(BlockId(namespace, b""), known.size_bytes)
+                    copy = self._store.reserve(BlockId(known.namespace, b""), known.size_bytes)
                 except StoreError:
                     self._short = True
                     self._no_room_until = now + NO_ROOM_S
                     return
-                budget -= reserved_bytes
-                self._offer(copy)
+                self._offer(copy, known)
 
-    def _offer(self, copy: Copy) -> None:
-        number = next(n for n in range(courier.LANDINGS) if n not in self._places)
+    def _has_room(self, reserved_bytes: int) -> bool:
+        return bool(self._unused) and self._ready_bytes + reserved_bytes <= self._most_bytes
+
+    def _steal(self, wanting: _Size) -> bool:
+        """Give one of the places back that are for sizes which came longer ago; False if all of
+        those are in use."""
+        for known in self._sizes:
+            if known is wanting:
+                return False
+            if known.have:
+                for number, of in self._size_of.items():
+                    free = self._landings[number].state == courier.LANDING_FREE
+                    if of is known and free:
+                        self._give_back(number)
+                        return True
+        return False
+
+    def _offer(self, copy: Copy, size: _Size) -> None:
+        number = self._unused.pop()
         self._places[number] = copy
+        self._size_of[number] = size
+        size.have += 1
+        self._ready_bytes += copy.reserved_bytes
+        of = self._namespaces[size.namespace]
+        of.ready_bytes += copy.reserved_bytes
         landing = self._landings[number]
         landing.namespace = copy.block.namespace
         landing.size = copy.size_bytes
+        landing.likely = of.last is size
         landing.offset = copy.offset
         landing.address = self._arena_address + copy.offset
         segments = CELLS.segments_of(copy.size_bytes)  # of larger chunks there are fewer
@@ -585,16 +688,22 @@ class Courier:
         )
         landing.state = courier.LANDING_FREE
 
-    def _drop_places(self, namespace: int) -> None:
-        for number in [n for n, c in self._places.items() if c.block.namespace == namespace]:
-            self._give_back(number)
+    def _take_place(self, number: int) -> tuple[Copy, _Size]:
+        """A landing place is none any more."""
+        copy, size = self._places.pop(number), self._size_of.pop(number)
+        self._landings[number].state = 0
+        self._unused.append(number)
+        size.have -= 1
+        self._ready_bytes -= copy.reserved_bytes
+        self._namespaces[size.namespace].ready_bytes -= copy.reserved_bytes
+        self._short = True
+        return copy, size
 
     def _give_back(self, number: int) -> None:
         if self._landings[number].state == courier.LANDING_TAKEN:
             self.code.yield_all(self.address)  # also: what a conveyor still brings goes nowhere
-        self._landings[number].state = 0
-        self._store.abort(self._places.pop(number))
-        self._short = True
+        copy, _ = self._take_place(number)
+        self._store.abort(copy)
 
     def give_room_back(self) -> None:
         """Let go of all landing places; what is in flight is to be asked of the agent."""
@@ -639,15 +748,13 @@ class Courier:
         return True
 
     def _landed(self, now: float, told: Told) -> Copy:
-        copy = self._places.pop(told.landing)
-        self._landings[told.landing].state = 0
-        self._short = True
+        copy, size = self._take_place(told.landing)
+        self._use(size)
+        of = self._namespaces[told.namespace]
+        of.wrong = max(0, of.wrong - 1)
         landed = self._store.land(
             copy, BlockId(told.namespace, told.key), told.size_bytes, told.digest
         )
-        known = self._sizes.get(told.namespace)
-        if known is not None:
-            known.wrong = 0
         metrics = self._metrics
         metrics.fetches_total += 1
         was_read = told.rtt_ns != courier.NO_READ
@@ -720,7 +827,7 @@ class Courier:
     @property
     def ready_bytes(self) -> int:
         """Arena bytes that are kept ready for blocks to come."""
-        return sum(copy.reserved_bytes for copy in self._places.values())
+        return self._ready_bytes
 
     @property
     def uncounted(self) -> bool:

@@ -702,7 +702,7 @@ class Reads:
         if fetch.source is not None and tier == fetch.source.tier:
             fetch.source.promoted(copy)
         if self.courier is not None:
-            self.courier.learn(self._now, fetch.block.namespace, copy.size_bytes)
+            self.courier.learn(self._now, fetch.block, copy.size_bytes)
         # It is held while its waiters are told: one of them may put or drop.
         for batch, position in fetch.waiters:
             if batch.items[position] is None:

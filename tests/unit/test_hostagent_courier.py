@@ -20,16 +20,25 @@ from kvcast.bench.fuzz.courier import (
 )
 from kvcast.hostagent.core.courier import (
     CONVEYOR_PAUSE_S,
-    OTHER_SIZE_S,
+    MAX_SIZES,
+    OTHER_SIZE_MAX_S,
+    OTHER_SIZES,
     PATIENCE_S,
     QUOTA_SHARE,
     REORDER_S,
     SILENCE_S,
+    SIZES,
     STOCK,
 )
 from kvcast.hostagent.core.store import StoreRules
 from kvcast.protocol.conveyor import REPLY
-from kvcast.protocol.courier import BATCHES, CLIENT_OFFENDS, MAX_ASKED_A_CLIENT, REASONS
+from kvcast.protocol.courier import (
+    BATCHES,
+    CLIENT_OFFENDS,
+    LANDINGS,
+    MAX_ASKED_A_CLIENT,
+    REASONS,
+)
 from kvcast.protocol.messages.control import BlockRef, Residents
 from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
@@ -224,20 +233,112 @@ def test_data_of_another_node_or_copy_is_not_taken(stand: Stand) -> None:
     stand.end()
 
 
-def test_a_block_of_another_size_is_handed_over_and_its_namespace_left_alone(
-    stand: Stand,
-) -> None:
+def test_a_block_of_another_size_is_handed_over_and_the_next_is_expected(stand: Stand) -> None:
     stand.ask(0, 5)  # 9 KB
     stand.bring(5)
     assert reasons(stand) == {"no_landing": 1}
     stand.fetch(5)
     stand.bring(5)
-    stand.ask(0, 11)  # 9 KB, too
-    assert reasons(stand) == {"no_landing": 2}
-    stand.pass_time(2 * OTHER_SIZE_S + 0.001)
-    stand.ask(0, 11)
-    stand.bring(11)
+    for block in (11, 2):  # 9 KB, too; and as the first ones were
+        stand.ask(0, block)
+        stand.bring(block)
+    assert stand.given == 2
+    assert reasons(stand) == {"no_landing": 1}
+    stand.end()
+
+
+def learn(stand: Stand, size_bytes: int) -> None:
+    stand.courier.learn(stand.now, block_of(0), size_bytes)
+    stand.courier.prepare(stand.now)
+
+
+def sizes_with_places(stand: Stand) -> list[int]:
+    return sorted({copy.size_bytes for copy in stand.courier._places.values()})
+
+
+def test_of_many_sizes_the_last_have_landing_places() -> None:
+    stand = Stand()
+    sizes = [100 * 3**power for power in range(SIZES + 2)]
+    for size_bytes in sizes:
+        learn(stand, size_bytes)
+    assert sizes_with_places(stand) == sizes[2:]
+    learn(stand, sizes[2])  # it is the one used last, now
+    learn(stand, sizes[0])
+    assert sizes_with_places(stand) == [sizes[0], sizes[2], *sizes[4:]]
+    stand.end()
+
+
+def test_of_many_namespaces_the_last_have_landing_places() -> None:
+    stand = Stand()
+    for namespace in range(MAX_SIZES + 3):
+        stand.courier.learn(stand.now, BlockId(namespace, key_of(0)), 5000)
+        stand.courier.prepare(stand.now)
+    having = {copy.block.namespace for copy in stand.courier._places.values()}
+    assert having == set(range(3, MAX_SIZES + 3))
+    assert len(stand.courier._places) == LANDINGS
+    stand.end()
+
+
+def test_a_size_that_comes_takes_the_room_of_one_that_does_not() -> None:
+    stand = Stand()
+    most_bytes = stand.store.allocator.capacity_bytes // 2
+    for size_bytes in (400_000, 200_000, 400_000):
+        learn(stand, size_bytes)
+        assert stand.courier.ready_bytes <= most_bytes
+        of_size = [c for c in stand.courier._places.values() if c.size_bytes == size_bytes]
+        assert of_size
+        assert sum(c.reserved_bytes for c in of_size) > most_bytes // 2
+    stand.end()
+
+
+def test_a_namespace_whose_blocks_keep_coming_in_other_sizes_is_left_alone_for_a_while(
+    stand: Stand,
+) -> None:
+    sizes = [30_000, *(100 * 3**power for power in range(SIZES))]
+    for count in range(OTHER_SIZES + 4):
+        learn(stand, sizes[count % len(sizes)])
+    stand.courier.give_room_back()
+    stand.courier.prepare(stand.now)
+    assert not sizes_with_places(stand)
+    stand.now += OTHER_SIZE_MAX_S
+    stand.courier.prepare(stand.now)
+    assert 30_000 in sizes_with_places(stand)
+    for block in (2, 3, 7, 8):
+        stand.ask(0, block)
+        stand.bring(block)
+    assert stand.given == 4
+    stand.end()
+
+
+def test_what_turns_out_larger_than_a_client_may_hold_is_handed_over(stand: Stand) -> None:
+    session = stand.sessions[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(session), "may_be_given", lambda _self: (0, 25_000))
+        stand.leave(0)
+        stand.leave(0)  # both are new now
+        learn(stand, 30_000)
+        learn(stand, 10_000)  # so much is likely
+        stand.ask(0, 2)
+        stand.ask(1, 11)
+        stand.bring(2)
+        assert reasons(stand) == {"no_landing": 1}
+        stand.bring(11)
     assert stand.given == 1
+    stand.end()
+
+
+def test_where_a_large_block_was_fetched_a_conveyor_is_wished_for() -> None:
+    stand = Stand()
+    stand.pass_time(0.001)  # it knows the map
+    stand.expect_large()
+    assert stand.courier.take_wish(stand.now) == HOME
+    stand.begin_conveyor()
+    stand.expect_large()
+    assert stand.courier.take_wish(stand.now) is None
+    stand.end_conveyor()
+    stand.now += 2 * CONVEYOR_PAUSE_S
+    stand.expect_large()
+    assert stand.courier.take_wish(stand.now) == HOME
     stand.end()
 
 
