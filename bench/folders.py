@@ -42,7 +42,7 @@ from kvcast.hostagent.models.fetching import Fetcher, find
 from kvcast.hostagent.models.loading import Loader, sources
 from kvcast.service import provenance
 from kvcast.service.commands import CommandError
-from kvcast.service.reports import in_the_making, report_to
+from kvcast.service.reports import in_the_making, report_to, say
 from kvcast.service.values import parse_size
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import Pool, PoolOptions
@@ -225,7 +225,7 @@ async def measure(options: Options, report: dict[str, Any]) -> None:
 async def _fetches(bench: Bench, options: Options, kind: str, report: dict[str, Any]) -> None:
     for number in range(options.rounds):
         for hosts, which in ((1, "1"), (options.hosts, "n")):
-            _say(f"{kind}, {hosts} hosts, round {number + 1} of {options.rounds}")
+            say(f"{kind}, {hosts} hosts, round {number + 1} of {options.rounds}")
             took_s, egress = await bench.fetch(hosts, grouped=kind == "group_fetch")
             report.setdefault(f"{kind}_{which}_s", []).append(took_s)
             report.setdefault(f"{kind}_{which}_egress", []).append(egress)
@@ -234,12 +234,8 @@ async def _fetches(bench: Bench, options: Options, kind: str, report: dict[str, 
 async def _rsyncs(bench: Bench, options: Options, report: dict[str, Any]) -> None:
     for number in range(options.rounds):
         for hosts, which in ((1, "1"), (options.hosts, "n")):
-            _say(f"rsync, {hosts} hosts, round {number + 1} of {options.rounds}")
+            say(f"rsync, {hosts} hosts, round {number + 1} of {options.rounds}")
             report.setdefault(f"rsync_{which}_s", []).append(await bench.rsync(hosts))
-
-
-def _say(text: str) -> None:
-    print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def conclude(report: dict[str, Any]) -> None:

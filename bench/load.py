@@ -135,7 +135,7 @@ async def _sample(pool: Pool, load: Load) -> None:
 
 def _read(pool: Pool, load: Load) -> None:
     pool_s = time.process_time() + sum(_seconds_of(pid) for pid in pool.pids.values())
-    load.samples.append(_Processors(time.monotonic(), pool_s, _machine_s()))
+    load.samples.append(_Processors(time.monotonic(), pool_s, machine_s()))
     links = read_links(pool.switch_stats_path)
     if links is not None and (not load.links or links.at_s > load.links[-1].at_s):
         load.links.append(links)
@@ -150,7 +150,7 @@ def _seconds_of(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime, stime: proc(5)
 
 
-def _machine_s() -> float:
+def machine_s() -> float:
     """Processor time of everything since the machine started."""
     with Path("/proc/stat").open() as file:
         user, nice, system, _idle, _iowait, irq, softirq = map(int, file.readline().split()[1:8])

@@ -22,19 +22,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.bench.incast import home_keys
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.provenance import provenance
+from kvcast.service.reports import report_to, say, write_json
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
@@ -222,11 +223,6 @@ async def run(options: Options) -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
-    """What has become of it so far."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--readers", type=int, default=8)
@@ -245,10 +241,7 @@ def main() -> int:
         *(given.link_rate, given.measure, given.seed),
     )
     report = asyncio.run(run(options))
-    text = json.dumps(report, indent=2)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
+    report_to(given.json, report, partial(write_json, "-"))
     return int(report["wrong_bytes"] > 0 or report["misses"] > 0)
 
 

@@ -25,18 +25,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
 from kvcast.service.provenance import provenance
+from kvcast.service.reports import report_to, say, write_json
 from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import Star
@@ -68,11 +69,6 @@ def key_of(number: int, tag: int) -> bytes:
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started and that run."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 # --- restart --------------------------------------------------------------------------------------
@@ -468,10 +464,7 @@ def main() -> int:
         "scale": scaled,
         "provenance": provenance(),
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
+    report_to(options.json, report, partial(write_json, "-"))
     if options.plot is not None:
         draw(figures, options.plot)
     wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in figures)

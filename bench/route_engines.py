@@ -41,13 +41,14 @@ from typing import Any, Final
 import aiohttp
 from kvcast.bench.engines.engine import START_S, EngineError, make_model, transfer
 from kvcast.bench.engines.server import Server, Streamed, stream
+from kvcast.bench.load import machine_s
 from kvcast.bench.route import PrefixHash, RoundRobin, of_trace, scaled
 from kvcast.bench.route_simulation import SimulatedRequest
-from kvcast.bench.ttft import processors_s
 from kvcast.routing.core.costs import CostModel
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
+from kvcast.service.reports import say
 from kvcast.service.statistics import percentile, ratio
 from kvcast.topologies.part import Part, PartError
 from kvcast.topologies.pool import Pool, PoolOptions
@@ -152,7 +153,7 @@ class Bench:
         played = self.played.setdefault(name, Played())
         prompts = [prompt_of(one, salt) for one in requests]
         first_s = requests[0].arrives_s
-        began, spent_s = time.monotonic(), processors_s()
+        began, spent_s = time.monotonic(), machine_s()
 
         async def ask(request: SimulatedRequest, prompt: list[int]) -> None:
             due = began + request.arrives_s - first_s
@@ -165,7 +166,7 @@ class Bench:
                 answer = await stream(self._session, url, prompt, ANSWER_TOKENS)
                 played.answers.append(answer)
             except (EngineError, aiohttp.ClientError, TimeoutError) as error:
-                _say(f"{name}: {error}")
+                say(f"{name}: {error}")
                 played.failed += 1
             finally:
                 if policy is not None:
@@ -175,8 +176,8 @@ class Bench:
             *(ask(one, prompt) for one, prompt in zip(requests, prompts, strict=True))
         )
         elapsed_s = time.monotonic() - began
-        played.busy.append((processors_s() - spent_s) / elapsed_s / (os.cpu_count() or 1))
-        _say(f"{name}: {played.report()}")
+        played.busy.append((machine_s() - spent_s) / elapsed_s / (os.cpu_count() or 1))
+        say(f"{name}: {played.report()}")
 
     async def wrong_outputs(self, requests: Sequence[SimulatedRequest], salt: str) -> int:
         """The first prompts that the router had, asked of every engine: answers that differ."""
@@ -219,7 +220,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                 connector=aiohttp.TCPConnector(limit=0),
             )
         )
-        _say(f"starting {arguments.engines} engines")
+        say(f"starting {arguments.engines} engines")
         servers = await asyncio.gather(
             *(
                 stack.enter_async_context(
@@ -254,7 +255,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         )
         timed, factor = scaled(requests, costs, arguments.engines, arguments.load)
         span_s = timed[-1].arrives_s - timed[0].arrives_s
-        _say(f"{1 / token_s:.0f} tokens a second and engine; each round takes {span_s:.0f} s or so")
+        say(f"{1 / token_s:.0f} tokens a second and engine; each round takes {span_s:.0f} s or so")
         wrong = 0
         for round_number in range(arguments.rounds):
             router = Part(
@@ -322,10 +323,6 @@ def report_of(played: dict[str, Played]) -> dict[str, Any]:
                 found[f"p99_over_{name}"] = ratio(own["ttft_p99_s"], other["ttft_p99_s"])
                 found[f"p50_over_{name}"] = ratio(own["ttft_p50_s"], other["ttft_p50_s"])
     return found
-
-
-def _say(text: str) -> None:
-    print(f"kvcast: {text}", file=sys.stderr, flush=True)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ from kvcast.bench.incast import home_keys
 from kvcast.hostagent.client import AsyncClient, KvcastError
 from kvcast.service.commands import CommandError
 from kvcast.service.provenance import provenance
+from kvcast.service.reports import report_to, say, write_json
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.pool import DATA_FRAME_BYTES, Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -261,11 +262,6 @@ def _p50(times_s: list[float]) -> float:
     return float(np.percentile(times_s, 50)) if times_s else float("nan")
 
 
-def say(text: str) -> None:
-    """What has become of it so far."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--nodes", type=int, default=4, help="of the loud tenant")
@@ -306,10 +302,7 @@ def main() -> int:
         )
         report |= {f"tcp_{name}": value for name, value in asyncio.run(run(by_tcp)).items()}
     report["provenance"] = provenance()
-    text = json.dumps(report, indent=2)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
+    report_to(given.json, report, partial(write_json, "-"))
     bad = ("wrong_bytes", "misses", "tcp_wrong_bytes", "tcp_misses")
     return int(any(report.get(name, 0) for name in bad))
 

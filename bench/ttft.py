@@ -52,7 +52,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -63,6 +62,7 @@ from typing import Any, Final
 from kvcast.bench.engines.damage import corrupt
 from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
 from kvcast.bench.engines.ways import MODEL, STORE_BYTES, WAYS, OneNetwork, Way
+from kvcast.bench.load import machine_s
 from kvcast.bench.replay import EGRESS_COUNTERS
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
@@ -73,6 +73,7 @@ from kvcast.hostagent.connectors.planner import Load, Save
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
+from kvcast.service.reports import say
 from kvcast.service.statistics import ratio
 from kvcast.topologies.namespaces import why_not
 from kvcast.topologies.part import PartError
@@ -174,13 +175,13 @@ class Ttft:
         self, name: str, prefix_tokens: int, prompts: Sequence[Prompt], readers: Sequence[Engine]
     ) -> list[dict[str, Any]]:
         """Ask each engine for its prompt at the same moment."""
-        passed, spent_s = self._network.link_bytes(), processors_s()
+        passed, spent_s = self._network.link_bytes(), machine_s()
         began = time.monotonic()
         told = await asyncio.gather(
             *(one.generate([prompt], 1) for one, prompt in zip(readers, prompts, strict=True))
         )
         elapsed_s = time.monotonic() - began
-        spent_s = processors_s() - spent_s
+        spent_s = machine_s() - spent_s
         most = max(
             now - before for now, before in zip(self._network.link_bytes(), passed, strict=True)
         )
@@ -326,13 +327,6 @@ def _median(cases: dict[tuple[str, int, int], Case], what: str) -> float | None:
     return round(statistics.median(found), 3) if found else None
 
 
-def processors_s() -> float:
-    """Processor time that all processes of the machine have used, in seconds."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    ticks = [int(one) for one in fields]
-    return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
 # --- the ranks of an MLA engine -------------------------------------------------------------------
 
 
@@ -369,7 +363,7 @@ async def measure_groups(link_rate_bits_per_s: float) -> dict[str, Any]:
             cases.append({"late_s": late_s, "egress_ratio": found[0]})
             wrong += found[1]
     ratios = [case["egress_ratio"] for case in cases]
-    _say(f"four ranks of one engine: egress ratios {ratios}")
+    say(f"four ranks of one engine: egress ratios {ratios}")
     return {
         "mla_group_egress_ratio": _worst(ratios),
         "mla_groups": cases,
@@ -465,7 +459,7 @@ class _Bench:
             stack.push_async_callback(way.stop)
             await way.start()
             hosts = self.pool.star.hosts[: self._most + 1]
-            _say(f"{way.NAME}: starting {len(hosts)} engines")
+            say(f"{way.NAME}: starting {len(hosts)} engines")
             together = [
                 stack.enter_async_context(
                     Engine.running(
@@ -511,7 +505,7 @@ class _Bench:
             if "storm" in arguments.parts:
                 self.storm = await ttft.storm(way, self.pool, writer, readers[0])
                 so_far |= self.storm
-                _say(f"half of all loads fail: {self.storm}")
+                say(f"half of all loads fail: {self.storm}")
             if not arguments.recompute:
                 return
             for prefix in arguments.prefixes:
@@ -526,7 +520,7 @@ class _Bench:
     def _told(self, name: str, prefix: int, count: int) -> None:
         found = self.ttft.cases[name, prefix, count].report()
         shown = {what: found[what] for what in ("median_s", "processors_busy", "link_busy")}
-        _say(f"{name}, {prefix} tokens, {count} engines: {shown}")
+        say(f"{name}, {prefix} tokens, {count} engines: {shown}")
 
 
 async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str, Any]:
@@ -574,10 +568,6 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         "provenance": provenance.provenance(),
     }
     return report
-
-
-def _say(text: str) -> None:
-    print(f"kvcast: {text}", file=sys.stderr, flush=True)
 
 
 def _show(report: dict[str, Any]) -> None:

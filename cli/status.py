@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcast.cli.tables import table_of
 from kvcast.hostagent.core.metrics import added, quantile
+from kvcast.protocol.messages.local import TIERS
 from kvcast.service.commands import (
     EXIT_OK,
     CommandError,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "KVCAST_TOKEN"
 _TIMEOUT_S = 5.0
 _RESIDENTS_SHOWN = 12
-_TIERS = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 
 _EXAMPLES = """\
 examples:
@@ -254,13 +254,13 @@ def _hits(status: dict[str, Any]) -> RenderableType:
     rows = [
         (
             name,
-            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in _TIERS),
+            *(f"{counters.get(f'hits_{tier}_total', 0):.0f}" for tier in TIERS),
             f"{counters.get('misses_total', 0):.0f}",
             *(_fetch_ms(counters, q) for q in (0.5, 0.99)),
         )
         for name, counters in (*counted.items(), ("all", added(counted.values())))
     ]
-    columns = ("node", *_TIERS, "misses", "p50 ms", "p99 ms")
+    columns = ("node", *TIERS, "misses", "p50 ms", "p99 ms")
     return table_of(columns, rows, title="blocks got, by where they came from", left=("node",))
 
 

@@ -24,13 +24,13 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
+from kvcast.protocol.messages.local import TIERS
 
 FILE = Path(__file__).resolve().parent / "grafana" / "kvcast.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 AGENT = 'instance=~"$agent"'
 """Picks the agents that the viewer chose."""
 NAMED = 'instance=~"$agent",tenant=~"$tenant"'
-TIERS = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
 HALF, THIRD, SIXTH = 12, 8, 4
 """Widths, of the 24 columns."""
 

@@ -270,9 +270,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, _heard)
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        self._door = _open_door(door_of(self.options))
+        self._listener = _listen_at(takeover_path(self.options))
         self._selector.register(self._signals, selectors.EVENT_READ, self._signalled)
-        self._selector.register(self._door, selectors.EVENT_READ, self._asked)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._asked)
         try:
             while True:
                 self._start()
@@ -294,10 +294,10 @@ class Supervisor:
             with contextlib.suppress(FileNotFoundError):
                 # Who never served may have found the paths of one that goes on.
                 if self.announced and not self._handed_over:
-                    os.unlink(door_of(self.options))
+                    os.unlink(takeover_path(self.options))
                     os.unlink(self.options.local.socket_path)
             signal.set_wakeup_fd(-1)
-            for sock in (self._door, wakeup, self._signals):
+            for sock in (self._listener, wakeup, self._signals):
                 sock.close()
             self._selector.close()
             for client in list(self.standing.survivors):
@@ -342,7 +342,7 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             self._selector.close()
             self._signals.close()
-            self._door.close()
+            self._listener.close()
             watch.hold()
             nice = os.getpriority(os.PRIO_PROCESS, 0)
             with contextlib.suppress(OSError):  # who may not is no quicker than others
@@ -474,8 +474,8 @@ class Supervisor:
     # --- giving way -------------------------------------------------------------------------------
 
     def _asked(self) -> None:
-        """Another supervisor is at the door."""
-        peer, _ = self._door.accept()
+        """Another supervisor asks for its place."""
+        peer, _ = self._listener.accept()
         with peer:
             peer.settimeout(HAND_OVER_S)
             try:
@@ -490,7 +490,7 @@ class Supervisor:
             raise TakeoverError(f"user {uid} may not take over")
         asked = _Question.decode(peer.recv(_MAX_WORD_BYTES))
         if not isinstance(asked, _Asked):
-            raise TakeoverError("who is at the door does not ask")
+            raise TakeoverError("whoever has connected does not ask")
         reason = self._why_not(asked)
         if reason:
             peer.send(msgspec.msgpack.encode(_Refused(reason)))
@@ -511,10 +511,10 @@ class Supervisor:
                 raise TakeoverError("the new supervisor does not serve")
         except BaseException:
             log.error("the takeover was given up: this supervisor goes on")
-            self._selector.unregister(self._door)
-            self._door.close()
-            self._door = _open_door(door_of(self.options))
-            self._selector.register(self._door, selectors.EVENT_READ, self._asked)
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = _listen_at(takeover_path(self.options))
+            self._selector.register(self._listener, selectors.EVENT_READ, self._asked)
             raise
         self._handed_over = True
         log.info("another supervisor has taken over")
@@ -554,7 +554,7 @@ def supervise(options: Options, run: Run, takeover: bool) -> int:
     peer: socket.socket | None = None
     try:
         if takeover:
-            peer = _knock(door_of(options))
+            peer = _connect(takeover_path(options))
         standing = stand_up(options) if peer is None else _take_over(options, peer)
     except (ArenaError, SocketInUseError, TakeoverError, OSError) as error:
         log.error("cannot start: %s", error)
@@ -579,7 +579,7 @@ def warm_up() -> None:
             lander.Lander(sock.fileno())
 
 
-def door_of(options: Options) -> str:
+def takeover_path(options: Options) -> str:
     """Where a supervisor is asked to give way."""
     return f"{options.local.socket_path}.takeover"
 
@@ -589,22 +589,22 @@ def _question_of(options: Options) -> _Asked:
     return _Asked(kept.owner, kept.arena_path, kept.arena_bytes, kept.slab_bytes, _FORMATS)
 
 
-def _open_door(path: str) -> socket.socket:
+def _listen_at(path: str) -> socket.socket:
     """Listen there; whoever listened there before has given way, or is dead."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
     mask = os.umask(0o177)
     try:
-        door.bind(path)
+        listener.bind(path)
     finally:
         os.umask(mask)
-    door.listen(1)
-    return door
+    listener.listen(1)
+    return listener
 
 
-def _knock(path: str) -> socket.socket | None:
+def _connect(path: str) -> socket.socket | None:
     """A connection to the supervisor that runs; None where none does."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     peer.settimeout(2 * HAND_OVER_S)

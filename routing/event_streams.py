@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from kvcast.routing.core.kv_events import END_OF_REPLAY, EngineEvents, EventError
 
-log = logging.getLogger("kvcast.routing.events")
+log = logging.getLogger(__name__)
 
 QUEUED_MESSAGES: Final = 10_000
 """Of one engine; beyond, ZeroMQ drops, and the gap is replayed."""

@@ -43,6 +43,11 @@ def in_the_making(path: str | Path | None) -> Iterator[dict[str, Any]]:
         raise
 
 
+def say(text: str) -> None:
+    """Tell whoever waits for a report what comes next."""
+    print(f"kvcast: {text}", file=sys.stderr, flush=True)
+
+
 def why(error: BaseException) -> str:
     """Why a measurement ended early."""
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):

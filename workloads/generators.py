@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from kvcast.protocol.bounded_map import BoundedMap
+
 Dispatch = Literal["round-robin", "affinity"]
 DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "affinity")
 
@@ -371,14 +373,12 @@ def _mix(make: _Arrivals) -> Iterator[Request]:
         ((request.time_s, place, request) for request in stream)
         for place, stream in enumerate(streams)
     ]
-    numbers: list[dict[int, int]] = [{} for _ in streams]
+    numbers = [BoundedMap[int, int](_NUMBERS_REMEMBERED) for _ in streams]
     for _, place, request in heapq.merge(*tagged, key=lambda item: (item[0], item[1])):
         number = next(make.numbers)
         mine = numbers[place]
         after = None if request.after is None else mine.get(request.after)
         mine[request.number] = number
-        if len(mine) > _NUMBERS_REMEMBERED:
-            del mine[next(iter(mine))]
         yield replace(request, number=number, after=after)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 from kvcast.hostagent.client.blocking import has_ended
 from kvcast.hostagent.client.conversation import READ_BYTES, Arrived, Ask, Call, Conversation
 from kvcast.hostagent.client.errors import AgentGoneError, KvcastError
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages import local
 from kvcast.protocol.messages.questions import COURIER_BYTES
 
@@ -206,7 +207,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         end = loop.time() + RECONNECT_S
         self._cut = True
-        pause_s = RETRY_S
+        backoff = Backoff(RETRY_S, MAX_RETRY_S)
         old = self._writer  # open meanwhile: by its end the agent would know that we are gone
         while True:
             left_s = end - loop.time()
@@ -216,8 +217,7 @@ class AsyncClient:
                 await self._shake_hands(self._conversation.hello_again(), left_s)
             except (OSError, AgentGoneError) as error:
                 why = f"the agent does not come back: {error}"
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                await asyncio.sleep(backoff.next_pause_s())
             else:
                 break
         old.close()

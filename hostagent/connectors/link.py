@@ -30,7 +30,7 @@ from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
-from kvcast.protocol.messages.local import MAX_KEYS
+from kvcast.protocol.messages.local import MAX_KEYS, TIERS
 
 SAVES_AT_ONCE: Final = 4
 ARENA_SHARE: Final = 8
@@ -40,8 +40,6 @@ PREFETCH_KEYS: Final = 16_384
 EXISTS_S: Final = 0.25
 """How long the question may take which parts of a block are there that is being saved."""
 _HOME: Final[Ack] = "home"
-TIERS: Final = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
-"""Where a block came from, the nearest first."""
 
 _log = logging.getLogger("kvcast.connector")
 

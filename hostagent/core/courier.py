@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, Protocol
 
@@ -32,6 +32,7 @@ from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.native.subset import ctypes_of
 from kvcast.protocol import courier
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.conveyor import (
     NODES,
     REPLY,
@@ -42,6 +43,7 @@ from kvcast.protocol.conveyor import (
     Taker,
 )
 from kvcast.protocol.courier import NOBODY, RECORD, Told
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE, MAX_MANY
 from kvcast.protocol.messages.wire import (
     BUCKETS,
@@ -166,8 +168,10 @@ class _Sizes:
 class _Pause:
     """A node that had better not be asked for a conveyor."""
 
-    until: float
-    pause_s: float
+    backoff: Backoff = field(
+        default_factory=lambda: Backoff(CONVEYOR_PAUSE_S, CONVEYOR_PAUSE_MAX_S)
+    )
+    until: float = -inf
 
 
 class Courier:
@@ -213,7 +217,7 @@ class Courier:
         self._ready_bytes = 0
         self._conveyed: set[int] = set()
         """Nodes that there is a conveyor from."""
-        self._unanswered: dict[BlockId, None] = {}
+        self._unanswered: BoundedMap[BlockId, None] = BoundedMap(MAX_UNANSWERED)
         self._short = False
         self._now = 0.0
         """When it was let run last."""
@@ -233,7 +237,7 @@ class Courier:
         """Whether somebody makes conveyors that are wished for."""
         self._pending: dict[int, bytearray] = {}
         """By conveyor, what has come of a header (without sockets)."""
-        self._pauses: dict[int, _Pause] = {}
+        self._pauses: BoundedMap[int, _Pause] = BoundedMap(NODES)
         """By node, where a conveyor was not to be had."""
         mine = self._courier
         mine.table = requester.placement.address
@@ -442,10 +446,8 @@ class Courier:
 
     def conveyor_failed(self, now: float, node: int) -> None:
         """There is none from that node; it is asked again after a while."""
-        known = self._pauses.get(node)
-        pause_s = CONVEYOR_PAUSE_S if known is None else 2 * known.pause_s
-        pause_s = min(pause_s, CONVEYOR_PAUSE_MAX_S)
-        self._pauses[node] = _Pause(now + pause_s, pause_s)
+        pause = self._pauses.setdefault(node, _Pause())
+        pause.until = now + pause.backoff.next_pause_s()
 
     def conveyor_gone(self, now: float, number: int) -> None:
         """A conveyor is closed: what it was to bring is asked of the agent."""
@@ -804,8 +806,6 @@ class Courier:
 
     def _failed(self, now: float, told: Told) -> None:
         if told.flags == courier.SILENCE:
-            if len(self._unanswered) >= MAX_UNANSWERED:
-                del self._unanswered[next(iter(self._unanswered))]
             self._unanswered[BlockId(told.namespace, told.key)] = None
             self._shunned[told.home] = now + self._requester.config.suspect_s
             self._seen = None

@@ -182,7 +182,7 @@ class Metrics:
     by_namespace: NamespacesMetrics = field(default_factory=NamespacesMetrics)
 
     def count_hit(self, tier: str) -> None:
-        """A get was answered from `tier` (ssd, switch, shared, home or bulk)."""
+        """A get was answered from `tier` (of `local.TIERS`)."""
         name = f"hits_{tier}_total"
         setattr(self, name, getattr(self, name) + 1)
 

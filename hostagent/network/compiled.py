@@ -3,13 +3,13 @@ cache, so that agents that start later find it there. Owns: the list of it.
 """
 
 from kvcast.hostagent.network import courier, lander, mover
+from kvcast.protocol import chains, lane, placement
 from kvcast.protocol import courier as couriers
-from kvcast.protocol import lane, placement
 
 
 def main() -> None:
     """See the module's description."""
-    for module in (couriers, lane, placement, courier, lander, mover):
+    for module in (chains, couriers, lane, placement, courier, lander, mover):
         make = getattr(module, "compiled", None) or module._compiled
         make()
 

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.network.verbs import Card
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.messages.roce import (
     POOL_KEY,
@@ -528,7 +529,7 @@ class ZoneKeeper:
         self._core_told = core_told
         self._zone: LandingZone | None = None
         self._address = ""
-        self._pause_s = _RETRY_S
+        self._backoff = Backoff(_RETRY_S, _RETRY_MAX_S)
         self._retry: asyncio.TimerHandle | None = None
 
     def follow(self) -> None:
@@ -536,7 +537,7 @@ class ZoneKeeper:
         address = self._core.rdma_address
         if address != self._address:
             self._address = address
-            self._pause_s = _RETRY_S
+            self._backoff.worked()
             self._end()
             if address:
                 self._make()
@@ -575,10 +576,10 @@ class ZoneKeeper:
         self._core_told()
 
     def _failed(self, why: str) -> None:
-        log.warning("no shared answers by RDMA: %s; again in %.3g s", why, self._pause_s)
+        pause_s = self._backoff.next_pause_s()
+        log.warning("no shared answers by RDMA: %s; again in %.3g s", why, pause_s)
         self._end()
-        self._retry = asyncio.get_running_loop().call_later(self._pause_s, self._make)
-        self._pause_s = min(2 * self._pause_s, _RETRY_MAX_S)
+        self._retry = asyncio.get_running_loop().call_later(pause_s, self._make)
 
     def _end(self) -> None:
         if self._retry is not None:

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
+from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.links.bulk import UNREACHABLE, BulkCall, GetCall, PutCall
 from kvcast.protocol.links.rdma import RdmaCounters, RdmaOptions
 from kvcast.protocol.links.rdma_caller import RdmaCall
@@ -27,8 +30,8 @@ MAX_NODES: Final = 4096
 
 @dataclass(slots=True)
 class _Trouble:
-    until: float
-    wait_s: float
+    pauses: Backoff
+    until: float = -inf
     told: bool = False
 
 
@@ -39,7 +42,7 @@ class Carriers:
         self._options = options
         self._counters = counters
         self._nodes: Mapping[int, NodeInfo] = {}
-        self._trouble: dict[str, _Trouble] = {}
+        self._trouble: BoundedMap[str, _Trouble] = BoundedMap(MAX_NODES)
         self._by_tcp: list[BulkCall] = []
         self._news: list[str] = []
 
@@ -77,15 +80,12 @@ class Carriers:
 
     def failed(self, now: float, node_id: str, problem: str) -> None:
         """RDMA does not work with a node just now."""
-        options = self._options
         trouble = self._trouble.get(node_id)
         if trouble is None:
-            if len(self._trouble) >= MAX_NODES:
-                del self._trouble[next(iter(self._trouble))]
-            trouble = self._trouble[node_id] = _Trouble(now + options.retry_s, options.retry_s)
-        elif now >= trouble.until:
-            trouble.wait_s = min(2 * trouble.wait_s, options.retry_max_s)
-            trouble.until = now + trouble.wait_s
+            pauses = Backoff(self._options.retry_s, self._options.retry_max_s)
+            trouble = self._trouble[node_id] = _Trouble(pauses)
+        if now >= trouble.until:
+            trouble.until = now + trouble.pauses.next_pause_s()
         if not trouble.told:
             trouble.told = True
             self._news.append(f"RDMA with {node_id} failed, TCP takes over: {problem}")

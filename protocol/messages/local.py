@@ -76,6 +76,11 @@ Millis = Annotated[int, Meta(ge=0, le=255)]
 Size = Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
 PutAck = Literal["", "home", "replicas", "local"]
 
+TIERS: Final = ("local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk")
+"""Where a block that was got came from, the nearest first: this node's arena, a further arena, its
+disk, an object store; at least partly the switch's memory, an answer that several readers got, one
+that only this node got, and TCP or RDMA."""
+
 # --- client to agent ----------------------------------------------------------------------
 
 
@@ -271,7 +276,7 @@ class Rejected(Struct, frozen=True, tag="rejected"):
 
 class GotBlock(Struct, frozen=True, array_like=True):
     """One key of a Get. With status "ok": `handle` to release, and where the bytes lie in the
-    arena. `tier`: local, ssd, switch, shared, home or bulk. Else `reason` says why not."""
+    arena. `tier`: one of `TIERS`. Else `reason` says why not."""
 
     status: str
     reason: str = ""

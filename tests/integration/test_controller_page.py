@@ -8,6 +8,8 @@ there is none.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kvcast.controller.http import api
 from kvcast.controller.http.api import HttpApi, HttpOptions
 from kvcast.controller.http.tokens import (
     VIEWER,
@@ -24,6 +27,7 @@ from kvcast.controller.http.tokens import (
     new_token,
     write,
 )
+from kvcast.protocol.messages.local import TIERS
 from kvcast.service.addresses import format_host_port
 from playwright.async_api import Page, async_playwright, expect
 from pool_harness import get, keys_for, namespace_of, put, running_pool
@@ -33,7 +37,7 @@ CHROMIUM = next((path for path in map(shutil.which, _NAMES) if path), None)
 in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
 
 GOT_SIX = """() => [...document.querySelectorAll("#nodes tbody tr")].every((row) => {
-    const byTier = [...row.cells].slice(6, 13).map((cell) => Number(cell.textContent));
+    const byTier = [...row.cells].slice(6, 14).map((cell) => Number(cell.textContent));
     return byTier.reduce((sum, hits) => sum + hits, 0) === 6;
 })"""
 """Whether every node's row has six blocks got, from wherever."""
@@ -172,6 +176,17 @@ async def test_a_controller_that_stops_answering_is_said_and_the_last_view_stays
         await expect(page.locator("#summary")).to_contain_text("epoch 7")
         await page.click("#pause")
         await expect(page.locator("#pause")).to_have_text("Go on")
+
+
+def test_the_page_knows_every_tier_that_a_block_comes_from() -> None:
+    files = Path(api.__file__).parent / "files"
+    script, style = ((files / name).read_text() for name in ("page.js", "page.css"))
+    said = re.search(r"^const TIERS = (\[.*?\]);", script, re.M)
+    assert said is not None
+    assert tuple(json.loads(said[1])) == TIERS
+    for tier in TIERS:
+        assert f"{tier}: " in script.partition("const MEANING")[2].partition("};")[0]
+        assert f"--{tier}: " in style
 
 
 async def test_the_files_of_the_page_may_only_ask_their_controller(

@@ -7,9 +7,9 @@ const INTERVAL_MS = 2000;
 const KEPT = 150; // samples in the chart: five minutes
 const TIMEOUT_MS = 5000;
 const SHOWN = 15; // rows of residents and of decisions
-const TIERS = ["local", "switch", "shared", "home", "bulk", "ssd", "cold"];
+const TIERS = ["local", "arena", "ssd", "cold", "switch", "shared", "home", "bulk"]; // protocol/messages/local.py
 const MEANING = {
-  local: "in the node's own memory", switch: "from switch memory",
+  local: "in the node's own memory", arena: "from a further arena", switch: "from switch memory",
   shared: "by a multicast for several readers", home: "from the home alone",
   bulk: "from the home by bulk transfer", ssd: "from an SSD", cold: "from the object store", missed: "not found",
 };
