@@ -19,9 +19,9 @@ from kvcast.hostagent.standing import index_beside
 from kvcast.hostagent.tiers.arena import ArenaError
 from kvcast.hostagent.tiers.index import Index
 from kvcast.hostagent.tiers.kept import open_stopped
-from kvcast.hostagent.tiers.ssd.files import SsdFile
 from kvcast.hostagent.tiers.ssd.fsck import Report, check_arena, check_ssd
 from kvcast.hostagent.tiers.ssd.layout import SsdError, head_of
+from kvcast.hostagent.tiers.ssd.mapped import open_arena
 from kvcast.protocol.messages import shared
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK, EXIT_USAGE, command_parser
 
@@ -84,7 +84,7 @@ def _looks(options: argparse.Namespace) -> list[Callable[[], Report]]:
 
 
 def _look_at_ssd(path: str, repair: bool) -> Report:
-    file = SsdFile(path, makes=False)
+    file = open_arena(path, makes=False)
     try:
         formatted = head_of(file)
         file.use_direct()

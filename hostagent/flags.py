@@ -237,8 +237,9 @@ class SsdFlags:
 
     further_arena: tuple[tuple[str, int], ...] = many(
         "a file for blocks that leave the arena before they go to the disk, on other memory than "
-        "the arena's (persistent memory, a tmpfs bound to the NUMA node of a CXL device); several "
-        "are filled in their order; made, and found again, as those of --ssd",
+        "the arena's (persistent memory, a hugetlbfs, a tmpfs bound to the NUMA node of a CXL "
+        "device), or a memory device (/dev/dax0.0); several are filled in their order; made, and "
+        "found again, as those of --ssd",
         parse=_further_arena,
         metavar="FILE=SIZE",
     )

@@ -101,7 +101,7 @@ class SsdOptions:
     threads: int = THREADS
     rules: SsdRules = field(default_factory=SsdRules)
     arenas: tuple[tuple[str, int], ...] = ()
-    """Files of further arenas, and their sizes in bytes."""
+    """Files of further arenas, or devices, and their sizes in bytes."""
 
     @property
     def is_used(self) -> bool:

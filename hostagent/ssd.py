@@ -29,6 +29,7 @@ from kvcast.hostagent.tiers.ssd.layout import (
     cut_of,
     scan,
 )
+from kvcast.hostagent.tiers.ssd.mapped import open_arena
 from kvcast.hostagent.tiers.ssd.orders import Order
 
 log = logging.getLogger(__name__)
@@ -116,10 +117,10 @@ class SsdOfAgent:
         opened: list[tuple[str, str, list[SsdFile], list[Formatted]]] = []
         try:
             for number, (path, size_bytes) in enumerate(options.arenas, start=1):
-                files = self._open_files((path,), size_bytes, direct=False)
+                files = self._open_files((path,), size_bytes, memory=True)
                 opened.append((ARENA, f"{ARENA}{number}", *files))
             if options.paths:
-                files = self._open_files(options.paths, options.size_bytes, direct=True)
+                files = self._open_files(options.paths, options.size_bytes, memory=False)
                 opened.append((SSD, SSD, *files))
         except BaseException:
             for *_, each, _ in opened:
@@ -152,11 +153,13 @@ class SsdOfAgent:
                 ).start()
 
     def _open_files(
-        self, paths: Sequence[str], size_bytes: int, *, direct: bool
+        self, paths: Sequence[str], size_bytes: int, *, memory: bool
     ) -> tuple[list[SsdFile], list[Formatted]]:
         options = self._options
-        cut = cut_of(self._owner, size_bytes, options.unit_bytes, options.slab_bytes)
-        return open_files(paths, [cut] * len(paths), _new_identity, direct=direct)
+        cuts = [cut_of(self._owner, size_bytes, options.unit_bytes, options.slab_bytes)]
+        if memory:
+            return open_files(paths, cuts, _new_identity, direct=False, opened=open_arena)
+        return open_files(paths, cuts * len(paths), _new_identity)
 
     # --- orders -------------------------------------------------------------------------------
 

@@ -62,16 +62,19 @@ class SsdFile:
         self.is_direct = False
         self.sector_bytes = PAGE_BYTES
         try:
-            found = os.fstat(self.fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise SsdError(f"{path} exists and is no regular file")
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise SsdError(f"{path} is not this user's alone, so what it says is not trusted")
+            self._check(os.fstat(self.fd))
             if not try_lock(self.fd) or not is_at(path, self.fd):
                 raise SsdInUseError(f"{path} belongs to a running agent")
         except BaseException:
             os.close(self.fd)
             raise
+
+    def _check(self, found: os.stat_result) -> None:
+        """SsdError where it is no file that can be used."""
+        if not stat.S_ISREG(found.st_mode):
+            raise SsdError(f"{self.path} exists and is no regular file")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise SsdError(f"{self.path} is not this user's alone, so what it says is not trusted")
 
     def use_direct(self) -> None:
         """From now on without the page cache, where the file system allows it."""
@@ -128,6 +131,14 @@ class SsdFile:
         if done != len(data):
             raise OSError(errno.EIO, f"{done} bytes of {len(data)} were written")
 
+    def preadv(self, views: Sequence[memoryview], offset: int) -> int:
+        """As `os.preadv`."""
+        return os.preadv(self.fd, views, offset)
+
+    def pwritev(self, views: Sequence[memoryview], offset: int) -> int:
+        """As `os.pwritev`."""
+        return os.pwritev(self.fd, views, offset)
+
     def flush(self) -> None:
         """As `layout.Medium`."""
         os.fdatasync(self.fd)
@@ -154,15 +165,16 @@ def open_files(
     new_identity: Callable[[], int],
     *,
     direct: bool = True,
+    opened: Callable[[str, int], SsdFile] = lambda path, _size_bytes: SsdFile(path),
 ) -> tuple[list[SsdFile], list[Formatted]]:
     """Open, lock and, where need be, make the files. SsdError, SsdInUseError; on failure nothing
     is left open. `direct`: as `SsdFile.use_direct`; files that are memory have no page cache to go
-    past."""
+    past. `opened` opens one, of which so many bytes are to be used."""
     files: list[SsdFile] = []
     formatted: list[Formatted] = []
     try:
         for path, cut in zip(paths, cuts, strict=True):
-            file = SsdFile(path)
+            file = opened(path, cut.file_bytes)
             files.append(file)
             try:
                 formatted.append(open_formatted(file, cut, new_identity()))
@@ -248,14 +260,14 @@ class _Own:
             file.flush()
             return 0
         if order.kind is Kind.READ:
-            self._transfer(os.preadv, order, file)
+            self._transfer(file.preadv, order, file)
             return digest_of(order.view)
-        self._transfer(os.pwritev, order, file)
+        self._transfer(file.pwritev, order, file)
         return 0
 
     def _transfer(
         self,
-        call: Callable[[int, list[memoryview], int], int],
+        call: Callable[[list[memoryview], int], int],
         order: Order,
         file: SsdFile,
     ) -> None:
@@ -294,14 +306,14 @@ class _Own:
 
     def _all(
         self,
-        call: Callable[[int, list[memoryview], int], int],
+        call: Callable[[list[memoryview], int], int],
         file: SsdFile,
         view: memoryview,
         offset: int,
     ) -> None:
         """As often as the kernel does less than it was asked for."""
         while len(view):
-            done = call(file.fd, [view], offset)
+            done = call([view], offset)
             if done <= 0 or (done < len(view) and done % file.sector_bytes):
                 raise OSError(errno.EIO, "the file ends there")
             view, offset = view[done:], offset + done
