@@ -10,7 +10,8 @@ Four questions, each of a pool of separate processes, with agents that keep thei
   and are gone.
 - **scale**: a node joins three others, and then one is drained and stopped, under load, with one
   copy of every block. The readers' node holds no bucket, and next to nothing of what it has read.
-  Counted: gets that did not bring the block, and blocks that are gone.
+  Counted: gets that did not bring the block, blocks that are gone, and those of the newcomer's
+  share that it does not have when it is said to (`scale_missing_share`).
 - **loss**: three nodes with two copies of every block; puts that wait for both. One node is killed,
   its supervisor too, and its arena removed. Counted: acknowledged blocks that are gone.
 
@@ -35,7 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from kvcast.controller.core.placement import place
 from kvcast.hostagent.client import AsyncClient, Client, KvcastError
+from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.provenance import provenance
 from kvcast.service.reports import report_to, say, write_json
 from kvcast.topologies.part import Part
@@ -356,6 +359,18 @@ async def _settled(pool: Pool, *, placed: set[str]) -> float:
     raise PoolError(f"the blocks are not handed over after {SCALE_WITHIN_S:.0f} s: {status}")
 
 
+async def _share_of(path: Path, wanted: int) -> int:
+    """How many blocks a node holds by its own account. What was put at the last moment may still be
+    on its way to it: it is waited for, but not for long."""
+    async with await AsyncClient.connect(str(path)) as client:
+        for _ in range(50):
+            held = int((await client.stats())["blocks"])
+            if held >= wanted:
+                break
+            await asyncio.sleep(0.1)
+    return held
+
+
 async def scale() -> dict[str, Any]:
     """Let a node join, and drain another, under load; each block has one copy."""
     star = Star.of(5)
@@ -377,9 +392,11 @@ async def scale() -> dict[str, Any]:
             await pool.restart(joins)
             joined_s = await _settled(pool, placed={*nodes})
             say(f"  {joins} has joined after {joined_s:.1f} s")
-            await asyncio.sleep(2.0)  # nodes say what they hold once in a while
-            status = await pool.status()
-            share = {n["node_id"]: n["blocks"] for n in status["nodes"]}[joins]
+            put = list(load.acknowledged)
+            homes = place(nodes, 1)
+            owed = sum(homes[bucket_of(key)] == (joins,) for key in put)
+            share = await _share_of(pool.sockets[joins], owed)
+            say(f"  it has {share} blocks; its share of those before was {owed}")
             await pool.http("POST", "/v1/drain", {"node_id": leaves})
             drained_s = await _settled(pool, placed={*nodes} - {leaves})
             say(f"  {leaves} was drained after {drained_s:.1f} s")
@@ -398,6 +415,7 @@ async def scale() -> dict[str, Any]:
         "put_failures": sorted(set(load.put_failures))[:5],
         "joined_s": joined_s,
         "blocks_of_the_newcomer": share,
+        "share_of_the_newcomer": owed,
         "drained_s": drained_s,
         "handover_bytes_per_s": HANDOVER_RATE,
         "lost_blocks": lost,
@@ -458,6 +476,9 @@ def main() -> int:
         "lost_acknowledged": lost["lost_acknowledged"],
         "scale_failed_reads": scaled["failed_reads"],
         "scale_lost_blocks": scaled["lost_blocks"],
+        "scale_missing_share": max(
+            0, scaled["share_of_the_newcomer"] - scaled["blocks_of_the_newcomer"]
+        ),
         "restarts": figures,
         "upgrade": upgraded,
         "loss": lost,
@@ -468,7 +489,8 @@ def main() -> int:
     if options.plot is not None:
         draw(figures, options.plot)
     wrong = sum(one["wrong_blocks"] + one["missing_blocks"] for one in figures)
-    wrong += scaled["failed_reads"] + scaled["lost_blocks"]
+    wrong += report["scale_failed_reads"] + report["scale_lost_blocks"]
+    wrong += report["scale_missing_share"]
     wrong += report["failed_reads"] + report["lost_blocks"] + report["lost_acknowledged"]
     return int(wrong > 0)
 

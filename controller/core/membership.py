@@ -96,6 +96,8 @@ class Node(SavedNode):
     """Never placed before: gets its first buckets without waiting to prove itself."""
     arena_used_bytes: int = 0
     blocks: int = 0
+    unheard: bool = False
+    """A former controller knew it, and it has not said since what it holds."""
     epoch: int = 0
     """The epoch of the map that the node last said it uses."""
 
@@ -197,6 +199,7 @@ class Membership:
         for one in saved:
             node = Node(**vars(one), live_since=now, lease_until=now + 2 * lease_s)
             node.live = node.placed = one.placed and membership._may_be_home(node)
+            node.unheard = node.placed
             membership.nodes[node.node_id] = node
         return membership
 
@@ -318,7 +321,9 @@ class Membership:
             if node.live and now >= node.lease_until:
                 changed |= self._die(node)
             elif self._waits(node) and self._may_be_placed(node, now):
-                node.placed = not any(n.placed and n.blocks for n in self.nodes.values())
+                node.placed = not any(
+                    n.placed and (n.blocks or n.unheard) for n in self.nodes.values()
+                )
                 node.joining, node.newcomer = not node.placed, False
                 self._views = None
                 changed = True

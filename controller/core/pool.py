@@ -349,6 +349,7 @@ class Pool:
         if not node.live:
             return [Close(connection, "lease ran out: register again")]
         node.arena_used_bytes, node.blocks = message.arena_used_bytes, message.blocks
+        node.unheard = False
         node.epoch = message.epoch
         counters = {
             name: value

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvcast.controller.core.placement import place
+from kvcast.protocol.messages.wire import bucket_of
 from kvcast.service.addresses import format_host_port
 from pool_harness import running_pool
 
@@ -153,6 +155,12 @@ async def test_a_node_that_is_drained_may_go_and_one_that_comes_gets_its_share(
                 break
             await asyncio.sleep(0.1)
         assert next(n for n in status["nodes"] if n["node_id"] == "node-2")["buckets"] > 200
+        homes = place(("node-1", "node-2", "node-3"), 1)
+        share = [key for key in blocks if homes[bucket_of(key)] == ("node-2",)]
+        assert len(share) > 10
+        newcomer = await links[1].client()
+        held = (await newcomer.stats())["blocks"]
+        assert held == len(share), "it was sent them before it was placed"
         assert await lost() == []
         code, _, error = await kvcast("agent", "drain", "node-9", *http)
         assert code == 1

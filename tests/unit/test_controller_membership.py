@@ -225,3 +225,21 @@ def test_a_restarted_controller_gives_its_nodes_time_to_come_back() -> None:
     restored.renew(restored.nodes["node-1"], 105.0)
     assert restored.advance(100.0 + 2 * LEASE_S)
     assert placed(restored) == {"node-1"}
+
+
+def test_after_a_restart_who_comes_waits_until_the_others_have_said_what_they_hold() -> None:
+    before = new()
+    before.register(register_message(1), 1, 0.0)
+    before.advance(0.0)
+    membership = Membership.restore(
+        list(before.views.saved), 100.0, lease_s=LEASE_S, rebalance_after_s=STABLE_S
+    )
+    membership.register(register_message(2), 2, 100.0)
+    membership.advance(100.0)
+    assert placed(membership) == {"node-1"}, "who knows what it holds"
+    assert membership.views.coming == {"node-1", "node-2"}
+    membership.register(register_message(1), 1, 100.0)
+    membership.nodes["node-1"].unheard = False
+    membership.register(register_message(3), 3, 101.0)
+    membership.advance(101.0)
+    assert placed(membership) == {"node-1", "node-3"}, "it holds nothing"

@@ -1034,6 +1034,20 @@ def test_in_an_empty_pool_a_node_that_joins_has_its_buckets_at_once() -> None:
     assert {index for homes in map_.buckets for index in homes} == {1, 2, 3}
 
 
+@pytest.mark.parametrize(("held", "settled"), [(None, 1), (0, 0), (5, 1)])
+def test_after_a_restart_nobody_is_taken_for_empty_who_has_not_said_so(
+    held: int | None, settled: int
+) -> None:
+    driver = Driver(dataclasses.replace(OPTIONS, replicas=0))
+    driver.join(1, 2)
+    restarted = Driver(driver.pool.options, driver.pool.saved())
+    restarted.join(1, 2)
+    if held is not None:
+        restarted.renew_all(blocks=held)
+    restarted.join(3)
+    assert last_map(restarted).settled == settled
+
+
 def test_what_was_handed_over_by_an_older_map_does_not_count() -> None:
     driver = holding_pool()
     driver.join(3)

@@ -192,6 +192,26 @@ def test_after_the_loss_of_a_node_who_takes_its_place_is_offered_what_there_is_r
     assert bench.core.counters.failed == 3
 
 
+def test_whoever_is_given_a_bucket_at_once_is_offered_what_its_former_holder_has() -> None:
+    """The controller had not heard yet that there are blocks, so nothing was to be moved."""
+    bench = Bench()
+    bench.use(pool([1]))
+    bench.use(pool([3], epoch=2))
+    assert bench.offered() == [(block(n), 3) for n in range(3)]
+    assert bench.core.report(bench.now) is None, "nobody waits for it"
+    bench.use(pool([3], epoch=3))
+    assert bench.offered() == []
+
+
+def test_what_was_moved_is_not_offered_again_when_the_move_is_over() -> None:
+    bench = Bench()
+    bench.use(pool([1]))
+    bench.use(pool([1, 3], settled=1, epoch=2))
+    assert bench.end_all() == 3
+    bench.use(pool([3], epoch=3))
+    assert bench.offered() == []
+
+
 def test_a_repair_that_fails_is_tried_some_times() -> None:
     bench = Bench(blocks=1)
     bench.use(pool([1, 2]))
