@@ -17,7 +17,7 @@ taken last, and nobody starts before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
@@ -121,10 +121,12 @@ class FairQueue(Generic[T]):
             self._flow(self._flow_of(item)).items.appendleft(item)
             self._length += 1
 
-    def next_flow(self) -> int | None:
-        """The flow whose turn it is; None if nothing waits."""
+    def next_flow(self, but: Container[int] = ()) -> int | None:
+        """The flow whose turn it is, `but` these; None if nothing of others waits."""
         # Some few flows: a heap would cost more than it saves.
-        return min(self._waiting, key=lambda flow: self._waiting[flow].start, default=None)
+        waiting = self._waiting
+        flows = [flow for flow in waiting if flow not in but] if but else waiting
+        return min(flows, key=lambda flow: waiting[flow].start, default=None)
 
     def head(self, flow: int) -> T | None:
         """What a flow has waiting first; None if it has nothing."""

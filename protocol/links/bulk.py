@@ -30,6 +30,8 @@ class BulkOptions:
 
     connections_per_peer: int = 4
     """Connections to one node, in the caller's role."""
+    assured_per_peer: int = 4
+    """Further ones, of which each is for a namespace that has no other to that node."""
     queue_per_peer: int = 8192
     """Calls to one node that wait for a connection; one more fails at once."""
     max_connections: int = 256

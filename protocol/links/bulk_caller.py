@@ -4,7 +4,9 @@ Owns: connections, their reuse, deadlines and number, and the order of a convers
 (`kvcast.protocol.messages.bulk`). Must not know: why a call is made.
 
 At most `connections_per_peer` connections to a node, each with one request at a time; calls beyond
-wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. Gets,
+wait their turn, at most `queue_per_peer` of them, and one more fails at once as unreachable. But a
+namespace that has none of these connections is given one beyond them, `assured_per_peer` in all:
+else it would wait for the end of whatever others have begun, which may be slow. Gets,
 and puts, that wait together and are alike go together, in one request. The bytes of a put that is
 not long follow it at once; after a node did not want some, it is asked first, until it wants all. A
 connection is kept for the next call for half of `idle_s`, before the callee closes it. Where
@@ -195,9 +197,11 @@ class BulkCaller:
     def check(self) -> None:
         """AssertionError if this end contradicts itself."""
         for peer in self._peers.values():
+            most = self.options.connections_per_peer
             count = len(peer.busy) + len(peer.idle)
-            assert count <= self.options.connections_per_peer, f"{count} connections"
-            assert not peer.queue or len(peer.busy) == self.options.connections_per_peer
+            assert count <= most + self.options.assured_per_peer, f"{count} connections"
+            assert not peer.queue or len(peer.busy) >= most
+            assert not peer.queue or self._next_flow(peer) is None
             assert len(peer.queue) <= self.options.queue_per_peer
             for connection in peer.idle:
                 assert connection.is_connected
@@ -210,8 +214,8 @@ class BulkCaller:
 
     def _start(self, now: float, node: NodeInfo, peer: _Peer) -> None:
         """Start the calls whose turn has come."""
-        while peer.queue and len(peer.busy) < self.options.connections_per_peer:
-            calls = self._take_alike(now, peer.queue)
+        while (namespace := self._next_flow(peer)) is not None:
+            calls = self._take_alike(now, peer.queue, namespace)
             if not calls:
                 continue
             if peer.idle:
@@ -223,13 +227,20 @@ class BulkCaller:
             peer.busy[connection] = None
             connection.begin(now, calls)
 
-    def _take_alike(self, now: float, queue: FairQueue[BulkCall]) -> list[BulkCall]:
-        """The first calls of the namespace whose turn it is, as many as one request can make; those
-        that turn out not to be worth making end."""
+    def _next_flow(self, peer: _Peer) -> int | None:
+        """The namespace whose calls can be made now; None if there is no connection for any."""
+        most = self.options.connections_per_peer
+        if len(peer.busy) < most:
+            return peer.queue.next_flow()
+        if not peer.queue or len(peer.busy) >= most + self.options.assured_per_peer:
+            return None
+        return peer.queue.next_flow({_namespace_of(one.calls[0]) for one in peer.busy if one.calls})
+
+    def _take_alike(self, now: float, queue: FairQueue[BulkCall], namespace: int) -> list[BulkCall]:
+        """The first calls of a namespace, as many as one request can make; those that turn out not
+        to be worth making end."""
         calls: list[BulkCall] = []
         size_bytes = 0
-        namespace = queue.next_flow()
-        assert namespace is not None
         most_bytes = TURN_BYTES if queue.is_contended else MAX_BULK_BYTES
         while (call := queue.head(namespace)) is not None and len(calls) < MAX_BULK_BLOCKS:
             if calls and not _alike(calls[0], call):

@@ -1155,8 +1155,8 @@ def _rates_looked_past() -> AbstractContextManager[object]:
     },
 )
 def _in_order_of_coming() -> AbstractContextManager[object]:
-    def first(self: Any) -> int | None:
-        return next(iter(self._waiting), None)
+    def first(self: Any, but: Any = ()) -> int | None:
+        return next((flow for flow in self._waiting if flow not in but), None)
 
     return replaced("kvcast.protocol.fair_queue.FairQueue.next_flow", first)
 
@@ -1188,6 +1188,18 @@ def _queue_without_room() -> AbstractContextManager[object]:
 )
 def _departures_without_turns() -> AbstractContextManager[object]:
     return replaced("kvcast.protocol.links.departures.Departures.may_send", lambda *_: sys.maxsize)
+
+
+@mutation(
+    "connections to a node are whoever's has taken them",
+    {TURNS: ["test_a_namespace_without_a_connection_does_not_wait_for_those_that_others_have"]},
+)
+def _connections_without_turns() -> AbstractContextManager[object]:
+    def next_flow(self: Any, peer: Any) -> int | None:
+        free = len(peer.busy) < self.options.connections_per_peer
+        return peer.queue.next_flow() if free else None
+
+    return replaced("kvcast.protocol.links.bulk_caller.BulkCaller._next_flow", next_flow)
 
 
 @mutation(

@@ -702,7 +702,7 @@ def test_what_followed_and_was_not_whole_is_given_back() -> None:
 
 
 def test_calls_that_are_not_alike_are_requests_of_their_own() -> None:
-    caller = Caller(BulkOptions(connections_per_peer=1))
+    caller = Caller(BulkOptions(connections_per_peer=1, assured_per_peer=0))
     late = caller.get_any("late", 4)
     late.deadline = 200.0
     other = caller.get_any("2", 2, namespace=2)
@@ -1011,7 +1011,9 @@ def test_a_tenant_that_asks_for_much_does_not_keep_another_waiting() -> None:
     """One tenant's 600 blocks of 64 KiB wait when another's one comes, which is in the next
     request."""
     service = Service({key(n): Copy(BlockId(1, key(n)), bytearray(1 << 16)) for n in range(700)})
-    caller = Caller(replace(OPTIONS, connections_per_peer=1, queue_per_peer=2000))
+    caller = Caller(
+        replace(OPTIONS, connections_per_peer=1, assured_per_peer=0, queue_per_peer=2000)
+    )
     caller.ask(0.0, *[caller.get_any("much", number) for number in range(600)])
     caller.ask(0.0, caller.get_any("little", 650, namespace=2))
     connection = caller.connected()
@@ -1021,10 +1023,32 @@ def test_a_tenant_that_asks_for_much_does_not_keep_another_waiting() -> None:
     assert len(caller.outcomes) == 601
 
 
+def test_a_namespace_without_a_connection_does_not_wait_for_those_that_others_have() -> None:
+    caller = Caller(BulkOptions(connections_per_peer=2, assured_per_peer=2))
+    for number in range(3):
+        caller.ask(0.0, caller.drop(f"loud {number}"))
+        caller.ask(0.0, caller.exists(f"loud too {number}", []))
+    assert len(caller.wanted) == 2, "one namespace has no more than it would have alone"
+    for namespace in (2, 3, 4):
+        caller.ask(0.0, caller.get_any(f"quiet {namespace}", 9, namespace=namespace))
+    asked = [connection.calls[0] for connection in caller.wanted]
+    assert len(asked) == 4, "and the last of them waits"
+    assert {call.block.namespace for call in asked if isinstance(call, GetCall)} == {2, 3}
+    quiet = caller.wanted[2]
+    caller.ask(0.0, caller.get_any("quiet again", 9, namespace=2))
+    assert len(caller.wanted) == 4, "it has one"
+    caller.wanted.remove(quiet)
+    quiet.connected(0.0)
+    converse(caller, quiet, serve(Service()))
+    assert {name for name, _ in caller.outcomes} == {"quiet 2", "quiet 4", "quiet again"}
+    assert len(caller.wanted) == 3
+
+
 def test_two_tenants_that_both_ask_for_much_share_by_weight() -> None:
     service = Service({key(n): Copy(BlockId(1, key(n)), bytearray(1 << 16)) for n in range(1600)})
     caller = Caller(
-        replace(OPTIONS, connections_per_peer=1, queue_per_peer=2000), {1: 1.0, 2: 3.0}.__getitem__
+        replace(OPTIONS, connections_per_peer=1, assured_per_peer=0, queue_per_peer=2000),
+        {1: 1.0, 2: 3.0}.__getitem__,
     )
     for namespace in (1, 2):
         many = [
