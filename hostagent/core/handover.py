@@ -9,10 +9,9 @@ Two kinds of changes:
   blocks (`PoolMap.settled` of them), those that are to take it over. Each of the former sends the
   latter what it holds of the bucket, what comes meanwhile included, and says how much is left
   (`HandedOver`); the controller takes the next step when nothing is left anywhere.
-- *repairs*: a node holds a bucket that it did not hold before, and nothing was moved to it: another
-  is gone, and it is listed in its place; or it was given the bucket at once, since the controller
-  knew of no blocks yet. Whoever held the bucket before sends it what it has, if there is room to
-  spare.
+- *repairs*: a node is gone, and another is listed in its place; or another was given a bucket of
+  ours at once, since the controller knew of no blocks yet. Whoever held the bucket before sends it
+  what it has, if there is room to spare.
 
 Whoever is offered a block that it has says so, and no bytes are sent; so several may offer the
 same. Bounds: `max_in_flight` calls; `rate_bytes_per_s`; `MAX_WAITING` blocks. A call that fails is
@@ -204,13 +203,17 @@ class Handover:
         }
 
     def _repairs(self, old: Pool, pool: Pool) -> dict[int, list[str]]:
-        """By bucket that this node held: who is among its holders, and was not to be before."""
+        """By bucket that this node held: who is new among its holders, in the place of a node that
+        is gone, or in ours."""
         repairs: dict[int, list[str]] = {}
+        held = set(pool.held_buckets())
         for bucket in old.held_buckets():
             before = old.all_of(bucket)
-            new = [n for n in pool.holders_of(bucket) if n not in before]
-            if new:
-                repairs[bucket] = new
+            lost = any(node_id not in pool.nodes_by_id for node_id in before)
+            if lost or bucket not in held:
+                new = [n for n in pool.holders_of(bucket) if n not in before]
+                if new:
+                    repairs[bucket] = new
         return repairs
 
     def _add(self, task: _Task) -> None:
