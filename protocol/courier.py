@@ -1483,11 +1483,17 @@ def expire(courier: Courier, now_ns: U64) -> U64:
 
 
 @native
-def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64) -> None:
-    """Python fetches this block from now on."""
+def yield_block(courier: Courier, namespace: U64, key: U64, rest_of_key: U64, now_ns: U64) -> bool:
+    """Python fetches this block from now on. Whether its READ has been out in vain for half as long
+    as it may: then the next is a repeat."""
     number = _asked_for(courier, namespace, key, rest_of_key)
-    if number < MAX_ASKED:
-        give_up(courier, number, YIELDED)
+    if number == MAX_ASKED:
+        return False
+    asked = courier.asked[number]
+    read = asked.state == _ASKED and asked.unread == 0
+    overdue = read and asked.asked_ns + courier.patience_ns // 2 <= now_ns
+    give_up(courier, number, YIELDED)
+    return overdue
 
 
 @native
@@ -1556,7 +1562,7 @@ class Compiled(NamedTuple):
     frame_came: Callable[[int, int, int, int, int], bool]
     came: Callable[[int, int], None]
     expire: Callable[[int, int], int]
-    yield_block: Callable[[int, int, int, int], None]
+    yield_block: Callable[[int, int, int, int, int], bool]
     yield_all: Callable[[int], None]
     leave: Callable[[int, int], None]
     reply_came: Callable[[int, int], None]

@@ -121,9 +121,10 @@ class ConveyorSide:
     def act(self) -> None:
         """Say what is to be asked for, close what is over, and make a conveyor that is wished
         for."""
-        for number in self._courier.take_cut_off():
-            if number in self._takers:
-                self._takers[number].close()
+        if self._courier.cut_off:
+            for number in self._courier.take_cut_off():
+                if number in self._takers:
+                    self._takers[number].close()
         for number, end in self._takers.items():
             said = self._courier.requests_to_send(number)
             if said:

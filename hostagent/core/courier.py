@@ -599,13 +599,14 @@ class Courier:
         may hold another back, unless it says that it is a repeat. Told once."""
         return self._unanswered.pop(block, self) is None
 
-    def yield_to(self, block: BlockId) -> None:
+    def yield_to(self, now: float, block: BlockId) -> None:
         """A block is going to be fetched otherwise: whoever asked the courier for it is to ask the
         agent."""
         if self._courier.in_flight:
             high = int.from_bytes(block.key[:8], "little")
             low = int.from_bytes(block.key[8:], "little")
-            self.code.yield_block(self.address, block.namespace, high, low)
+            if self.code.yield_block(self.address, block.namespace, high, low, _ns(now)):
+                self._remember_unanswered(block)
 
     # --- landing places ---------------------------------------------------------------------------
 
@@ -803,6 +804,11 @@ class Courier:
             self.counters.given += 1
             self._store.pin(copy)
             self._holders[told.client].given(told.handle, copy)
+
+    def _remember_unanswered(self, block: BlockId) -> None:
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            del self._unanswered[next(iter(self._unanswered))]
+        self._unanswered[block] = None
 
     def _failed(self, now: float, told: Told) -> None:
         if told.flags == courier.SILENCE:

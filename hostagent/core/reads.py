@@ -524,7 +524,7 @@ class Reads:
     def _begin(self, block: BlockId, deadline: float, now: float) -> _Fetch:
         """A block is on its way here from now on."""
         if self.courier is not None:
-            self.courier.yield_to(block)
+            self.courier.yield_to(now, block)
             self.courier.fetching[bucket_of(block.key)] += 1
         fetch = self._fetches[block] = _Fetch(block, deadline, now)
         return fetch

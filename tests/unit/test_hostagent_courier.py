@@ -206,6 +206,20 @@ def test_what_the_requester_asks_again_says_that_it_is_a_repeat(stand: Stand) ->
     stand.end()
 
 
+@pytest.mark.parametrize(("waited_s", "flags"), [(0.45, 0), (0.55, FLAG_RETRY)])
+def test_a_read_that_was_out_for_long_when_the_agent_took_over_is_repeated(
+    stand: Stand, waited_s: float, flags: int
+) -> None:
+    """A switch may hold the first, and would hold back another that does not say what it is."""
+    stand.ask(0, 2)
+    stand.pass_time(waited_s * PATIENCE_S)
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+    stand.bring(2)
+    stand.end()
+
+
 def test_late_chunks_after_a_question_was_handed_over_are_written_nowhere(stand: Stand) -> None:
     stand.ask(0, 2)
     stand.receive(frame_of(2, 0))
