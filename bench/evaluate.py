@@ -72,15 +72,21 @@ async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
 
     Agents, switch and whoever plays the workload share this machine's processors, and the flows
     know of those what is measured here: when each get in fact began, and what a get alone takes
-    longer than its links do."""
+    longer than its links do. The pool is one that the flows' model is of: each block has one home
+    (readers choose among several by load, and loaded homes are given more, which are alternatives
+    of their own in the evaluation), and homes hand no more to their links ahead of time than two
+    turns, since what lies in a link's queue is served as it came."""
     rows = []
     for plain in (True, False):
         star = Star.of(questions.CALIBRATION_NODES)
         options = PoolOptions(
             plain=plain,
             admit="off",
+            replicas=0,
             link_rate_bits_per_s=questions.EMULATED_BITS_PER_S,
             arena_bytes=_ARENA_BYTES,
+            controller_flags=("--no-hot-replicas",),
+            agent_flags=(f"--responder-burst={2 * questions.FINEST.turn_frames}",),
         )
         async with Pool(star, options) as pool:
             sockets = [pool.sockets[host.node_id] for host in star.hosts]
@@ -122,12 +128,11 @@ async def _as_played(
         (index_of[number], node): round((began - first) * NS)
         for number, node, began in tally.fetches
     }
-    demand = as_begun(demand_of(requests, len(nodes), size), begun)
+    demand = as_begun(demand_of(requests, len(nodes), size, replicas=0), begun)
     flows = questions.flows_of_calibration(
         demand,
         plain=plain,
         bits_per_s=questions.EMULATED_BITS_PER_S,
-        options=questions.BY_SEGMENTS,
         home_ns=home_ns,
     )
     row = questions.compare(

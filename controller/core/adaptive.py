@@ -150,15 +150,14 @@ class Adaptive:
             mine.gathering.pays.add(now, remote, shared, half)
             mine.residence.pays.add(now, remote, switch, half)
 
-    def heard_hot(
-        self, namespace: int, reads: int, readers: int, *, before: bool, now: float
-    ) -> None:
-        """A home's report of a block; `before`: the block was reported before."""
+    def heard_hot(self, namespace: int, reads: int, *, shared: int, again: int, now: float) -> None:
+        """What a home reports of a namespace: reads, and of them those of blocks that several nodes
+        read (`shared`), or that were reported before (`again`)."""
         if self._said(namespace) is None:
             return
         mine, half = self._of(namespace, now), self.options.half_life_s
-        mine.gathering.hint.add(now, reads, reads if readers > 1 else 0, half)
-        mine.residence.hint.add(now, reads, reads if before else 0, half)
+        mine.gathering.hint.add(now, reads, shared, half)
+        mine.residence.hint.add(now, reads, again, half)
 
     def node_left(self, node_id: str) -> None:
         """Its totals begin anew if it comes back."""

@@ -24,6 +24,7 @@ reason enough.
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Collection, Iterable, Sequence
@@ -38,6 +39,9 @@ from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYT
 
 Rows: TypeAlias = npt.NDArray[np.intp] | slice
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+_segments_of = functools.lru_cache(maxsize=1024)(CELLS.segments_of)
+"""A pool's blocks are of few sizes."""
 
 MAX_CANDIDATES = 65_536
 """Blocks whose heat is remembered; beyond it the least valuable eighth is forgotten."""
@@ -178,7 +182,7 @@ class HeatMap:
         if depth:
             self._depth[row] = depth
         self._size_bytes[row] = size_bytes
-        self._segments[row] = CELLS.segments_of(size_bytes)
+        self._segments[row] = _segments_of(size_bytes)
 
     def served(self, block: BlockId, reads: float, now: float) -> None:
         """The switch served `reads` READs from a resident."""
@@ -204,7 +208,7 @@ class HeatMap:
         """The block's true size."""
         row = self._touch(block, now)
         self._size_bytes[row] = size_bytes
-        self._segments[row] = CELLS.segments_of(size_bytes)
+        self._segments[row] = _segments_of(size_bytes)
 
     def forget(self, namespaces: Collection[int]) -> None:
         """Know nothing of these namespaces' blocks."""

@@ -125,6 +125,10 @@ class Ghosts:
         self._second = -inf
         self._heard = 0
 
+    def is_deaf(self, now: float) -> bool:
+        """Whether they have heard all that they want to now."""
+        return self._heard >= HEARD_A_SECOND and now - self._second < 1.0
+
     def listens(self, now: float) -> bool:
         """Whether they want to hear of one more block now; a yes counts as heard."""
         if now - self._second >= 1.0:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ from kvcast.protocol.messages.control import (
     GroupReply,
     GroupRequest,
     HandedOver,
+    HotBlock,
     Kept,
     Leave,
     Loads,
@@ -370,33 +371,51 @@ class Pool:
             now,
         )
         self.counts["reports_ignored"] += max(0, len(message.hot) - MAX_HOT)
-        answered_for = []
-        for report in message.hot[:MAX_HOT]:
-            block = BlockId(report.namespace, report.key)
-            answers = self._answers_for(node.node_id, block)
-            if answers:
-                answered_for.append(report)
-            if answers and self.may_be_resident(block.namespace) and report.size_bytes:
-                self.adaptive.heard_hot(
-                    block.namespace,
-                    report.reads,
-                    report.readers,
-                    before=block in self.tiers.heat,
-                    now=now,
-                )
-                self.tiers.heard_report(report, now)
-            else:
-                self.counts["reports_ignored"] += 1
+        answered_for = self._heard_hot(node.node_id, message.hot[:MAX_HOT], now)
         sent_bytes = sum(v for name, v in counters.items() if name.startswith(SENT_COUNTERS))
         self.hot.heard(node.node_id, sent_bytes, answered_for, now)
         return []
 
-    def _answers_for(self, node_id: str, block: BlockId) -> bool:
+    def _heard_hot(
+        self, node_id: str, reports: Sequence[HotBlock], now: float
+    ) -> list[tuple[BlockId, HotBlock]]:
+        """What a node says of blocks that were read of it: those for which it answers, since of
+        others its word does not count."""
+        placement, listed, tiers = self.placement, self.hot.listed, self.tiers
+        sums: dict[int, list[int]] = {}
+        """By namespace that there is: reads, and of them those of blocks that several nodes read,
+        and of blocks that were reported before."""
+        may_be_resident: dict[int, bool] = {}
+        answered_for, counted = [], 0
+        for report in reports:
+            namespace, key = report.namespace, report.key
+            if namespace not in sums:
+                if namespace not in self.namespaces.by_number:
+                    continue
+                sums[namespace] = [0, 0, 0]
+                may_be_resident[namespace] = self.may_be_resident(namespace)
+            block = BlockId(namespace, key)
+            if not self._answers_for(node_id, block, placement, listed):
+                continue
+            answered_for.append((block, report))
+            if not report.size_bytes or not may_be_resident[namespace]:
+                continue
+            mine, reads = sums[namespace], report.reads
+            mine[0] += reads
+            mine[1] += reads if report.readers > 1 else 0
+            mine[2] += reads if block in tiers.heat else 0
+            tiers.heard_report(block, report, now)
+            counted += 1
+        self.counts["reports_ignored"] += len(reports) - counted
+        for namespace, (reads, shared, again) in sums.items():
+            if reads:
+                self.adaptive.heard_hot(namespace, reads, shared=shared, again=again, now=now)
+        return answered_for
+
+    @staticmethod
+    def _answers_for(node_id: str, block: BlockId, placement: Placement, listed: Listed) -> bool:
         """Whether a node's word counts on how much the block is read."""
-        return block.namespace in self.namespaces.by_number and (
-            node_id in self.placement[bucket_of(block.key)]
-            or node_id in self.hot.listed.get(block, ())
-        )
+        return node_id in placement[bucket_of(block.key)] or node_id in listed.get(block, ())
 
     def _namespace(self, connection: int, message: NamespaceRequest, now: float) -> list[Action]:
         try:
@@ -525,7 +544,9 @@ class Pool:
         for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
             del self.agent_counters[node_id]
             self.adaptive.node_left(node_id)
-        actions = self._to_nodes(self.hot.advance(self._views(), self._guard_room, now))
+        actions: list[Action] = []
+        if self.hot.is_due(now):
+            actions += self._to_nodes(self.hot.advance(self._views(), self._guard_room, now))
         actions += self._tell_loads(now)
         if not self.options.settings.enabled:
             return actions
@@ -556,7 +577,7 @@ class Pool:
         told = sorted(
             (nodes[n].index, percent)
             for n, percent in percents.items()
-            if percent >= TOLD_LOAD_PERCENT
+            if percent >= TOLD_LOAD_PERCENT and n in nodes
         )
         if told == self._told_loads:
             return []

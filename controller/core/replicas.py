@@ -46,9 +46,12 @@ FIRST_REQUEST: Final = 1 << 40
 """Questions of this module are numbered from here, and so told from those of `tiers`."""
 REQUEST_TIMEOUT_S: Final = 5.0
 MAX_BLOCKS_A_NODE: Final = 1024
-"""Blocks of which it is remembered how much a node sends; the least-read go first."""
+"""Blocks of which it is remembered how much a node sends, and up to a half more until the
+least-read are forgotten."""
 DESCRIBE_BATCH: Final = 64
 _NOTHING_BYTES_PER_S: Final = 1.0
+_LEAST_SCALE: Final = 1e-100
+"""Below, rates are written down anew, long before a number is too small for a float."""
 _AT_ONCE: Final = 16
 """Blocks that one node is asked to fetch at a time."""
 _DECISIONS_KEPT: Final = 256
@@ -90,24 +93,53 @@ class NodeView:
     arena_used_bytes: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
-    """How much a node sends of a block, and which copy it has."""
+    """How much a node sends of a block, in its `_Load`'s scale, and which copy it has."""
 
-    bytes_per_s: float
+    scaled: float
     size_bytes: int
     digest: int
 
 
 @dataclass
 class _Load:
-    """What a node sends, in all and by block."""
+    """What a node sends, in all and by block.
+
+    All blocks' rates fade alike: so what fades is `scale`, and a report costs what it says, not
+    what is remembered. A rate in bytes a second is `scaled` times that."""
 
     total_bytes: float
     """Its counter, as last reported."""
     heard_at: float
     bytes_per_s: float = 0.0
     blocks: dict[BlockId, _Sent] = field(default_factory=dict)
+    scale: float = 1.0
+
+    def rate(self, block: BlockId) -> float:
+        """Bytes of it that the node sends a second."""
+        sent = self.blocks.get(block)
+        return self.scale * sent.scaled if sent is not None else 0.0
+
+    def fade(self, kept: float) -> None:
+        """Count so much of every block's rate from now on."""
+        self.scale *= kept
+        if self.scale < _LEAST_SCALE:
+            for sent in self.blocks.values():
+                sent.scaled *= self.scale
+            self.scale = 1.0
+
+    def most_read(self) -> list[BlockId]:
+        """Blocks, the most read first."""
+        return sorted(self.blocks, key=lambda block: self.blocks[block].scaled, reverse=True)
+
+    def prune(self) -> None:
+        """Forget what is hardly read, and the least read beyond the bound."""
+        self.blocks = {
+            block: self.blocks[block]
+            for block in self.most_read()[:MAX_BLOCKS_A_NODE]
+            if self.rate(block) > _NOTHING_BYTES_PER_S
+        }
 
 
 @dataclass
@@ -191,7 +223,13 @@ class HotReplicas:
 
     # --- what is heard ------------------------------------------------------------------------
 
-    def heard(self, node_id: str, sent_bytes: float, hot: Iterable[HotBlock], now: float) -> None:
+    def heard(
+        self,
+        node_id: str,
+        sent_bytes: float,
+        hot: Iterable[tuple[BlockId, HotBlock]],
+        now: float,
+    ) -> None:
         """A node's report: its total of bytes sent, and of which blocks they were since the last
         report."""
         load = self._loads.get(node_id)
@@ -202,29 +240,24 @@ class HotReplicas:
         if took_s <= 0:
             return
         kept: float = 0.5 ** (took_s / self.options.half_life_s)
-        sent = sent_bytes - load.total_bytes
+        grown = sent_bytes - load.total_bytes
         load.total_bytes, load.heard_at = sent_bytes, now
-        load.bytes_per_s = kept * load.bytes_per_s + (1 - kept) * sent / took_s
-        for each in load.blocks.values():
-            each.bytes_per_s *= kept
-        for report in hot:
-            if not 0 < report.size_bytes <= MAX_BLOCK_BYTES or not 0 < report.digest < 1 << 64:
+        load.bytes_per_s = kept * load.bytes_per_s + (1 - kept) * grown / took_s
+        load.fade(kept)
+        per_s = (1 - kept) / took_s / load.scale
+        for block, report in hot:
+            size_bytes, digest = report.size_bytes, report.digest
+            if not 0 < size_bytes <= MAX_BLOCK_BYTES or not 0 < digest < 1 << 64:
                 continue
-            block = BlockId(report.namespace, report.key)
-            each = load.blocks.setdefault(block, _Sent(0.0, 0, 0))
-            each.size_bytes, each.digest = report.size_bytes, report.digest
-            read = report.reads * min(report.size_bytes, SEGMENT_BYTES)
-            each.bytes_per_s += (1 - kept) * read / took_s
-        self._prune(load)
-
-    def _prune(self, load: _Load) -> None:
-        blocks = load.blocks
-        most_read = sorted(blocks, key=lambda b: blocks[b].bytes_per_s, reverse=True)
-        load.blocks = {
-            block: blocks[block]
-            for block in most_read[:MAX_BLOCKS_A_NODE]
-            if blocks[block].bytes_per_s > _NOTHING_BYTES_PER_S
-        }
+            sent = per_s * report.reads * min(size_bytes, SEGMENT_BYTES)
+            each = load.blocks.get(block)
+            if each is None:
+                load.blocks[block] = _Sent(sent, size_bytes, digest)
+            else:
+                each.scaled += sent
+                each.size_bytes, each.digest = size_bytes, digest
+        if len(load.blocks) > MAX_BLOCKS_A_NODE * 3 // 2:
+            load.prune()
 
     def kept(self, message: Kept, node_id: str, now: float) -> None:
         """A node's answer to a Keep of ours."""
@@ -280,6 +313,12 @@ class HotReplicas:
         return {node_id: self.load_of(node_id) for node_id in self._nodes}
 
     # --- time ---------------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Whether `advance` may have something to do by now."""
+        if now >= self._looked_at + self.options.period_s:
+            return True
+        return bool(self._blocks or self._resting or len(self._requests))
 
     def advance(self, nodes: Iterable[NodeView], guard_room: int, now: float) -> Outgoing:
         """Everything that is due. `nodes`: those that live and can be asked; `guard_room`: entries
@@ -389,12 +428,12 @@ class HotReplicas:
         loaded = [n for n in self._nodes if self.load_of(n) >= options.high_load]
         for node_id in sorted(loaded, key=self.load_of, reverse=True):
             link = self._nodes[node_id].link_bytes_per_s
-            blocks = self._loads[node_id].blocks
-            left = self._loads[node_id].bytes_per_s
+            load = self._loads[node_id]
+            left = load.bytes_per_s
             budget = options.copy_share * link * options.period_s
-            for block in sorted(blocks, key=lambda b: blocks[b].bytes_per_s, reverse=True):
-                sent = blocks[block]
-                small = sent.bytes_per_s <= options.idle_share * link / 4
+            for block in load.most_read():
+                sent, rate = load.blocks[block], load.rate(block)
+                small = rate <= options.idle_share * link / 4
                 if left <= options.aim_load * link or budget <= 0 or small:
                     break
                 if block in asked or not self._may_have_another(block, now):
@@ -410,7 +449,7 @@ class HotReplicas:
                 asked.add(block)
                 entries += 1
                 answering = 1 + len(self.listed.get(block, ()))
-                moved = sent.bytes_per_s / (answering + 1)
+                moved = rate / (answering + 1)
                 coming[target] += moved
                 held[target] += sent.size_bytes
                 waiting[target] += 1
@@ -485,8 +524,7 @@ class HotReplicas:
 
     def _rate(self, node_id: str, block: BlockId) -> float:
         load = self._loads.get(node_id)
-        sent = load.blocks.get(block) if load is not None else None
-        return sent.bytes_per_s if sent is not None else 0.0
+        return load.rate(block) if load is not None else 0.0
 
     def _changed(self) -> None:
         self._listed = self._guarded = None

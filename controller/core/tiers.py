@@ -149,9 +149,8 @@ class Tiers:
             now=now,
         )
 
-    def heard_report(self, report: HotBlock, now: float) -> None:
-        """A home's report of what it answered."""
-        block = BlockId(report.namespace, report.key)
+    def heard_report(self, block: BlockId, report: HotBlock, now: float) -> None:
+        """A home's report of what it answered of a block."""
         self.heat.seen_by_home(
             block,
             reads=float(report.reads),
@@ -165,7 +164,9 @@ class Tiers:
     def _ghosts_hear(self, block: BlockId, reads: int, now: float) -> None:
         """READs of a block's segments that its home or the switch has answered. (Digests of heat
         tell of READs that the home reports, too.)"""
-        if reads and self._may_hold(block.namespace) and self.ghosts.listens(now):
+        if not reads or self.ghosts.is_deaf(now) or not self._may_hold(block.namespace):
+            return
+        if self.ghosts.listens(now):
             segments = self.heat.segments(block)
             standings = self.heat.standings(block, now)
             self.ghosts.read(block, segments, reads / segments, standings)

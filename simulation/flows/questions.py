@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from kvcast.protocol.messages.wire import CELLS, CHUNKS_PER_SEGMENT, SEGMENT_BYTES
+from kvcast.protocol.messages.wire import CELLS, SEGMENT_BYTES
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.simulation.flows import packets, residency
 from kvcast.simulation.flows.demand import Demand, TraceCopies, demand_of
@@ -43,9 +43,6 @@ Numbers = dict[str, Any]
 EMULATED_BITS_PER_S = 5e6
 """Of the links in the calibration: `kvcast demo`'s."""
 FINEST = FlowOptions()
-BY_SEGMENTS = FlowOptions(turn_frames=CHUNKS_PER_SEGMENT)
-"""An agent that is not told its link's rate hands over segments whole, and they wait in the link's
-queue, first come first served."""
 FOR_MILLIONS = FlowOptions(max_pieces=1, max_rounds=3, coarse=True)
 """How an hour of ten thousand hosts is simulated; calibrated by itself."""
 CALIBRATION_NODES = 8

@@ -184,7 +184,8 @@ class _Switch:
             for block, count in self._reads.pop(whose, Counter()).most_common(256):
                 name, size = self._ids[block], self._sizes[block]
                 readers = len(self._readers.pop(block))
-                tiers.heard_report(HotBlock(1, name.key, count, readers, 0, size, 1), now)
+                report = HotBlock(1, name.key, count, readers, 0, size, 1)
+                tiers.heard_report(name, report, now)
         elif what == "digest":
             _, _, together = self._heat[whose]
             count = self._loop.heat_threshold

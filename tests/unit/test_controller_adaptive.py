@@ -39,7 +39,8 @@ class Load:
                 self.totals[namespace][place] += more
             reads = [NamespaceReads(n, *totals) for n, totals in self.totals.items()]
             self.core.heard_reads("node-1", reads, self.now)
-            self.core.heard_hot(namespace, remote, readers, before=before, now=self.now)
+            many, again = remote * (readers > 1), remote * before
+            self.core.heard_hot(namespace, remote, shared=many, again=again, now=self.now)
             for changed, thing in self.core.advance(self.now):
                 on = self.core.gathers(changed)
                 on = self.core.resides(changed) if thing == "residence" else on
@@ -169,7 +170,7 @@ def test_totals_that_fell_count_from_zero_and_a_namespace_that_is_gone_not_at_al
     rows = {(r["namespace"], r["thing"]): r for r in load.core.report(load.now)}
     assert rows[CHAT, "gathering"]["pays_share"] == 1.0
     del load.settings[CHAT]
-    load.core.heard_hot(CHAT, 5, 1, before=False, now=load.now)
+    load.core.heard_hot(CHAT, 5, shared=0, again=0, now=load.now)
     load.core.advance(load.now)
     assert {r["namespace"] for r in load.core.report(load.now)} <= {RANKS}
     load.core.node_left("node-1")

@@ -61,7 +61,8 @@ def test_the_ghost_of_recent_is_a_list_in_order_of_use(
 
 def heard(tiers: Tiers, number: int, now: float, reads: int = 1, namespace: int = 1) -> None:
     key = block(number).key
-    tiers.heard_report(HotBlock(namespace, key, reads, 1, 0, SEGMENT_BYTES, number + 1), now)
+    report = HotBlock(namespace, key, reads, 1, 0, SEGMENT_BYTES, number + 1)
+    tiers.heard_report(BlockId(namespace, key), report, now)
 
 
 def tiers_of(slots: int) -> Tiers:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcast.controller.core.replicas import (
     FIRST_REQUEST,
+    MAX_BLOCKS_A_NODE,
     HotReplicas,
     NodeView,
     ReplicaOptions,
@@ -70,7 +71,7 @@ class World:
                 reads = {b: rate * carried * 0.5 for b, rate in mine.items()}
                 self.sent[node_id] += sum(reads.values())
                 hot = [
-                    HotBlock(b.namespace, b.key, round(sent / SIZE), 1, 0, SIZE, 7)
+                    (b, HotBlock(b.namespace, b.key, round(sent / SIZE), 1, 0, SIZE, 7))
                     for b, sent in reads.items()
                 ]
                 self.hot.heard(node_id, self.sent[node_id], hot, self.now)
@@ -271,6 +272,33 @@ def test_a_restarted_node_begins_with_no_load() -> None:
     world.sent["node-1"] = 0.0
     world.hot.heard("node-1", 0.0, [], world.now)
     assert world.hot.load_of("node-1") == 0.0
+
+
+def report(number: int, reads: int) -> tuple[BlockId, HotBlock]:
+    name = block(number)
+    return name, HotBlock(name.namespace, name.key, reads, 1, 0, SIZE, 7)
+
+
+def test_a_rate_is_right_however_long_a_node_reports() -> None:
+    hot = World().hot
+    for second in range(3000):  # a rate halves in 1.5 s: 2 ** -2000 is no float
+        hot.heard("node-1", 3.0 * SIZE * second, [report(1, 3)], float(second))
+        hot.advance([NodeView("node-1", LINK, 0, 0)], 0, float(second))
+        if second > 30:
+            assert hot.load_of("node-1") == pytest.approx(3 * SIZE / LINK)
+            assert hot._loads["node-1"].rate(block(1)) == pytest.approx(3 * SIZE, rel=1e-4)
+    hot.heard("node-1", 3.0 * SIZE * 3000, [], 1e9)  # after decades it has sent nothing
+    assert hot._loads["node-1"].rate(block(1)) == 0.0
+
+
+def test_of_many_blocks_the_most_read_are_remembered() -> None:
+    hot = World().hot
+    for second in range(40):
+        often = [report(1, 1000), report(2, 500)] if second < 38 else []
+        others = [report(100 * second + n, 1 + n) for n in range(100)]
+        hot.heard("node-1", float(second), [*often, *others], float(second))
+        assert len(hot._loads["node-1"].blocks) <= MAX_BLOCKS_A_NODE * 3 // 2
+    assert hot._loads["node-1"].most_read()[:2] == [block(1), block(2)]
 
 
 @settings(max_examples=60, deadline=None)
