@@ -217,18 +217,32 @@ def _what_else(report: Numbers) -> list[str]:
             "switch keeps whole blocks today.)",
         ]
     if memory := report.get("memory"):
-        worst = min(memory, key=lambda row: row["value_over_best_as_a_switch_fills"])
-        lines += [
-            "",
-            "**The switch's memory** is a small part of it: the controller's policy gets "
-            f"{min(r['value_over_optimum'] for r in memory):.2f} to "
-            f"{max(r['value_over_optimum'] for r in memory):.2f} of what an optimum that knows the "
-            "future would (of the policies that do not know it, the best gets "
-            f"{min(r['best_online_over_optimum'] for r in memory):.2f} in its worst case), and "
-            f"{worst['value_over_best_as_a_switch_fills']:.2f} of the best that fills as a switch "
-            f"does, in its worst case (`{worst['stream']}`, {worst['slots']} slots).",
-        ]
+        lines += ["", _memory_in_short(memory)]
     return lines
+
+
+def _memory_in_short(memory: Sequence[Numbers]) -> str:
+    """What the controller's policy makes of switch memory, of the middle size."""
+    slots = sorted({row["slots"] for row in memory})
+    middle = slots[len(slots) // 2]
+    rows = [r for r in memory if r["slots"] == middle and sum(r["optimum_reads"].values())]
+    if not rows:
+        return "**The switch's memory** answers nothing here: no block is read again."
+    told = ", ".join(
+        f"`{r['stream']}` {r['hit_share']['value']:.1%} of {r['hit_share']['optimum']:.1%}"
+        for r in rows
+    )
+    parts = {part: sum(r["optimum_reads"][part] for r in rows) for part in rows[0]["optimum_reads"]}
+    whole = sum(parts.values())
+    return (
+        f"**The switch's memory** ({middle} slots) answers, of what an optimum that knows the "
+        f"future would: {told}. Of all that such optima answer here, the controller's policy has "
+        f"{parts['value'] / whole:.0%}; {parts['before the fill'] / whole:.0%} are reads that come "
+        "before any controller beside the switch can have had the block filled, "
+        f"{parts['the future'] / whole:.0%} nobody gets who does not know the future, "
+        f"{parts['another rule'] / whole:.0%} other rules would have that are told of each read at "
+        f"once, and {parts['the control loop'] / whole:.0%} ours, if it were."
+    )
 
 
 def _calibration(report: Numbers) -> str:
@@ -239,7 +253,8 @@ def _calibration(report: Numbers) -> str:
         "Home egress ratio and mean time of a get, flows beside packets. *Packets, virtual time*: "
         "the real requester and responder cores, P4 program and frames; *chats on idle links* are "
         "beside the coarser flows with which the hour of ten thousand hosts is simulated. *Real "
-        "pool*: agents, controller and software switch as processes, links of 5 Mb/s, which share "
+        "pool*: agents, controller and software switch as processes, links of 5 Mb/s, one home for "
+        "each block and no hot replicas (which are alternatives of their own below); all share "
         "this machine's processors with whoever plays the workload. What those take is measured "
         "and given to the flows: when each get in fact began, and by how much a get alone takes "
         f"longer than its links do ({_home_ms(report)}). Largest error: "
@@ -298,7 +313,7 @@ def _calibration_picture(report: Numbers) -> bytes:
                         marker=marker,
                         label=f"{against}: {switch}" if chosen else None,
                     )
-            axes.axvspan(-10, 10, color=_KVCAST, alpha=0.08)
+            axes.axvspan(-10, 10, color=_KVCAST, alpha=0.08, label="within 10 %")
             axes.axvline(0, color=_PLAIN, linewidth=0.8)
             axes.set_yticks(range(len(names)), names)
             axes.set_title(title)
@@ -313,18 +328,21 @@ def _adaptive(report: Numbers) -> str:
         "## What it costs those whom it brings nothing",
         "",
         "Measured, not simulated: real agents and software switch, links of 10 Mb/s of which 0.3 "
-        "or less is in use, behind a plain switch and behind kvcast with all of it on; each twice, "
-        "in turns, while both pools run. The controller turns gathering and residence off where "
-        "they do not pay (`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's "
-        "load was "
-        f"{report.get('load', {}).get('adaptive')}.",
+        "or less is in use, behind a plain switch and behind kvcast with all of it on, in turns, "
+        "while both pools run. The controller turns gathering and residence off where they do not "
+        "pay (`kvcast.controller.core.adaptive`). Milliseconds of a get; the machine's load was "
+        f"{report.get('load', {}).get('adaptive')}. *From turn to turn*: the plain pool's largest "
+        "median of a turn over its smallest; ratios of the medians that are nearer to one than "
+        "that say nothing.",
         "",
         table(
-            ("stream", "gets", "p50", "plain", "ratio", "p99", "plain", "ratio"),
+            ("stream", "gets", "p50", "plain", "ratio", "from turn to turn", "p99", "plain",
+             "ratio"),
             (
                 (
                     r["stream"], r["gets"], f"{r['p50_ms']:.1f}", f"{r['plain_p50_ms']:.1f}",
-                    f"{r['p50_over_plain']:.3f}", f"{r['p99_ms']:.1f}",
+                    f"{r['p50_over_plain']:.3f}", _ratio(r["plain_p50_between_turns"]),
+                    f"{r['p99_ms']:.1f}",
                     f"{r['plain_p99_ms']:.1f}", f"{r['p99_over_plain']:.3f}",
                 )
                 for r in rows
@@ -339,7 +357,9 @@ def _alternatives(report: Numbers) -> str:
         "## The alternatives",
         "",
         "The same requests, 32 hosts of 100 Gb/s on one switch, DeepSeek-V3's latent KV in fp8, "
-        "blocks of 64 tokens (2.1 MiB), the plain pool's links 30 % full. Egress: times that a "
+        "blocks of 64 tokens (2.1 MiB), the plain pool's links 30 % full. *kvcast* is joining (and "
+        "gathering) alone: the controller's hot replicas and the switch's memory come on top in a "
+        "pool, and are a way of their own, and a section of their own, here. Egress: times that a "
         "distinct byte leaves its home (and, for peers, another node). Replicas: three homes of "
         "every block, chosen by hash, or, where the switch routes, in turn; what it costs to write "
         "them is left out. Single flight: four engines to a host, whose card is four times as "
@@ -548,7 +568,7 @@ def _frontier_picture(report: Numbers) -> bytes:
             frontier["spread_by_group"],
             "spread_us",
             "group",
-            "Times as fast: readers, and how far apart they start",
+            "Times as fast as a plain pool: one block of 2 MiB,\n100 Gb/s; readers, and how far apart they start",
             (lambda v: f"{v:g} µs", lambda v: f"{v} readers"),
         )
         heat(
@@ -556,8 +576,8 @@ def _frontier_picture(report: Numbers) -> bytes:
             [r for r in frontier["block_by_link"] if r["gather_ms"] == 0],
             "gbps",
             "block_bytes",
-            "Times as fast: 8 readers 100 µs apart, no gathering",
-            (lambda v: f"{v} Gb/s", lambda v: f"{v >> 10} KiB"),
+            "Times as fast as a plain pool: 8 readers 100 µs apart;\nlinks, and sizes of the block",
+            (lambda v: f"{v} Gb/s", lambda v: f"{v >> 20} MiB" if v >> 20 else f"{v >> 10} KiB"),
         )
 
     return drawn(fill, (12, 4.4), dpi=110)
@@ -566,80 +586,119 @@ def _frontier_picture(report: Numbers) -> bytes:
 def _memory(report: Numbers) -> str:
     rows = report["memory"]
     names = list(rows[0]["hit_share"])
+    again = [r for r in rows if sum(r["optimum_reads"].values())]
+    never = [
+        f"`{name}`"
+        for name in dict.fromkeys(r["stream"] for r in rows)
+        if name not in {r["stream"] for r in again}
+    ]
+    parts = list(rows[0]["optimum_reads"])
+    others = any(r["value_over_best_online"] is not None for r in rows)
     return "\n".join(
         [
             "## What belongs in the switch's memory",
             "",
-            "Share of the bytes read that the memory would answer, blocks of one segment, 16 nodes "
-            "that each keep what they have read; reads that share an answer anyway (within 100 ms) "
-            "are left out. *value* is the controller's code, with its reports, digests and fills. "
-            "The others see each read at once and fill in no time. *static* and *optimum* know the "
-            "future: the best fixed set, and Belady's rule with the right to let blocks pass.",
+            "Blocks of one segment, 16 nodes that each keep what they have read; reads that share "
+            "an answer anyway (within 100 ms) are left out. *value* is the controller's code, with "
+            "its reports, digests and fills. The *optimum* knows the future: Belady's rule with "
+            "the right to let blocks pass. What becomes of its hits, in reads:",
             "",
-            "The gap to the optimum has three parts. *Prediction*: nobody who does not know the "
-            "future comes near the optimum on the traces; *best online/optimum* is what the best "
-            "of all these policies makes of it, even if it hears of each read and fills in no "
-            "time. *The fill*: a switch's memory is filled by an answer that passes, so a block "
+            "- *the control loop*: what our code would answer more if it were told of each read "
+            "within 50 ms, not by homes' reports once a second;",
+            "- *another rule*: what the best of the other policies answers more than that, if it "
+            "is told of each read at once, and what it lets in is filled by the next read that "
+            "passes, as in the switch;",
+            "- *the future*: what nobody has who does not know it;",
+            "- *before the fill*: a switch's memory is filled by an answer that passes, so a block "
             "that is let in after its first read is filled by its second, and answers the third. "
-            "*Best, as a switch fills* is the best of the others under that rule, told at once "
-            "all the same; *optimum, after the fill* leaves out the reads that no controller "
-            "beside the switch can have. A home could be ordered to send each block that is let "
-            "in once more, for its second reader: *best, filled by order* is what that saves in "
-            "all, less what it sends; where that is below what fills for nothing save, orders "
-            "cost more than they bring. *The control loop*: *told at once* is the controller's "
-            "code, told of each read within 50 ms.",
+            "These reads come before that; no controller beside the switch can have them.",
             "",
             table(
-                (
-                    "stream", "slots", "reads", *names, "value/optimum", "best online/optimum",
-                    "value/best online", "value/optimum after the fill",
-                    "value/best as a switch fills",
-                ),
+                ("stream", "slots", "reads", "optimum", *parts, "value/optimum",
+                 "best online/optimum", "value/best online", "value/best as a switch fills"),
                 (
                     (
                         r["stream"],
                         r["slots"],
                         r["reads"],
-                        *(f"{r['hit_share'][n]:.3f}" for n in names),
-                        f"{r['value_over_optimum']:.2f}",
-                        f"{r['best_online_over_optimum']:.2f}",
-                        f"{r['value_over_best_online']:.2f}",
-                        f"{r['value_over_optimum_after_fill']:.2f}",
-                        f"{r['value_over_best_as_a_switch_fills']:.2f}",
+                        sum(r["optimum_reads"].values()),
+                        *r["optimum_reads"].values(),
+                        *(
+                            _ratio(r[ratio])
+                            for ratio in (
+                                "value_over_optimum",
+                                "best_online_over_optimum",
+                                "value_over_best_online",
+                                "value_over_best_as_a_switch_fills",
+                            )
+                        ),
                     )
-                    for r in rows
+                    for r in again
+                ),
+            ),
+            "",
+            (f"In {', '.join(never)} no block is read again by anybody who does not share an "
+            "answer: nothing is there for a memory. " if never else "")
+            + "*Best online* is the best of all policies that do not know the future, if it hears "
+            "of each read and fills in no time, which no switch does."
+            + ("" if others else " (The other policies are libCacheSim's, which was not installed: "
+            "what they would have is not known.)"),
+            "",
+            "All policies, as shares of the bytes read. *Static* is the best fixed set, which "
+            "takes knowing the future, too. A home could be ordered to send each block that is let "
+            "in once more, for its second reader: *best, filled by order* is what that saves in "
+            "all, less what it sends; where that is below what fills for nothing save, orders "
+            "cost more than they bring.",
+            "",
+            table(
+                ("stream", "slots", *names),
+                (
+                    (r["stream"], r["slots"], *(f"{r['hit_share'][n]:.3f}" for n in names))
+                    for r in again
                 ),
             ),
         ]
     )  # fmt: skip
 
 
+def _ratio(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"
+
+
+_PART_COLOURS = {
+    "value": _KVCAST,
+    "the control loop": "#5eb3a6",
+    "another rule": _OTHER,
+    "the future": "#c3c9d4",
+    "before the fill": _PLAIN,
+}
+
+
 def _memory_picture(report: Numbers) -> bytes:
-    rows = [r for r in report["memory"] if r["slots"] == 128]
-    left_out = ("none", "best, filled by order")
-    names = [n for n in rows[0]["hit_share"] if n not in left_out]
+    rows = [r for r in report["memory"] if sum(r["optimum_reads"].values())]
 
     def fill(figure: Any) -> None:
         axes = figure.subplots(1, 1)
-        for place, name in enumerate(names):
-            axes.bar(
-                [x + place * 0.8 / len(names) for x in range(len(rows))],
-                [r["hit_share"][name] for r in rows],
-                width=0.8 / len(names),
-                label=name,
-                color={"value": _KVCAST, "optimum": _OTHER}.get(name),
-                alpha=1.0 if name in ("value", "optimum") else 0.5,
-            )
+        below = [0.0] * len(rows)
+        for part, colour in _PART_COLOURS.items():
+            shares = [
+                100 * r["optimum_reads"][part] / sum(r["optimum_reads"].values()) for r in rows
+            ]
+            label = "value (the controller's policy)" if part == "value" else part
+            axes.bar(range(len(rows)), shares, bottom=below, color=colour, label=label)
+            below = [x + y for x, y in zip(below, shares, strict=True)]
         axes.set_xticks(
-            [x + 0.35 for x in range(len(rows))],
-            [r["stream"] for r in rows],
-            rotation=20,
+            range(len(rows)),
+            [f"{r['stream']}\n{r['slots']} slots" for r in rows],
+            rotation=30,
             ha="right",
+            fontsize=8,
         )
-        axes.set_title("Share of bytes answered from 128 slots (8 MiB)")
-        axes.legend(frameon=False, fontsize=8, ncols=4)
+        axes.set_ylabel("% of the optimum's hits")
+        axes.set_title("What becomes of the hits of an optimum that knows the future")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
-    return drawn(fill, (12, 4.4), dpi=110)
+    return drawn(fill, (12, 4.8), dpi=110)
 
 
 def _sensitivity(report: Numbers) -> str:
@@ -676,7 +735,8 @@ def _sensitivity_picture(report: Numbers) -> bytes:
         )
         axes.axvline(middle, color=_PLAIN)
         axes.axvline(1, color="#c2410c", linestyle=":")
-        axes.set_title(f"Times as fast as a plain pool; as in the text: {middle:.2f}")
+        axes.set_xlabel("times as fast as a plain pool; dotted: no gain")
+        axes.set_title(f"What the middle case ({middle:.2f} times as fast) depends on")
 
     return drawn(fill, (9, 4.6), dpi=110)
 

@@ -395,32 +395,36 @@ def memory(
         for slots in (64, 128, 256):
             hits = residency.compared(stream, slots)
             total = int(stream.bytes.sum())
-            online = ("value", "value, told at once", *residency.others())
-            best = max(hits[name] for name in online)
+            compared = residency.others()
+            best = max((hits[name] for name in compared), default=None)
+            as_filled = hits["best, as a switch fills"] if compared else None
+            ours = max(hits["value"], hits["value, told at once"])
             rows.append(
                 {
                     "stream": name,
                     "slots": slots,
                     "reads": len(stream.at),
                     "hit_share": {k: round(v / max(1, total), 4) for k, v in hits.items()},
+                    "optimum_reads": {
+                        what: hit_bytes // SEGMENT_BYTES
+                        for what, hit_bytes in residency.parts_of_optimum(hits).items()
+                    },
                     "value_over_optimum": _over(hits["value"], hits["optimum"]),
-                    "best_online_over_optimum": _over(best, hits["optimum"]),
-                    "value_over_best_online": _over(
-                        hits["value"], max((hits[o] for o in residency.others()), default=0)
-                    ),
+                    "best_online_over_optimum": _over(max(ours, best or 0), hits["optimum"]),
+                    "value_over_best_online": _over(hits["value"], best),
                     "value_over_optimum_after_fill": _over(
                         hits["value"], hits["optimum, after the fill"]
                     ),
-                    "value_over_best_as_a_switch_fills": _over(
-                        hits["value"], hits["best, as a switch fills"]
-                    ),
+                    "value_over_best_as_a_switch_fills": _over(hits["value"], as_filled),
                 }
             )
     return rows
 
 
-def _over(bytes_: int, others: int) -> float:
-    """As a share; of nothing, all."""
+def _over(bytes_: int, others: int | None) -> float | None:
+    """As a share; of nothing, all; of what was not compared, nobody knows."""
+    if others is None:
+        return None
     return round(bytes_ / others, 4) if others else 1.0
 
 

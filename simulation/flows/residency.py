@@ -414,3 +414,23 @@ def compared(stream: Stream, slots: int) -> dict[str, int]:
     results["static"] = static_bytes(stream, capacity)
     results["optimum"] = optimum_bytes(stream, capacity)
     return results
+
+
+def parts_of_optimum(hits: dict[str, int]) -> dict[str, int]:
+    """What becomes of the optimum's hits, in bytes, from what `compared` says; the parts sum up to
+    them. `before the fill`: of reads that no controller beside the switch can have answered;
+    `the future`: what the best of all that do not know it still lacks; `another rule`: what the
+    best of them has more than ours; `the control loop`: what ours would have if it were told of
+    reads at once; `value`: what ours has.
+    """
+    told = hits["value, told at once"]
+    best = max(hits["best, as a switch fills"], told, hits["value"])
+    late = max(0, told - hits["value"])
+    after_fill = max(best, hits["optimum, after the fill"])
+    return {
+        "value": hits["value"],
+        "the control loop": late,
+        "another rule": best - hits["value"] - late,
+        "the future": after_fill - best,
+        "before the fill": hits["optimum"] - after_fill,
+    }

@@ -157,6 +157,34 @@ def test_the_headline_is_the_worst_case() -> None:
     assert top["value_over_best_online_min"] == 0.4
 
 
+def memory_row(stream: str, value: int, before_the_fill: int, **ratios: Any) -> dict[str, Any]:
+    parts = dict.fromkeys(("the control loop", "another rule", "the future"), 0)
+    return {
+        "stream": stream,
+        "slots": 128,
+        "reads": 100,
+        "hit_share": {"value": value / 100, "optimum": (value + before_the_fill) / 100},
+        "optimum_reads": {"value": value, **parts, "before the fill": before_the_fill},
+        **dict.fromkeys(RATIOS, None),
+        **ratios,
+    }
+
+
+def test_the_document_says_what_becomes_of_the_optimums_hits(tmp_path: Path) -> None:
+    rows = [memory_row("chat", 30, 10, value_over_optimum=0.75), memory_row("storm", 0, 0)]
+    assert evaluate.headline({"memory": rows})["value_over_optimum_min"] == 0.75
+    assert evaluate.headline({"memory": rows})["value_over_best_online_min"] is None
+    evaluate_document.write({"memory": rows, "took_s": {}, "traces": []}, tmp_path)
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "`chat` 30.0% of 40.0%" in text
+    assert "the controller's policy has 75%; 25% are reads that come before" in text
+    assert "In `storm` no block is read again" in text
+    assert "which was not installed" in text
+    assert (tmp_path / "evaluation-memory.png").stat().st_size > 1000
+    evaluate_document.write({"memory": rows[1:], "took_s": {}, "traces": []}, tmp_path)
+    assert "no block is read again" in (tmp_path / "evaluation.md").read_text()
+
+
 def test_the_document_says_first_where_something_else_is_faster(tmp_path: Path) -> None:
     def way(name: str, mean: float) -> dict[str, Any]:
         return {

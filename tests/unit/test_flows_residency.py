@@ -100,6 +100,23 @@ def test_what_no_controller_can_have_answered_is_each_blocks_beginning() -> None
     assert (late.at / NS).round(1).tolist() == [0.3, 0.4, 0.6]
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60), st.integers(1, 4))
+def test_what_becomes_of_the_optimums_hits_sums_up_to_them(blocks: list[int], room: int) -> None:
+    hits = residency.compared(stream(blocks), room)
+    parts = residency.parts_of_optimum(hits)
+    assert sum(parts.values()) == hits["optimum"]
+    assert parts["value"] == hits["value"]
+    assert min(parts.values()) >= 0
+
+
+def test_a_second_read_is_before_the_fill_and_a_third_is_not() -> None:
+    twice = residency.parts_of_optimum(residency.compared(stream([0, 1, 2, 0, 1, 2], 5.0), 8))
+    assert twice["before the fill"] == sum(twice.values()) == 3 * SEGMENT_BYTES
+    thrice = residency.parts_of_optimum(residency.compared(stream([0, 1, 2] * 3, 5.0), 8))
+    assert thrice["value"] == thrice["before the fill"] == 3 * SEGMENT_BYTES
+
+
 def test_a_burst_of_joined_reads_is_heard_of_by_the_switchs_digest_before_any_report() -> None:
     alone = stream([0] * 8, step_s=0.15)
     burst = Stream(
