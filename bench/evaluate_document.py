@@ -568,7 +568,8 @@ def _frontier_picture(report: Numbers) -> bytes:
             frontier["spread_by_group"],
             "spread_us",
             "group",
-            "Times as fast as a plain pool: one block of 2 MiB,\n100 Gb/s; readers, and how far apart they start",
+            "Times as fast as a plain pool: a block of 2 MiB at 100 Gb/s;\n"
+            "readers, and how far apart they start",
             (lambda v: f"{v:g} µs", lambda v: f"{v} readers"),
         )
         heat(
