@@ -65,6 +65,7 @@ class _Times:
         machine = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         return {
             "agent_s": (int(agent[11]) + int(agent[12])) * tick_s,
+            "agent_system_s": int(agent[12]) * tick_s,
             "machine_s": (sum(machine) - machine[3] - machine[4]) * tick_s,
             "softirq_s": machine[6] * tick_s,
         }

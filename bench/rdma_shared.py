@@ -220,7 +220,7 @@ class Bed:
             "repairs": of_readers("requester_reads_partial_total"),
             "repeats": of_readers("requester_reads_retry_total"),
         }
-        for what in ("agent", "machine", "softirq"):
+        for what in ("agent", "agent_system", "machine", "softirq"):
             result[f"{what}_s_per_byte"] = of_readers(f"{what}_s") / (readers * total)
         return result
 

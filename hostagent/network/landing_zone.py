@@ -6,8 +6,8 @@ is sent. Must not know: what a block is, who waits, or which slot is whose.
 
 One queue pair does both: its peer is the pool's own address and queue pair, which no card has. It
 speaks to libibverbs directly, since pyverbs registers no memory under an address of our choice, and
-since a Python object for each chunk would cost more than the chunk. What is relied on is the public
-layout of `infiniband/verbs.h`.
+in compiled code wherever something is done for each chunk. What is relied on is the public layout
+of `infiniband/verbs.h`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,36 @@ import logging
 import mmap
 import os
 import secrets
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Final, NamedTuple
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.network.verbs import Card
+from kvcast.native.linux import swap16
+from kvcast.native.subset import (
+    I32,
+    I64,
+    U32,
+    U64,
+    Inline,
+    Library,
+    Ptr,
+    Struct,
+    address_of,
+    ctypes_of,
+    indirect,
+    native,
+    signed,
+    size_of,
+    u32_at,
+    unsigned,
+)
 from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.links.rdma import VerbsError
 from kvcast.protocol.messages.roce import (
+    CHUNK_SHIFT,
     POOL_KEY,
     POOL_QUEUE_PAIR,
     SHARED_CHUNKING,
@@ -37,7 +57,7 @@ from kvcast.protocol.messages.roce import (
     Place,
 )
 from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT
-from kvcast.protocol.requester.landing import Landing, LandingCounters
+from kvcast.protocol.requester.landing import Landing, LandingCounters, Zone, land
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +77,8 @@ _RETRY_MAX_S: Final = 60.0
 _UC: Final = 3
 _WRITE_WITH_IMMEDIATE: Final = 1
 _SIGNALED: Final = 2
+_SOLICITED: Final = 4
+"""It wakes who waits for the last chunk of an answer."""
 _LOCAL_WRITE, _REMOTE_WRITE = 1, 2
 _MTU_4096: Final = 5
 _INIT, _RTR, _RTS, _ERROR = 1, 2, 3, 6
@@ -131,38 +153,166 @@ assert (_Attributes.gid.offset, _Attributes.partition_index.offset) == (56, 120)
 assert (_Attributes.gid_index.offset, _Attributes.port.offset) == (76, 129)
 
 
-class _Part(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_uint64), ("size", ctypes.c_uint32), ("key", ctypes.c_uint32)]
+class Part(Struct):
+    """struct ibv_sge"""
+
+    address: U64
+    size: U32
+    key: U32
 
 
-class _Send(ctypes.Structure):
-    """ibv_send_wr."""
+class Send(Struct):
+    """struct ibv_send_wr, of an RDMA WRITE"""
 
-    _fields_ = [
-        ("number", ctypes.c_uint64),
-        ("next", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("part_count", ctypes.c_int),
-        ("opcode", ctypes.c_int),
-        ("flags", ctypes.c_uint),
-        ("immediate", ctypes.c_uint8 * 4),
-        ("address", ctypes.c_uint64),
-        ("key", ctypes.c_uint32),
-        ("rest", ctypes.c_uint8 * 76),
-    ]
-
-
-class _Receive(ctypes.Structure):
-    _fields_ = [
-        ("number", ctypes.c_uint64),
-        ("next", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("part_count", ctypes.c_int),
-    ]
+    number: U64
+    next: U64
+    parts: U64
+    part_count: I32
+    opcode: I32
+    flags: U32
+    immediate: U32
+    """In network order."""
+    address: U64
+    key: U32
+    rest: Annotated[Ptr[U32], Inline(19)]
 
 
-assert ctypes.sizeof(_Send) == 128
-assert ctypes.sizeof(_Receive) == 32
+class Receive(Struct):
+    """struct ibv_recv_wr"""
+
+    number: U64
+    next: U64
+    parts: U64
+    part_count: U64
+
+
+class Queue(Struct):
+    """What compiled code has of the queue pair."""
+
+    zone: U64
+    """The `kvcast.protocol.requester.landing.Zone`."""
+    poll: U64
+    """The driver's functions,"""
+    post_send: U64
+    post_receive: U64
+    pair: U64
+    """and what they are about."""
+    received: U64
+    polled: U64
+    """Room for completions,"""
+    sends: U64
+    """for orders to send, with a part each, as a chain,"""
+    parts: U64
+    receives: U64
+    """and for orders to receive."""
+    refused: U64
+    number: U64
+    """Of the last WRITE."""
+
+
+@indirect
+def call_poll(address: U64, queue: U64, most: U64, completions: U64) -> I32:
+    raise NotImplementedError
+
+
+@indirect
+def call_post(address: U64, pair: U64, first: U64, refused: U64) -> I32:
+    raise NotImplementedError
+
+
+@native
+def allow(q: Queue, count: U64) -> I32:
+    """Let the card take so many WRITEs more; an error's number, or 0."""
+    last = Receive.at(q.receives + (count - 1) * _RECEIVE_BYTES)
+    following = last.next
+    last.next = 0
+    code = call_post(q.post_receive, q.pair, q.receives, address_of(q) + _REFUSED_AT)
+    last.next = following
+    return code
+
+
+@native
+def take(q: Queue) -> I64:
+    """Note all that the card reports as received: how many WRITEs, or less than 0 where the pair is
+    broken: the status of a completion, or an error's number beyond _POSTING."""
+    taken = 0
+    while True:
+        polled = call_poll(q.poll, q.received, _POLLED, q.polled)
+        if polled <= 0:
+            return signed(taken)
+        count = unsigned(polled)
+        words = u32_at(q.polled)
+        for i in range(count):
+            if words[i * _COMPLETION_WORDS + _STATUS] != 0:
+                return -signed(words[i * _COMPLETION_WORDS + _STATUS])
+        land(Zone.at(q.zone), q.polled + 4 * _IMMEDIATE, 4 * _COMPLETION_WORDS, count)
+        taken += count
+        code = allow(q, count)
+        if code != 0:
+            if code < 0:
+                code = 0 - code
+            return -_POSTING - code
+
+
+@native
+def send(q: Queue, at: U64, size: U64, chunks: U64, first: U64, low: U64) -> I32:
+    """Order the WRITEs of some chunks of a segment, which lies at an address; `first` and `low`:
+    immediate, and the address's low half, of its first chunk. An error's number, or 0."""
+    count = 0
+    chunk = 0
+    last = Send.at(q.sends)
+    while chunks != 0:
+        while (chunks & 1) == 0:
+            chunks = chunks >> 1
+            chunk += 1
+        chunks = chunks >> 1
+        start = chunk * _CHUNK_BYTES
+        part = Part.at(q.parts + count * _PART_BYTES)
+        part.address = at + start
+        part.size = _CHUNK_BYTES
+        if size - start < _CHUNK_BYTES:
+            part.size = size - start
+        last = Send.at(q.sends + count * _SEND_BYTES)
+        q.number += 1
+        last.number = q.number
+        immediate = first ^ (chunk << CHUNK_SHIFT)
+        last.immediate = (swap16(immediate & 0xFFFF) << 16) | swap16(immediate >> 16)
+        last.address = ZONE_ADDRESS | low | (chunk << CHUNK_SHIFT)
+        chunk += 1
+        count += 1
+    following = last.next
+    last.next = 0
+    last.flags = _SIGNALED
+    if chunk * _CHUNK_BYTES >= size:
+        last.flags = _SIGNALED | _SOLICITED
+    code = call_post(q.post_send, q.pair, q.sends, address_of(q) + _REFUSED_AT)
+    last.next = following
+    last.flags = 0
+    return code
+
+
+_POSTING: Final = 1000
+_PART_BYTES: Final = size_of(Part)
+_SEND_BYTES: Final = size_of(Send)
+_RECEIVE_BYTES: Final = size_of(Receive)
+_NATIVE_QUEUE: Final = ctypes_of(Queue)
+_REFUSED_AT: Final = _NATIVE_QUEUE.refused.offset
+assert (_PART_BYTES, _SEND_BYTES, _RECEIVE_BYTES) == (16, 128, 32)
+_NATIVE_SEND: Final = ctypes_of(Send)
+assert (_NATIVE_SEND.immediate.offset, _NATIVE_SEND.address.offset) == (36, 40)
+
+
+class _Compiled(NamedTuple):
+    take: Callable[[int], int]
+    send: Callable[[int, int, int, int, int, int], int]
+    allow: Callable[[int, int], int]
+
+
+@cache
+def compiled() -> _Compiled:
+    """The compiled functions; made, or read from the cache on disk, when first asked for."""
+    library = Library(take, send, allow)
+    return _Compiled(library.call(take), library.call(send), library.call(allow))
 
 
 def _library() -> ctypes.CDLL:
@@ -178,8 +328,9 @@ def _library() -> ctypes.CDLL:
 
 class LandingZone:
     """See the module's description. `device`, `port` and `gid_index`: of the card; `peer`: the
-    pool's IPv4 address; `arena`: what is sent from; `landed`: told of the immediates of WRITEs that
-    have come; `changed`: something was sent or has come; `failed`: the queue pair is broken, why.
+    pool's IPv4 address; `arena`: what is sent from; `landed`: told whose segments have come
+    (`Landing.take_told`); `changed`: something was sent or has come; `failed`: the queue pair is
+    broken, why.
 
     VerbsError where the card does not do it.
     """
@@ -192,7 +343,7 @@ class LandingZone:
         peer: str,
         arena: memoryview,
         *,
-        landed: Callable[[Sequence[int]], None],
+        landed: Callable[[list[object]], None],
         changed: Callable[[], None],
         failed: Callable[[str], None],
         counters: LandingCounters,
@@ -205,7 +356,6 @@ class LandingZone:
         self._waiting: deque[tuple[Place, memoryview, int, Callable[[bool], None]]] = deque()
         self._sending: deque[tuple[int, int, Callable[[bool], None]]] = deque()
         """Number of the last WRITE, how many, and whom to tell."""
-        self._number = 0
         self._in_card = 0
         self.closed = False
         self.broken = ""
@@ -214,6 +364,7 @@ class LandingZone:
         )
         self._loop = asyncio.get_running_loop()
         self._library = _library()
+        self._code = compiled()
         try:
             self._open(device, port, gid_index, peer, arena)
         except BaseException:
@@ -302,22 +453,35 @@ class LandingZone:
         pointer = ctypes.c_void_p
         self._poll = function(_POLL_AT, pointer, ctypes.c_int, pointer)
         self._notify = function(_NOTIFY_AT, pointer, ctypes.c_int)
-        self._post_send = function(_SEND_AT, pointer, pointer, pointer)
-        self._post_receive = function(_RECEIVE_AT, pointer, pointer, pointer)
         self._polled = (ctypes.c_uint32 * (_POLLED * _COMPLETION_WORDS))()
-        self._refused = ctypes.c_void_p()
-        self._receives = (_Receive * RECEIVES)()
+        self._receives = (ctypes_of(Receive) * RECEIVES)()
         at = ctypes.addressof(self._receives)
         for number, receive in enumerate(self._receives):
-            receive.next = at + 32 * (number + 1)
-        self._sends = (_Send * _SENDS)()
-        self._parts = (_Part * _SENDS)()
+            receive.next = at + _RECEIVE_BYTES * (number + 1)
+        self._sends = (_NATIVE_SEND * _SENDS)()
+        self._parts = (ctypes_of(Part) * _SENDS)()
         send_at, part_at = ctypes.addressof(self._sends), ctypes.addressof(self._parts)
-        for number, send in enumerate(self._sends):
-            send.next = send_at + 128 * (number + 1)
-            send.parts, send.part_count = part_at + 16 * number, 1
-            send.opcode, send.key = _WRITE_WITH_IMMEDIATE, POOL_KEY
+        for number, order in enumerate(self._sends):
+            order.next = send_at + _SEND_BYTES * (number + 1)
+            order.parts, order.part_count = part_at + _PART_BYTES * number, 1
+            order.opcode, order.key = _WRITE_WITH_IMMEDIATE, POOL_KEY
             self._parts[number].key = self._local_key
+
+        def address(at: int) -> int:
+            return ctypes.c_size_t.from_address(self._context + at).value
+
+        self._queue: Any = _NATIVE_QUEUE(
+            zone=self.landing.address,
+            poll=address(_POLL_AT),
+            post_send=address(_SEND_AT),
+            post_receive=address(_RECEIVE_AT),
+            received=self._received,
+            polled=ctypes.addressof(self._polled),
+            sends=send_at,
+            parts=part_at,
+            receives=at,
+        )
+        self._queue_at = ctypes.addressof(self._queue)
 
     def _make_pair(self, domain: int, port: int, gid_index: int, peer: str) -> int:
         options = _QueuePairOptions(
@@ -330,10 +494,12 @@ class LandingZone:
         )
         pair = self._made("create_qp", ctypes.c_void_p(domain), ctypes.byref(options))
         self._ended_by("destroy_qp", pair)
-        self._pair = pair
+        self._pair = self._queue.pair = pair
         attributes = _Attributes(state=_INIT, access=_REMOTE_WRITE, port=port)
         self._modify(attributes, _STATE | _PKEY | _PORT | _ACCESS)
-        self._receive(RECEIVES)
+        code = self._code.allow(self._queue_at, RECEIVES)
+        if code:
+            raise VerbsError(f"room for WRITEs: {os.strerror(abs(code))}")
         gid = bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(peer).packed
         attributes = _Attributes(
             state=_RTR,
@@ -379,45 +545,26 @@ class LandingZone:
             if self.broken or self.closed:
                 self._loop.call_soon(done, False)
                 continue
-            count = self._prepare(place, segment, chunks)
-            self._sends[count - 1].next = None
-            self._sends[count - 1].flags = _SIGNALED
-            code = self._post_send(
-                self._pair, ctypes.addressof(self._sends), ctypes.byref(self._refused)
+            at = ctypes.addressof(ctypes.c_char.from_buffer(segment))
+            code = self._code.send(
+                *(self._queue_at, at, len(segment), chunks),
+                *(place.immediate(0), place.address_low(0)),
             )
-            self._sends[count - 1].next = ctypes.addressof(self._sends) + 128 * count
-            self._sends[count - 1].flags = 0
             if code:
                 self._loop.call_soon(done, False)
                 self._break(f"posting WRITEs: {os.strerror(abs(code))}")
                 return
+            count = chunks.bit_count()
             self._in_card += count
-            self._sending.append((self._number, count, done))
-
-    def _prepare(self, place: Place, segment: memoryview, chunks: int) -> int:
-        """Describe the WRITEs of one segment; how many there are."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
-        size, count = len(segment), 0
-        while chunks:
-            chunk = (chunks & -chunks).bit_length() - 1
-            chunks &= chunks - 1
-            at = chunk * _CHUNK_BYTES
-            part, send = self._parts[count], self._sends[count]
-            part.address, part.size = address + at, min(_CHUNK_BYTES, size - at)
-            self._number += 1
-            send.number = self._number
-            send.immediate[:] = place.immediate(chunk).to_bytes(4, "big")
-            send.address = ZONE_ADDRESS | place.address_low(chunk)
-            count += 1
-        return count
+            self._sending.append((self._queue.number, count, done))
 
     # --- completions ------------------------------------------------------------------------
 
     def _await_more(self) -> None:
-        """Wake for the next WRITE that comes. Else none wakes anybody: the processor has better
-        things to do for each chunk, and WRITTEN comes behind the last."""
+        """Wake for the last chunk of an answer. Else no WRITE wakes anybody: the processor has
+        better things to do, and WRITTEN comes behind the last."""
         if not self.closed:
-            self._notify(self._received, 0)
+            self._notify(self._received, 1)
             self._loop.call_soon(self._look_again)  # at what came before that
 
     def _readable(self) -> None:
@@ -431,6 +578,8 @@ class LandingZone:
         if not events:
             return
         self._notify(self._sent, 0)
+        if self.landing.awaits_ends:
+            self._notify(self._received, 1)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -439,22 +588,24 @@ class LandingZone:
 
     def look(self) -> bool:
         """Ask the card what has come, and been sent, since; whether there was anything."""
-        anything = False
-        while (polled := self._poll_some(self._received)) is not None:
-            anything = True
-            came = array("I", polled[_IMMEDIATE::_COMPLETION_WORDS].tolist())
-            came.byteswap()
-            if not self.broken:
-                self._receive(len(came))
-                self._landed(came)
+        if self.closed or self.broken:
+            return False
+        came = self._code.take(self._queue_at)
+        if came > 0:
+            self._landed(self.landing.take_told())
+        elif came <= -_POSTING:
+            self._break(f"room for WRITEs: {os.strerror(-came - _POSTING)}")
+        elif came < 0:
+            self._break(f"a completion with status {-came}")
+        sent = False
         while self._sending and (polled := self._poll_some(self._sent)) is not None:
-            anything = True
+            sent = True
             for number in polled[_NUMBER::_COMPLETION_WORDS]:
                 if not self.broken:
                     self._ended(number)
-        if anything:
+        if sent:
             self._send_waiting()
-        return anything
+        return sent or came > 0
 
     def _poll_some(self, queue: int) -> memoryview | None:
         """Completions that are there, as words; None if there are none, or the pair is broken."""
@@ -475,17 +626,6 @@ class LandingZone:
         assert last & 0xFFFFFFFF == number
         self._in_card -= count
         done(True)
-
-    def _receive(self, count: int) -> None:
-        """Let the card take so many WRITEs more."""
-        last = self._receives[count - 1]
-        following, last.next = last.next, None
-        code = self._post_receive(
-            self._pair, ctypes.addressof(self._receives), ctypes.byref(self._refused)
-        )
-        last.next = following
-        if code:
-            self._break(f"room for WRITEs: {os.strerror(abs(code))}")
 
     def _break(self, why: str) -> None:
         if self.broken or self.closed:
@@ -546,11 +686,9 @@ class ZoneKeeper:
         self._retry = None
         card, loop = self._card, asyncio.get_running_loop()
 
-        def landed(immediates: Sequence[int]) -> None:
-            if self._zone is not None:
-                segments = self._zone.landing.landed(immediates)
-                if segments:
-                    self._core.landed(loop.time(), segments)
+        def landed(segments: list[object]) -> None:
+            if segments and self._zone is not None:
+                self._core.landed(loop.time(), segments)
 
         try:
             zone = self._zone = LandingZone(

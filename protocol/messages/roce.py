@@ -31,7 +31,13 @@ import zlib
 from typing import Final, NamedTuple
 
 import xxhash
-from kvcast.protocol.messages.wire import CHUNKINGS, CHUNKS_PER_SEGMENT, Field, Header
+from kvcast.protocol.messages.wire import (
+    CHUNKINGS,
+    CHUNKS_PER_SEGMENT,
+    Field,
+    Header,
+    segment_index,
+)
 
 ROCE_UDP_PORT: Final = 4791
 UC_WRITE_ONLY_WITH_IMMEDIATE: Final = 0x2B
@@ -50,7 +56,7 @@ ZONE_ADDRESS_HIGH: Final = 0x4B56
 ZONE_ADDRESS: Final = ZONE_ADDRESS_HIGH << 32
 """Where every zone begins, to the cards. Its low 32 bits are 0, so those of an address in the zone
 are slot and chunk."""
-_CHUNK_SHIFT: Final = SHARED_CHUNKING.chunk_bytes.bit_length() - 1
+CHUNK_SHIFT: Final = SHARED_CHUNKING.chunk_bytes.bit_length() - 1
 _SLOT_SHIFT: Final = SLOT_BYTES.bit_length() - 1
 _ADDRESS_BITS: Final = (ZONE_BYTES - 1) & ~(SHARED_CHUNKING.chunk_bytes - 1)
 ADDRESS_MID_ZEROS: Final = 0xFFFF & ~(_ADDRESS_BITS >> 16)
@@ -58,9 +64,8 @@ ADDRESS_LOW_ZEROS: Final = 0xFFFF & ~_ADDRESS_BITS
 """Bits of these two fields that are 0 in every chunk's address."""
 
 _INDEX_BITS: Final = 16
-_CHUNK_MASK: Final = (CHUNKS_PER_SEGMENT - 1) << _CHUNK_SHIFT
-CHUNK_BITS: Final = tuple(chunk << _CHUNK_SHIFT for chunk in range(CHUNKS_PER_SEGMENT))
-"""What the immediates of a segment's chunks are xored with."""
+CHUNK_MASK: Final = (CHUNKS_PER_SEGMENT - 1) << CHUNK_SHIFT
+"""The bits in which the immediates, and the addresses, of a segment's chunks differ."""
 
 BTH: Final = Header(
     "bth_h",
@@ -108,19 +113,15 @@ class Place(NamedTuple):
     def name(self) -> int:
         """What the immediates of all chunks have in common, beside the chunk's own bits: two
         segments with one name cannot be told apart while they come."""
-        return self.immediate(0) & ~_CHUNK_MASK
+        return name_of(self.immediate(0))
 
     def address_low(self, chunk: int) -> int:
         """The low half of a chunk's address."""
-        return self.slot << _SLOT_SHIFT | chunk << _CHUNK_SHIFT
+        return self.slot << _SLOT_SHIFT | chunk << CHUNK_SHIFT
 
     def immediate(self, chunk: int) -> int:
         """What the completion of a chunk says."""
         return self._entry ^ self.address_low(chunk)
-
-    def chunk_of(self, immediate: int) -> int:
-        """The chunk of a completion whose immediate has this place's name."""
-        return ((immediate ^ self._entry) & _CHUNK_MASK) >> _CHUNK_SHIFT
 
     @property
     def _entry(self) -> int:
@@ -129,15 +130,18 @@ class Place(NamedTuple):
 
 def name_of(immediate: int) -> int:
     """The `Place.name` of which a completion's immediate is."""
-    return immediate & ~_CHUNK_MASK
+    return immediate & ~CHUNK_MASK
 
 
+@functools.lru_cache(maxsize=1024)
 def place_of(namespace: int, key: bytes, segment: int) -> Place:
-    """The place of a segment: `segment` is the header's number."""
-    number = xxhash.xxh3_64_intdigest(
-        namespace.to_bytes(2, "big") + key + segment.to_bytes(2, "big")
-    )
-    return Place(namespace, number & 0xFFFF, number >> _INDEX_BITS & (ZONE_SLOTS - 1))
+    """The place of a segment: `segment` is the header's number. The segments of a block have slots
+    side by side, so that they do not wait for each other: readers that had to ask for one of them
+    later would ask at different times."""
+    block = namespace.to_bytes(2, "big") + key
+    slot = xxhash.xxh3_64_intdigest(block) + segment_index(segment)
+    entry = xxhash.xxh3_64_intdigest(block + segment.to_bytes(2, "big"))
+    return Place(namespace, entry & (1 << _INDEX_BITS) - 1, slot & (ZONE_SLOTS - 1))
 
 
 # --- the check of a packet ------------------------------------------------------------------

@@ -127,6 +127,8 @@ class Asker:
         """Where answers by RDMA come; None = nowhere."""
         self.writers: frozenset[int] = frozenset()
         """Homes that can answer by RDMA."""
+        self.landed_at: dict[int, float] = {}
+        """By home, when chunks that it has written were taken last."""
         self.outbox: list[tuple[int, Frame]] = []
         self._outbox_max = 4 * config.credit_segments
         self._counters = counters
@@ -392,7 +394,21 @@ class Asker:
         srtt_s = self.homes[segment.home].rtt.srtt_s or 0.0
         segment.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
         segment.patience_s = 0.0
+        if segment.place is not None:
+            # What the card reports may lag far behind the end of the answer, which is in its order.
+            segment.patience_s = (self.config.patience - 1) * segment.wait_s
         if not whole:
+            self._arm(segment)
+
+    def await_chunks(self, now: float, segment: Segment) -> None:
+        """The answer by RDMA has ended, and the card has reported nothing of it: unless it does so
+        soon, the READ has joined others' too late."""
+        if segment.state is SegmentState.ASKED:
+            srtt_s = self.homes[segment.home].rtt.srtt_s or 0.0
+            segment.base_at = now
+            segment.wait_s = self._jittered(max(self.config.quiet_s, srtt_s))
+            segment.patience_s = (self.config.patience - 1) * segment.wait_s
+            segment.repeat_at = inf
             self._arm(segment)
 
     def _overtake(self, now: float, segment: Segment) -> None:
@@ -615,8 +631,11 @@ class Asker:
             return True
         self._counters.timeouts += 1
         if segment.written and segment.state is SegmentState.ASKED:
-            # Its answer has ended, and none of it has come: this card takes no WRITEs.
-            self.without_writes(now, segment.home)
+            # Its answer has ended, and none of it has come. Once that is because others had it
+            # before; twice, and nothing else has come meanwhile, because this card takes no WRITEs.
+            if segment.tries and self.landed_at.get(segment.home, -inf) < segment.sent_at:
+                self.without_writes(now, segment.home)
+            segment.written = False
         segment.happen(now, SegmentEvent.SILENCE)
         self._setback(now, fetch, segment)
         if segment.tries >= self.config.tries_per_home:

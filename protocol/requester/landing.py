@@ -2,8 +2,12 @@
 what has come.
 
 Owns: that a slot is one segment's at a time, and two segments that cannot be told apart do not
-come at once; and which chunks are in their places. Must not know: verbs, or what a fetch is.
-(`kvcast.protocol.messages.roce` says where a chunk lies, and what its immediate says.)
+come at once; and which chunks are in their places, noted in compiled code (`land`), since a card
+reports each. Must not know: verbs, or what a fetch is. (`kvcast.protocol.messages.roce` says where
+a chunk lies, and what its immediate says.)
+
+Whoever asked hears of a segment once the end of its answer is known, and all that it lacks has
+come, or the last chunk has; never of single chunks.
 
 A slot that was given back may still be written to: by a copy of a packet that was late. What the
 slot held last is known until it holds something else again after that, so such a chunk spoils the
@@ -13,18 +17,153 @@ only the digest tells.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Final
 
+from kvcast.native.linux import swap16
+from kvcast.native.subset import (
+    U32,
+    U64,
+    Inline,
+    Library,
+    Ptr,
+    Struct,
+    ctypes_of,
+    native,
+    u32_at,
+)
 from kvcast.protocol.messages.roce import (
-    CHUNK_BITS,
+    CHUNK_MASK,
+    CHUNK_SHIFT,
     SLOT_BYTES,
     ZONE_BYTES,
     ZONE_SLOTS,
     Place,
     name_of,
 )
+
+_NO_SLOT: Final = ZONE_SLOTS
+
+
+class Slot(Struct):
+    """What is known of one slot. The immediates of a segment's chunks differ in the chunk's bits
+    alone, so that of its first chunk says which segment it is."""
+
+    came: U64
+    """Chunks that are there,"""
+    untaken: U64
+    """and of them, those that Python has not taken."""
+    wanted: U64
+    """Python hears when all of these have come,"""
+    ends: U64
+    """or this one, the last; not before that is known."""
+    first: U32
+    """The immediate of the first chunk of the segment that has it,"""
+    claimed: U32
+    """if one has."""
+    former: U32
+    """The same of the segment that had it last,"""
+    had: U32
+    """if it is known."""
+    told: U32
+    """Whether Python is about to hear of it."""
+    padding: U32
+
+
+class Zone(Struct):
+    """All slots."""
+
+    told_count: U64
+    chunks: U64
+    late: U64
+    spoiled: U64
+    stray: U64
+    claimed_count: U64
+    found: U64
+    """The slot of the last chunk."""
+    told: Annotated[Ptr[U32], Inline(ZONE_SLOTS)]
+    """The slots of which Python is about to hear."""
+    claimed: Annotated[Ptr[U32], Inline(ZONE_SLOTS)]
+    """Those that a segment has."""
+    slots: Annotated[Ptr[Slot], Inline(ZONE_SLOTS)]
+
+
+@native
+def _is_of(immediate: U64, first: U64) -> bool:
+    return ((immediate ^ first) & ~CHUNK_MASK & 0xFFFF_FFFF) == 0
+
+
+@native
+def _slot_of(z: Zone, immediate: U64) -> U64:
+    """The slot of the segment that a chunk is of; _NO_SLOT: of none that is awaited."""
+    slot = z.slots[z.found]
+    # A home sends a segment's chunks in their order, so most come in runs.
+    if slot.claimed != 0 and _is_of(immediate, slot.first):
+        return 0 + z.found
+    for i in range(z.claimed_count):
+        number = 0 + z.claimed[i]
+        if _is_of(immediate, z.slots[number].first):
+            z.found = number
+            return number
+    return _NO_SLOT
+
+
+@native
+def _late(z: Zone, immediate: U64) -> None:
+    """A chunk of no segment that is awaited: it may have come where another's was."""
+    for number in range(ZONE_SLOTS):
+        slot = z.slots[number]
+        if slot.had != 0 and _is_of(immediate, slot.former):
+            z.late += 1
+            bit = 1 << ((immediate ^ slot.former) >> CHUNK_SHIFT)
+            if slot.claimed != 0 and (slot.untaken & bit) != 0:
+                z.spoiled += 1
+                slot.untaken ^= bit
+                slot.came ^= bit
+            return
+    z.stray += 1
+
+
+@native
+def land(z: Zone, at: U64, stride: U64, count: U64) -> None:
+    """A card reports so many WRITEs: their immediates, in network order, lie from `at` on, so many
+    bytes apart."""
+    z.chunks += count
+    for i in range(count):
+        reported = u32_at(at + i * stride)[0]
+        immediate = (swap16(reported & 0xFFFF) << 16) | swap16(reported >> 16)
+        number = _slot_of(z, immediate)
+        if number == _NO_SLOT:
+            _late(z, immediate)
+            continue
+        slot = z.slots[number]
+        bit = 1 << ((immediate ^ slot.first) >> CHUNK_SHIFT)
+        if (slot.came & bit) == 0:
+            slot.came |= bit
+            slot.untaken |= bit
+            whole = slot.ends != 0 and (slot.came & slot.wanted) == slot.wanted
+            if slot.told == 0 and (whole or (bit & slot.ends) != 0):
+                slot.told = 1
+                z.told[z.told_count] = number
+                z.told_count += 1
+
+
+_HEAD: Final = struct.Struct("=5Q")
+_SLOT: Final = struct.Struct("=4Q6I")
+_NATIVE_SLOT: Final = ctypes_of(Slot)
+_NATIVE_ZONE: Final = ctypes_of(Zone)
+assert _SLOT.size == ctypes.sizeof(_NATIVE_SLOT)
+
+
+@cache
+def compiled() -> Callable[[int, int, int, int], None]:
+    """`land`; made, or read from the cache on disk, when first asked for."""
+    return Library(land).call(land)
 
 
 @dataclass(slots=True)
@@ -41,23 +180,21 @@ class LandingCounters:
     """Of no segment that is known."""
 
 
-class _Claim:
-    __slots__ = ("came", "immediates", "owner", "place", "untaken")
-
-    def __init__(self, place: Place, owner: object) -> None:
-        self.place = place
-        self.owner = owner
-        self.came = 0
-        self.untaken = 0
-        self.immediates = array("I", map(place.immediate(0).__xor__, CHUNK_BITS))
-        """Of its chunks, in order."""
+# A slot, as words of 64 bits.
+_CAME, _UNTAKEN, _WANTED, _ENDS, _FIRST, _FORMER, _TOLD = range(7)
+_SET: Final = 1 << 32
+"""In _FIRST: it is claimed; in _FORMER: it is known."""
+_WORDS: Final = ctypes.sizeof(_NATIVE_SLOT) // 8
+assert _WORDS == _TOLD + 1
+assert _NATIVE_SLOT.ends.offset == 8 * _ENDS
+assert (_NATIVE_SLOT.claimed.offset, _NATIVE_SLOT.had.offset) == (8 * _FIRST + 4, 8 * _FORMER + 4)
 
 
 class Landing:
     """See the module's description. `memory`: the zone, `roce.ZONE_BYTES`; `look`: asks the card
-    what has come since, and calls `landed` with it; `await_more`: has it done when the next WRITE
-    comes, or at once if some have come; `most`: segments that may be awaited at once,
-    all of whose chunks the card can take without being looked at."""
+    what has come since, and has `take_told` asked; `await_more`: has it done when the last chunk of
+    an answer comes next, or at once if one has; `most`: segments that may be awaited at once, all
+    of whose chunks the card can take without being looked at."""
 
     def __init__(
         self,
@@ -76,95 +213,116 @@ class Landing:
         self.counters = LandingCounters() if counters is None else counters
         self._memory = memory
         self._most = most
-        self._by_slot: dict[int, _Claim] = {}
-        self._by_name: dict[int, _Claim] = {}
-        self._former: dict[int, Place] = {}  # by slot
+        self._code = compiled()
+        self._zone: Any = _NATIVE_ZONE()
+        self.address = ctypes.addressof(self._zone)
+        """Where compiled code finds it (`Zone`)."""
+        view = memoryview(self._zone).cast("B")
+        self._head = view[: _HEAD.size]
+        self._told = view[_NATIVE_ZONE.told.offset : _NATIVE_ZONE.claimed.offset].cast("I")
+        self._claimed = view[_NATIVE_ZONE.claimed.offset : _NATIVE_ZONE.slots.offset].cast("I")
+        self._slots = view[_NATIVE_ZONE.slots.offset :].cast("Q")
+        self._owners: dict[int, tuple[Place, object]] = {}
+        """By slot."""
+        self._by_name: dict[int, int] = {}
         self._former_names: dict[int, int] = {}  # slot by name
+        self._ending: set[int] = set()
 
     def claim(self, place: Place, owner: object) -> bool:
         """Let chunks of a segment come; False where it must wait for another's end."""
         if not self.can_claim(place):
             return False
-        claim = _Claim(place, owner)
-        self._by_slot[place.slot] = claim
-        self._by_name[place.name] = claim
-        if self._former_names.get(place.name) is not None:
-            self._forget(self._former_names[place.name])
+        slot, name = place.slot, place.name
+        former = self._former_names.pop(name, None)
+        if former is not None:
+            self._slots[former * _WORDS + _FORMER] = 0
+        words, at = self._slots, slot * _WORDS
+        words[at + _CAME] = words[at + _UNTAKEN] = words[at + _ENDS] = 0
+        words[at + _FIRST] = _SET | place.immediate(0)
+        self._claimed[len(self._owners)] = slot
+        self._owners[slot] = place, owner
+        self._by_name[name] = slot
+        self._zone.claimed_count = len(self._owners)
         return True
 
     def can_claim(self, place: Place) -> bool:
         """Whether `claim` would succeed."""
-        taken = place.slot in self._by_slot or place.name in self._by_name
-        return self.usable and not taken and len(self._by_slot) < self._most
+        taken = place.slot in self._owners or place.name in self._by_name
+        return self.usable and not taken and len(self._owners) < self._most
 
     def release(self, place: Place) -> None:
         """A segment that has claimed its slot wants nothing more."""
-        claim = self._by_slot.pop(place.slot)
-        assert claim.place == place
-        del self._by_name[place.name]
-        self._forget(place.slot)
-        self._former[place.slot] = place
-        self._former_names[place.name] = place.slot
+        slot, name = place.slot, place.name
+        mine, _ = self._owners[slot]
+        assert mine == place
+        count = len(self._owners)
+        number = self._claimed[:count].tolist().index(slot)
+        self._claimed[number] = self._claimed[count - 1]
+        del self._owners[slot], self._by_name[name]
+        self._zone.claimed_count = count - 1
+        self._ending.discard(slot)
+        words, at = self._slots, slot * _WORDS
+        words[at + _FIRST] = 0
+        before = words[at + _FORMER]
+        if before:
+            self._former_names.pop(name_of(before ^ _SET), None)
+        words[at + _FORMER] = _SET | place.immediate(0)
+        self._former_names[name] = slot
 
-    def _forget(self, slot: int) -> None:
-        former = self._former.pop(slot, None)
-        if former is not None:
-            del self._former_names[former.name]
+    def await_end(self, place: Place, wanted: int, last: int) -> None:
+        """The end of its answer is known: chunks of `wanted` still come, and `last`, a bit, is the
+        last of them."""
+        words, at = self._slots, place.slot * _WORDS
+        words[at + _WANTED] = words[at + _CAME] | wanted
+        words[at + _ENDS] = last
+        self._ending.add(place.slot)
+        self.await_more()
+
+    @property
+    def awaits_ends(self) -> bool:
+        """Whether the last chunk of an answer is awaited whose end is known."""
+        return bool(self._ending)
 
     def landed(self, immediates: Sequence[int]) -> list[object]:
-        """The card reports WRITEs; the owners of those segments of which something is new."""
-        counters = self.counters
-        counters.chunks += len(immediates)
+        """The card reports WRITEs: the owners of segments of which Python is to hear."""
         came = array("I", immediates)
-        owners: dict[int, object] = {}
-        at = 0
-        while at < len(came):
-            name = name_of(came[at])
-            claim = self._by_name.get(name)
-            if claim is None:
-                self._late(name, came[at])
-                at += 1
-                continue
-            first = claim.place.chunk_of(came[at])
-            # A home sends a segment's chunks in their order, so most come in runs.
-            run = claim.immediates[first : first + len(came) - at]
-            if came[at : at + len(run)] != run:
-                run = run[:1]
-            new = ((1 << len(run)) - 1) << first & ~claim.came
-            if new:
-                claim.came |= new
-                claim.untaken |= new
-                owners[name] = claim.owner
-            at += len(run)
-        return list(owners.values())
+        came.byteswap()
+        if came:
+            self._code(self.address, came.buffer_info()[0], came.itemsize, len(came))
+        return self.take_told()
 
-    def _late(self, name: int, immediate: int) -> None:
+    def take_told(self) -> list[object]:
+        """What the card has reported since is counted: the owners of segments whose answers have
+        ended."""
+        count, chunks, late, spoiled, stray = _HEAD.unpack(self._head)
+        if not chunks:
+            return []
+        self._head[:] = bytes(_HEAD.size)
         counters = self.counters
-        slot = self._former_names.get(name)
-        if slot is None:
-            counters.stray += 1
-            return
-        counters.late += 1
-        claim = self._by_slot.get(slot)
-        if claim is None:
-            return
-        bit = 1 << self._former[slot].chunk_of(immediate)
-        if claim.untaken & bit:
-            counters.spoiled += 1
-            claim.untaken ^= bit
-            claim.came ^= bit
+        counters.chunks += chunks
+        counters.late += late
+        counters.spoiled += spoiled
+        counters.stray += stray
+        owners = []
+        for slot in self._told[:count].tolist():
+            self._slots[slot * _WORDS + _TOLD] = 0
+            if slot in self._owners:
+                self._ending.discard(slot)
+                owners.append(self._owners[slot][1])
+        return owners
 
     def take(self, place: Place) -> int:
         """The chunks of a segment that came since it was last asked, as a bitmap; they lie in
         `view`, until the claim ends or a late packet comes."""
-        claim = self._by_slot[place.slot]
-        assert claim.place == place
-        untaken, claim.untaken = claim.untaken, 0
+        untaken = self.peek(place)
+        self._slots[place.slot * _WORDS + _UNTAKEN] = 0
         return untaken
 
     def peek(self, place: Place) -> int:
         """The same, without taking them."""
-        return self._by_slot[place.slot].untaken
+        mine, _ = self._owners[place.slot]
+        assert mine == place
+        return self._slots[place.slot * _WORDS + _UNTAKEN]
 
     def view(self, place: Place) -> memoryview:
         """The slot's bytes."""
@@ -174,7 +332,7 @@ class Landing:
     @property
     def claims(self) -> int:
         """Slots that are a segment's."""
-        return len(self._by_slot)
+        return len(self._owners)
 
     def lost(self) -> None:
         """The card has failed: nothing more comes until it says otherwise. What has come is

@@ -406,6 +406,8 @@ class Requester:
     def _segment_timer(self, now: float, segment: Segment) -> None:
         if segment.place is not None and self._asker.landing is not None:
             self._asker.landing.look()  # some of it may have come, and not been reported
+            if segment.in_flight and self._is_there(segment):
+                self.landed(now, [segment])
             if not segment.in_flight:
                 return
         fetch = self._fetches[segment.fetch_id]
@@ -517,23 +519,18 @@ class Requester:
         self._asker.writers = homes
 
     def landed(self, now: float, segments: Sequence[object]) -> None:
-        """New chunks of these segments, which have claimed a slot, have come: put them in their
-        places, if the end of their answer has come, or they are all that was missing."""
-        landing = self._asker.landing
+        """The answers to the READs of these segments, which have claimed a slot, have ended: put
+        what has come in its place."""
+        asker = self._asker
+        asker.more_comes = True
         for segment in segments:
             assert isinstance(segment, Segment)
             fetch = self._fetches.get(segment.fetch_id)
-            assembly = None if fetch is None else fetch.assembly
-            if fetch is None or assembly is None or segment.place is None:
-                continue
-            assert landing is not None
-            left = assembly.missing[segment.index] & ~landing.peek(segment.place)
-            if segment.written or not left:
+            if fetch is not None and fetch.assembly is not None and segment.place is not None:
                 flags = FLAG_SHARED if fetch.saw_shared else 0
-                self._take_landed(now, fetch, segment, assembly, flags, segment.home)
-                if segment.written and _expected(segment):
-                    landing.await_more()
-        self._asker.pump(now)
+                self._take_landed(now, fetch, segment, fetch.assembly, flags, segment.home)
+        asker.more_comes = False
+        asker.pump(now)
 
     def _receive_written(self, now: float, source: int, frame: Frame, fetch: Fetch) -> None:
         """The end of an answer by RDMA: what has come of it is in the landing zone."""
@@ -561,8 +558,11 @@ class Requester:
             return  # the block is shorter than was thought
         segment.written = True
         self._take_landed(now, fetch, segment, assembly, frame.flags, source)
-        if _expected(segment):
-            landing.await_more()
+        if _expected(segment) and self._tail_comes(segment, assembly, 0):
+            index = segment.index
+            last = 1 << (assembly.all_chunks(index).bit_length() - 1)
+            landing.await_end(segment.place, assembly.missing[index], last)
+            self._asker.await_chunks(now, segment)
 
     def _take_landed(
         self,
@@ -590,9 +590,18 @@ class Requester:
             last=segment.written and not self._tail_comes(segment, assembly, chunks),
         )
         new = arrived.added.bit_count()
-        self.counters.data_by_write += new
-        fetch.report.chunks_written += new
+        if new:
+            self.counters.data_by_write += new
+            fetch.report.chunks_written += new
+            self._asker.landed_at[segment.home] = now
         self._arrived(now, fetch, arrived)
+
+    def _is_there(self, segment: Segment) -> bool:
+        """Whether all that a segment lacks lies in the landing zone."""
+        landing, assembly = self._asker.landing, self._fetches[segment.fetch_id].assembly
+        if landing is None or assembly is None or segment.place is None:
+            return False
+        return not assembly.missing[segment.index] & ~landing.peek(segment.place)
 
     def _tail_comes(self, segment: Segment, assembly: Assembly, chunks: int) -> bool:
         """Whether, beside `chunks`, the last one of the segment is missing."""

@@ -102,10 +102,11 @@ def packet(
     rest: bytes = b"",
     identification: int = 0,
     source_port: int = 0xC123,
+    solicited: bool = False,
 ) -> bytes:
     """A RoCE packet as a card sends it."""
-    bth = bytes((opcode, 0x40)) + b"\xff\xff\0" + queue_pair.to_bytes(3, "big")
-    bth += b"\0" + psn.to_bytes(3, "big")
+    bth = bytes((opcode, 0xC0 if solicited else 0x40)) + b"\xff\xff\0"
+    bth += queue_pair.to_bytes(3, "big") + b"\0" + psn.to_bytes(3, "big")
     udp_bytes = 8 + len(bth) + len(rest) + 4
     ip = b"\x45\0" + (20 + udp_bytes).to_bytes(2, "big") + identification.to_bytes(2, "big")
     ip += b"\x40\0\x40\x11\0\0" + source.to_bytes(4, "big") + destination.to_bytes(4, "big")

@@ -74,7 +74,7 @@ class Bed:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.arena = mmap.mmap(-1, 1 << 20)
-        self.landed: list[int] = []
+        self.told: list[object] = []
         self.problems: list[str] = []
         view = memoryview(self.arena)
         self.card = Card(OWN, view, RdmaOptions(max_pairs=2))
@@ -84,18 +84,19 @@ class Bed:
             self.card.gid_index,
             POOL,
             view,
-            landed=self.landed.extend,
+            landed=self.told.extend,
             changed=lambda: None,
             failed=self.problems.append,
             counters=LandingCounters(),
         )
+        self.zone.landing.claim(PLACE, "segment")
         self.mac = parse_mac(Path("/sys/class/net/zone0/address").read_text().strip())
 
     @property
     def target(self) -> roce.Target:
         return roce.Target(parse_ip(POOL), parse_ip(OWN), self.zone.queue_pair, self.zone.key)
 
-    def frame(self, chunk: int, payload: bytes, **fields: int) -> bytes:
+    def frame(self, chunk: int, payload: bytes, **fields: int | bool) -> bytes:
         """As a switch sends it."""
         return write(1, PLACE, chunk, payload, target=self.target, mac=self.mac, **fields)
 
@@ -103,11 +104,16 @@ class Bed:
         at = chunk * CHUNK
         return bytes(self.zone.landing.view(PLACE)[at : at + CHUNK])
 
-    async def wait(self, immediate: int, *, look: bool = True) -> None:
+    def landed(self) -> set[int]:
+        """The chunks that the card has reported, as far as it was looked at."""
+        came = self.zone.landing.peek(PLACE)
+        return {chunk for chunk in range(64) if came >> chunk & 1}
+
+    async def wait(self, chunk: int, *, look: bool = True) -> None:
         for _ in range(1000):
             if look:
                 self.zone.look()
-            if immediate in self.landed:
+            if chunk in self.landed():
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("nothing landed")
@@ -127,20 +133,29 @@ async def test_a_packet_lands_where_its_address_says_at_any_psn(bed: Bed) -> Non
     for chunk, psn in ((0, 7), (63, 0xFFFFFF), (5, 3)):
         data = rng.randbytes(CHUNK)
         bed.end.send(bed.frame(chunk, data, psn=psn))
-        await bed.wait(PLACE.immediate(chunk))
+        await bed.wait(chunk)
         assert bed.chunk(chunk) == data
 
 
-async def test_a_packet_wakes_whoever_awaits_more_and_nobody_else(bed: Bed) -> None:
-    bed.end.send(bed.frame(0, bytes(CHUNK)))
+async def test_the_last_packet_of_an_answer_wakes_whoever_awaits_one(bed: Bed) -> None:
+    """And no other packet, and nobody else."""
+    bed.end.send(bed.frame(0, bytes(CHUNK), solicited=True))
     await asyncio.sleep(0.5)
-    assert not bed.landed
-    bed.zone.landing.await_more()
-    await bed.wait(PLACE.immediate(0), look=False)
-    bed.zone.landing.await_more()
+    assert not bed.landed()
+    bed.zone.landing.await_more()  # what is there already is looked at, too
+    await bed.wait(0, look=False)
+    bed.zone.landing.await_end(PLACE, 0b11111, 1 << 4)
     await asyncio.sleep(0.1)
     bed.end.send(bed.frame(1, bytes(CHUNK)))
-    await bed.wait(PLACE.immediate(1), look=False)
+    await asyncio.sleep(0.5)
+    assert bed.landed() == {0}
+    bed.end.send(bed.frame(2, bytes(CHUNK), solicited=True))  # as another segment's last
+    await bed.wait(2, look=False)
+    assert bed.told == []
+    bed.end.send(bed.frame(4, bytes(CHUNK), solicited=True))
+    await bed.wait(4, look=False)
+    assert bed.told == ["segment"]
+    assert bed.landed() == {0, 1, 2, 4}
 
 
 async def test_one_wrong_bit_in_any_field_that_a_switch_rewrites_is_refused(bed: Bed) -> None:
@@ -156,11 +171,11 @@ async def test_one_wrong_bit_in_any_field_that_a_switch_rewrites_is_refused(bed:
             if bit % 8 == 7:
                 await asyncio.sleep(0.02)
     bed.end.send(bed.frame(2, bytes(CHUNK)))
-    await bed.wait(PLACE.immediate(2))
-    assert bed.landed == [PLACE.immediate(2)]
+    await bed.wait(2)
+    assert bed.landed() == {2}
     assert bed.chunk(1) == before
     bed.end.send(right)
-    await bed.wait(PLACE.immediate(1))
+    await bed.wait(1)
     assert bed.chunk(1) == bytes(range(256)) * 16
 
 
@@ -208,7 +223,7 @@ async def test_what_the_card_sends_is_right_for_every_reader_once_readdressed(be
         assert is_right(bytes(changed))
         bed.end.send(changed)
     for chunk in range(3):
-        await bed.wait(PLACE.immediate(chunk))
+        await bed.wait(chunk)
     assert b"".join(map(bed.chunk, range(3)))[: len(data)] == data
     assert sent == [True]
     segment.release()
