@@ -4,12 +4,13 @@ Owns: one connection and one pair for each node, the requests on it, deadlines, 
 conversation (`kvcast.protocol.messages.rdma`). Must not know: why a call is made, what becomes of
 one that RDMA cannot make (`carriers`), or how a card is driven: it orders (`links.rdma`).
 
-Calls that are alike go together, `MAX_RDMA_BLOCKS` in a request and `MAX_RDMA_REQUESTS` at once;
-calls beyond wait their turn, at most `queue_per_peer` of them, and one more fails at once as
-unreachable. When a pair breaks, a get hears nothing for `silence_s`, or a call's deadline comes,
-the connection ends and all its calls as unreachable: first the pair is closed, since until then the
-card may still fill the memory that belongs to them. An idle pair is closed after half of `idle_s`,
-before the callee does so.
+Calls that are alike go together, `MAX_RDMA_BLOCKS` in a request, `MAX_RDMA_REQUESTS` at once. While
+the card has much to move, a request waits until it has as many blocks as still move: windows are
+opened while those do, and one message does for several. Calls beyond wait their turn, at most
+`queue_per_peer` of them, and one more fails at once as unreachable. When a pair breaks, a get hears
+nothing for `silence_s`, or a call's deadline comes, the connection ends and all its calls as
+unreachable: first the pair is closed, since until then the card may still fill the memory that
+belongs to them. An idle pair is closed after half of `idle_s`, before the callee does so.
 
 After each event take `instructions`, and do them in their order.
 """
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, GetCall, PutCall
 from kvcast.protocol.links.rdma import (
@@ -58,6 +59,9 @@ from kvcast.protocol.messages.rdma import (
 from kvcast.protocol.messages.wire import digest_of
 
 RdmaCall = GetCall | PutCall
+
+_MUCH_BYTES: Final = 4 << 20
+"""A fast card (100 Gb/s) moves so much in the time in which windows are opened."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +188,11 @@ class RdmaCaller:
             connection = peer.connection = RdmaConnection(now, self, node, peer)
             self._instructions.append(Connect(connection))
         started = False
-        while peer.queue and connection.may_ask and (calls := self._take_alike(now, peer.queue)):
+        while (
+            connection.may_ask
+            and len(peer.queue) >= min(connection.worth_waiting_for, MAX_RDMA_BLOCKS)
+            and (calls := self._take_alike(now, peer.queue))
+        ):
             connection.request(now, calls)
             started = True
         if started:
@@ -304,6 +312,9 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """READs and WRITEs that wait for others to end: from where to where in the block, and where
         its window begins."""
         self._windows: dict[_Moving, Window] = {}
+        """Of blocks whose bytes move,"""
+        self._moving_bytes = 0
+        """so many."""
         self._heard_at = now
         self._why = ""
         self._deadline = now + link.options.connect_timeout_s
@@ -318,6 +329,14 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
     def may_ask(self) -> bool:
         """Whether one more request can begin."""
         return self._ready and not self.closed and len(self._requests) < MAX_RDMA_REQUESTS
+
+    @property
+    def worth_waiting_for(self) -> int:
+        """How many blocks should be asked for together, if any: they come after those that move
+        already, and while much of that is left nothing is gained by asking now."""
+        if self._moving_bytes < _MUCH_BYTES:
+            return 1
+        return max(1, len(self._windows))
 
     def connected(self, now: float) -> None:
         """The connection stands, and at its other end is whom it was made to."""
@@ -366,6 +385,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
             self._post()
             self._set_deadline(now)
             self._link.flush(self)
+            self._link.start(now, self.peer, self.node)
 
     def broken(self, now: float, problem: str) -> None:
         """The pair does nothing more."""
@@ -478,6 +498,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         request.moving.append(moving)
         request.left += 1
         self._windows[moving] = window
+        self._moving_bytes += len(moving.memory)
         step = self._link.max_transfer_bytes
         for start in range(start_bytes, len(moving.memory), step):
             moving.left += 1
@@ -500,6 +521,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         """All bytes of a block are where they should be; those of a get are looked at."""
         counters, call = self._link.counters, moving.call
         del self._windows[moving]
+        self._moving_bytes -= len(moving.memory)
         request.left -= 1
         if isinstance(call, GetCall):
             counters.rdma_blocks_read_total += 1
@@ -569,6 +591,7 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         self._moving.clear()
         self._waiting.clear()
         self._windows.clear()
+        self._moving_bytes = 0
         self._link.over(self)
 
     def _is_open(self, request: _Request, moving: _Moving) -> bool:
@@ -582,3 +605,4 @@ class RdmaConnection(LinkStream[RdmaCalleeMessage]):
         assert len(self._requests) <= MAX_RDMA_REQUESTS
         assert len(self._moving) <= self._link.options.posted
         assert not self._waiting or self._moving
+        assert self._moving_bytes == sum(len(moving.memory) for moving in self._windows)

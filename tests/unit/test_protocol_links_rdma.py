@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
+from kvcast.protocol.links import rdma_caller
 from kvcast.protocol.links.bulk import EVICTED, UNREACHABLE, BulkCall, ExistsCall, GetCall, PutCall
 from kvcast.protocol.links.carriers import Carriers
 from kvcast.protocol.links.rdma import PairHolder, RdmaOptions
@@ -331,6 +332,32 @@ def test_many_calls_take_turns_on_one_pair_within_the_bounds(bench: Bench) -> No
     assert all(bytes(room) == data_of(number, 1000) for number, room in rooms.items())
     assert len(bench.links) == 1
     assert 1 < most <= MAX_RDMA_REQUESTS * MAX_RDMA_BLOCKS
+
+
+def test_while_much_moves_blocks_are_asked_for_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all come, one request after the other; with little to move none waits for others."""
+    count = 24
+    for number in range(2 * count):
+        bench.service.hold(number, data_of(number))
+    requests = []
+    for much_bytes in (1, 1 << 30):
+        monkeypatch.setattr(rdma_caller, "_MUCH_BYTES", much_bytes)
+        before = bench.home_metrics.rdma_requests_served_total
+        ended, first = len(bench.outcomes), len(bench.outcomes)
+        asked = first
+        while ended < first + count:  # eight at once, and one more when one has ended
+            while asked < first + count and asked - ended < 8:
+                bench.get(asked)
+                asked += 1
+            bench.run(0.0001)
+            ended = len(bench.outcomes)
+            assert bench.now < 60.0, "somebody waits for ever"
+        requests.append(bench.home_metrics.rdma_requests_served_total - before)
+    assert set(bench.outcomes.values()) == {bulk.DONE}
+    together, alone = requests
+    assert together < alone * 2 / 3
 
 
 def test_what_is_refused_ends_with_its_reason_and_the_pair_lives_on(bench: Bench) -> None:
