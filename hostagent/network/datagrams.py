@@ -15,7 +15,8 @@ sends so only if it is told to: a switch in software on a veth would get the pie
 
 Received frames are read in rounds of some `RECEIVE_ROUND`, then the cores act on them, then
 answers go out in rounds of at most `SEND_ROUND`; so neither direction starves the other or the
-local API. What the socket does not take waits in the mover's queue; while anything waits the home
+local API. Before a fetch may take silence for a loss, what lies in the socket is read.
+What the socket does not take waits in the mover's queue; while anything waits the home
 is asked for nothing more, and a READ that finds the queue full is dropped and counted: the
 requester's timer repeats it.
 """
@@ -45,6 +46,9 @@ RECEIVE_ROUND: Final = ROUND_FRAMES
 SEND_ROUND: Final = 256
 """Four segments."""
 SEND_QUEUE: Final = WAITING_FRAMES
+ROUNDS_BEFORE_TIMERS: Final = 16
+"""Rounds that are read, at most, before a fetch whose time is over hears of it: what may be in
+flight to an agent at once."""
 _UDP_GRO: Final = 104  # linux/udp.h
 _KERNEL_BYTES_A_FRAME: Final = 2304
 """What the kernel charges a socket's buffer for a datagram of up to 2 KiB, measured."""
@@ -286,6 +290,14 @@ class Transport(ABC):
         self._due()
 
     def _due(self) -> None:
+        # A process that had no processor for a while finds its time-outs over, and in the socket
+        # what it would ask for again.
+        overdue_at = self._core.reads.get_timer()
+        if overdue_at is not None and overdue_at <= self._loop.time():
+            for _ in range(ROUNDS_BEFORE_TIMERS):
+                self._readable()
+                if self._closed or self.mover.drained:
+                    break
         if self._closed:
             return
         self._core.handle_timer(self._loop.time())

@@ -19,9 +19,10 @@ behind go first, and the second catches up.
 
 What is asked for twice is sent once as long as the first answer has not gone out: a READ adds to
 a job of the same reader and segment only those chunks that the job no longer has before it.
-So a reader that is impatient with a busy home does not make it busier. A READ of a full segment
-that a switch has marked SHARED comes from a reader to which that switch copies the answer; so READs
-thus marked are answered together, whoever sent them, until the answer is out.
+So a reader that is impatient with a busy home does not make it busier. Nor does one of a reader
+group whose answer went out a moment ago: it is sent the end of that answer once more. A READ of a
+full segment that a switch has marked SHARED comes from a reader to which that switch copies the
+answer; so READs thus marked are answered together, whoever sent them, until the answer is out.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class HeldBlock(Protocol):
 
 
 _ASSURED_PART: Final = 64
+_MOST_GROUP_ANSWERS: Final = 4096
+"""Answers to reader groups of which it is known that they went out; of older ones repeats are
+answered in full."""
 _MAX_FRAMES_PER_JOB: Final = CHUNKS_PER_SEGMENT + 1  # the chunks, and an OFFER
 
 Lookup: TypeAlias = Callable[[BlockId], HeldBlock | None]
@@ -117,6 +121,9 @@ class ResponderConfig:
     """MISSes waiting to be sent; one more is dropped, and the reader's timer takes its place."""
     max_chunk_bytes: int = CHUNKINGS[-1].chunk_bytes
     """A READ for larger chunks is answered by MISS CHUNK_SIZE: they would not leave the node."""
+    repeated_s: float = 5.0
+    """For so long a reader group's READ that its reader repeats is taken for impatient, and not for
+    lost, once it was answered."""
     max_gather_ms: int = 255
     """Longest time for which an answer is held for joiners, whatever the READ allows."""
     heat_blocks: int = 4096
@@ -144,6 +151,9 @@ class ResponderCounters:
     """READs that asked only for what was already waiting to be sent to the same reader."""
     reads_merged: int = 0
     """READs marked by a switch that were answered together with another reader's."""
+    reads_repeated: int = 0
+    """READs of a reader group, among those answered, that got the last chunk alone, since all went
+    out a moment ago."""
     reads_behind: int = 0
     """READs of full segments that went out to another reader a moment ago."""
     segments_held_back: int = 0
@@ -257,6 +267,7 @@ class _Job:
         "remaining",
         "segment",
         "tag",
+        "whole",
     )
 
     def __init__(
@@ -273,6 +284,7 @@ class _Job:
         self.remaining = remaining  # chunks to send, as a bitmap
         self.offer: Frame | None = None  # sent before the first chunk
         self.behind = False  # another reader was sent the segment a moment ago
+        self.whole = True  # not only its end
 
 
 _JobKey: TypeAlias = tuple[int, BlockId, int, int]  # reader, block, segment, a job's flags
@@ -335,6 +347,10 @@ class Responder:
         self._gathering: list[tuple[float, int, int, _Job]] = []  # until, sequence, reader, job
         self._sequence = 0
         self._bypassed = 0  # how often in a row the first of the turns has waited
+        self._group_answers: BoundedMap[tuple[int, BlockId, int], float] = BoundedMap(
+            _MOST_GROUP_ANSWERS
+        )
+        """When a reader's READ of a segment, for its group, was answered."""
         self._heat: BoundedMap[BlockId, _Heat] = BoundedMap(config.heat_blocks)
         self._catch_up = CatchUp(config.catch_up)
         self._copy_time = CopyTime()
@@ -540,7 +556,8 @@ class Responder:
         if partial:
             wanted = self._not_yet_coming(reader, frame, block, held, wanted)
         marked = not partial and frame.flags & FLAG_SHARED
-        shared = (block, frame.segment, write) if marked else None
+        repeated = not partial and self._was_answered(now, reader, frame, block)
+        shared = (block, frame.segment, write) if marked and not repeated else None
         if shared is not None:
             job = self._shared_jobs.get(shared)
             if job is not None and job.held.digest == held.digest:
@@ -560,8 +577,12 @@ class Responder:
             return False
         if state is None:
             state = self._readers[reader] = _Reader()
+        if repeated:
+            self.counters.reads_repeated += 1
+            wanted = 1 << wanted.bit_length() - 1
         job = _Job(key, block, held, frame, wanted)
-        if not partial and index == 0:
+        job.whole = not repeated
+        if not partial and not repeated and index == 0:
             job.offer = self._offer(frame, block, held)
         self._jobs[key] = job
         if shared is not None:
@@ -589,6 +610,19 @@ class Responder:
         else:
             self._make_ready(reader, state, job)
         return True
+
+    def _was_answered(self, now: float, reader: int, frame: Frame, block: BlockId) -> bool:
+        """Whether a reader group's READ is repeated though all of the answer has gone out.
+
+        Where nothing comes for a while that answer is more likely to be on its way, through queues
+        and past processors that have much to do, than lost as a whole. Its last chunk comes behind
+        it, and ends it: what the reader lacks by then, it asks for. So impatience costs a frame,
+        and not a copy for all of the group.
+        """
+        if not frame.group or not frame.flags & FLAG_RETRY:
+            return False
+        sent_at = self._group_answers.get((reader, block, frame.segment))
+        return sent_at is not None and now - sent_at < self.config.repeated_s
 
     def _has_room(self, namespace: int) -> bool:
         """Whether another segment of a namespace may wait."""
@@ -764,8 +798,10 @@ class Responder:
                 queue.popleft()
                 self._ready -= 1
                 if not job.flags & FLAG_PARTIAL:
-                    counters.segments_full += 1
+                    counters.segments_full += job.whole
                     self._catch_up.sent(now)
+                    if job.group and job.whole:
+                        self._group_answers[index, job.block, job.segment] = now
                 self._finish(job)
         return turn - left
 

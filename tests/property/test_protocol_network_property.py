@@ -438,6 +438,38 @@ def test_a_reader_groups_members_get_what_one_of_them_asks_for(
         assert network.responders[HOME_A].counters.payload_bytes == size
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_reader_group_that_is_impatient_costs_its_home_no_second_copy(seed: int) -> None:
+    """Answers take longer than readers wait, as on a machine that has much to do: READs are
+    repeated while the answers to the first ones are on their way."""
+    group, members, size = 7, 4, 512 * 1024
+    ranks = range(READER, READER + members)
+    switch = CoalescingSwitch(groups={group: set(ranks)})
+    network = Network(seed, faults=replace(IN_ORDER, delay_s=0.12), middle=switch)
+    store = network.add_responder(HOME_A)
+    for index in ranks:
+        network.add_reader(index)
+    for number in range(3):
+        store.put(block_id(number), content(number, size))
+        for reader in network.readers.values():
+            network.fetch(
+                reader,
+                block_id(number),
+                [HOME_A],
+                within_s=20,
+                group=group,
+                expect=reader.index != READER,
+                expect_waits=20,
+            )
+    network.run()
+    network.check_at_rest()
+    for reader in network.readers.values():
+        assert all(isinstance(end, Fetched) for end in reader.ends.values())
+    counters = network.responders[HOME_A].counters
+    assert counters.reads_retry > 8, "it was not impatient"
+    assert counters.payload_bytes <= 1.05 * 3 * size
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) -> None:
     """All wait for the answer to one READ, which is lost behind the switch: the first to lose

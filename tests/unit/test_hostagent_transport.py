@@ -13,6 +13,7 @@ import operator
 import random
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,8 @@ import pytest
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.hostagent.network.datagrams import (
+    RECEIVE_ROUND,
+    ROUNDS_BEFORE_TIMERS,
     SEND_ROUND,
     Transport,
     TunnelTransport,
@@ -29,6 +32,7 @@ from kvcast.hostagent.network.datagrams import (
     open_udp,
     set_buffer,
 )
+from kvcast.hostagent.network.mover import Mover
 from kvcast.protocol.messages import wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac, unwrap
 from kvcast.protocol.placement import Arrived, Placement
@@ -124,8 +128,23 @@ def send_piece(sock: socket.socket, datagrams: list[bytes]) -> None:
     sock.sendmsg(datagrams, offload)
 
 
+def send_and_see_kept(sock: socket.socket, datagrams: list[bytes], to: socket.socket) -> None:
+    """Send a piece, and wait until the kernel keeps it for the other end, which does not read."""
+
+    def kept_bytes() -> int:
+        memory = struct.unpack("=9I", to.getsockopt(socket.SOL_SOCKET, 55, 36))  # SO_MEMINFO
+        return int(memory[0])
+
+    before_bytes = kept_bytes()
+    send_piece(sock, datagrams)
+    while kept_bytes() == before_bytes:
+        time.sleep(0.001)
+
+
 @contextlib.asynccontextmanager
-async def tunnel() -> AsyncIterator[tuple[TunnelTransport, Recorder, socket.socket]]:
+async def tunnel(
+    core: Recorder | None = None,
+) -> AsyncIterator[tuple[TunnelTransport, Recorder, socket.socket]]:
     """An adapter, its core, and the switch's end."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as switch:
         set_buffer(switch, 1 << 20, receive=True)
@@ -133,7 +152,7 @@ async def tunnel() -> AsyncIterator[tuple[TunnelTransport, Recorder, socket.sock
         switch.settimeout(10)
         sock, _ = open_tunnel(("127.0.0.1", 0), switch.getsockname(), 1 << 20)
         switch.connect(sock.getsockname())
-        core = Recorder(Map("10.77.0.2"))
+        core = core or Recorder(Map("10.77.0.2"))
         transport = TunnelTransport(cast(AgentCore, core), sock, ME)
         transport.start()
         try:
@@ -226,6 +245,50 @@ async def test_frames_of_equal_length_leave_in_one_piece_and_arrive_one_by_one()
         assert [(n, wire.encode(f)) for n, f in got] == [(n, wire.encode(f)) for n, f in expected]
         assert core.metrics.frames_sent_total == len(expected) > SEND_ROUND
         assert core.metrics.socket_errors_total == 0
+
+
+class Overdue(Recorder):
+    """A fetch's time-out is over, and says what had come by then."""
+
+    def __init__(self, pool: Map) -> None:
+        super().__init__(pool)
+        self.came: int | None = None
+        self.over = asyncio.Event()
+
+    def get_timer(self, now: float = 0.0) -> float | None:
+        return now if self.came is None else None
+
+    def handle_timer(self, _now: float) -> None:
+        self.came = self.metrics.frames_received_total
+        self.over.set()
+
+
+async def test_what_lies_in_the_socket_is_heard_before_silence_is_a_loss() -> None:
+    core = Overdue(Map("10.77.0.2"))
+    async with tunnel(core) as (transport, _core, switch):
+        read = wire.Frame(wire.OP_READ, 1, bytes(16), wanted=wire.FULL_SEGMENT)
+        piece = [Encapsulation(PEER, ME).wrap(wire.encode(read))] * 50
+        for _ in range(2 * RECEIVE_ROUND // 50):  # the process stands still meanwhile
+            send_and_see_kept(switch, piece, transport.socket)
+        transport.pump()  # which sets the timer
+        await core.over.wait()
+        assert core.came == 2 * RECEIVE_ROUND // 50 * 50 > RECEIVE_ROUND
+
+
+async def test_a_flood_holds_no_timer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Overdue(Map("10.77.0.2"))
+    async with tunnel(core) as (transport, _core, _switch):
+        rounds = 0
+
+        def flooded() -> None:
+            nonlocal rounds
+            rounds += 1
+
+        monkeypatch.setattr(transport, "_readable", flooded)
+        monkeypatch.setattr(Mover, "drained", False)
+        transport.pump()
+        await core.over.wait()
+        assert rounds == ROUNDS_BEFORE_TIMERS
 
 
 async def test_a_closed_peer_costs_frames_and_is_counted() -> None:

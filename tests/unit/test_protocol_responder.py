@@ -219,6 +219,58 @@ def test_what_waits_already_is_not_sent_twice_to_the_same_reader() -> None:
     assert len(bench.send()) == 64
 
 
+def test_a_groups_read_that_is_repeated_is_answered_by_the_end_of_what_went_out() -> None:
+    bench = Bench(repeated_s=2.0)
+    bench.read(group=5)
+    assert len(bench.send()) == 64
+    bench.read(group=5, retry=True, now=1.0)
+    bench.read(group=5, retry=True, now=1.0)
+    [(reader, last)] = bench.send(now=1.0)
+    assert (reader, last.chunk, last.flags, last.group) == (1, 63, wire.FLAG_LAST, 5)
+    counters = bench.core.counters
+    assert (counters.reads_repeated, counters.reads_collapsed) == (1, 1)
+    assert (counters.segments_full, counters.data_frames) == (1, 65)
+    bench.read(group=5, wanted=FULL ^ 1 << 63, now=1.0)  # all of it was lost, after all
+    assert len(bench.send(now=1.0)) == 63
+    assert bench.held.holds == 0
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        {"group": 5, "retry": True, "now": 2.1},  # too long ago
+        {"group": 5, "now": 1.0},  # read anew
+        {"group": 5, "retry": True, "now": 1.0, "reader": 2},  # another reader's first was lost
+        {"retry": True, "now": 1.0},  # for itself alone
+    ],
+)
+def test_what_may_be_no_impatience_is_answered_in_full(repeat: dict[str, Any]) -> None:
+    bench = Bench(repeated_s=2.0)
+    bench.read(group=5)
+    bench.send()
+    bench.read(**repeat)
+    assert len(bench.send(now=repeat["now"])) == 64
+    assert bench.core.counters.reads_repeated == 0
+
+
+def test_a_groups_read_that_never_arrived_is_answered_in_full_when_repeated() -> None:
+    bench = Bench()
+    bench.read(group=5, retry=True)
+    assert len(bench.send()) == 64
+
+
+def test_answers_to_groups_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcast.protocol.responder.responder._MOST_GROUP_ANSWERS", 1)
+    bench = Bench()
+    for segment in (0, 1):
+        bench.read(segment=segment, group=5)
+        bench.send()
+    bench.read(segment=1, group=5, retry=True)
+    assert len(bench.send()) == 1
+    bench.read(segment=0, group=5, retry=True)  # forgotten
+    assert len(bench.send()) == 64
+
+
 def test_repair_of_what_has_gone_out_is_answered_before_the_rest() -> None:
     bench = Bench()
     bench.read()
