@@ -39,18 +39,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.engine import START_S, EngineError, make_model, transfer
 from kvcast.bench.engines.server import Server, Streamed, stream
 from kvcast.bench.load import machine_s
 from kvcast.bench.route import PrefixHash, RoundRobin, of_trace, scaled
 from kvcast.bench.route_simulation import SimulatedRequest
 from kvcast.routing.core.costs import CostModel
-from kvcast.service import provenance, reports
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
+from kvcast.service import provenance
+from kvcast.service.commands import CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.reports import say
 from kvcast.service.statistics import percentile, ratio
-from kvcast.topologies.part import Part, PartError
+from kvcast.topologies.part import Part
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
 from kvcast.workloads.traces import read_trace
@@ -339,8 +340,6 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--trace", required=True, metavar="FILE", help="in Mooncake's form")
-    parser.add_argument("--json", metavar="FILE", help="write the report here; - = stdout")
-    parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
     parser.add_argument("--requests", type=int, default=120, help="of the trace, from its start")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--load", type=float, default=0.5)
@@ -352,7 +351,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-port", type=int, default=18_400, help="the router's; engines follow"
     )
-    parser.add_argument("--logs", metavar="FOLDER", help="keep all logs here")
+    add_options(parser)
     return parser
 
 
@@ -360,15 +359,12 @@ async def _command(arguments: argparse.Namespace) -> int:
     low = min(arguments.engines, arguments.rounds, arguments.block_tokens, arguments.requests - 1)
     if low < 1 or arguments.load <= 0 or arguments.most_tokens < arguments.block_tokens:
         raise CommandError("two requests, an engine, a round and a block are the least")
-    with reports.in_the_making(arguments.json) as so_far:
-        try:
-            report = await run(arguments, so_far)
-        except (EngineError, PartError) as error:
-            raise CommandError(str(error)) from error
-        so_far |= report
-    reports.report_to(arguments.json, report, _show)
-    failed = sum(one["failed"] for one in report["policies"].values())
-    return EXIT_FAILED if report["wrong_outputs"] or failed else EXIT_OK
+    return await measured(arguments, run, _show, _is_wrong)
+
+
+def _is_wrong(report: dict[str, Any]) -> bool:
+    failed = any(one["failed"] for one in report["policies"].values())
+    return failed or bool(report["wrong_outputs"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

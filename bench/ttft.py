@@ -19,8 +19,9 @@ everything else shares this machine's processors. What was the limit is told by 
 token, and `processors_busy`, the share of all processors' time. With `link_busy` near 1 the links
 were; with `processors_busy` near 1 and `link_busy` well below it, the figures say more about this
 machine. `limit` says which of the two it was, and `cases_limited_by_links` in how many of kvcast's
-cases it was the links. `not_all_cached` counts answers for which a part of the prefix was computed
-after all.
+cases it was the links. `busiest_link_bytes`: what passed that link, headers and all; a prefix has
+1 KiB a token. `not_all_cached` counts answers for which a part of the prefix was computed after
+all.
 
 The fields at the top are of the prefix with which kvcast stands worst. `ttft_over_best_peer_n1`:
 kvcast's median ÷ the least of the peers', one engine alone; `_n4`: four at once; `growth_1_to_4`:
@@ -59,6 +60,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.damage import corrupt
 from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
 from kvcast.bench.engines.ways import MODEL, STORE_BYTES, WAYS, OneNetwork, Way
@@ -70,8 +72,8 @@ from kvcast.hostagent.connectors.link import Link, LinkOptions
 from kvcast.hostagent.connectors.loads import LoadTable
 from kvcast.hostagent.connectors.naming import NamespaceName
 from kvcast.hostagent.connectors.planner import Load, Save
-from kvcast.service import provenance, reports
-from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
+from kvcast.service import provenance
+from kvcast.service.commands import CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.reports import say
 from kvcast.service.statistics import ratio
@@ -137,6 +139,7 @@ class Case:
         self.cached_shares: list[float] = []
         self.processors_busy: list[float] = []
         self.link_busy: list[float] = []
+        self.link_bytes: list[int] = []
 
     @property
     def median_s(self) -> float:
@@ -149,6 +152,7 @@ class Case:
             "cached_share": round(min(self.cached_shares), 4),
             "processors_busy": round(statistics.median(self.processors_busy), 3),
             "link_busy": round(statistics.median(self.link_busy), 3),
+            "busiest_link_bytes": round(statistics.median(self.link_bytes)),
             "limit": self.limit,
         }
 
@@ -191,6 +195,7 @@ class Ttft:
         case.cached_shares += [answer["cached"] / prefix_tokens for answer in answers]
         case.processors_busy.append(spent_s / elapsed_s / (os.cpu_count() or 1))
         case.link_busy.append(most / elapsed_s / self._rate_bytes_per_s)
+        case.link_bytes.append(most)
         return answers
 
     async def measure(
@@ -609,8 +614,6 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     peers = [way.NAME for way in WAYS[1:]]
-    parser.add_argument("--json", metavar="FILE", help="write the report here; - = stdout")
-    parser.add_argument("--python", default=".venv-engines/bin/python", help="the engines' Python")
     parser.add_argument("--prefixes", type=int, nargs="+", default=list(PREFIXES), metavar="TOKENS")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES), metavar="N")
     parser.add_argument(
@@ -640,7 +643,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--spread", action="store_true", help="homes on all nodes")
     parser.add_argument("--lone-reads", choices=("tcp", "reads"), default="tcp", help="of agents")
-    parser.add_argument("--logs", metavar="FOLDER", help="keep all logs here")
+    add_options(parser)
     return parser
 
 
@@ -651,14 +654,7 @@ async def _command(arguments: argparse.Namespace) -> int:
         raise CommandError("prefixes are multiples of 256 tokens")
     if arguments.link_rate <= 0:
         raise CommandError("links have a rate")
-    with reports.in_the_making(arguments.json) as so_far:
-        try:
-            report = await run(arguments, so_far)
-        except (EngineError, PartError) as error:
-            raise CommandError(str(error)) from error
-        so_far |= report
-    reports.report_to(arguments.json, report, _show)
-    return EXIT_FAILED if report["wrong_outputs"] else EXIT_OK
+    return await measured(arguments, run, _show, lambda report: bool(report["wrong_outputs"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from typing import Any
 
 import vllm
 from kvcast.hostagent.connectors.counters import LOAD_BUCKETS_S, NAMES, Counters, merged, split
+from kvcast.hostagent.connectors.idling import LEAST_S, Idling
 from kvcast.hostagent.connectors.link import Link, LinkOptions, OpenSave
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import (
@@ -63,8 +64,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, UniformTypeKVCacheSpecs
 
-IDLE_WAIT_S = 0.002
-"""How long a step without work waits for news of the pool; vLLM steps on at once otherwise."""
 NULL_BLOCK = 0
 """vLLM's id for a block that is not there (out of a sliding window)."""
 
@@ -74,12 +73,13 @@ _log = logging.getLogger("kvcast.connector")
 @dataclass
 class KvcastMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to all workers, with each step. `readers`: for each part of the model that
-    several ranks hold alike, the nodes of those ranks. `idle`: nothing is computed in this step."""
+    several ranks hold alike, the nodes of those ranks. `idle_s`: how long
+    this step, in which nothing is computed, may wait for news of a load; 0 if something is."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     readers: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    idle: bool = False
+    idle_s: float = 0.0
 
 
 @dataclass
@@ -257,8 +257,7 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         if self._worker is not None:
-            idle = self._metadata is not None and self._metadata.idle
-            self._worker.report(results, idle)
+            self._worker.report(results, self._metadata.idle_s if self._metadata else 0.0)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -404,6 +403,7 @@ class _SchedulerHalf:
         """How many blocks of a request were computed when it was first scheduled."""
         self._answers: deque[tuple[str, int, int | None]] = deque()
         self._news = threading.Event()
+        self._idling = Idling()
         self._events_on = bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", 0))
         self._stored: dict[int, tuple[Any, Save]] = {}
         """Saves under way that are to be told as KV events."""
@@ -453,6 +453,7 @@ class _SchedulerHalf:
         hashes = request.block_hashes[: self._most(request)]
         if request.skip_reading_prefix_cache:
             hashes = []
+        self._idling.woken()
         awaits, readers = handover_of(request.kv_transfer_params)
         self.planner.arrived(
             time.monotonic(), name, hashes, self._cached(hashes), awaits=awaits, readers=readers
@@ -514,7 +515,8 @@ class _SchedulerHalf:
         now = time.monotonic()
         idle = not output.total_num_scheduled_tokens
         if idle and self.planner.asking:
-            self._news.wait(IDLE_WAIT_S)
+            self._news.wait(LEAST_S)
+            self._idling.woken()
         self._news.clear()
         self._hear_answers()
         for load in self.planner.out.loads:
@@ -527,7 +529,10 @@ class _SchedulerHalf:
                 self._save(now, request, request.num_computed_tokens + scheduled, None)
         self._let_go()
         out = self.planner.out
-        metadata = KvcastMetadata(list(out.loads), list(out.saves), self._readers, idle)
+        if out.loads:
+            self._idling.woken()
+        idle_s = self._idling.pause_s(now, idle=idle)
+        metadata = KvcastMetadata(list(out.loads), list(out.saves), self._readers, idle_s)
         out.loads.clear()
         out.saves.clear()
         return metadata
@@ -783,12 +788,12 @@ class _WorkerHalf:
         for opened in self._saving or ():
             opened.computed(parts, lambda: memory.wait_for(mark))
 
-    def report(self, results: KVConnectorTransferResults, idle: bool) -> None:
+    def report(self, results: KVConnectorTransferResults, idle_s: float) -> None:
         """What has ended since the last step."""
-        if idle and self._table.waiting:
-            self._table.wait(IDLE_WAIT_S)
-        elif idle and not self._copied:
-            time.sleep(IDLE_WAIT_S / 2)
+        if idle_s and self._table.waiting:
+            self._table.wait(idle_s)
+        elif idle_s and not self._copied:
+            time.sleep(LEAST_S / 2)
         hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
         for opened in self._by_layers:  # the step that waited for them is over
             self._table.conclude(opened, "not_awaited")
