@@ -32,7 +32,8 @@ one hot prefix. `--spread`: kvcast's blocks have their homes on all nodes; peers
 
 `storm_over_recompute`: one engine is asked for eight prefixes at once, of half of which a block's
 bytes have changed where they lie, so that these loads fail; ÷ the same with prompts that nobody has
-computed. At most 1 says that a pool that fails costs no more than having none.
+computed. At most 1 says that a pool that fails costs no more than having none. It has a network of
+its own, with links (`--storm-link-rate`) over which a prefix comes sooner than it is computed.
 
 `mla_group_egress_ratio`: four ranks on four nodes that hold the same bytes read a prefix as a
 reader group, together or up to half a second apart: bytes that left homes ÷ distinct bytes, the
@@ -90,7 +91,12 @@ LINKS_LIMIT: Final = 0.75
 PROCESSORS_LIMIT: Final = 0.9
 OWN_TOKENS: Final = 17
 BLOCK_TOKENS: Final = 128
-LINK_RATE: Final = 2.5e7
+LINK_RATE: Final = 1e7
+"""At which 1,024 tokens take a link 0.9 s, several times as long as what four engines do beside for
+them takes two processors."""
+STORM_LINK_RATE: Final = 5e7
+"""At which a prefix comes in a third of the time that computing it takes: else no pool is worth
+having, whether its loads fail or not."""
 QUEUE_FRAMES: Final = 512
 """What waits at a port of the switch at most: 0.25 s of the links' rate."""
 RANKS: Final = 4
@@ -235,14 +241,14 @@ class Ttft:
         computed = await reader.generate(new, 1)
         told = await reader.generate(stored, 1)
         expected = await writer.generate(stored, 1)
-        for answer, right in zip(told, expected, strict=True):
-            self.wrong_outputs[way.NAME] += answer["tokens"] != right["tokens"]
+        wrong = sum(a["tokens"] != b["tokens"] for a, b in zip(told, expected, strict=True))
         failed = {n: v for n, v in (await reader.stats()).items() if n.startswith("failed_loads")}
         return {
             "storm_over_recompute": ratio(told[0]["seconds"], computed[0]["seconds"]),
             "storm_s": round(told[0]["seconds"], 4),
             "storm_recompute_s": round(computed[0]["seconds"], 4),
             "storm_failed_loads": sum(failed.values()),
+            "storm_wrong_outputs": wrong,
         }
 
     async def _written(self, way: Way, writer: Engine, prompt: Prompt) -> None:
@@ -431,13 +437,23 @@ def _egress(pool: Pool) -> float:
 class _Bench:
     """One run: a pool on its nodes, and each way's engines on them in turn."""
 
-    def __init__(self, arguments: argparse.Namespace, python: Path, folder: Path) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        python: Path,
+        folder: Path,
+        *,
+        readers: int,
+        prefix_tokens: int,
+        link_rate_bits_per_s: float,
+    ) -> None:
+        """`readers`: engines beside the writer; `prefix_tokens`: of the longest prefix."""
         self._arguments = arguments
         self._python = python
         self._folder = folder
-        self._tokens = max(arguments.prefixes) + arguments.own_tokens + 8
-        self._most = max(arguments.engines)
-        star = Star.of(max(self._most, RANKS) + 1)
+        self._tokens = prefix_tokens + arguments.own_tokens + 8
+        self._most = readers
+        star = Star.of(readers + 1)
         self.network = OneNetwork(star)
         self.pool = Pool(
             star,
@@ -446,7 +462,7 @@ class _Bench:
                 arena_bytes=STORE_BYTES,
                 replicas=0,
                 homes=() if arguments.spread else (star.hosts[0].node_id,),
-                link_rate_bits_per_s=arguments.link_rate,
+                link_rate_bits_per_s=link_rate_bits_per_s,
                 lease_s=30.0,
                 switch_flags=(f"--queue-depth={QUEUE_FRAMES}",),
                 agent_flags=(f"--lone-reads={arguments.lone_reads}",),
@@ -454,8 +470,7 @@ class _Bench:
             folder / "pool",
         )
         self.pool.network = self.network
-        self.ttft = Ttft(self.network, arguments.link_rate)
-        self.storm: dict[str, float | None] = {}
+        self.ttft = Ttft(self.network, link_rate_bits_per_s)
 
     @contextlib.asynccontextmanager
     async def engines(self, way: Way, model: Path) -> AsyncIterator[list[Engine]]:
@@ -507,10 +522,6 @@ class _Bench:
                     self._told(way.NAME, prefix, count)
             if not isinstance(way, WAYS[0]):
                 return
-            if "storm" in arguments.parts:
-                self.storm = await ttft.storm(way, self.pool, writer, readers[0])
-                so_far |= self.storm
-                say(f"half of all loads fail: {self.storm}")
             if not arguments.recompute:
                 return
             for prefix in arguments.prefixes:
@@ -526,6 +537,31 @@ class _Bench:
         found = self.ttft.cases[name, prefix, count].report()
         shown = {what: found[what] for what in ("median_s", "processors_busy", "link_busy")}
         say(f"{name}, {prefix} tokens, {count} engines: {shown}")
+
+
+async def measure_storm(
+    arguments: argparse.Namespace, python: Path, folder: Path, model: Path
+) -> dict[str, Any]:
+    """Half of the loads fail of an engine beside the one that has computed the prompts."""
+    if "storm" not in arguments.parts:
+        return {}
+    folder = folder / "storm"
+    folder.mkdir(exist_ok=True)
+    bench = _Bench(
+        arguments,
+        python,
+        folder,
+        readers=1,
+        prefix_tokens=STORM_TOKENS,
+        link_rate_bits_per_s=arguments.storm_link_rate,
+    )
+    async with bench.pool as pool:
+        way = WAYS[0](pool, python, folder)
+        way.connector = dict(arguments.connector)
+        async with bench.engines(way, model) as [writer, reader]:
+            found = await bench.ttft.storm(way, pool, writer, reader)
+    say(f"half of all loads fail: {found}")
+    return found | {"storm_link_rate_bits_per_s": arguments.storm_link_rate}
 
 
 async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str, Any]:
@@ -544,7 +580,16 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         model = make_model(python, "bench", folder)
         groups = await measure_groups(arguments.link_rate) if "groups" in arguments.parts else {}
         so_far |= groups
-        bench = _Bench(arguments, python, folder)
+        storm = await measure_storm(arguments, python, folder, model)
+        so_far |= storm
+        bench = _Bench(
+            arguments,
+            python,
+            folder,
+            readers=max(arguments.engines),
+            prefix_tokens=max(arguments.prefixes),
+            link_rate_bits_per_s=arguments.link_rate,
+        )
         async with bench.pool as pool:
             for kind in wanted if "engines" in arguments.parts else ():
                 if kind.NAME in skipped:
@@ -557,8 +602,9 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                     if kind is WAYS[0]:
                         raise
                     skipped[kind.NAME] = f"has failed: {str(error)[-300:]}"
-    report = bench.ttft.report() | groups | bench.storm
+    report = bench.ttft.report() | groups | storm
     report["wrong_outputs"] += groups.get("mla_wrong_blocks", 0)
+    report["wrong_outputs"] += storm.get("storm_wrong_outputs", 0)
     report |= {
         "parts": arguments.parts,
         "connector": arguments.connector,
@@ -625,7 +671,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=list(PARTS),
         choices=PARTS,
-        help="what to measure: engines, loads that fail (with engines), an MLA engine's ranks",
+        help="what to measure: engines, loads that fail, an MLA engine's ranks",
     )
     parser.add_argument(
         "--connector",
@@ -641,6 +687,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--link-rate", type=float, default=LINK_RATE, help="of every node's link, bits a second"
     )
+    parser.add_argument(
+        "--storm-link-rate",
+        type=float,
+        default=STORM_LINK_RATE,
+        help="the same, where loads fail",
+    )
     parser.add_argument("--spread", action="store_true", help="homes on all nodes")
     parser.add_argument("--lone-reads", choices=("tcp", "reads"), default="tcp", help="of agents")
     add_options(parser)
@@ -652,7 +704,7 @@ async def _command(arguments: argparse.Namespace) -> int:
         raise CommandError("prefixes, engines, rounds and own tokens are at least 1")
     if any(prefix % max(way.GRAIN_TOKENS for way in WAYS) for prefix in arguments.prefixes):
         raise CommandError("prefixes are multiples of 256 tokens")
-    if arguments.link_rate <= 0:
+    if min(arguments.link_rate, arguments.storm_link_rate) <= 0:
         raise CommandError("links have a rate")
     return await measured(arguments, run, _show, lambda report: bool(report["wrong_outputs"]))
 
