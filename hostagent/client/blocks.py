@@ -32,17 +32,25 @@ class Block:
     got), or "bulk" (TCP).
     """
 
-    __slots__ = ("_data", "_release", "digest", "key", "size_bytes", "tier")
+    __slots__ = ("_data", "_held_by", "_release", "digest", "key", "size_bytes", "tier")
 
     def __init__(
-        self, key: bytes, data: memoryview, digest: int, tier: str, release: Callable[[], None]
+        self,
+        key: bytes,
+        data: memoryview,
+        digest: int,
+        tier: str,
+        release: Callable[..., None],
+        *held_by: int,
     ) -> None:
+        """`release` is called with `held_by`, once."""
         self.key = key
         self.size_bytes = len(data)
         self.digest = digest
         self.tier = tier
         self._data: memoryview | None = data
         self._release = release
+        self._held_by = held_by
 
     @property
     def data(self) -> memoryview:
@@ -64,7 +72,7 @@ class Block:
         """Let the agent evict the block; harmless when repeated."""
         if self._data is not None:
             self._data = None
-            self._release()
+            self._release(*self._held_by)
 
     def __enter__(self) -> Block:
         return self

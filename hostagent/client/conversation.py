@@ -13,7 +13,6 @@ none comes it closes the generator, which undoes what it can. What needs no answ
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import time
@@ -365,10 +364,12 @@ class Conversation:
     def _outcome(self, key: bytes, got: local.GotBlock) -> Outcome:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
+        return Outcome(self._block(key, got), got.status, got.reason)
+
+    def _block(self, key: bytes, got: local.GotBlock) -> Block:
         data = self._memory.read(got.offset, got.size_bytes)
         self._held.add(got.handle)
-        release = functools.partial(self._release, got.handle)
-        return Outcome(Block(key, data, got.digest, got.tier, release), got.status, got.reason)
+        return Block(key, data, got.digest, got.tier, self._release, got.handle)
 
     def _release(self, handle: int) -> None:
         self._held.discard(handle)
@@ -380,14 +381,18 @@ class Conversation:
             return [None] * len(keys)
         found = self._local.take(namespace, keys)
         outcomes: list[Outcome | None] = []
+        if not any(found):
+            outcomes += [None] * len(keys)
+            return outcomes
         for key, one in zip(keys, found, strict=True):
             if one is None:
                 outcomes.append(None)
                 continue
             pin, offset, size_bytes, reserved_bytes, digest = one
-            release = functools.partial(self._local.release, pin, reserved_bytes)
+            release = self._local.release
             data = self._memory.read(offset, size_bytes)
-            outcomes.append(Outcome(Block(key, data, digest, LOCAL_TIER, release), local.OK, ""))
+            block = Block(key, data, digest, LOCAL_TIER, release, pin, reserved_bytes)
+            outcomes.append(Outcome(block, local.OK, ""))
         return outcomes
 
     # --- what both clients offer ----------------------------------------------------------------

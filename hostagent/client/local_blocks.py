@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import mmap
 import os
 import threading
@@ -117,11 +116,12 @@ class LocalBlocks:
                     table = self.table
                     if table is not None and len(keys) >= _LEAST_FOR_NUMPY:
                         # Of most blocks of a long question both buckets say that they are not here.
-                        there = table.may_be_there(namespace, keys)
+                        found += [None] * len(keys)
+                        for at in table.may_be_there(namespace, keys):
+                            found[at] = self._take(namespace, keys[at])
                     else:
-                        there = itertools.repeat(True)
-                    for key, may_be in zip(keys, there, strict=False):
-                        found.append(self._take(namespace, key) if may_be else None)
+                        for key in keys:
+                            found.append(self._take(namespace, key))
                     # What it means, and whether we are heard, may have changed meanwhile.
                     if self._readable(namespace):
                         self._tell(found)
@@ -301,8 +301,8 @@ class _Table:
         self._entries = words[entries:].reshape(-1, ENTRY_BYTES // WORD_BYTES)
         self._shift = numpy.uint64(64 - bits)
 
-    def may_be_there(self, namespace: int, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these have their tag in one of their buckets."""
+    def may_be_there(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
+        """The positions of those that have their tag in one of their buckets."""
         numpy = self._numpy
         spread, again, by_low, by_namespace = map(numpy.uint64, shared.MULTIPLIERS)
         halves = numpy.frombuffer(b"".join(keys), numpy.uint64).reshape(-1, 2)
@@ -313,7 +313,7 @@ class _Table:
         first = self._tags[(mixed >> self._shift).astype(numpy.intp)]
         second = self._tags[(mixed * again >> self._shift).astype(numpy.intp)]
         there = (first == wanted).any(axis=1) | (second == wanted).any(axis=1)
-        return list(there.tolist())
+        return list(there.nonzero()[0].tolist())
 
     def not_found(self, namespace: int, chain: bytes) -> list[int]:
         """The positions of those that are not, or not for certain, in their first buckets."""

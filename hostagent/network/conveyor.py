@@ -55,6 +55,7 @@ from kvcast.protocol.conveyor import (
     Giving,
     Reply,
     Request,
+    Taker,
     gave,
     give_next,
     has_work,
@@ -104,15 +105,25 @@ def send_requests(c: Conveyors) -> None:
 
 
 @native
-def expect(s: Landing, block: U64, size: U64, there: U64) -> None:
-    """What comes next goes there."""
-    room = s.rooms[0]
+def expect(s: Landing, t: Taker, header_bytes: U64) -> None:
+    """Where what comes next goes: a block and, if more is expected, the next header; or that, of
+    which so much is there."""
+    s.first = 0
+    s.count = 0
+    s.begun = 0
+    if t.taking != 0:
+        expect_room(s, t.block, t.size, t.there)
+    if t.taking == 0 or t.count > 1:
+        expect_room(s, address_of(t.reply), size_of(Reply), header_bytes)
+
+
+@native
+def expect_room(s: Landing, block: U64, size: U64, there: U64) -> None:
+    room = s.rooms[s.count]
     room.block = block
     room.size = size
     room.there = there
-    s.first = 0
-    s.count = 1
-    s.begun = 0
+    s.count += 1
 
 
 @native
@@ -134,14 +145,17 @@ def take_blocks(c: Conveyors, number: U64, now_ns: U64) -> None:
             if why >= 2:
                 cut_off(courier, t)
             break
+        header_bytes = 0
         if t.taking != 0:
+            if s.count > 1:
+                header_bytes += s.rooms[1].there
             block_came(courier, t, room.digest, now_ns)
         else:
+            header_bytes += size_of(Reply)
+        if header_bytes == size_of(Reply):
+            header_bytes = 0
             reply_came(courier, t)
-        if t.taking != 0:
-            expect(s, t.block, t.size, t.there)
-        else:
-            expect(s, address_of(t.reply), size_of(Reply), 0)
+        expect(s, t, header_bytes)
     if t.count == 0 and t.broken == 0:
         # Whatever comes now was not asked for, or is the end.
         if recv(s.fd, s.sink, 1, MSG_DONTWAIT) >= 0 or error_number() != EAGAIN:
@@ -278,13 +292,13 @@ class ConveyorSockets:
         conveyors.giving = self._gives.address
         self._landings = (ctypes_of(Landing) * NODES)()
         conveyors.landings = ctypes.addressof(self._landings)
-        self._rooms = (ctypes_of(NativeRoom) * NODES)()
+        self._rooms = (ctypes_of(NativeRoom) * (2 * NODES))()
         self._states = bytearray((NODES + 1) * _STATE_BYTES)
         self._sink = bytearray(SINK_BYTES)
         state = address_of_buffer(self._states) + 63 & ~63
         for number, landing in enumerate(self._landings):
             landing.fd = -1
-            landing.rooms = ctypes.addressof(self._rooms[number])
+            landing.rooms = ctypes.addressof(self._rooms[2 * number])
             landing.sink = address_of_buffer(self._sink)
             landing.state = state + number * _STATE_BYTES
             landing.reset, landing.update, landing.digest = hashing
@@ -301,7 +315,7 @@ class ConveyorSockets:
             sock.close()
             return False
         taker, landing = self._courier.taker(number), self._landings[number]
-        room = self._rooms[number]
+        room = self._rooms[2 * number]
         landing.fd, landing.low_water = sock.fileno(), 1
         landing.first = landing.begun = 0
         landing.count = 1

@@ -101,6 +101,12 @@ from kvcast.protocol.placement import (
 )
 
 BOOKS_AFTER_MS: Final = 2
+WATCH_NS: Final = 50_000
+"""How long a wait looks again and again for what answers a question, before it sleeps: to be woken
+takes about as long as what is waited for."""
+VAIN_WAITS: Final = 16
+"""So many waits sleep at once after one that has watched in vain: a home is slow, or far, or others
+need the processor."""
 LANE_ENOUGH: Final = JOBS // 2
 """READs that the lane has answered, after which Python is to hear of them. Of those that a switch
 has marked it hears at once, since it may have to hold the next ones back."""
@@ -155,6 +161,8 @@ class Waiting(Struct):
     """Whether there are such."""
     attention: U64
     """Whether something is Python's: a client has hung up, or a READ waits for the socket."""
+    vain: U64
+    """So many more waits sleep at once, since to watch was in vain."""
     time: Annotated[Ptr[TimeSpec], Inline(1)]
 
 
@@ -304,6 +312,7 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
     giving = conveyors.giving[0]
     now_ns = now_of(w)
     end_ns = now_ns + unsigned(timeout_ms) * _NS_A_MS
+    watch_until_ns = now_ns + WATCH_NS
     w.stopped = 0
     w.attention = 0
     while True:
@@ -319,12 +328,21 @@ def wait(w: Waiting, timeout_ms: I64) -> U32:
         untold = courier.record_count != 0 or lane.answered_count != 0 or giving.given_count != 0
         if untold and (pause_ms < 0 or pause_ms > BOOKS_AFTER_MS):
             pause_ms = signed(0 + BOOKS_AFTER_MS)
-        if give_more(conveyors, now_ns):
+        watching = courier.in_flight != 0 and w.vain == 0 and now_ns < watch_until_ns
+        if give_more(conveyors, now_ns) or watching:
             pause_ms = signed(0)
         count = epoll_wait(w.epoll, w.events, _EVENTS, pause_ms)
         if count < 0:
             return 0
         now_ns = now_of(w)
+        if count == 0 and watching:
+            if now_ns >= watch_until_ns:
+                w.vain = 0 + VAIN_WAITS
+            if timeout_ms < 0 or now_ns < end_ns:
+                continue
+        if w.vain != 0 and courier.in_flight != 0:
+            w.vain -= 1
+        watch_until_ns = now_ns + WATCH_NS
         kept = 0
         for i in range(unsigned(count)):
             event = w.events[i]
@@ -508,6 +526,12 @@ class CourierDriver:
     def is_of_use(self) -> bool:
         """Whether anybody may ask, or be answered."""
         return bool(self._sockets) or self._lane is not None
+
+    @property
+    def sleeps(self) -> int:
+        """How many more waits sleep at once, though questions are in flight."""
+        count: int = self._waiting.vain
+        return count
 
     def add(self, holder: Holder) -> socket.socket | None:
         """Let a client ask by the courier; its end of a socket pair, None where it cannot be."""

@@ -29,16 +29,20 @@ from kvcast.native.linux import (
     POLLIN,
     SO_RCVLOWAT,
     SOL_SOCKET,
+    IoVec,
+    MsgHdr,
     PollFd,
     TimeSpec,
     clock_gettime,
     error_number,
     ppoll,
     recv,
+    recvmmsg,
     setsockopt,
 )
 from kvcast.native.subset import (
     I32,
+    I64,
     U32,
     U64,
     Inline,
@@ -48,6 +52,7 @@ from kvcast.native.subset import (
     address_of,
     ctypes_of,
     native,
+    signed,
     unsigned,
 )
 from kvcast.protocol.courier import call_digest, call_reset, call_update
@@ -112,6 +117,8 @@ class Landing(Struct):
     digest: U64
     poll: Annotated[Ptr[PollFd], Inline(1)]
     time: Annotated[Ptr[TimeSpec], Inline(1)]
+    message: Annotated[Ptr[MsgHdr], Inline(1)]
+    vectors: Annotated[Ptr[IoVec], Inline(2)]
 
 
 @native
@@ -123,7 +130,8 @@ def now_ns(s: Landing) -> U64:
 
 @native
 def wait_for_bytes(s: Landing, size: U64, until_ns: U64) -> bool:
-    """Wait until so much is there, or the other end has closed; False once it is too late."""
+    """Wait until so much is there, which certainly comes, or the other end has closed; False once
+    it is too late."""
     if size > LOW_WATER_BYTES:
         size = 0 + LOW_WATER_BYTES
     if size != s.low_water:
@@ -167,6 +175,37 @@ def take(s: Landing, room: NativeRoom, size: U64) -> None:
 
 
 @native
+def fill_rooms(s: Landing, room: NativeRoom, left: U64) -> I64:
+    """Read into a room, of which so much is left, and into the one after it if there is one: as
+    much as `recv` says, of both."""
+    length = left
+    if length > PIECE_BYTES:
+        length = 0 + PIECE_BYTES
+    if room.block == 0:
+        if length > SINK_BYTES:
+            length = 0 + SINK_BYTES
+        return recv(s.fd, s.sink, length, MSG_DONTWAIT)
+    to = room.block + room.there
+    if left >= PIECE_BYTES or s.first + 1 >= s.count or s.rooms[s.first + 1].block == 0:
+        return recv(s.fd, to, length, MSG_DONTWAIT)
+    following = s.rooms[s.first + 1]
+    more = following.size - following.there
+    if more > PIECE_BYTES - left:
+        more = PIECE_BYTES - left
+    s.vectors[0].base = to
+    s.vectors[0].length = left
+    s.vectors[1].base = following.block + following.there
+    s.vectors[1].length = more
+    message = s.message[0]
+    message.iov = address_of(s.vectors)
+    message.iov_length = 2
+    count = signed(0 + recvmmsg(s.fd, s.message, 1, MSG_DONTWAIT, 0))
+    if count < 1:
+        return count
+    return signed(0 + message.length)
+
+
+@native
 def land(s: Landing, most: U64) -> U32:
     """Read into the rooms until they are full, `most` bytes are there, or none come for a while."""
     s.taken = 0
@@ -176,17 +215,15 @@ def land(s: Landing, most: U64) -> U32:
         if s.begun == 0:
             begin(s, room)
         left = room.size - room.there
-        length = left
-        if length > PIECE_BYTES:
-            length = 0 + PIECE_BYTES
-        to = room.block + room.there
-        if room.block == 0:
-            to = 0 + s.sink
-            if length > SINK_BYTES:
-                length = 0 + SINK_BYTES
-        got = recv(s.fd, to, length, MSG_DONTWAIT)
+        got = fill_rooms(s, room, left)
         if got > 0:
-            take(s, room, unsigned(got))
+            size = unsigned(got)
+            if size <= left:
+                take(s, room, size)
+            else:
+                take(s, room, left)
+                begin(s, s.rooms[s.first])
+                take(s, s.rooms[s.first], size - left)
         elif got == 0:
             return _ENDED
         else:
@@ -194,6 +231,8 @@ def land(s: Landing, most: U64) -> U32:
             if error == EAGAIN:
                 if until_ns == 0:
                     until_ns = now_ns(s) + s.moment_ns
+                if s.first + 1 < s.count:
+                    left += s.rooms[s.first + 1].size - s.rooms[s.first + 1].there
                 if not wait_for_bytes(s, left, until_ns):
                     return _WAITS
             elif error != EINTR:

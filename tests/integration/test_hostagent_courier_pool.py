@@ -19,7 +19,7 @@ import pytest
 from hostagent_harness import Pool, key_of, running_pool, until
 from kvcast.hostagent import membarrier
 from kvcast.hostagent.client import AsyncClient, Client
-from kvcast.hostagent.network.courier import CourierLoop
+from kvcast.hostagent.network.courier import VAIN_WAITS, CourierLoop
 from kvcast.hostagent.network.datagrams import Transport
 from kvcast.protocol.messages.questions import ANSWER, GET, GIVEN, QUESTION
 from kvcast.protocol.messages.wire import BlockId
@@ -242,6 +242,22 @@ async def test_an_agent_that_ends_with_questions_in_flight_leaves_nothing_behind
         assert outcome.block is None
         assert outcome.status == "miss"
         assert courier_of(pool)["courier_handed_over_silence_total"] == 1
+
+
+@on_a_courier
+async def test_what_is_waited_for_in_vain_is_not_watched_for(tmp_path: Path) -> None:
+    async with pool_of_two(tmp_path) as pool:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, CourierLoop)
+        driver = loop.selector.runs
+        assert driver is not None
+        pool.switch.lose = lambda _port, _frame: True
+        for number in range(6, 12):  # by then it may watch again
+            await pool.clients[1].get_outcomes(1, [key_of(number)], 0.1)
+            if driver.sleeps:
+                break
+            await asyncio.sleep(pool.agents[1].core.requester.config.suspect_s)
+        assert 0 < driver.sleeps <= VAIN_WAITS
 
 
 @on_a_courier
