@@ -6,7 +6,6 @@ Owns: the socket, its time-outs, and that threads take turns. Must not know: wha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import select
 import socket
@@ -169,17 +168,18 @@ class Client:
 
     def _run(self, call: Call[T]) -> T:
         self._conversation.check()
-        with contextlib.closing(call):
-            try:
-                ask = next(call)
-                while True:
-                    ask = call.send(self._exchange(ask))
-            except StopIteration as end:
-                return cast(T, end.value)
-            except AgentGoneError:
-                with self._lock:  # also where it is the answer that makes no sense
-                    self._socket.close()
-                raise
+        try:
+            ask = next(call)
+            while True:
+                ask = call.send(self._exchange(ask))
+        except StopIteration as end:
+            return cast(T, end.value)
+        except AgentGoneError:
+            with self._lock:  # also where it is the answer that makes no sense
+                self._socket.close()
+            raise
+        finally:
+            call.close()
 
     def _exchange(self, ask: Ask) -> local.AgentReply:
         """Ask, and wait for the answer."""

@@ -71,8 +71,7 @@ LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A question to the agent, and how long its answer may take."""
 
     request: local.Numbered
@@ -797,6 +796,8 @@ _conversations: list[weakref.WeakSet[Conversation]] = []
 
 
 def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    if len(keys) == 1 and type(keys[0]) is bytes and len(keys[0]) == KEY_BYTES:
+        return [keys[0]]
     checked = list(keys) if set(map(type, keys)) <= {bytes} else list(map(bytes, keys))
     if not set(map(len, checked)) <= {KEY_BYTES}:
         wrong = next(len(key) for key in checked if len(key) != KEY_BYTES)

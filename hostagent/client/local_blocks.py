@@ -123,7 +123,7 @@ class LocalBlocks:
                         for key in keys:
                             found.append(self._take(namespace, key))
                     # What it means, and whether we are heard, may have changed meanwhile.
-                    if self._readable(namespace):
+                    if not any(found) or self._readable(namespace):
                         self._tell(found)
                         return found
             except ValueError:
