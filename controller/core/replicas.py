@@ -6,7 +6,10 @@ connections, epochs, the switch (its guard follows from `guarded`), clocks.
 
 A node is *loaded* from `high_load` on. Then its most-read blocks are given to the nodes that have
 least to do, until what it would have left is `aim_load`; each is asked to fetch the block (Keep),
-and answers for it as soon as it has said that it has it (Kept). What a node was given is taken back
+and answers for it as soon as it has said that it has it (Kept). A block that was read but once of
+late is given to nobody, however loaded its home: of what is gone through once (a model that is
+loaded) a copy costs that home the same again, and nobody reads it. What a node was given is taken
+back
 
 - when the home could bear all that its replicas send as well, with `low_load`, for `calm_s`;
 - when the block is hardly read any more, for `calm_s`: what is hot has moved on;
@@ -52,6 +55,8 @@ DESCRIBE_BATCH: Final = 64
 _NOTHING_BYTES_PER_S: Final = 1.0
 _LEAST_SCALE: Final = 1e-100
 """Below, rates are written down anew, long before a number is too small for a float."""
+_READ_AGAIN: Final = 1.5
+"""Of a block's size: more was sent of it, and it was read again. Repairs of one read are less."""
 _AT_ONCE: Final = 16
 """Blocks that one node is asked to fetch at a time."""
 _DECISIONS_KEPT: Final = 256
@@ -100,6 +105,12 @@ class _Sent:
     scaled: float
     size_bytes: int
     digest: int
+    in_all_bytes: int
+    """Sent since it is remembered, or read again after a long time."""
+
+    @property
+    def was_read_again(self) -> bool:
+        return self.in_all_bytes > _READ_AGAIN * self.size_bytes
 
 
 @dataclass
@@ -249,12 +260,16 @@ class HotReplicas:
             size_bytes, digest = report.size_bytes, report.digest
             if not 0 < size_bytes <= MAX_BLOCK_BYTES or not 0 < digest < 1 << 64:
                 continue
-            sent = per_s * report.reads * min(size_bytes, SEGMENT_BYTES)
+            read_bytes = report.reads * min(size_bytes, SEGMENT_BYTES)
+            sent = per_s * read_bytes
             each = load.blocks.get(block)
             if each is None:
-                load.blocks[block] = _Sent(sent, size_bytes, digest)
+                load.blocks[block] = _Sent(sent, size_bytes, digest, read_bytes)
             else:
+                if each.scaled * load.scale < _NOTHING_BYTES_PER_S:  # that was long ago
+                    each.in_all_bytes = 0
                 each.scaled += sent
+                each.in_all_bytes += read_bytes
                 each.size_bytes, each.digest = size_bytes, digest
         if len(load.blocks) > MAX_BLOCKS_A_NODE * 3 // 2:
             load.prune()
@@ -436,7 +451,9 @@ class HotReplicas:
                 small = rate <= options.idle_share * link / 4
                 if left <= options.aim_load * link or budget <= 0 or small:
                     break
-                if block in asked or not self._may_have_another(block, now):
+                if block in asked or not sent.was_read_again:
+                    continue
+                if not self._may_have_another(block, now):
                     continue
                 target = self._target(block, sent.size_bytes, coming, held, waiting)
                 if target is None or entries >= guard_room:

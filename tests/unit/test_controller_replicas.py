@@ -122,6 +122,33 @@ def test_nothing_is_given_while_a_home_can_bear_its_load() -> None:
     assert not world.hot.guarded
 
 
+def test_what_is_gone_through_once_is_given_to_nobody_until_it_is_read_again() -> None:
+    world = World()
+    segments = 16
+    size = segments * SIZE
+    a_step = round(0.9 * LINK * 0.5 / size)
+
+    def go_through(first: int) -> None:
+        for number in range(first, first + 8):
+            world.now += 0.5
+            world.sent["node-1"] += a_step * size
+            blocks = [block(number * a_step + n) for n in range(a_step)]
+            hot = [(b, HotBlock(b.namespace, b.key, segments, 1, 0, size, 7)) for b in blocks]
+            world.hot.heard("node-1", world.sent["node-1"], hot, world.now)
+            world.step()
+
+    world.hot.heard("node-1", 0.0, [], 0.0)
+    world.hot.heard("node-2", 0.0, [], 0.0)
+    go_through(0)
+    assert world.hot.load_of("node-1") > world.hot.options.high_load
+    assert not world.hot.listed
+    world.now += 120.0
+    go_through(0)
+    assert not world.hot.listed, "that was long ago"
+    go_through(0)
+    assert world.hot.listed
+
+
 def test_a_load_that_stands_still_moves_nothing() -> None:
     world = hot_world()
     world.pass_time(60)
