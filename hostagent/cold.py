@@ -53,6 +53,7 @@ class ColdOfAgent:
 
     def _run(self) -> None:
         self._woken = False
+        self.tier.epoch_s = time.time() - self._loop.time()
         for task in self.tier.take_tasks(self._loop.time()):
             running = asyncio.create_task(self._do(task))
             self._tasks.add(running)

@@ -171,8 +171,10 @@ class SsdOfAgent:
         if self._closed:
             return
         now = self._loop.time()
+        epoch_s = time.time() - now
         times = []
         for level in self._levels:
+            level.tier.epoch_s = epoch_s
             level.disk.do(level.tier.take_orders(now))
             times.append(level.tier.get_timer(now))
         when = min((at for at in times if at is not None), default=None)

@@ -119,7 +119,7 @@ class ColdTier:
         self._store = store
         self._memory = memory
         self._cluster = cluster
-        self._epoch_s = epoch_s
+        self.epoch_s = epoch_s
         self._ttl_s: dict[int, float] = {}
         """Of the namespaces that are kept here; 0 = for ever."""
         self._known: BoundedMap[BlockId, None] = BoundedMap(rules.max_known)
@@ -260,7 +260,7 @@ class ColdTier:
         assert meaning is not None
         head = HEAD.pack(
             *(MAGIC, meaning, copy.block.key, copy.size_bytes, copy.digest),
-            copy.committed_at + self._epoch_s,
+            copy.committed_at + self.epoch_s,
         )
         view = self._memory[copy.offset : copy.offset + copy.size_bytes]
         self._store.pin(copy)
@@ -351,7 +351,7 @@ class ColdTier:
             self.drop(block)
             fetch.ended(now, DAMAGED, 0, 0.0)
             return
-        since = said[5] - self._epoch_s
+        since = said[5] - self.epoch_s
         if not since <= now:  # nor is it a number at all
             since = now
         ttl_s = self._ttl_s[block.namespace]

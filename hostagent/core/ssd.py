@@ -293,7 +293,8 @@ class SsdTier:
     ) -> None:
         """`store`, `memory`: whose copies go down, and their bytes; `files`: all cut into the same
         units and slabs; `epoch_s`: what is to be added to the caller's clock to have seconds since
-        1970; `tier`: what readers are told; `name`: with which its numbers begin."""
+        1970, stated anew where that may have changed, as clocks are set; `tier`: what readers are
+        told; `name`: with which its numbers begin."""
         self.tier = tier
         self.name = name
         self.above: SsdTier | None = None
@@ -308,7 +309,7 @@ class SsdTier:
         """What a namespace means to the pool now."""
         self._store = store
         self._memory = memory
-        self._epoch_s = epoch_s
+        self.epoch_s = epoch_s
         cut = files[0].cut
         self._unit_bytes, self._slab_bytes = cut.unit_bytes, cut.slab_bytes
         self._files: list[_File] = []
@@ -795,7 +796,7 @@ class SsdTier:
             copy.digest,
             move.meaning,
             self._commits,
-            copy.committed_at + self._epoch_s,
+            copy.committed_at + self.epoch_s,
             copy.parent,
             copy.depth,
         )
@@ -987,7 +988,7 @@ class SsdTier:
             and block.namespace not in self._forbidden
             and not file.failed
         ):
-            since = entry.committed_at - self._epoch_s
+            since = entry.committed_at - self.epoch_s
             if not since <= self._now:  # nor is it a number at all
                 since = self._now
             copy = self.shelf.adopt(

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,20 @@ async def test_blocks_that_the_disk_does_not_give_are_had_elsewhere_or_missed(
         await put(pool, 1, range(200, 230))
         assert await tier_of(pool.clients[1], 229) == "local"
         tier.check()
+
+
+async def test_a_clock_that_is_set_while_an_agent_runs_is_believed_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(tmp_path, 2, with_ssd(1)) as pool:
+        tier = tier_at(pool, 1)
+        before = tier.epoch_s
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 1e6)
+        await put(pool, 1, range(60))
+        await idle(pool, 1)
+        assert 1e6 - 60 < tier.epoch_s - before < 1e6 + 60
+        assert tier.counters.demotions_room > 0
 
 
 def flip(path: Path, at: int) -> None:

@@ -353,6 +353,19 @@ def test_a_clock_that_was_set_back_makes_nothing_live_longer_than_from_now_on() 
     assert not after.on_disk(0)
 
 
+def test_what_is_written_after_a_clock_was_set_right_is_as_old_as_it_is() -> None:
+    rules = {1: StoreRules(ttl_s=100.0)}
+    bench = Bench(epoch_s=0.0)  # the machine started without knowing the time
+    bench.tier.epoch_s = 1e9
+    bench.fill(range(20))
+    after = Bench(disks=bench.disks, now=60.0, epoch_s=1e9)
+    after.tier.configure(rules, set())
+    after.work()
+    assert after.on_disk(0)
+    after.pass_time(41.0)
+    assert not after.on_disk(0)
+
+
 def test_a_namespace_that_means_something_else_now_is_not_found() -> None:
     bench = Bench()
     bench.fill(range(20))
