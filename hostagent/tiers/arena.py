@@ -25,6 +25,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcast.hostagent.tiers.huge_pages import why_no_room
+
 SLAB_BYTES = 1 << 20
 """Default slab, in bytes."""
 
@@ -371,18 +373,16 @@ class ArenaFile:
         errors: list[str] = []
         for candidate in [path] if path is not None else _default_paths():
             try:
-                self._fd = _create(candidate, size_bytes, reserve)
+                self._fd, self._map = _create(candidate, size_bytes, reserve)
             except ArenaInUseError:
                 raise
             except OSError as error:
-                errors.append(f"{candidate}: {error.strerror or error}")
+                errors.append(f"{candidate}: {why_no_room(candidate, size_bytes, error)}")
                 continue
             self.path = candidate
             break
         else:
             raise ArenaError(f"no arena of {size_bytes} bytes: {'; '.join(errors)}")
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserve else 0)
-        self._map = mmap.mmap(self._fd, size_bytes, flags)
         self.memory = memoryview(self._map)
 
     def open_for_client(self, *, read_only: bool = False) -> int:
@@ -414,19 +414,21 @@ def _default_paths() -> list[str]:
     return [str(Path(folder) / name) for folder in ("/dev/shm", tempfile.gettempdir())]
 
 
-def _create(path: str, size_bytes: int, reserve: bool) -> int:
-    """Make and lock the file at `path`, replacing one whose maker is dead."""
+def _create(path: str, size_bytes: int, reserve: bool) -> tuple[int, mmap.mmap]:
+    """Make, lock and map the file at `path`, replacing one whose maker is dead."""
     fd = _make_locked(path)
     try:
         os.ftruncate(fd, size_bytes)
         if reserve:
             os.posix_fallocate(fd, 0, size_bytes)
+        return fd, mmap.mmap(
+            fd, size_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserve else 0)
+        )
     except BaseException:
         if is_at(path, fd):
             os.unlink(path)
         os.close(fd)
         raise
-    return fd
 
 
 def _make_locked(path: str) -> int:

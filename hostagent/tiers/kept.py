@@ -30,6 +30,7 @@ from typing import Final
 
 import xxhash
 from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, try_lock
+from kvcast.hostagent.tiers.huge_pages import why_no_room
 from kvcast.hostagent.tiers.index import buckets_for
 from kvcast.hostagent.tiers.ledger import LEDGER_BYTES
 from kvcast.protocol.messages import shared
@@ -252,9 +253,12 @@ def _map(
         index = KeptFile(options.index_path, index_fd, index_bytes, populate=populate)
         arena = KeptFile(options.arena_path, arena_fd, options.arena_bytes, populate=populate)
     except (OSError, ValueError) as error:
-        raise ArenaError(
-            f"no arena of {options.arena_bytes} bytes at {options.arena_path}: {error}"
-        ) from error
+        if new and stat.S_ISREG(os.fstat(arena_fd).st_mode):
+            os.ftruncate(arena_fd, 0)  # huge pages that were had are nobody else's until then
+        path, why = options.arena_path, str(error)
+        if isinstance(error, OSError):
+            why = why_no_room(path, options.arena_bytes, error)
+        raise ArenaError(f"no arena of {options.arena_bytes} bytes at {path}: {why}") from error
     arena.locked_by_clients = True
     ledger = memoryview(mmap.mmap(ledger_fd, LEDGER_BYTES))
     if incarnation is None:

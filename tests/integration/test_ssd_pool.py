@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from hostagent_harness import MIB, Pool, key_of, running_pool, until
+from huge_pages import huge_pages
 from kvcast.hostagent.client import AsyncClient
 from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.options import Options, SsdOptions
@@ -108,12 +110,21 @@ async def test_what_leaves_dram_is_served_from_disk_to_clients_here(tmp_path: Pa
 
 
 async def test_blocks_lie_in_further_arenas_before_they_lie_on_disk(tmp_path: Path) -> None:
+    await through_further_arenas(tmp_path, tmp_path)
+
+
+async def test_further_arenas_may_lie_in_huge_pages(tmp_path: Path) -> None:
+    with huge_pages(tmp_path / "huge", 4) as folder:
+        await through_further_arenas(tmp_path, folder)
+        assert os.statvfs(folder).f_bfree == 0, "they lay there"
+
+
+async def through_further_arenas(tmp_path: Path, folder: Path) -> None:
     def change(options: Options) -> Options:
         options = with_ssd(1)(options)
         if not options.ssd.paths:
             return options
-        path = options.ssd.paths[0]
-        arenas = ((f"{path}.near", 3 * MIB), (f"{path}.far", 3 * MIB))
+        arenas = ((f"{folder}/near", 3 * MIB), (f"{folder}/far", 3 * MIB))
         return replace(options, ssd=replace(options.ssd, arenas=arenas))
 
     async with running_pool(tmp_path, 2, change) as pool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import queue
 import random
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huge_pages import PAGE, huge_pages
 from kvcast.cli import fsck as command
+from kvcast.hostagent.tiers.arena import ArenaError, ArenaFile
+from kvcast.hostagent.tiers.huge_pages import huge_page_bytes_of
+from kvcast.hostagent.tiers.kept import KeptOptions, open_kept
 from kvcast.hostagent.tiers.ssd.files import Disk, SsdFile, open_files
 from kvcast.hostagent.tiers.ssd.layout import SsdError, SsdInUseError, cut_of
 from kvcast.hostagent.tiers.ssd.mapped import MappedFile, must_be_mapped, open_arena
@@ -23,7 +25,6 @@ from kvcast.hostagent.tiers.ssd.orders import DONE, NOTHING, Kind, Order
 
 UNIT, SLAB = 4096, 32 * 4096
 CUT = cut_of("node a of cluster b", 40 * SLAB, UNIT, SLAB)
-PAGE = 2 << 20
 PAGES = -(-CUT.file_bytes // PAGE)
 DEVICE = "/dev/zero"
 
@@ -114,52 +115,30 @@ def test_another_device_is_refused(tmp_path: Path) -> None:
         open_arena(DEVICE, CUT.file_bytes)
 
 
-def test_only_what_lies_on_hugetlbfs_or_is_a_device_must_be_mapped(tmp_path: Path) -> None:
+def test_what_lies_on_hugetlbfs_is_known_by_its_mount(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
     mounts = tmp_path / "mountinfo"
+    path = str(tmp_path / "new")
     for kind, wanted in (("hugetlbfs", True), ("tmpfs", False)):
         number = f"{os.major(device)}:{os.minor(device)}"
         mounts.write_text(
             f"1 2 99:98 / / rw shared:1 - hugetlbfs x rw\n3 1 {number} / /m rw - {kind} none rw\n"
         )
-        assert must_be_mapped(str(tmp_path / "new"), mounts) is wanted
-    assert not must_be_mapped(str(tmp_path / "none" / "new"))
-    assert not must_be_mapped(str(tmp_path / "new"), tmp_path / "none")
-    file = open_arena(str(tmp_path / "new"))
+        assert (huge_page_bytes_of(path, mounts) > 0) is wanted
+    assert not huge_page_bytes_of(str(tmp_path / "none" / "new"))
+    assert not huge_page_bytes_of(path, tmp_path / "none")
+    assert not must_be_mapped(path)
+    file = open_arena(path)
     assert not isinstance(file, MappedFile)
     file.close()
 
 
-@pytest.fixture
-def huge_pages(tmp_path: Path) -> Iterator[Path]:
-    """A hugetlbfs with as many pages as one file needs, which the kernel gets back."""
-    setting = Path(f"/sys/kernel/mm/hugepages/hugepages-{PAGE >> 10}kB/nr_hugepages")
-    if os.geteuid() != 0 or not os.access(setting, os.W_OK):
-        pytest.skip("it takes root to have huge pages set aside")
-    before = int(setting.read_text())
-    folder = tmp_path / "huge"
-    folder.mkdir()
-    try:
-        setting.write_text(str(before + PAGES))
-        if int(setting.read_text()) < before + PAGES:
-            pytest.skip(f"the kernel has no {PAGES} huge pages to give")
-        words = ["mount", "-t", "hugetlbfs", "-o", f"pagesize=2M,size={PAGES * PAGE}", "none"]
-        mounted = subprocess.run([*words, folder], capture_output=True, text=True, check=False)
-        if mounted.returncode:
-            pytest.skip(f"no hugetlbfs can be mounted: {mounted.stderr.strip()}")
-        try:
-            yield folder
-        finally:
-            subprocess.run(["umount", folder], check=True)
-    except OSError as error:
-        pytest.skip(f"no huge pages can be set aside: {error}")
-    finally:
-        setting.write_text(str(before))
+def test_a_file_of_huge_pages_is_made_found_again_and_checked(tmp_path: Path) -> None:
+    with huge_pages(tmp_path / "huge", PAGES) as folder:
+        made_found_again_and_checked(str(folder / "arena"))
 
 
-def test_a_file_of_huge_pages_is_made_found_again_and_checked(huge_pages: Path) -> None:
-    path = str(huge_pages / "arena")
-
+def made_found_again_and_checked(path: str) -> None:
     def made() -> tuple[SsdFile, bool]:
         (file,), (formatted,) = open_files(
             [path], [CUT], lambda: 7, direct=False, opened=open_arena
@@ -186,11 +165,22 @@ def test_a_file_of_huge_pages_is_made_found_again_and_checked(huge_pages: Path) 
     file.close()
 
 
-def test_where_too_few_huge_pages_are_free_it_is_said_and_none_is_kept(huge_pages: Path) -> None:
-    path = str(huge_pages / "arena")
+def test_where_too_few_huge_pages_are_free_it_is_said_and_none_is_kept(tmp_path: Path) -> None:
     cut = cut_of("x", (PAGES + 1) * PAGE + SLAB, UNIT, SLAB)
-    with pytest.raises(SsdError, match=r"huge pages of 2097152 bytes are wanted, and \d+ are free"):
-        open_files([path], [cut], lambda: 7, direct=False, opened=open_arena)
-    assert os.statvfs(huge_pages).f_bfree == PAGES
-    with pytest.raises(SsdError, match=r"vm\.nr_hugepages"):
-        open_files([path], [cut], lambda: 7, direct=False, opened=open_arena)
+    size = (PAGES + 1) * PAGE
+    says = r"huge pages of 2097152 bytes are wanted, and \d+ are free.*vm\.nr_hugepages"
+    with huge_pages(tmp_path / "huge", PAGES) as folder:
+        path, index = str(folder / "arena"), str(tmp_path / "index")
+        for _ in range(2):
+            with pytest.raises(SsdError, match=says):
+                open_files([path], [cut], lambda: 7, direct=False, opened=open_arena)
+            assert os.statvfs(folder).f_bfree == PAGES
+        for reserve in (True, False):
+            with pytest.raises(ArenaError, match=says):
+                ArenaFile(size, path + "2", reserve=reserve)
+            with pytest.raises(ArenaError, match=says):
+                open_kept(KeptOptions("a", path + "3", index, size, 65536, reserve), 5)
+        with pytest.raises(ArenaError, match="multiples of 2097152 bytes"):
+            ArenaFile(PAGE + 1, path + "2")
+        arena = ArenaFile(PAGES * PAGE, path + "2")
+        arena.close()

@@ -24,32 +24,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from kvcast.hostagent.tiers.huge_pages import SYSFS, huge_page_bytes_of, why_no_room
 from kvcast.hostagent.tiers.ssd.files import SsdFile, address_of
 from kvcast.hostagent.tiers.ssd.layout import SsdError
 
-SYSFS: Final = Path("/sys")
-MOUNTS: Final = Path("/proc/self/mountinfo")
 _ALIGN_BYTES: Final = 2 << 20
 """Of a device that does not say."""
 
 
-def must_be_mapped(path: str, mounts: Path = MOUNTS) -> bool:
+def must_be_mapped(path: str) -> bool:
     """Whether what is, or would be made, at a path cannot be read and written like a file."""
     try:
         if stat.S_ISCHR(os.stat(path).st_mode):
             return True
     except OSError:
         pass  # it is to be made, or whoever opens it says what is wrong
-    try:
-        device = os.stat(os.path.dirname(os.path.abspath(path))).st_dev
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return any(
-        line.split(" ")[2] == number and line.partition(" - ")[2].split(" ")[0] == "hugetlbfs"
-        for line in lines
-    )
+    return huge_page_bytes_of(path) > 0
 
 
 def open_arena(path: str, wanted_bytes: int | None = None, *, makes: bool = True) -> SsdFile:
@@ -184,17 +174,5 @@ class MappedFile(SsdFile):
             os.posix_fallocate(self.fd, 0, end)
         except OSError as error:
             os.ftruncate(self.fd, before)  # and so give back those that were found
-            free = _free_huge_pages(self._page_bytes, self._sysfs)
-            raise SsdError(
-                f"{self.path}: {end // self._page_bytes} huge pages of {self._page_bytes} bytes are"
-                f" wanted, and {free} are free ({error.strerror}): have the kernel set more aside"
-                " (vm.nr_hugepages), or name less"
-            ) from error
-
-
-def _free_huge_pages(page_bytes: int, sysfs: Path) -> str:
-    pool = sysfs / "kernel" / "mm" / "hugepages" / f"hugepages-{page_bytes >> 10}kB"
-    try:
-        return (pool / "free_hugepages").read_text().strip()
-    except OSError:
-        return "an unknown number"
+            why = why_no_room(self.path, end, error, self._sysfs)
+            raise SsdError(f"{self.path}: {why}") from error
