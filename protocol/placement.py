@@ -9,10 +9,11 @@ A caller hands over *pieces*: datagrams of one length that lie side by side, as 
 over (UDP_GRO), the last perhaps shorter, or a single one. For DATA of a copy in the table, from a
 node that is listened to, the payload is copied to its place and the chunk's bit is cleared; Python
 hears of it later, as one *arrival* for all such frames in a row that agree in copy, segment, node,
-tag and flags. Every other well-formed frame from a known node (READ, MISS, OFFER, DATA of which no
-copy is chosen, of another copy, or from elsewhere) stops the work, so that whoever decides does so
-in the order in which frames came: first what has arrived until then, then that frame. What is
-malformed, for another node, or from nobody known is counted and left.
+tag and flags. So it does of the end of an answer by RDMA (WRITTEN), where all that is missing of
+its segment has come. Every other well-formed frame from a known node (READ, MISS, OFFER, DATA of
+which no copy is chosen, of another copy, or from elsewhere) stops the work, so that whoever decides
+does so in the order in which frames came: first what has arrived until then, then that frame. What
+is malformed, for another node, or from nobody known is counted and left.
 
 A copy that leaves the table is written to no more. What Python has not heard of it by then it hears
 under a `serial` that nobody knows any more.
@@ -36,6 +37,7 @@ from kvcast.native.subset import (
     bytes_at,
     copy,
     ctypes_of,
+    indirect,
     native,
     u16_at,
     u32_at,
@@ -218,6 +220,10 @@ class Table(Struct):
     """and the node that it is from;"""
     frame_taken: U64
     """whether somebody else has looked at it."""
+    landing: U64
+    """What puts chunks that came by RDMA in their places (see `call_landing`); 0 = nothing,"""
+    landing_of: U64
+    """and its first argument."""
     frames: U64
     malformed: U64
     misaddressed: U64
@@ -529,6 +535,55 @@ def put_frame(t: Table, number: U32, at: U64, length: U32, source: U32) -> bool:
     return True
 
 
+@indirect
+def call_landing(
+    address: U64, of: U64, first: U64, tag: U64, missing: U64, to: U64, size: U64
+) -> bool:
+    """Put the chunks that are missing of a segment in their places, if all of them have come by
+    RDMA, and are those of the READ with that tag; `first`: the immediate of the first chunk, `to`
+    and `size`: of what is there of the block from the segment on."""
+    raise NotImplementedError
+
+
+@native
+def _take_written(t: Table, at: U64, source: U64) -> bool:
+    """Take the end of an answer by RDMA if that completes its segment; else Python looks at it."""
+    number = find_copy(t, at)
+    if number == 0 or t.landing == 0 or t.arrival_count == ARRIVALS:
+        return False
+    to = t.copies[number - 1]
+    if not _is_of(to, at) or not _is_source(to, source):
+        return False
+    segment = _u16(at + _SEGMENT_AT) & _INDEX
+    start = segment_start(segment, CHUNK_BYTES << to.chunk_code)
+    missing = 0 + to.missing[segment]
+    tag = _u32(at + _TAG_AT)
+    first = (_u16(at + _NAMESPACE_AT) << 16) ^ tag
+    if missing == 0:
+        return False
+    landed = call_landing(
+        t.landing, t.landing_of, first, tag, missing, to.address + start, to.size - start
+    )
+    if not landed:
+        return False
+    to.missing[segment] = 0
+    new = t.arrivals[t.arrival_count]
+    t.arrival_count += 1
+    new.serial = to.serial
+    new.added = missing
+    new.missing = 0
+    new.segment = segment
+    new.source = source
+    new.flags = _u16(at + _FLAGS_AT)
+    new.tag = tag
+    new.frames = 0
+    while missing != 0:
+        missing &= missing - 1
+        new.frames += 1
+    new.last = _LAST_NEW
+    return True
+
+
 @native
 def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
     """Take one datagram; True = Python is to look at it."""
@@ -564,6 +619,8 @@ def _take(t: Table, frame: U64, length: U64, sender: U64) -> bool:
             if _is_of(to, at) and _is_source(to, source):
                 _put(t, to, at, source)
                 return False
+    elif bytes_at(at)[_OP_AT] == OP_WRITTEN and _take_written(t, at, source):
+        return False
     t.frame = at
     t.frame_length = length
     t.frame_source = source
@@ -910,6 +967,11 @@ class Placement:
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         piece = ctypes_of(Piece)(ctypes.addressof(buffer), len(data), stride, sender)
         self.place(ctypes.addressof(piece), 1, arrived, frame, instead=instead)
+
+    def use_landing(self, landing: int, of: int) -> None:
+        """What puts chunks that came by RDMA in their places (`call_landing`), and its first
+        argument; 0: nothing does, and Python hears of the ends of such answers."""
+        self._table.landing, self._table.landing_of = landing, of
 
     @property
     def uncounted(self) -> bool:

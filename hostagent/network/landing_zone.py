@@ -37,6 +37,7 @@ from kvcast.native.subset import (
     Ptr,
     Struct,
     address_of,
+    copy,
     ctypes_of,
     indirect,
     native,
@@ -52,8 +53,11 @@ from kvcast.protocol.messages.roce import (
     POOL_KEY,
     POOL_QUEUE_PAIR,
     SHARED_CHUNKING,
+    SLOT_BYTES,
+    SLOT_SHIFT,
     ZONE_ADDRESS,
     ZONE_BYTES,
+    ZONE_SLOTS,
     Place,
 )
 from kvcast.protocol.messages.wire import CHUNKS_PER_SEGMENT
@@ -208,6 +212,10 @@ class Queue(Struct):
     refused: U64
     number: U64
     """Of the last WRITE."""
+    memory: U64
+    """Where the zone lies."""
+    failure: I64
+    """What `take` has returned of a pair that is broken; 0 = it is not."""
 
 
 @indirect
@@ -235,6 +243,8 @@ def allow(q: Queue, count: U64) -> I32:
 def take(q: Queue) -> I64:
     """Note all that the card reports as received: how many WRITEs, or less than 0 where the pair is
     broken: the status of a completion, or an error's number beyond _POSTING."""
+    if q.failure != 0:
+        return 0 + q.failure
     taken = 0
     while True:
         polled = call_poll(q.poll, q.received, _POLLED, q.polled)
@@ -244,14 +254,43 @@ def take(q: Queue) -> I64:
         words = u32_at(q.polled)
         for i in range(count):
             if words[i * _COMPLETION_WORDS + _STATUS] != 0:
-                return -signed(words[i * _COMPLETION_WORDS + _STATUS])
+                q.failure = -signed(words[i * _COMPLETION_WORDS + _STATUS])
+                return 0 + q.failure
         land(Zone.at(q.zone), q.polled + 4 * _IMMEDIATE, 4 * _COMPLETION_WORDS, count)
         taken += count
         code = allow(q, count)
         if code != 0:
             if code < 0:
                 code = 0 - code
-            return -_POSTING - code
+            q.failure = -_POSTING - code
+            return 0 + q.failure
+
+
+@native
+def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> bool:
+    """As `kvcast.protocol.placement.call_landing` says."""
+    if take(q) < 0:
+        return False
+    number = (tag >> SLOT_SHIFT) & (ZONE_SLOTS - 1)
+    slot = Zone.at(q.zone).slots[number]
+    if slot.claimed == 0 or slot.first != first or (missing & ~slot.untaken) != 0:
+        return False
+    source = q.memory + number * SLOT_BYTES
+    start = 0
+    while missing != 0:
+        while (missing & 1) == 0:
+            missing = missing >> 1
+            start += _CHUNK_BYTES
+        end = 0 + start
+        while (missing & 1) == 1:
+            missing = missing >> 1
+            end += _CHUNK_BYTES
+        length = end - start
+        if size - start < length:
+            length = size - start
+        copy(to + start, source + start, length)
+        start = end
+    return True
 
 
 @native
@@ -306,13 +345,16 @@ class _Compiled(NamedTuple):
     take: Callable[[int], int]
     send: Callable[[int, int, int, int, int, int], int]
     allow: Callable[[int, int], int]
+    put_in_place: int
+    """Its address."""
 
 
 @cache
 def compiled() -> _Compiled:
     """The compiled functions; made, or read from the cache on disk, when first asked for."""
-    library = Library(take, send, allow)
-    return _Compiled(library.call(take), library.call(send), library.call(allow))
+    library = Library(take, send, allow, put_in_place)
+    call = library.call
+    return _Compiled(call(take), call(send), call(allow), library.address(put_in_place))
 
 
 def _library() -> ctypes.CDLL:
@@ -480,8 +522,10 @@ class LandingZone:
             sends=send_at,
             parts=part_at,
             receives=at,
+            memory=ctypes.addressof(ctypes.c_char.from_buffer(self._memory)),
         )
         self._queue_at = ctypes.addressof(self._queue)
+        self.landing.in_place = self._code.put_in_place, self._queue_at
 
     def _make_pair(self, domain: int, port: int, gid_index: int, peer: str) -> int:
         options = _QueuePairOptions(
@@ -591,9 +635,10 @@ class LandingZone:
         if self.closed or self.broken:
             return False
         came = self._code.take(self._queue_at)
-        if came > 0:
-            self._landed(self.landing.take_told())
-        elif came <= -_POSTING:
+        told = self.landing.take_told()
+        if told:
+            self._landed(told)
+        if came <= -_POSTING:
             self._break(f"room for WRITEs: {os.strerror(-came - _POSTING)}")
         elif came < 0:
             self._break(f"a completion with status {-came}")
@@ -605,7 +650,7 @@ class LandingZone:
                     self._ended(number)
         if sent:
             self._send_waiting()
-        return sent or came > 0
+        return sent or came > 0 or bool(told)
 
     def _poll_some(self, queue: int) -> memoryview | None:
         """Completions that are there, as words; None if there are none, or the pair is broken."""

@@ -57,7 +57,7 @@ ZONE_ADDRESS: Final = ZONE_ADDRESS_HIGH << 32
 """Where every zone begins, to the cards. Its low 32 bits are 0, so those of an address in the zone
 are slot and chunk."""
 CHUNK_SHIFT: Final = SHARED_CHUNKING.chunk_bytes.bit_length() - 1
-_SLOT_SHIFT: Final = SLOT_BYTES.bit_length() - 1
+SLOT_SHIFT: Final = SLOT_BYTES.bit_length() - 1
 _ADDRESS_BITS: Final = (ZONE_BYTES - 1) & ~(SHARED_CHUNKING.chunk_bytes - 1)
 ADDRESS_MID_ZEROS: Final = 0xFFFF & ~(_ADDRESS_BITS >> 16)
 ADDRESS_LOW_ZEROS: Final = 0xFFFF & ~_ADDRESS_BITS
@@ -117,7 +117,7 @@ class Place(NamedTuple):
 
     def address_low(self, chunk: int) -> int:
         """The low half of a chunk's address."""
-        return self.slot << _SLOT_SHIFT | chunk << CHUNK_SHIFT
+        return self.slot << SLOT_SHIFT | chunk << CHUNK_SHIFT
 
     def immediate(self, chunk: int) -> int:
         """What the completion of a chunk says."""

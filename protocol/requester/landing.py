@@ -210,6 +210,9 @@ class Landing:
         self.await_more = await_more
         self.usable = True
         """Whether WRITEs can come; without, nothing is claimed."""
+        self.in_place = 0, 0
+        """Compiled code that puts whole segments in their places, as
+        `kvcast.protocol.placement.call_landing` says, and its first argument; 0 = there is none."""
         self.counters = LandingCounters() if counters is None else counters
         self._memory = memory
         self._most = most

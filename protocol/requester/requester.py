@@ -45,6 +45,7 @@ from kvcast.protocol.messages.wire import (
     FLAG_PARTIAL,
     FLAG_RESIDENT,
     FLAG_SHARED,
+    FLAG_WRITE,
     MISS_CHUNK_SIZE,
     MISS_DIGEST_GONE,
     MISS_NO_WRITE,
@@ -479,6 +480,10 @@ class Requester:
             self._group_heard_at[fetch.group] = now
         asker.heard_at[source] = now
         fetch.homes.contributors.add(source)
+        if flags & FLAG_WRITE:
+            asker.landed_at[source] = now
+            counters.data_by_write += new
+            report.chunks_written += new
         if flags & FLAG_SHARED:
             asker.note_sharing(now, fetch)
             counters.data_shared += new
@@ -513,6 +518,7 @@ class Requester:
             for segment in fetch.segments:
                 self._asker.let_slot_go(segment)
         self._asker.landing = landing
+        self.placement.use_landing(*((0, 0) if landing is None else landing.in_place))
 
     def use_writers(self, homes: frozenset[int]) -> None:
         """The homes that can answer by RDMA."""
@@ -584,16 +590,11 @@ class Requester:
             segment.index,
             chunks,
             landing.view(place),
-            flags & FLAG_SHARED,
+            flags & FLAG_SHARED | FLAG_WRITE,
             place.tag,
             source,
             last=segment.written and not self._tail_comes(segment, assembly, chunks),
         )
-        new = arrived.added.bit_count()
-        if new:
-            self.counters.data_by_write += new
-            fetch.report.chunks_written += new
-            self._asker.landed_at[segment.home] = now
         self._arrived(now, fetch, arrived)
 
     def _is_there(self, segment: Segment) -> bool:
