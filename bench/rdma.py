@@ -17,16 +17,19 @@ sides share its two processors: the ratios say what the link costs beside the ca
 and no rate says anything of a real card. After each round the bytes of all blocks are compared one
 by one (`wrong_bytes`).
 
-Then, in machines of their own, shared answers (`rdma_shared`): `shared_home_egress_ratio` = bytes
+Before that, in the same boot, shared answers (`rdma_shared`): `shared_home_egress_ratio` = bytes
 that the home's card sent over the blocks' bytes, the worse of two and of three readers, all of whom
 have asked for everything before the home answers; `shared_blocks_by_rdma` of `shared_blocks` came
 by RDMA WRITE to their last chunk; `shared_icrc_dropped` = RoCE packets that reached the machines of
 these readers and that their cards did not take; `shared_loss_egress_ratio` = the first, for three
 readers, with 1 % loss on each link; `reader_cpu_over_udp` = processor time a byte of a reader's
-agent over that by DATA, the least of some long rounds each. It is the agent's process alone, system
-calls included: interrupts are kept off its processor, since the kernel would charge them to it.
-What they cost is the card's work for RDMA, which Soft-RoCE does, and the kernel's own for UDP;
-`reader_machine_cpu_over_udp` is of all that the machine does. `shared_rounds` has all of it.
+agent over that by DATA, the least of some long rounds each. It is what the agent's processor, which
+it has to itself, takes of the processors below the emulation, so that it has nothing of when others
+had these; interrupts are kept off it, since what they cost is the card's work for RDMA, which
+Soft-RoCE does, and the kernel's own for UDP. `reader_cpu_over_udp_by_own_clock` is by what the
+machine itself counts for the agent, `reader_machine_cpu_over_udp` of all that the machine does.
+`shared_rounds` has all of it, and rounds without shared answers beside them: by the agents' own
+RDMA link, and by TCP without kvcast. `--picture FILE` draws them.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from kvcast.bench import rdma_shared
+from kvcast.bench import rdma_picture, rdma_shared
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
@@ -57,10 +60,9 @@ from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.control import NamespaceInfo, NodeInfo, PoolMap
 from kvcast.protocol.messages.wire import BUCKETS, BlockId, digest_of
 from kvcast.service import provenance
-from kvcast.topologies.machines import DEVICE, MachineNetwork
+from kvcast.topologies.machines import DEVICE
 from kvcast.topologies.network import NetworkError
 from kvcast.topologies.pool import PoolError
-from kvcast.topologies.star import Star
 
 NAMESPACE: Final = 1
 HOME, READER = 0, 1
@@ -311,39 +313,34 @@ def _card_of(ip: str) -> tuple[str, int]:
     raise RuntimeError(f"no RDMA card has {ip}")
 
 
-def _in_machine(seconds: float) -> dict[str, Any]:
-    """The same in an emulated machine; NetworkError where there can be none."""
-    network = MachineNetwork(Star.of(1))
-    try:
-        network.up()
-        (machine,) = network.machines.values()
-        for ip in _EMULATED:
-            machine.run(["ip", "address", "replace", f"{ip}/24", "dev", "eth0"], 20.0)
-        report = network.folder / "report.json"
-        command = [sys.executable, "-m", "kvcast.bench.rdma", "--here", ",".join(_EMULATED)]
-        command += ["--seconds", str(seconds), "--json", str(report)]
-        done = machine.run(command, 400.0, network.environment)
-        if done.status:
-            raise RuntimeError(done.output)
-        result: dict[str, Any] = json.loads(report.read_text())
-        return result | {"card": f"Soft-RoCE ({DEVICE}) in an emulated machine"}
-    finally:
-        network.down()
+def _in_machine(bed: rdma_shared.Bed, seconds: float) -> dict[str, Any]:
+    """The same in an emulated machine, where nothing else runs."""
+    network = bed.network
+    machine = network.machines[bed.nodes[-1]]
+    for ip in _EMULATED:
+        machine.run(["ip", "address", "replace", f"{ip}/24", "dev", "eth0"], 20.0)
+    report = network.folder / "report.json"
+    command = [sys.executable, "-m", "kvcast.bench.rdma", "--here", ",".join(_EMULATED)]
+    command += ["--seconds", str(seconds), "--json", str(report)]
+    done = machine.run(command, 400.0, network.environment)
+    if done.status:
+        raise RuntimeError(done.output)
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result | {"card": f"Soft-RoCE ({DEVICE}) in an emulated machine"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvcast.bench.rdma")
     parser.add_argument("--json", metavar="FILE", help="write the report there")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of our rounds")
+    parser.add_argument("--picture", metavar="FILE", help="draw the shared rounds there, as a PNG")
     parser.add_argument("--here", metavar="HOMEIP,READERIP", help="this machine's card")
     parser.add_argument("--side", type=int, choices=(HOME, READER), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
         if options.here is None:
-            report = _in_machine(options.seconds)
-            shared = asyncio.run(rdma_shared.measure())
-            shared["wrong_bytes"] = report["wrong_bytes"] + shared.pop("shared_wrong_bytes")
-            report |= shared
+            report = asyncio.run(rdma_shared.measure(lambda bed: _in_machine(bed, options.seconds)))
+            report["wrong_bytes"] += report.pop("shared_wrong_bytes")
         else:
             ips = options.here.split(",")
             if options.side is not None:
@@ -358,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if options.json:
         Path(options.json).write_text(text + "\n")
+    if options.picture and options.here is None:
+        rdma_picture.draw(report, Path(options.picture))
     return 0
 
 

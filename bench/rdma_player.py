@@ -24,9 +24,11 @@ from typing import Any, Final
 from kvcast.hostagent.client import AsyncClient
 from kvcast.native.linux import SOL_PACKET
 from kvcast.protocol.messages.roce import ROCE_UDP_PORT
+from kvcast.protocol.messages.wire import digest_of
 from kvcast.topologies.machines import DEVICE, SOCKET
 
 GATHER_MS: Final = 250
+TCP_PORT: Final = 18_700
 DEADLINE_S: Final = 90.0
 _SETTLED_S: Final = 0.5
 
@@ -42,14 +44,17 @@ def _agent_pid() -> int:
     raise RuntimeError("there is no agent")
 
 
-def _pin() -> None:
-    """What comes for the network card keeps one processor busy, and the agent has the other: this
-    kernel takes what an interrupt costs for the time of whoever was interrupted."""
+def _pin(agents: set[int], others: set[int]) -> None:
+    """Which processors the agent has, and which whatever else runs here; what comes for the network
+    card keeps to the first of these."""
     for name in Path("/proc/irq").glob("[0-9]*/smp_affinity"):
         with contextlib.suppress(OSError):  # a timer's, say
-            name.write_text("1")
-    for task in Path(f"/proc/{_agent_pid()}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {1})
+            name.write_text(str(1 << min(others)))
+    agent = _agent_pid()
+    for task in Path("/proc").glob("[0-9]*/task/*"):
+        mine = task.parts[2] == str(agent)
+        with contextlib.suppress(OSError):  # a kernel's thread of one processor, or it has ended
+            os.sched_setaffinity(int(task.name), agents if mine else others)
 
 
 class _Times:
@@ -126,12 +131,18 @@ async def _play(folder: Path) -> None:
             return
         said: dict[str, Any] = {}
         if what == "pin":
-            _pin()
+            _pin({1}, {0})
+        elif what == "unpin":
+            _pin({0, 1}, {0, 1})
         elif what in ("stop", "go on"):
             os.kill(_agent_pid(), signal.SIGSTOP if what == "stop" else signal.SIGCONT)
         elif what == "connect":
             client = await AsyncClient.connect(SOCKET)
             said = {"namespace": await _namespace(client)}
+        elif what == "serve":
+            _serve(ask.with_suffix(".ready"), group, numbers, size_bytes)
+        elif what.startswith("fetch "):
+            said = await _fetch(what.split()[1], folder / f"{number}.go", numbers, size_bytes)
         else:
             assert client is not None
             go = folder / f"{number}.go"
@@ -146,6 +157,45 @@ async def _namespace(client: AsyncClient) -> int:
     return await client.namespace("t", "m", "1", "l")
 
 
+def _serve(ready: Path, readers: int, numbers: list[int], size_bytes: int) -> None:
+    """What a store without kvcast does: send so many readers the blocks, each by its own TCP."""
+    blocks = [_block(number, size_bytes) for number in numbers]
+    with socket.create_server(("", TCP_PORT)) as server:
+        ready.touch()
+        for _ in range(readers):
+            connection, _address = server.accept()
+            with connection:
+                for block in blocks:
+                    connection.sendall(block)
+
+
+async def _fetch(ip: str, go: Path, numbers: list[int], size_bytes: int) -> dict[str, Any]:
+    """Read the blocks from there, and make their digests, on the agent's processor."""
+    rooms = [bytearray(size_bytes) for _ in numbers]
+    await _hand_over(go, "ready", "go")
+    os.sched_setaffinity(0, {1})
+    with socket.create_connection((ip, TCP_PORT)) as connection:
+        for room in rooms:
+            view = memoryview(room)
+            while view:
+                got = connection.recv_into(view)
+                if not got:
+                    raise RuntimeError("the other end has closed")
+                view = view[got:]
+            digest_of(room)
+    os.sched_setaffinity(0, {0})
+    await _hand_over(go, "got", "on")
+    wrong = [n for n, r in zip(numbers, rooms, strict=True) if r != _block(n, size_bytes)]
+    return {"wrong_bytes": len(wrong) * size_bytes, "missed": 0}
+
+
+async def _hand_over(go: Path, here: str, there: str) -> None:
+    """Say that we are so far, and wait for the other side."""
+    go.with_suffix(f".{here}").touch()
+    while not go.with_suffix(f".{there}").exists():  # noqa: ASYNC110  # both sides see files
+        await asyncio.sleep(0.005)
+
+
 async def _engine(
     client: AsyncClient, what: str, go: Path, group: int, numbers: list[int], size_bytes: int
 ) -> dict[str, Any]:
@@ -158,9 +208,7 @@ async def _engine(
         return _counts(await client.stats())
     wanted = {number: _block(number, size_bytes) for number in numbers}
     before, times, arrivals = _counts(await client.stats()), _Times(), _Arrivals()
-    go.with_suffix(".ready").touch()
-    while not go.exists():  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await _hand_over(go, "ready", "go")
     began, first = times.now(), _datagrams_sent()
     sent = first
     getting = asyncio.create_task(
@@ -168,11 +216,13 @@ async def _engine(
             namespace,
             [number.to_bytes(16, "big") for number in numbers],
             deadline_s=DEADLINE_S,
-            gather_ms=GATHER_MS,
+            gather_ms=0 if what == "get alone" else GATHER_MS,
             group=group,
         )
     )
-    while not getting.done():  # until it has asked for something, and then for nothing more
+    while (
+        what != "get alone" and not getting.done()
+    ):  # until it has asked for something, and then for nothing more
         await asyncio.sleep(_SETTLED_S)
         sent, earlier = _datagrams_sent(), sent
         if sent == earlier != first:
@@ -180,6 +230,7 @@ async def _engine(
     go.with_suffix(".asked").touch()
     outcomes = await getting
     ended = times.now()
+    await _hand_over(go, "got", "on")
     after = _counts(await client.stats())
     after["arrived"] = float(arrivals.count())
     wrong_bytes = missed = 0

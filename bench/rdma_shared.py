@@ -17,12 +17,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvcast.controller.core.placement import place
-from kvcast.protocol.messages.roce import SHARED_CHUNKING, SLOT_BYTES, place_of
+from kvcast.protocol.messages.roce import SHARED_CHUNKING, SLOT_BYTES, ZONE_SLOTS, place_of
 from kvcast.protocol.messages.wire import SEGMENT_BYTES, bucket_of
 from kvcast.topologies.machines import (
     RDMA_ADDRESS,
@@ -38,13 +38,15 @@ BLOCK_BYTES: Final = SEGMENT_BYTES + 7 * SLOT_BYTES
 BLOCKS: Final = WINDOW_SEGMENTS * SEGMENT_BYTES // SLOT_BYTES // 8
 """Of a round: so many that all their segments are asked for at once."""
 LONG_ROUNDS: Final = 3
-LONG_BLOCKS: Final = 8
+LONG_BLOCKS: Final = 12
 """Of a round that shows what a byte costs: what a read costs beside is little then."""
 _FIRST: Final = itertools.count(1000, 100_000)
 """Numbers of blocks that no round has had."""
 NO_GROUP: Final = 999
 """A reader group that nobody made."""
 _COMMAND_S: Final = 150.0
+_AGENT: Final = 1
+"""The processor of each machine that its agent has to itself."""
 
 
 def options(**more: Any) -> PoolOptions:
@@ -111,9 +113,9 @@ class _Answer:
             await asyncio.sleep(0.02)
         return path.read_text()
 
-    def go(self) -> None:
-        """Let it begin."""
-        self._base.with_suffix(".go").touch()
+    def go(self, what: str = "go") -> None:
+        """Let it begin, or go on."""
+        self._base.with_suffix(f".{what}").touch()
 
     async def said(self) -> dict[str, Any]:
         """Its answer, at its end."""
@@ -142,14 +144,31 @@ class Bed:
             if time.monotonic() > end:
                 raise RuntimeError("no landing zones")
             await asyncio.sleep(0.2)
-        for what in ("pin", "connect"):  # by their end the map says so, too
-            for answer in [player.ask(what) for player in self._players]:
-                self._namespace = (await answer.said()).get("namespace", 0)
+        # By the end of this the map says so, too.
+        for answer in [player.ask("connect") for player in self._players]:
+            self._namespace = (await answer.said())["namespace"]
+
+    async def pin(self) -> None:
+        """From now on every agent has a processor to itself."""
+        for answer in [player.ask("pin") for player in self._players]:
+            await answer.said()
 
     def end(self) -> None:
         """Let the players end."""
         for player in self._players:
             player.ask("end")
+
+    async def keep_last(self) -> None:
+        """Power all machines off but the last, and end what runs there."""
+        await self._players[-1].ask("unpin").said()
+        self.end()
+        last = self.network.machines[self.nodes[-1]]
+        words = ["pkill", "-9", "-f", "kvcast.hostagent.daemon"]
+        await asyncio.to_thread(last.run, words, 20.0)
+        for node in self.nodes[:-1]:
+            self.network.machines[node].ask_to_end()
+        for node in self.nodes[:-1]:
+            await asyncio.to_thread(self.network.machines[node].end, 20.0)
 
     async def lose(self, loss: float) -> None:
         """From now on the switch, which is started anew for it, loses frames with that
@@ -168,22 +187,23 @@ class Bed:
         by_data: bool = False,
         blocks: int = BLOCKS,
         block_bytes: int = BLOCK_BYTES,
-        apart: bool = False,
     ) -> dict[str, float]:
-        """`readers` nodes read the same blocks at once; what came of it. `apart`: the blocks' first
-        segments have slots of their own, so that none must wait for another's end."""
+        """`readers` nodes read the same blocks at once; what came of it. Where there are slots for
+        all segments each has its own, so that none is asked for only after another's end."""
+        segments = range(SHARED_CHUNKING.segments_of(block_bytes))
+        apart = blocks * len(segments) <= ZONE_SLOTS // 2
         taken: set[int] = set()
 
         def fits(number: int) -> bool:
             key = number.to_bytes(16, "big")
-            slot = place_of(self._namespace, key, SHARED_CHUNKING.number(0)).slot
-            if apart and slot in taken:
+            names = (SHARED_CHUNKING.number(index) for index in segments)
+            slots = {place_of(self._namespace, key, name).slot for name in names}
+            if apart and taken & slots:
                 return False
-            taken.add(slot)
+            taken.update(slots)
             return True
 
-        numbers = keys_at(self.home, self.nodes, self._next, blocks, fits)
-        self._next = numbers[-1] + 1
+        numbers = self._new_keys(blocks, fits)
         group = NO_GROUP if by_data else 0
         home, others = self._players[0], self._players[1:][:readers]
         await home.ask("put", 0, numbers, block_bytes).said()
@@ -194,11 +214,18 @@ class Bed:
         # Emulated readers are further apart than homes wait for. So the home stands still until
         # all have asked for everything.
         await home.ask("stop").said()
+        machines = [self.network.machines[node] for node in self.nodes[1:][:readers]]
+        before_s = sum(machine.processor_s(_AGENT) for machine in machines)
         for answer in answers:
             answer.go()
         for answer in answers:
             await answer.file("asked")
         await home.ask("go on").said()
+        for answer in answers:
+            await answer.file("got")
+        processor_s = sum(machine.processor_s(_AGENT) for machine in machines) - before_s
+        for answer in answers:
+            answer.go("on")
         said = [await answer.said() for answer in answers]
         after = await home.ask("counts").said()
         sent = {name: after[name] - before.get(name, 0.0) for name in after}
@@ -222,28 +249,81 @@ class Bed:
         }
         for what in ("agent", "agent_system", "machine", "softirq"):
             result[f"{what}_s_per_byte"] = of_readers(f"{what}_s") / (readers * total)
+        result["processor_s_per_byte"] = processor_s / (readers * total)
         return result
 
+    def _new_keys(self, count: int, fits: Callable[[int], bool]) -> list[int]:
+        numbers = keys_at(self.home, self.nodes, self._next, count, fits)
+        self._next = numbers[-1] + 1
+        return numbers
 
-async def measure() -> dict[str, Any]:
-    """All rounds, in one boot of four machines; the numbers by name."""
+    async def plain(self, way: str, readers: int, blocks: int = BLOCKS) -> dict[str, float]:
+        """The same where no answer is shared, one reader after the other: "RDMA", by READs of the
+        agents' RDMA link; "TCP", without kvcast."""
+        numbers = self._new_keys(blocks, lambda _: True)
+        home, others = self._players[0], self.nodes[1:][:readers]
+        if way == "RDMA":
+            await home.ask("put", 0, numbers, BLOCK_BYTES).said()
+        before = await home.ask("counts").said()
+        what = "get alone"
+        if way == "TCP":
+            serving = home.ask("serve", readers, numbers, BLOCK_BYTES)
+            await serving.file("ready")
+            what = f"fetch {self.network.machines[self.home].host.ip}"
+        processor_s = wrong_bytes = missed = 0.0
+        for number, node in enumerate(others, 1):
+            answer = self._players[number].ask(what, 0, numbers, BLOCK_BYTES)
+            await answer.file("ready")
+            before_s = self.network.machines[node].processor_s(_AGENT)
+            answer.go()
+            await answer.file("got")
+            processor_s += self.network.machines[node].processor_s(_AGENT) - before_s
+            answer.go("on")
+            said = await answer.said()
+            wrong_bytes += said["wrong_bytes"]
+            missed += said["missed"]
+        if way == "TCP":
+            await serving.said()
+        after = await home.ask("counts").said()
+        total = blocks * BLOCK_BYTES
+        return {
+            "home_egress_ratio": (after["sent_bytes"] - before["sent_bytes"]) / total,
+            "processor_s_per_byte": processor_s / (readers * total),
+            "wrong_bytes": wrong_bytes,
+            "missed": missed,
+        }
+
+
+async def measure(alone: Callable[[Bed], dict[str, Any]]) -> dict[str, Any]:
+    """All rounds, in one boot of four machines; the numbers by name. In the end `alone` is asked
+    for more of them, when only the last machine is up and its agent has ended."""
     star = Star.of(4)
     nodes = [host.node_id for host in star.hosts]
     rounds: dict[str, dict[str, float]] = {}
     async with Pool(star, options()) as pool:
         bed = Bed(pool, nodes)
         await bed.wait_for_zones()
+        await bed.pin()
+
+        async def note(name: str, figures: Awaitable[dict[str, float]]) -> None:
+            rounds[name] = await figures
+            print(f"{name}: {json.dumps(rounds[name])}", file=sys.stderr, flush=True)
+
+        for way in ("TCP", "RDMA"):
+            for readers in (1, 2, 3):
+                await note(f"{readers} by plain {way}", bed.plain(way, readers))
         await bed.round(3)  # so that all is where it is needed
         for readers in (1, 2, 3):
-            rounds[f"{readers} by RDMA"] = await bed.round(readers)
-            rounds[f"{readers} by DATA"] = await bed.round(readers, by_data=True)
+            await note(f"{readers} by RDMA", bed.round(readers))
+            await note(f"{readers} by DATA", bed.round(readers, by_data=True))
         for number in range(LONG_ROUNDS):
             for way in ("RDMA", "DATA"):
-                rounds[f"long {number} by {way}"] = await bed.round(
-                    1, by_data=way == "DATA", blocks=LONG_BLOCKS
-                )
+                long = bed.round(1, by_data=way == "DATA", blocks=LONG_BLOCKS)
+                await note(f"long {number} by {way}", long)
         await bed.lose(0.01)
-        rounds["3 with loss"] = await bed.round(3)
+        await note("3 with loss", bed.round(3))
+        await bed.keep_last()
+        more = await asyncio.to_thread(alone, bed)
     shared = [rounds[f"{readers} by RDMA"] for readers in (2, 3)]
 
     def over(name: str) -> float:
@@ -261,9 +341,11 @@ async def measure() -> dict[str, Any]:
         "shared_blocks": sum(each["blocks"] for each in shared),
         "shared_icrc_dropped": sum(each["icrc_dropped"] for each in shared),
         "shared_loss_egress_ratio": rounds["3 with loss"]["home_egress_ratio"],
-        "reader_cpu_over_udp": over("agent_s_per_byte"),
+        "reader_cpu_over_udp": over("processor_s_per_byte"),
+        "reader_cpu_over_udp_by_own_clock": over("agent_s_per_byte"),
         "reader_machine_cpu_over_udp": over("machine_s_per_byte"),
         "shared_wrong_bytes": sum(each["wrong_bytes"] for each in rounds.values()),
         "shared_missed": sum(each["missed"] for each in rounds.values()),
         "shared_rounds": rounds,
+        **more,
     }

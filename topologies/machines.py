@@ -268,7 +268,8 @@ class Machine:
         return [
             # What is killed with us is `timeout`; so it takes the machine with it.
             *("timeout", "-k", "5", str(LIFE_S), "setpriv", "--pdeathsig", "KILL"),
-            *("nice", "-n", "5", "qemu-system-x86_64", "-name", self.host.node_id),
+            *("nice", "-n", "5", "qemu-system-x86_64"),
+            *("-name", f"{self.host.node_id},debug-threads=on"),
             *("-M", "pc,usb=off", "-cpu", _PROCESSOR, "-accel", "tcg,thread=multi,tb-size=96"),
             *("-smp", "2", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config"),
             *("-display", "none", "-no-reboot", "-serial", f"file:{self.folder / 'console'}"),
@@ -313,6 +314,17 @@ class Machine:
         """Run a command, and wait for its end."""
         return self.begin(command, environment).wait(timeout_s)
 
+    def processor_s(self, number: int) -> float:
+        """What one of its processors has taken of this machine's so far. Other than the times that
+        it counts itself, this has nothing of when others had this machine's processors."""
+        assert self._process is not None
+        name = f"CPU {number}/TCG"
+        for child in _children(self._process.pid):
+            for task in Path(f"/proc/{child}/task").iterdir():
+                if (task / "comm").read_text().strip() == name:
+                    return int((task / "schedstat").read_text().split()[0]) / 1e9
+        raise NetworkError(f"{self.host.node_id} has no processor {number}")
+
     def ask_to_end(self) -> None:
         """Have the machine power itself off."""
         if self.folder.exists():
@@ -344,6 +356,10 @@ def begin(folder: Path, command: Sequence[str], environment: Mapping[str, str]) 
             number += 1
     os.unlink(file.name)
     return Job(folder, number)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _share(tag: str, folder: Path, read_only: bool) -> list[str]:

@@ -122,7 +122,7 @@ async def test_shared_blocks_are_written_once_into_the_memory_of_all_who_wait(
     """Blocks of one segment, which all readers have asked for before the home answers: what is
     sent more often than once then was no matter of time."""
     for readers in (1, 2):
-        done = await shared.round(readers, blocks=8, block_bytes=60_000, apart=True)
+        done = await shared.round(readers, blocks=8, block_bytes=60_000)
         assert (done["wrong_bytes"], done["missed"]) == (0, 0)
         assert done["icrc_dropped"] == 0, "a card refused a copy"
         assert done["blocks_by_rdma"] == done["blocks"]
