@@ -23,13 +23,15 @@ have asked for everything before the home answers; `shared_blocks_by_rdma` of `s
 by RDMA WRITE to their last chunk; `shared_icrc_dropped` = RoCE packets that reached the machines of
 these readers and that their cards did not take; `shared_loss_egress_ratio` = the first, for three
 readers, with 1 % loss on each link; `reader_cpu_over_udp` = processor time a byte of a reader's
-agent over that by DATA, the least of some long rounds each. It is what the agent's processor, which
-it has to itself, takes of the processors below the emulation, so that it has nothing of when others
-had these; interrupts are kept off it, since what they cost is the card's work for RDMA, which
-Soft-RoCE does, and the kernel's own for UDP. `reader_cpu_over_udp_by_own_clock` is by what the
-machine itself counts for the agent, `reader_machine_cpu_over_udp` of all that the machine does.
-`shared_rounds` has all of it, and rounds without shared answers beside them: by the agents' own
-RDMA link, and by TCP without kvcast. `--picture FILE` draws them.
+agent over that by DATA, the least of some long rounds each. It is the agent's process alone, system
+calls included, without what it takes when nothing is asked of it: interrupts are kept off its
+processor, since what they cost is the card's work for RDMA, which Soft-RoCE does, and the kernel's
+own for UDP. The machine counts it, and counts as the agent's when its host ran something else; so
+other load makes it more. `reader_cpu_over_udp_with_idle` is the same with what an idle agent takes,
+`reader_machine_cpu_over_udp` of all that the machine does, and `reader_processor_over_udp` what its
+processor for the agent takes of the processors below the emulation, idle or not, however busy these
+are. `shared_rounds` has all of it, and rounds without shared answers beside them: by the agents'
+own RDMA link, and by TCP without kvcast. `--picture FILE` draws them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             mine = [rounds[f"{n} by {name}"] for n in counts]
             for axes, values in (
                 (egress, [each["home_egress_ratio"] for each in mine]),
-                (processors, [each["processor_s_per_byte"] * 2**20 * 1e3 for each in mine]),
+                (processors, [each["agent_busy_s_per_byte"] * 2**20 * 1e3 for each in mine]),
             ):
                 axes.plot(counts, values, color=colour, linewidth=2.2, marker="o", label=label)
         egress.set_title("What left the home, in copies of the blocks")

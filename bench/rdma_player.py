@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ GATHER_MS: Final = 250
 TCP_PORT: Final = 18_700
 DEADLINE_S: Final = 90.0
 _SETTLED_S: Final = 0.5
+_IDLE_S: Final = 4.0
 
 
 def _block(number: int, size_bytes: int) -> bytes:
@@ -74,6 +76,16 @@ class _Times:
             "machine_s": (sum(machine) - machine[3] - machine[4]) * tick_s,
             "softirq_s": machine[6] * tick_s,
         }
+
+
+async def _idle() -> dict[str, float]:
+    """What the agent takes a second when nothing is asked of it."""
+    times = _Times()
+    before, began = times.now(), time.monotonic()
+    await asyncio.sleep(_IDLE_S)
+    after = times.now()
+    elapsed_s = time.monotonic() - began
+    return {name: (value - before[name]) / elapsed_s for name, value in after.items()}
 
 
 class _Arrivals:
@@ -132,6 +144,7 @@ async def _play(folder: Path) -> None:
         said: dict[str, Any] = {}
         if what == "pin":
             _pin({1}, {0})
+            said = await _idle()
         elif what == "unpin":
             _pin({0, 1}, {0, 1})
         elif what in ("stop", "go on"):
@@ -174,6 +187,7 @@ async def _fetch(ip: str, go: Path, numbers: list[int], size_bytes: int) -> dict
     rooms = [bytearray(size_bytes) for _ in numbers]
     await _hand_over(go, "ready", "go")
     os.sched_setaffinity(0, {1})
+    start_s = time.process_time()
     with socket.create_connection((ip, TCP_PORT)) as connection:
         for room in rooms:
             view = memoryview(room)
@@ -183,10 +197,16 @@ async def _fetch(ip: str, go: Path, numbers: list[int], size_bytes: int) -> dict
                     raise RuntimeError("the other end has closed")
                 view = view[got:]
             digest_of(room)
+    took_s = time.process_time() - start_s
     os.sched_setaffinity(0, {0})
     await _hand_over(go, "got", "on")
     wrong = [n for n, r in zip(numbers, rooms, strict=True) if r != _block(n, size_bytes)]
-    return {"wrong_bytes": len(wrong) * size_bytes, "missed": 0}
+    return {
+        "wrong_bytes": len(wrong) * size_bytes,
+        "missed": 0,
+        "agent_s": took_s,
+        "elapsed_s": 0.0,
+    }
 
 
 async def _hand_over(go: Path, here: str, there: str) -> None:
@@ -209,6 +229,7 @@ async def _engine(
     wanted = {number: _block(number, size_bytes) for number in numbers}
     before, times, arrivals = _counts(await client.stats()), _Times(), _Arrivals()
     await _hand_over(go, "ready", "go")
+    start = time.monotonic()
     began, first = times.now(), _datagrams_sent()
     sent = first
     getting = asyncio.create_task(
@@ -229,7 +250,7 @@ async def _engine(
             break
     go.with_suffix(".asked").touch()
     outcomes = await getting
-    ended = times.now()
+    ended, elapsed_s = times.now(), time.monotonic() - start
     await _hand_over(go, "got", "on")
     after = _counts(await client.stats())
     after["arrived"] = float(arrivals.count())
@@ -244,7 +265,7 @@ async def _engine(
         outcome.block.release()
     after |= {name: value - began[name] for name, value in ended.items()}
     moved = {name: after[name] - before.get(name, 0.0) for name in after}
-    return moved | {"wrong_bytes": wrong_bytes, "missed": missed}
+    return moved | {"wrong_bytes": wrong_bytes, "missed": missed, "elapsed_s": elapsed_s}
 
 
 if __name__ == "__main__":

@@ -295,17 +295,11 @@ class Landing:
         return self.take_told()
 
     def take_told(self) -> list[object]:
-        """What the card has reported since is counted: the owners of segments whose answers have
-        ended."""
-        count, chunks, late, spoiled, stray = _HEAD.unpack(self._head)
-        if not chunks:
+        """The owners of segments whose answers have ended since, by what the card has reported."""
+        count = self.count()
+        if not count:
             return []
-        self._head[:] = bytes(_HEAD.size)
-        counters = self.counters
-        counters.chunks += chunks
-        counters.late += late
-        counters.spoiled += spoiled
-        counters.stray += stray
+        self._zone.told_count = 0
         owners = []
         for slot in self._told[:count].tolist():
             self._slots[slot * _WORDS + _TOLD] = 0
@@ -313,6 +307,18 @@ class Landing:
                 self._ending.discard(slot)
                 owners.append(self._owners[slot][1])
         return owners
+
+    def count(self) -> int:
+        """Count what the card has reported since; how many segments wait for `take_told`."""
+        told, chunks, late, spoiled, stray = _HEAD.unpack(self._head)
+        if chunks:
+            self._head[8:] = bytes(_HEAD.size - 8)
+            counters = self.counters
+            counters.chunks += chunks
+            counters.late += late
+            counters.spoiled += spoiled
+            counters.stray += stray
+        return int(told)
 
     def take(self, place: Place) -> int:
         """The chunks of a segment that came since it was last asked, as a bitmap; they lie in

@@ -480,7 +480,8 @@ class Requester:
             self._group_heard_at[fetch.group] = now
         asker.heard_at[source] = now
         fetch.homes.contributors.add(source)
-        if flags & FLAG_WRITE:
+        if flags & FLAG_WRITE and asker.landing is not None:
+            asker.landing.count()
             asker.landed_at[source] = now
             counters.data_by_write += new
             report.chunks_written += new
