@@ -33,6 +33,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from kvcast.bench.replay import NodeLink, Replay, ReplayOptions, links_to
 from kvcast.service import provenance, reports
 from kvcast.service.commands import EXIT_FAILED, EXIT_OK
 from kvcast.simulation.flows import questions
-from kvcast.simulation.flows.demand import NS, as_begun, demand_of
+from kvcast.simulation.flows.demand import NS, Demand, as_begun, demand_of
 from kvcast.simulation.flows.scenarios import WORKLOADS
 from kvcast.topologies.pool import Pool, PoolOptions
 from kvcast.topologies.star import Star
@@ -65,6 +66,8 @@ PARTS = (
 REAL = ("pool", "adaptive")
 """Those that start agents and switches."""
 _POOL_READS = 160
+_LONE_GETS = 5
+"""Before and after each workload, since a machine that does other things is not always as slow."""
 _TURNS = (True, False, False, True, True, False, False, True)
 """Whether each turn of `beside_plain` is the plain switch's. Of a trace's gets some take ten times
 as long as others, and which do differs from turn to turn: so the more turns, the better."""
@@ -96,24 +99,54 @@ async def beside_pool(reads: int = _POOL_READS) -> list[Numbers]:
             sockets = [pool.sockets[host.node_id] for host in star.hosts]
             async with links_to(sockets) as links:
                 nodes = [host.node_id for host in star.hosts]
-                alone = await _as_played(questions.lone_gets(), links, nodes, plain, "alone", 0)
-                home_ns = max(0, round((alone["packet_fetch_ms"] - alone["flow_fetch_ms"]) * 1e6))
+                alone_ns = [await _alone_ns(links, nodes, plain, "at first")]
                 for workload in WORKLOADS:
                     requests = questions.calibration_requests(workload, reads)
-                    row = await _as_played(requests, links, nodes, plain, workload, home_ns)
+                    played = await _play(requests, links, nodes, plain, workload)
+                    alone_ns.append(await _alone_ns(links, nodes, plain, f"after {workload}"))
+                    home_ns = max(0, sum(alone_ns[-2:]) // 2)
+                    row = played.beside_flows(workload, plain, home_ns)
                     rows.append(row | {"home_us": home_ns // 1000})
     return rows
 
 
-async def _as_played(
+@dataclass(frozen=True)
+class _Played:
+    """What a workload came to on the real pool, and its demand, with each get when it began."""
+
+    demand: Demand
+    egress: float
+    fetch_ms: float
+
+    def beside_flows(self, name: str, plain: bool, home_ns: int) -> Numbers:
+        """A row of the calibration: beside flows whose homes take `home_ns` to answer."""
+        flows = questions.flows_of_calibration(
+            self.demand,
+            plain=plain,
+            bits_per_s=questions.EMULATED_BITS_PER_S,
+            home_ns=home_ns,
+        )
+        against = "real pool, emulated links"
+        row = questions.compare(name, against, flows, self.egress, self.fetch_ms)
+        return row | {"switch": "plain" if plain else "kvcast"}
+
+
+async def _alone_ns(links: Sequence[NodeLink], nodes: Sequence[str], plain: bool, when: str) -> int:
+    """By how much a get alone takes longer just now than its links do."""
+    requests = questions.lone_gets(_LONE_GETS)
+    played = await _play(requests, links, nodes, plain, f"alone {when}")
+    row = played.beside_flows("alone", plain, 0)
+    late_ms: float = row["packet_fetch_ms"] - row["flow_fetch_ms"]
+    return round(late_ms * 1e6)
+
+
+async def _play(
     requests: Sequence[Request],
     links: Sequence[NodeLink],
     nodes: Sequence[str],
     plain: bool,
     name: str,
-    home_ns: int,
-) -> Numbers:
-    """One workload on the pool, beside the flows, whose homes take `home_ns` to answer."""
+) -> _Played:
     size = questions.CALIBRATION_BLOCK_BYTES
     played = ReplayOptions(
         block_bytes=size,
@@ -132,21 +165,11 @@ async def _as_played(
         (index_of[number], node): round((began - first) * NS)
         for number, node, began in tally.fetches
     }
-    demand = as_begun(demand_of(requests, len(nodes), size, replicas=0), begun)
-    flows = questions.flows_of_calibration(
-        demand,
-        plain=plain,
-        bits_per_s=questions.EMULATED_BITS_PER_S,
-        home_ns=home_ns,
-    )
-    row = questions.compare(
-        name,
-        "real pool, emulated links",
-        flows,
+    return _Played(
+        as_begun(demand_of(requests, len(nodes), size, replicas=0), begun),
         tally.egress_bytes / max(1, len(tally.fetched) * size),
         sum(tally.fetch_ms) / max(1, len(tally.fetch_ms)),
     )
-    return row | {"switch": "plain" if plain else "kvcast"}
 
 
 async def beside_plain(traces: dict[str, list[TraceLine]]) -> list[Numbers]:

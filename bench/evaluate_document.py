@@ -256,8 +256,9 @@ def _calibration(report: Numbers) -> str:
         "pool*: agents, controller and software switch as processes, links of 5 Mb/s, one home for "
         "each block and no hot replicas (which are alternatives of their own below); all share "
         "this machine's processors with whoever plays the workload. What those take is measured "
-        "and given to the flows: when each get in fact began, and by how much a get alone takes "
-        f"longer than its links do ({_home_ms(report)}). Largest error: "
+        "and given to the flows: when each get in fact began, and by how much a get alone took "
+        "longer than its links do, before and after each workload "
+        f"({_home_ms(report)}). Largest error: "
         f"{report.get('calibration_error_max')} (virtual time alone: "
         f"{report.get('calibration_error_max_virtual')}; real pool alone: "
         f"{report.get('calibration_error_max_pool')}, at a load of "
@@ -284,8 +285,11 @@ def _calibration(report: Numbers) -> str:
 
 def _home_ms(report: Numbers) -> str:
     """What lone gets took longer in each of the real pools."""
-    took = {r["switch"]: r["home_us"] / 1000 for r in report.get("pool") or ()}
-    return ", ".join(f"{switch} {ms:.1f} ms" for switch, ms in took.items()) or "not measured"
+    took: dict[str, list[float]] = {}
+    for row in report.get("pool") or ():
+        took.setdefault(row["switch"], []).append(row["home_us"] / 1000)
+    told = (f"{switch} {min(ms):.1f} to {max(ms):.1f} ms" for switch, ms in took.items())
+    return ", ".join(told) or "not measured"
 
 
 def _calibration_picture(report: Numbers) -> bytes:

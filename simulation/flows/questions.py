@@ -86,7 +86,7 @@ def _at_load(
     return [replace(r, time_s=r.time_s * stretch) for r in requests]
 
 
-def lone_gets(count: int = 12) -> list[Request]:
+def lone_gets(count: int) -> list[Request]:
     """Blocks that one node writes and another reads while nothing else goes on, so that a get's
     time is its links' and its processors'."""
     requests = []
