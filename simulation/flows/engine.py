@@ -408,6 +408,8 @@ class _Run:
             first, last = first[leader], last[leader]
             for hop in hops:
                 first, last = self._cross(hop, leader, first, last)
+            # Who joins midway gets nothing that passed before it asked.
+            first = np.where(leader != everybody, np.maximum(first, ask), first)
             need = self.service(self.sink, self.wire)
             _, arrive_by = serve(self.sink, first, need)
             if not options.coarse:

@@ -34,12 +34,19 @@ SLOTS = {"tofino1": 64, "tofino2": 128, "v1model": 256, "none": 0}
 """Segments that each switch keeps (p4/sizes.p4)."""
 KNOWN_GROUPS = ("tp-mla", "prefill-decode", "rollout")
 """Workloads whose readers are known beforehand."""
-MODEL_ERROR = 0.06
+MODEL_ERROR = 0.04
 """Of a simulated time, beside the packet-level pool in virtual time: the largest that the
-calibration in docs/evaluation.md shows (0.058), rounded up."""
-WORTH_IT = (1 + MODEL_ERROR) / (1 - MODEL_ERROR)
-"""Times as fast, at the lower end of the range, below which it is not worth switching on: as much
-as the error of both runs could make of no gain at all."""
+calibration in docs/evaluation.md shows (0.037), rounded up."""
+
+
+def worth_it(error: float = MODEL_ERROR) -> float:
+    """Times as fast from which on a gain is one: what that error in both simulated times could
+    not make of no gain at all."""
+    return (1 + error) / (1 - error)
+
+
+WORTH_IT = worth_it()
+"""At the lower end of the range; below, it is not worth switching on."""
 BYTES_WORTH_IT, NO_SLOWER = 0.8, 0.98
 """Or: what homes send at most, of the plain pool's bytes, where gets are at least so fast."""
 RESIDENCY_SHARE = 0.02

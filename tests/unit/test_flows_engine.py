@@ -27,7 +27,7 @@ from kvcast.simulation.flows.networks import (
     star,
 )
 from kvcast.simulation.flows.questions import chat_lines, incast
-from kvcast.simulation.flows.scenarios import groups_demand
+from kvcast.simulation.flows.scenarios import Scenario, demand_for, groups_demand
 from kvcast.workloads import generators
 from kvcast.workloads.generators import WorkloadOptions
 
@@ -176,6 +176,23 @@ def test_nobody_waits_longer_because_reads_join_on_an_idle_network() -> None:
     joined = simulate(demand, network, FlowOptions())
     assert joined.fetch_ns.mean() < plain.fetch_ns.mean()
     assert joined.home_payload_bytes < plain.home_payload_bytes
+
+
+@pytest.mark.parametrize("pieces", [1, 4, 1 << 30])
+def test_who_joins_midway_gets_nothing_that_passed_before_it_asked(pieces: int) -> None:
+    demand = incast(8, BLOCK, spread_ns=round(wire_ns(BLOCK, GBPS)))
+    outcome = simulate(demand, star(9, GBPS), FlowOptions(max_pieces=pieces))
+    assert outcome.joined_pieces
+    assert outcome.fetch_ns.min() > wire_ns(BLOCK, GBPS)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_where_readers_follow_each_other_through_many_blocks_all_times_settle(seed: int) -> None:
+    scenario = Scenario(workload="storm", hosts=64, reads=200, seed=seed)
+    options = FlowOptions(max_pieces=4, max_rounds=300)
+    for gathers in (False, True):
+        run = simulate(demand_for(scenario), scenario.fabric(), replace(options, gathers=gathers))
+        assert run.unsettled == 0
 
 
 def test_where_spines_do_not_copy_each_leaf_costs_a_copy_on_the_way_up() -> None:
