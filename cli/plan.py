@@ -123,13 +123,42 @@ def _of_status(path: Path) -> dict[str, Any]:
 
 def _show(report: dict[str, Any]) -> None:
     if "advice" in report:
-        print(f"advice: {report['advice']}\n  {report['why']}")
+        print(f"advice: {report['advice']}\n  {report['why']}\n  {report['to_do']}")
         return
     print(f"recommendation: {', '.join(report['recommendation'])}")
     for reason in report["why"]:
         print(f"  {reason}")
-    for name, value in report.items():
-        if name in ("recommendation", "why"):
-            continue
-        told = f"{value[0]:g} to {value[1]:g}" if isinstance(value, tuple) else value
-        print(f"{name.replace('_', ' ')}: {told}")
+    if "assumed" in report:
+        _show_figures(report)
+
+
+def _show_figures(report: dict[str, Any]) -> None:
+    what = report["assumed"]
+    load = f"plain gets fill {what['load']:.0%} of all links (half and one and a half times that)"
+    low, high = report["time_compression"]
+    if high > 1:
+        load += f"; the trace's time is compressed {low:,.0f} to {high:,.0f} times for that"
+    print(
+        f"\nassumed: {what['hosts']} hosts ({what['topology']}) with links of "
+        f"{what['link_gbps']:g} Gb/s; {what['workload']}; {what['model']}, blocks of "
+        f"{what['block_tokens']} tokens ({what['block_bytes'] / (1 << 20):.1f} MiB); {load}"
+        f"\nleast and most of {report['runs']} simulated runs:"
+    )
+    for name, key, unit in (
+        ("mean time of a get, plain switch", "get_ms_plain", " ms"),
+        ("mean time of a get, kvcast", "get_ms_kvcast", " ms"),
+        ("kvcast, times as fast: mean", "times_as_fast", ""),
+        ("kvcast, times as fast: 99th percentile", "times_as_fast_p99", ""),
+        ("plain switch and three homes a block, times as fast", "times_as_fast_with_replicas", ""),
+        ("bytes that homes send, of the plain switch's", "home_egress", ""),
+    ):
+        least, most = report[key]
+        print(f"  {name:<52} {least:.2f} to {most:.2f}{unit}")
+    print(
+        f"  {'reads that switch memory answers':<52} {report['reads_from_switch_memory']:.1%} "
+        f"(a block takes {what['slots_a_block']} of the {what['slots']} slots of {what['switch']})"
+    )
+    if report["gathers"]:
+        print("  (homes hold first answers for late readers, since that makes gets faster)")
+    if report["unsettled"] >= 0.01:
+        print(f"  {report['unsettled']:.0%} of the times had not settled: believe none of this")

@@ -19,6 +19,15 @@ SHARED_PAYS = 0.05
 """From this share of remote reads on, coalescing is worth having on."""
 SWITCH_PAYS = 0.02
 """From this share on, switch memory is."""
+_MEMORY_OFF = "`--admit off` where switch memory is wanted for something else"
+TO_DO = {
+    "wait": "let it run, and ask again",
+    "off": "nobody gains: `kvcast controller --plain` has the switch forward alone",
+    "coalescing": f"leave joining on; {_MEMORY_OFF}",
+    "reader groups": f"leave joining on, and engines naming their groups; {_MEMORY_OFF}",
+    "residency": "leave switch memory on (`--admit auto`)",
+}
+"""By advice; with residency on top, nothing need be changed."""
 _TIERS = ("switch", "shared", "home", "bulk")
 _RECEIVED = ("payload_bytes_received_udp_total", "payload_bytes_received_bulk_get_total")
 _SENT = ("payload_bytes_sent_udp_total", "payload_bytes_sent_bulk_get_total")
@@ -42,6 +51,7 @@ def judge(totals: Mapping[str, float], *, groups: int = 0) -> dict[str, Any]:
         "home_egress_over_received": round(sent / received, 4) if received else None,
         "advice": advice,
         "why": why,
+        "to_do": TO_DO.get(advice, "leave joining and switch memory on"),
     }
 
 

@@ -84,6 +84,19 @@ def plan(
         return {"recommendation": ["off"], "why": ["no block is read from another node"]}
     share = _resident_share(scenario, slots, lines)
     report: Numbers = {
+        "assumed": {
+            "hosts": scenario.hosts,
+            "topology": scenario.topology,
+            "link_gbps": scenario.link_gbps,
+            "switch": switch,
+            "slots": slots,
+            "slots_a_block": CELLS.segments_of(scenario.block_bytes),
+            "model": scenario.model,
+            "block_tokens": scenario.block_tokens,
+            "block_bytes": scenario.block_bytes,
+            "workload": scenario.workload if lines is None else "trace",
+            "load": scenario.load,
+        },
         "times_as_fast": _range(g["speedup"] for g in gains),
         "times_as_fast_p99": _range(g["p99_speedup"] for g in gains),
         "home_egress": _range(g["egress"] for g in gains),
@@ -92,6 +105,7 @@ def plan(
         "times_as_fast_with_replicas": _range(spreads),
         "reads_from_switch_memory": round(share, 4),
         "gathers": any(g["gathers"] for g in gains),
+        "unsettled": max(g["unsettled"] for g in gains),
         "time_compression": _range(compressions),
         "runs": len(gains),
     }
@@ -115,7 +129,11 @@ def recommend(
             + (", and who reads together is known beforehand" if known else "")
         )
     else:
-        why.append(f"joined reads make gets {low:.2f} to {high:.2f} times as fast: not worth it")
+        why.append(
+            f"joined reads make gets {low:.2f} to {high:.2f} times as fast, and homes send at most "
+            f"{egress:.2f} of the bytes: worth it from {WORTH_IT:.2f} on at the least, or where "
+            f"gets are no slower and homes send at most {BYTES_WORTH_IT:g}"
+        )
     share = report["reads_from_switch_memory"]
     if share >= RESIDENCY_SHARE:
         chosen = ["coalescing and residency" if c == "coalescing only" else c for c in chosen]

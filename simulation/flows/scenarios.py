@@ -341,4 +341,5 @@ def gain(demand: Demand, fabric: Fabric, options: FlowOptions | None = None) -> 
         "plain_mean_ms": round(float(plain.fetch_ms.mean()), 4),
         "kvcast_mean_ms": round(float(kvcast.fetch_ms.mean()), 4),
         "gathers": float(len(runs) > 1 and kvcast is runs[1]),
+        "unsettled": round(max(plain.unsettled, kvcast.unsettled), 4),
     }

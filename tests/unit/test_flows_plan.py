@@ -88,12 +88,17 @@ def test_the_command_prints_a_plan_and_judges_a_status(
 ) -> None:
     words = ["--hosts", "8", "--workload", "chat", "--reads", "40", "--prefix-blocks", "2"]
     assert plan_command.main(words) == 0
-    assert "recommendation: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "recommendation: " in said
+    assert "assumed: 8 hosts (star) with links of 100 Gb/s; chat" in said
+    assert "not settled" not in said
     status = tmp_path / "status.json"
     counters = {"hits_shared_total": 900.0, "hits_home_total": 600.0}
     status.write_text(json.dumps({"agents": {"node-1": counters}, "groups": []}))
     assert plan_command.main(["--status", str(status)]) == 0
-    assert "advice: coalescing" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "advice: coalescing" in said
+    assert "leave joining on" in said
     status.write_text("[]")
     assert plan_command.main(["--status", str(status)]) == 1
     status.write_text("{")
@@ -104,6 +109,7 @@ def test_the_command_prints_a_plan_and_judges_a_status(
 def test_the_controller_judges_by_what_was_shared_and_spared() -> None:
     few = judge({"hits_shared_total": ENOUGH_READS - 1.0})
     assert few["advice"] == "wait"
+    assert few["to_do"] == "let it run, and ask again"
     shared = {
         "hits_shared_total": 700.0,
         "hits_home_total": 300.0,
