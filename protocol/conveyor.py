@@ -60,6 +60,10 @@ GIVEN_ROOM: Final = 1024
 """Replies that Python has not heard of; at the bound nothing is given until it has."""
 NODES: Final = 64
 """Nodes that one takes blocks from so, and that it gives blocks to so; others go by calls."""
+LEAVING: Final = 8
+"""Replies of one connection that leave by one system call, at most."""
+GATHER_BYTES: Final = 512 * 1024
+"""None is added to so many bytes that are leaving."""
 NOBODY: Final = 0xFFFF_FFFF
 
 # What a reply says.
@@ -105,6 +109,20 @@ class NativeGiven(Struct):
     start: U32
 
 
+class Leaving(Struct):
+    """A reply that is leaving: first what a `Reply` is,"""
+
+    number: U64
+    digest: U64
+    size: U32
+    status: U32
+    reply_left: U64
+    """of which so many bytes have not left,"""
+    address: U64
+    left: U64
+    """and so many of the block, from `address` on."""
+
+
 class Giver(Struct):
     """The home's end of a connection."""
 
@@ -124,14 +142,15 @@ class Giver(Struct):
     """Bytes in it,"""
     used: U64
     """of which so many are done with."""
-    reply: Annotated[Ptr[Reply], Inline(1)]
-    reply_left: U64
-    """Bytes of it that have not left,"""
-    address: U64
-    left: U64
-    """and of the block, from `address` on."""
+    leaving: Annotated[Ptr[Leaving], Inline(LEAVING)]
+    first: U64
+    """The first of them that has not left,"""
+    count: U64
+    """of so many;"""
+    pending: U64
+    """and their bytes that have not."""
     pin: Ptr[U64]
-    """Where the cell of the copy that is leaving stands; 0 = none."""
+    """Where the cells of the copies that are leaving stand; 0 = none."""
 
 
 class Giving(Struct):
@@ -196,8 +215,7 @@ def may_ask_for(g: Giving, giver: Giver, namespace: U64) -> bool:
 @native
 def has_work(giver: Giver) -> bool:
     """Whether something is leaving, or is to."""
-    sending = giver.reply_left != 0 or giver.left != 0
-    return sending or giver.heard - giver.used >= size_of(Request)
+    return giver.pending != 0 or giver.heard - giver.used >= size_of(Request)
 
 
 @native
@@ -212,18 +230,23 @@ def room_for_requests(giver: Giver) -> U64:
 
 @native
 def give_next(g: Giving, giver: Giver) -> bool:
-    """Begin the reply to the next request; False if there is none, or Python must hear of what was
-    given before. Nothing is leaving."""
+    """Have the reply to the next request leave behind the others; False if there is none, or no
+    room for one, or Python must hear of what was given before."""
     if giver.heard - giver.used < size_of(Request) or g.given_count == GIVEN_ROOM:
+        return False
+    if giver.count == LEAVING or giver.pending >= GATHER_BYTES:
         return False
     asked = Request.at(giver.buffer + giver.used)
     giver.used += size_of(Request)
-    reply = giver.reply[0]
+    reply = giver.leaving[giver.count]
     reply.number = asked.number
     reply.digest = 0
     reply.size = 0
     reply.status = NOT_HERE
-    giver.reply_left = size_of(Reply)
+    reply.reply_left = size_of(Reply)
+    reply.left = 0
+    giver.count += 1
+    giver.pending += size_of(Reply)
     lane = g.lane[0]
     at = 0
     if may_ask_for(g, giver, asked.namespace):
@@ -238,10 +261,11 @@ def give_next(g: Giving, giver: Giver) -> bool:
             reply.digest = entry[_DIGEST]
             reply.size = size
             reply.status = GIVEN_HERE
-            giver.address = lane.arena + offset + asked.start
-            giver.left = size - asked.start
+            reply.address = lane.arena + offset + asked.start
+            reply.left = size - asked.start
+            giver.pending += reply.left
             cell = (entry[0] << SLOT_BITS) | ((at - lane.index - lane.entries) // ENTRY_BYTES)
-            giver.pin[0] = cell
+            giver.pin[giver.count - 1] = cell
             told = g.given[g.given_count]
             g.given_count += 1
             told.cell = cell
@@ -254,18 +278,26 @@ def give_next(g: Giving, giver: Giver) -> bool:
 
 @native
 def gave(g: Giving, giver: Giver, size: U64) -> None:
-    """So many bytes of the reply, and of the block behind it, have been taken."""
-    if giver.reply_left >= size:
-        giver.reply_left -= size
-        size = 0
-    else:
-        size -= giver.reply_left
-        giver.reply_left = 0
-    giver.address += size
-    giver.left -= size
-    g.sent_bytes += size
-    if giver.left == 0 and giver.reply_left == 0:
-        giver.pin[0] = 0
+    """So many bytes of the replies, and of the blocks behind them, have been taken."""
+    giver.pending -= size
+    while giver.first < giver.count:
+        reply = giver.leaving[giver.first]
+        if reply.reply_left > size:
+            reply.reply_left -= size
+            return
+        size -= reply.reply_left
+        reply.reply_left = 0
+        some = size if size < reply.left else 0 + reply.left
+        reply.address += some
+        reply.left -= some
+        g.sent_bytes += some
+        size -= some
+        if reply.left != 0:
+            return
+        giver.pin[giver.first] = 0
+        giver.first += 1
+    giver.first = 0
+    giver.count = 0
 
 
 # --- the reader's end -------------------------------------------------------------------------
@@ -306,7 +338,7 @@ REQUEST: Final = struct.Struct("<Q16sQIHH")
 REPLY: Final = struct.Struct("<QQII")
 """and a `Reply`."""
 assert REQUEST.size == ctypes.sizeof(ctypes_of(Request))
-assert REPLY.size == ctypes.sizeof(ctypes_of(Reply))
+assert REPLY.size == ctypes.sizeof(ctypes_of(Reply)) == ctypes_of(Leaving).reply_left.offset
 
 
 class Given(NamedTuple):
@@ -349,11 +381,11 @@ class Givers:
         room_bytes = REQUESTS * REQUEST.size
         self._requests = bytearray(NODES * room_bytes)
         self._pins = pins.cast("Q")
-        self._pins[CELLS_USED_WORD] = NODES
+        self._pins[CELLS_USED_WORD] = NODES * LEAVING
         for number, giver in enumerate(self.givers):
             giver.fd = -1
             giver.buffer = address_of_buffer(self._requests) + number * room_bytes
-            giver.pin = address_of_buffer(pins) + (CELLS_WORD + number) * WORD_BYTES
+            giver.pin = address_of_buffer(pins) + (CELLS_WORD + number * LEAVING) * WORD_BYTES
         self._free = list(range(NODES - 1, -1, -1))
 
     def begin(self, node: int) -> int | None:
@@ -363,14 +395,15 @@ class Givers:
         number = self._free.pop()
         giver = self.givers[number]
         giver.node = node
-        giver.gone = giver.heard = giver.used = giver.reply_left = giver.left = 0
+        giver.gone = giver.heard = giver.used = giver.first = giver.count = giver.pending = 0
         return number
 
     def end(self, number: int) -> None:
         """A connection is closed."""
         self.givers[number].fd = -1
         self.givers[number].ready = 0
-        self._pins[CELLS_WORD + number] = 0
+        for place in range(LEAVING):
+            self._pins[CELLS_WORD + number * LEAVING + place] = 0
         self._free.append(number)
 
     def take_given(self) -> tuple[list[Given], int]:
@@ -397,11 +430,13 @@ class Givers:
         """What is sent next; none if nothing is asked for, or `take_given` comes first."""
         giver, code = self.givers[number], compiled()
         at = ctypes.addressof(giver)
-        if not giver.reply_left and not giver.left and not code.give_next(self.address, at):
-            return b""
-        header = ctypes.string_at(at + type(giver).reply.offset, REPLY.size)
-        data = header[REPLY.size - giver.reply_left :]
-        data += ctypes.string_at(giver.address, min(giver.left, at_most)) if giver.left else b""
+        while giver.pending < at_most and code.give_next(self.address, at):
+            pass
+        data = b""
+        for reply in giver.leaving[giver.first : giver.count]:
+            header = ctypes.string_at(ctypes.addressof(reply), REPLY.size)
+            data += header[REPLY.size - reply.reply_left :]
+            data += ctypes.string_at(reply.address, min(reply.left, at_most)) if reply.left else b""
         data = data[:at_most]
         code.gave(self.address, at, len(data))
         return data

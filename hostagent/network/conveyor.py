@@ -47,6 +47,7 @@ from kvcast.native.subset import (
     unsigned,
 )
 from kvcast.protocol.conveyor import (
+    LEAVING,
     NODES,
     REPLY,
     Given,
@@ -80,7 +81,7 @@ class Conveyors(Struct):
     """By taker: its socket, and what comes next."""
     giving: Ptr[Giving]
     message: Annotated[Ptr[MsgHdr], Inline(1)]
-    vectors: Annotated[Ptr[IoVec], Inline(2)]
+    vectors: Annotated[Ptr[IoVec], Inline(2 * LEAVING)]
     attention: U64
     """A reader has gone: Python is to close its connection."""
 
@@ -197,16 +198,25 @@ def give_blocks(c: Conveyors, g: Giver, now_ns: U64) -> None:
     hear_requests(g)
     message = c.message[0]
     sent = 0
-    while g.gone == 0 and (g.left + g.reply_left != 0 or give_next(giving, g)):
+    while g.gone == 0:
+        more = True
+        while more:
+            more = give_next(giving, g)
+        if g.pending == 0:
+            break
         if sent >= TURN_BYTES:
             g.ready = 1
             break
-        c.vectors[0].base = address_of(g.reply) + size_of(Reply) - g.reply_left
-        c.vectors[0].length = g.reply_left
-        c.vectors[1].base = g.address
-        c.vectors[1].length = g.left
+        pieces = 0
+        for i in range(g.first, g.count):
+            reply = g.leaving[i]
+            c.vectors[pieces].base = address_of(reply) + size_of(Reply) - reply.reply_left
+            c.vectors[pieces].length = reply.reply_left
+            c.vectors[pieces + 1].base = reply.address
+            c.vectors[pieces + 1].length = reply.left
+            pieces += 2
         message.iov = address_of(c.vectors)
-        message.iov_length = 2
+        message.iov_length = pieces
         if sendmmsg(g.fd, c.message, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1:
             gave(giving, g, message.length)
             sent += message.length
@@ -217,7 +227,7 @@ def give_blocks(c: Conveyors, g: Giver, now_ns: U64) -> None:
                 break
             if error != EINTR:
                 g.gone = 1
-    if g.left + g.reply_left == 0 and has_work(g):
+    if g.pending == 0 and has_work(g):
         g.ready = 1  # Python must hear of what was given, first
     if g.gone != 0:
         c.attention = 1
@@ -408,10 +418,10 @@ class ConveyorSockets:
         """Close what has stood still for too long."""
         for number in list(self._givers):
             giver = self._gives.givers[number]
-            if giver.left and now - giver.since_ns / 1e9 > STILL_S:
+            if giver.pending and now - giver.since_ns / 1e9 > STILL_S:
                 self._close_giver(number)
 
     @property
     def sending(self) -> int:
-        """Blocks that are leaving."""
-        return sum(bool(giver.left) for giver in self._gives.givers)
+        """Connections on which blocks are leaving."""
+        return sum(bool(giver.pending) for giver in self._gives.givers)

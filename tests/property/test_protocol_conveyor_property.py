@@ -24,7 +24,16 @@ from kvcast.hostagent.core.shared_index import Region, SharedIndex
 from kvcast.hostagent.core.store import Copy, Store, StoreError
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.hostagent.tiers.index import Index, buckets_for
-from kvcast.protocol.conveyor import GIVEN_ROOM, NODES, NOT_HERE, REPLY, REQUEST, REQUESTS, Givers
+from kvcast.protocol.conveyor import (
+    GIVEN_ROOM,
+    LEAVING,
+    NODES,
+    NOT_HERE,
+    REPLY,
+    REQUEST,
+    REQUESTS,
+    Givers,
+)
 from kvcast.protocol.lane import Lane
 from kvcast.protocol.messages.shared import REGION_BYTES, index_bytes
 from kvcast.protocol.messages.wire import BlockId, digest_of
@@ -143,17 +152,48 @@ def test_what_is_leaving_stays_where_it_is_until_it_has_left() -> None:
     assert copy.pins == 0
 
 
+@pytest.mark.parametrize("at_most", [700, 20_000, 90_000, 1 << 20])
+def test_several_that_leave_together_stay_where_they_are_until_each_has_left(at_most: int) -> None:
+    home = Home()
+    blocks = [1, 2, 5, 3, 7, 8]
+    copies = {number: home.put(number) for number in blocks if number != 5}
+    assert home.number is not None
+    home.givers.hear(home.number, b"".join(request(number, number) for number in blocks))
+    out = b""
+    while data := home.givers.bytes_to_send(home.number, at_most):
+        out += data
+        assert home.givers.givers[home.number].count <= LEAVING
+        for number in blocks:
+            home.store.drop(BlockId(NAMESPACE, key_of(number)))
+        for number in (0, 4, 6, 9, 10, 11):  # wherever there is room now
+            home.put(number)
+        home.book()
+    at = 0
+    for number in blocks:
+        of, digest, size, status = REPLY.unpack_from(out, at)
+        at += REPLY.size
+        assert of == number
+        if status == NOT_HERE:  # it never was, or was dropped before its turn came
+            continue
+        assert (digest, size) == (digest_of(content_of(number)), len(content_of(number)))
+        assert out[at : at + size] == content_of(number)
+        at += size
+    assert at == len(out)
+    home.shared.refresh()
+    assert all(copy is None or copy.pins == 0 for copy in copies.values())
+
+
 def test_no_more_is_given_than_python_has_heard_of() -> None:
     home = Home()
     home.put(1)
     assert home.number is not None
-    sent = 0
+    sent = b""
     for _ in range(2 * GIVEN_ROOM // REQUESTS):
         room = home.givers.room_bytes(home.number) // REQUEST.size
         home.givers.hear(home.number, request(1, 1) * room)
-        while home.givers.bytes_to_send(home.number, 1 << 20):
-            sent += 1
-    assert sent == GIVEN_ROOM
+        while data := home.givers.bytes_to_send(home.number, 1 << 20):
+            sent += data
+    assert len(sent) == GIVEN_ROOM * (REPLY.size + len(content_of(1)))
     home.book()
     assert home.given == GIVEN_ROOM
     assert home.givers.bytes_to_send(home.number, 100)
