@@ -12,6 +12,8 @@ import random
 import pytest
 from kvcast.bench.fuzz.courier import BLOCKS, LARGE, CourierHarness, Stand
 
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
+
 
 def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
     """Mostly questions and whole answers, so that much is given; the rest is anything. `large`:
@@ -55,14 +57,14 @@ def _steps(rng: random.Random, count: int, *, large: bool = False) -> bytes:
     return bytes(steps)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_every_question_is_answered_once_and_by_the_right_bytes(
     seed: int,
 ) -> None:
     CourierHarness().run(_steps(random.Random(seed), 120))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_of_large_blocks_and_conveyors(seed: int) -> None:
     CourierHarness().run(_steps(random.Random(seed), 80, large=True))
 

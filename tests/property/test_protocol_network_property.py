@@ -324,6 +324,7 @@ def copies_read_apart(seed: int, readers: int, apart_s: float, catch_up: CatchUp
     return network.responders[HOME_A].counters.payload_bytes / (blocks * 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_readers_a_moment_apart_come_to_share_answers(seed: int) -> None:
     alone = copies_read_apart(seed, 2, 0.018, CatchUpConfig(max_hold_s=0.0))
@@ -493,7 +494,7 @@ def test_one_lost_read_is_asked_for_again_by_few_of_those_who_wait(seed: int) ->
     assert network.responders[HOME_A].counters.payload_bytes <= 3 * 60_000
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("blocks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_readers_that_begin_at_different_times_fall_into_step(blocks: int) -> None:
     """Eight readers begin within a tenth of the time that the home needs to send the blocks once.
     Had they kept their distance, each would have cost the home a copy."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kvcast.native import jit
@@ -81,6 +82,7 @@ def _deeper(inner: st.SearchStrategy[ir.DataExpr]) -> st.SearchStrategy[ir.DataE
 trees = st.recursive(leaves, _deeper, max_leaves=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(trees, st.sampled_from(WIDTHS), st.data())
 def test_compiled_expression_gives_the_number_that_the_reference_gives(

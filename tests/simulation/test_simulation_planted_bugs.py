@@ -13,10 +13,12 @@ from kvcast.simulation.run import run_seed
 from kvcast.simulation.switch import ENGINES, product_program
 from planted_bug_seeds import SEEDS
 from planted_bugs import BUGS
+from test_simulation_seeds import CLEAN_SEEDS
 
 ENGINE = ENGINES[next(iter(ENGINES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
@@ -32,7 +34,8 @@ def product() -> Product:
     return Product(ENGINE, product_program())
 
 
-@pytest.mark.parametrize("seed", sorted({known.quick for known in SEEDS.values()}))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted({known.quick for known in SEEDS.values()} - CLEAN_SEEDS))
 def test_the_seed_is_clean_without_the_bug(product: Product, seed: int) -> None:
     assert run_seed(seed, product).violation is None
 

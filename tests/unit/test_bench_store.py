@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -105,6 +106,7 @@ def _comparison(*stores: FakeStore) -> tuple[Comparison, dict[str, str]]:
 
 @pytest.mark.parametrize("case", bench.cases(2, quick=True), ids=lambda case: case.name)
 async def test_every_case_counts_its_timed_calls_and_leaves_nothing_behind(case: Case) -> None:
+    case = replace(case, size_bytes=min(case.size_bytes, 64 * KIB))  # what counts is that it counts
     origin = LOCAL if case.is_local else REMOTE
     comparison, skipped = _comparison(FakeStore("kvcast", origin=origin))
     await comparison.measure(case, rounds=2)

@@ -359,6 +359,7 @@ def test_frames_without_a_program_or_a_port_are_counted() -> None:
         assert loop.counters["no_program"] == 1
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_two_million_frames() -> None:
     with loop_of(inside(1), inside(2, rate_bits_per_s=1e9, queue_depth=64)) as loop:
         frames = [frame_to(2, size, label=size) for size in range(60, 1560, 3)]
