@@ -385,7 +385,6 @@ class Courier(Struct):
     landing_hint: U64
     """Where the next free landing place may be."""
     clients: Ptr[Client]
-    client_count: U64
     records: Ptr[Record]
     record_count: U64
     landed: U64

@@ -269,7 +269,6 @@ class Courier:
         mine.free_count = courier.MAX_ASKED
         self._clients = self._array(courier.Client, MAX_CLIENTS)
         mine.clients = ctypes.addressof(self._clients)
-        mine.client_count = MAX_CLIENTS
         self._records = self._array(courier.Record, courier.RECORDS)
         self._records_view = memoryview(self._records).cast("B")
         mine.records = ctypes.addressof(self._records)

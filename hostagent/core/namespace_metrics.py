@@ -23,7 +23,6 @@ TIMED_OUT: Final = "timed_out"
 FAILED: Final = "failed"
 NO_ROOM: Final = "no_room"
 """It is somewhere, and there is no room for it here."""
-MISS_REASONS: Final = (COLD, EVICTED_DRAM, EVICTED_SSD, EXPIRED, TIMED_OUT, FAILED, NO_ROOM)
 
 _OF_REQUESTER: Final = {
     MissReason.DEADLINE: TIMED_OUT,
@@ -60,9 +59,9 @@ class NamespaceMetrics:
     gets: int = 0
     """Keys that clients asked for."""
     hits: Counter[str] = field(default_factory=Counter)
-    """By tier: local, ssd, switch, shared, home, bulk."""
+    """By tier (`protocol.messages.local.TIERS`)."""
     misses: Counter[str] = field(default_factory=Counter)
-    """By `MISS_REASONS`."""
+    """By reason: `COLD` and those below it."""
     home_misses: Counter[str] = field(default_factory=Counter)
     """Other nodes' READs and gets that found nothing here, by reason."""
     puts: int = 0

@@ -34,7 +34,7 @@ from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.pool import Pool
-from kvcast.hostagent.network.mover import ROUND_FRAMES, WAITING_FRAMES, Mover
+from kvcast.hostagent.network.mover import ROUND_FRAMES, Mover
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
 from kvcast.protocol.messages.wire import decode
 from kvcast.protocol.placement import Arrived
@@ -45,7 +45,6 @@ RECEIVE_ROUND: Final = ROUND_FRAMES
 """Frames after which the cores act; one message more may come with the last of them."""
 SEND_ROUND: Final = 256
 """Four segments."""
-SEND_QUEUE: Final = WAITING_FRAMES
 ROUNDS_BEFORE_TIMERS: Final = 16
 """Rounds that are read, at most, before a fetch whose time is over hears of it: what may be in
 flight to an agent at once."""
@@ -126,11 +125,6 @@ class Transport(ABC):
         if self._timer is not None:
             self._timer.cancel()
         self.socket.close()
-
-    @property
-    def queue_length(self) -> int:
-        """Frames that wait for the socket."""
-        return self.mover.waiting
 
     @abstractmethod
     def _new_pool(self, pool: Pool) -> None:

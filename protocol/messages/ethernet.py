@@ -87,11 +87,6 @@ def parse_ip(text: str) -> int:
         raise ValueError(f"{text!r} is no IPv4 address: {error}") from None
 
 
-def format_ip(ip: int) -> str:
-    """A 32-bit integer as "10.77.0.1"."""
-    return str(IPv4Address(ip))
-
-
 class Encapsulation:
     """Wraps datagrams from one endpoint to one peer; the prefix is made once a datagram length."""
 

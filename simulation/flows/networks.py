@@ -53,10 +53,6 @@ class Fabric:
     def edges(self) -> int:
         return int(self.edge.max()) + 1
 
-    @property
-    def switches(self) -> int:
-        return int(self.graph.number_of_nodes()) - self.hosts
-
 
 class _Links:
     """Numbers links as they are made."""

@@ -13,7 +13,7 @@ milliseconds).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -319,9 +319,6 @@ def groups_demand(
         *columns(table),
         np.full(block, block_bytes, np.int64),
     )
-
-
-Build = Callable[[int, float], Fabric]
 
 
 def gain(demand: Demand, fabric: Fabric, options: FlowOptions | None = None) -> dict[str, float]:

@@ -301,7 +301,7 @@ async def test_a_closed_peer_costs_frames_and_is_counted() -> None:
         metrics = core.metrics
         assert metrics.socket_errors_total > 0
         assert metrics.frames_sent_total + metrics.socket_errors_total >= 60
-        assert transport.queue_length == 0
+        assert transport.mover.waiting == 0
 
 
 @pytest.fixture
