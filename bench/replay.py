@@ -276,6 +276,11 @@ class Player:
         """The number of a namespace that was prepared."""
         return self._namespaces[name]
 
+    @property
+    def namespaces(self) -> list[int]:
+        """The numbers of all that were prepared, in this order."""
+        return list(self._namespaces.values())
+
     async def prepare(self, requests: Iterable[Request]) -> None:
         """Have the namespaces and reader groups of these requests made, as an engine's would be."""
         layout = f"{self._options.block_bytes} bytes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -75,9 +76,9 @@ class ControllerService:
             pool_options,
             store.load(),
             time.monotonic(),
-            # Numbers that no earlier controller can have used, even if the state file is lost:
-            # generations grow by one an admission, and admissions are rarer than seconds.
-            first_generation=int(time.time()) & 0xFFFFFFFF,
+            # A number from which on hardly any was used by an earlier controller, or by another
+            # that stands by, even if the state file is lost, and whatever the clock says.
+            first_generation=secrets.randbits(31),
         )
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()

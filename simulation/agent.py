@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.courier import Courier
 from kvcast.hostagent.core.pool import Pool
@@ -39,6 +40,7 @@ from kvcast.protocol.messages.control import (
     Registered,
 )
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, parse_mac
+from kvcast.protocol.messages.roce import SHARED_CHUNKING
 from kvcast.protocol.messages.shared import index_bytes
 from kvcast.protocol.messages.wire import UDP_PORT, decode, encode
 from kvcast.protocol.placement import address_of_buffer
@@ -46,12 +48,14 @@ from kvcast.simulation.bulk import BulkSide
 from kvcast.simulation.conveyor import ConveyorSide
 from kvcast.simulation.disk import SimDisk
 from kvcast.simulation.disk_side import DiskSide
+from kvcast.simulation.model_writes import is_roce
 from kvcast.simulation.network import Link
 from kvcast.simulation.objects import ColdSide, SimObjects
 from kvcast.simulation.rdma import RdmaSide
 from kvcast.simulation.streams import Process, StreamDriver, StreamEnd
 from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import Alarm, World
+from kvcast.simulation.zones import ZoneSide
 
 SEND_ROUND: Final = 64
 LANE_ROUND: Final = 65
@@ -59,6 +63,8 @@ LANE_ROUND: Final = 65
 RECOVERY_PAUSE_S: Final = 0.15
 """So long that much happens while an agent still goes through what it found."""
 _ENTRY_WORDS: Final = shared.ENTRY_BYTES // shared.WORD_BYTES
+EPOCH_S: Final = 1e9
+"""Seconds since 1970 when a run begins."""
 STALLED_FRAMES: Final = 256
 """What a socket keeps for a process that stands still."""
 CONTROL: Final = ControlOptions(
@@ -81,6 +87,8 @@ class HostOptions:
     mtu_bytes: int = 1500
     link_bits_per_s: int = 0
     """What it says that its link carries, by which its load is told; 0 = it does not say."""
+    shares_by_rdma: bool = False
+    """Whether its card, if it has one, takes and writes shared answers."""
 
     @property
     def node_id(self) -> str:
@@ -93,6 +101,12 @@ class HostOptions:
     @property
     def mac(self) -> str:
         return f"02:6b:76:00:00:{self.number:02x}"
+
+    @property
+    def may_share_by_rdma(self) -> bool:
+        """Whether chunks of shared answers fit, written and by DATA, as `kvcast.hostagent.agent`
+        asks."""
+        return self.shares_by_rdma and self.mtu_bytes >= SHARED_CHUNKING.mtu_bytes
 
     @property
     def endpoint(self) -> Endpoint:
@@ -117,6 +131,8 @@ class HostObserver(Protocol):
     def frame_missed(self, host: int, frame: bytes) -> None: ...
 
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None: ...
+
+    def zone_made(self, host: int, queue_pair: int) -> None: ...
 
 
 _LANDINGS_SHARE: Final = 8
@@ -196,6 +212,8 @@ class SimHost:
         self.process: SimAgent | None = None
         self.lives = 0
         self.stalled_until = 0.0
+        self.clock_set_s = 0.0
+        """By how much somebody has set its wall clock."""
         self.uplink: Link | None = None
         self.disk: SimDisk | None = None
         self.objects: SimObjects | None = None
@@ -256,6 +274,11 @@ class SimHost:
         """The present time by this host's clock."""
         return self.options.clock_offset_s + self.world.now * self.options.clock_rate
 
+    @property
+    def wall_s(self) -> float:
+        """What this host takes for the seconds since 1970."""
+        return EPOCH_S + self.world.now + self.clock_set_s
+
     def world_time(self, local: float) -> float:
         """When this host's clock will show `local`."""
         return (local - self.options.clock_offset_s) / self.options.clock_rate
@@ -304,6 +327,21 @@ class SimHost:
             frame = changed
         self.send_raw(frame)
 
+    # Of the card for shared answers (`zones.Cable`):
+
+    def send_packet(self, packet: bytes) -> None:
+        """The card sends a packet."""
+        self.observer.sent(self.number, packet)
+        self.send_raw(packet)
+
+    def packet_missed(self, packet: bytes) -> None:
+        """The card does not take a packet, or not yet."""
+        self.observer.frame_missed(self.number, packet)
+
+    def zone_made(self, queue_pair: int) -> None:
+        """The card takes what is written to a landing zone."""
+        self.observer.zone_made(self.number, queue_pair)
+
     def send_raw(self, frame: bytes) -> None:
         """Anybody on this host sends a frame."""
         assert self.uplink is not None
@@ -315,6 +353,12 @@ class SimHost:
         if self.overhear is not None:
             self.overhear(frame)
         process = self.process
+        if is_roce(frame):
+            if process is None or process.zones is None:
+                self.observer.frame_missed(self.number, frame)
+            else:
+                process.zones.receive(frame)
+            return
         if process is None:
             self.observer.frame_missed(self.number, frame)
         elif self.world.now < self.stalled_until:
@@ -358,6 +402,13 @@ class SimAgent(Process):
                 open_stream=lambda node_id: host.network.open_rdma(host, node_id),
                 pump=self.pump,
                 acknowledged=lambda *block: host.observer.acknowledged(host.number, *block),
+            )
+        self.zones: ZoneSide | None = None
+        if self.rdma is not None and host.options.may_share_by_rdma:
+            self.zones = ZoneSide(
+                *(host.world, self, core, self.rdma.card, host, host.options.endpoint),
+                register=self._register_zone,
+                pump=self.pump,
             )
         self.disk: DiskSide | None = None
         if host.disk is not None:
@@ -420,6 +471,8 @@ class SimAgent(Process):
             self.conveyors.die(machine=machine)
         if self.rdma is not None:
             self.rdma.die(machine=machine)
+        if self.zones is not None:
+            self.zones.die()
         if self.disk is not None:
             self.disk.die(machine=machine)
         if self._driver is not None:
@@ -428,6 +481,10 @@ class SimAgent(Process):
     @property
     def now(self) -> float:
         return self.host.local()
+
+    @property
+    def wall_s(self) -> float:
+        return self.host.wall_s
 
     def world_time(self, when: float) -> float:
         return self.host.world_time(when)
@@ -507,6 +564,8 @@ class SimAgent(Process):
             self._pool = pool
             if self.conveyors is not None:
                 self.conveyors.follow()
+            if self.zones is not None:
+                self.zones.follow()
             self._placement.know(pool.index_by_ip)
             local = self.host.options.endpoint
             self._wrap = {
@@ -585,6 +644,14 @@ class SimAgent(Process):
         """The core has something to say: it may be in the middle of an event."""
         self.host.world.after(
             0.0, lambda: self.when_running(lambda: self._driver.flush() if self._driver else None)
+        )
+
+    def _register_zone(self, queue_pair: int, key: int) -> None:
+        """The controller is to know of a landing zone, or that there is none any more."""
+        self._control.register_anew(
+            msgspec.structs.replace(
+                self._control.register, zone_queue_pair=queue_pair, zone_key=key
+            )
         )
 
     def _registration(self) -> Register:

@@ -16,13 +16,14 @@ from kvcast.controller.core.admission import ValueOptions
 from kvcast.controller.core.membership import DrainError
 from kvcast.controller.core.namespaces import SecretMode, TenantRules
 from kvcast.controller.core.pool import PoolOptions, SavedState
-from kvcast.controller.core.program import L2_FORWARD, Settings
+from kvcast.controller.core.program import L2_FORWARD, RDMA_TARGET, Settings
 from kvcast.controller.core.replicas import ReplicaOptions
 from kvcast.controller.core.tiers import AdmitMode
 from kvcast.hostagent.core.agent import AgentOptions
 from kvcast.hostagent.core.reads import ReadOptions
 from kvcast.hostagent.core.writes import WriteOptions
 from kvcast.protocol.messages.control import NamespaceInfo, PoolMap
+from kvcast.protocol.messages.ethernet import parse_ip
 from kvcast.protocol.messages.wire import BlockId, bucket_of, chunking_for
 from kvcast.protocol.requester import RequesterConfig
 from kvcast.protocol.responder import ResponderConfig
@@ -30,6 +31,7 @@ from kvcast.simulation.agent import CoreFactory, HostOptions, SimHost, agent_cor
 from kvcast.simulation.client import Client
 from kvcast.simulation.controller import SimController
 from kvcast.simulation.disk import SimDisk
+from kvcast.simulation.held import Held
 from kvcast.simulation.model import Model, Name, Rules, ViolationError
 from kvcast.simulation.network import Link, LinkOptions
 from kvcast.simulation.objects import SimObjects
@@ -49,6 +51,7 @@ from kvcast.simulation.streams import Stream, StreamEnd
 from kvcast.simulation.switch import EngineMaker, SimSwitch
 from kvcast.simulation.verbs import Fabric
 from kvcast.simulation.world import World
+from kvcast.simulation.zones import POOL_ADDRESS
 from kvcast.switchsim.ir import Program
 
 LEASE_S: Final = 1.0
@@ -114,10 +117,12 @@ class Cluster:
         self._cuts: list[tuple[str, frozenset[int]]] = []
         self._streams: dict[Stream, tuple[str, frozenset[int]]] = {}
         self._clients: dict[int, Client] = {}
+        self._held: dict[int, Held] = {}
         self._last_map: PoolMap | None = None
         self._not_handed_over: ViolationError | None = None
         """Found out in the middle of a controller's round, which is not to hear of it."""
-        self._faults_on = 0
+        self.faults_on = 0
+        self.faults_begun = 0
         self._severe_on = 0
         self._last_severe_at = -1e9
         count = len(plan.hosts)
@@ -127,6 +132,7 @@ class Cluster:
                 rights=plan.rights,
                 ip_of_port={n: 0x0A4D0000 + n for n in range(1, 33)},
                 lease_s=plan.coalesce_lease_s,
+                pool_ip=parse_ip(POOL_ADDRESS),
             ),
         )
         self.switch = SimSwitch(self.world, product.engine, product.program, plan.switch_clock_s)
@@ -134,6 +140,9 @@ class Cluster:
         self.model.enabled = lambda: self.switch.up and self.switch.enabled
         self.model.known_mac = lambda mac: (
             (L2_FORWARD, (int.from_bytes(mac, "big"),)) in self.switch.holds.entries
+        )
+        self.model.known_zone = lambda ip, queue_pair: (
+            (RDMA_TARGET, (ip, queue_pair)) in self.switch.holds.entries
         )
         fabric = Fabric(self.world)
         for number, host_plan in enumerate(plan.hosts, 1):
@@ -145,7 +154,8 @@ class Cluster:
                 clock_rate=host_plan.clock_rate,
                 agent=_agent_options(plan, f"node-{number}", host_plan.mtu_bytes),
                 mtu_bytes=host_plan.mtu_bytes,
-                link_bits_per_s=LINK_BITS_PER_S if plan.seed % 2 else 0,
+                link_bits_per_s=LINK_BITS_PER_S if plan.replicates else 0,
+                shares_by_rdma=plan.zones,
             )
             link = LinkOptions(mtu_bytes=host_plan.mtu_bytes)
             host = SimHost(self.world, options, self, self, product.make_core)
@@ -184,6 +194,11 @@ class Cluster:
         for controller in self.controllers:
             controller.store.load()
             controller.store.save(_first_state(plan))
+        self._limits = any(
+            said.quota_bytes or said.ttl_s or said.policy == "value"
+            for said in plan.settings.values()
+        ) or bool(plan.disks or plan.cold)
+        """Whether there is something in the settings that what hosts hold is judged by."""
         self._latecomers = {n for n in range(1, count + 1) if n > count - plan.latecomers}
 
     # --- what parts ask for -----------------------------------------------------------------
@@ -196,6 +211,9 @@ class Cluster:
 
     def frame_missed(self, host: int, frame: bytes) -> None:
         self.model.lost(frame)
+
+    def zone_made(self, host: int, queue_pair: int) -> None:
+        self.model.zone_made(host, queue_pair)
 
     def acknowledged(self, host: int, namespace: int, key: bytes) -> None:
         self.model.acknowledged(host, self.hosts[host].memory_lives, (namespace, key))
@@ -348,6 +366,7 @@ class Cluster:
     def crash_host(self, number: int, *, machine: bool) -> None:
         """The agent's process is killed, or the machine dies, and its clients' connections with
         it."""
+        self._held.pop(number, None)
         client = self._clients.pop(number, None)
         if client is not None:
             client.closed = True  # nobody is left to tidy up after it
@@ -357,7 +376,18 @@ class Cluster:
         """Start the agent, and a client beside it."""
         host = self.hosts[number]
         if host.process is None:
-            self._clients[number] = Client(host.start(), self.model, self._owed, self.plan.before)
+            process = host.start()
+            self._clients[number] = Client(process, self.model, self._owed, self.plan.before)
+            if self._limits:
+                self._held[number] = Held(process)
+
+    def put(self, number: int, namespace: int, key: bytes, content: bytes) -> bool:
+        """A client of that host puts a block; whether there is one."""
+        client = self._clients.get(number)
+        if client is None or client.closed:
+            return False
+        self.hosts[number].when_running(client.agent, lambda: client.put((namespace, key), content))
+        return True
 
     def foreign_block(self, number: int) -> BlockId:
         """A block of nobody's, for whoever only wants its room."""
@@ -403,7 +433,7 @@ class Cluster:
         for fault in self.plan.faults:
             self.world.at(chaos + fault.at, functools.partial(self._fault_begins, fault))
         self._step_to(chaos + CHAOS_S)
-        while self._faults_on:
+        while self.faults_on:
             self._step_to(self.world.now + 0.1)
         eventful = self.plan.faults or self._latecomers
         self._step_to(self.world.now + (HEAL_S if eventful else 1.0))
@@ -420,6 +450,8 @@ class Cluster:
             if self._not_handed_over is not None:
                 raise self._not_handed_over
             self.model.check_clock()
+            for held in self._held.values():
+                held.look()
 
     def _form(self) -> None:
         for controller in self.controllers:
@@ -462,7 +494,8 @@ class Cluster:
         self.world.note(255, f"{fault.number} {fault.kind}".encode())
         if kind.disturbs:
             self.model.disturbed()
-        self._faults_on += 1
+        self.faults_on += 1
+        self.faults_begun += 1
         self._severe_on += not fault.mild
         self.world.after(fault.for_s, lambda: self._fault_ends(fault, end))
 
@@ -471,7 +504,7 @@ class Cluster:
             end()
         if self._fault_kinds[fault.kind].disturbs:
             self.model.disturbed()
-        self._faults_on -= 1
+        self.faults_on -= 1
         if not fault.mild:
             self._severe_on -= 1
             self._last_severe_at = self.world.now
@@ -618,6 +651,8 @@ class Cluster:
             core.store.check()
             if core.store.counters.policy_faults:
                 raise ViolationError(0, f"agent {host.number}: a policy chose what could not go")
+            if host.process.zones is not None:
+                host.process.zones.check()
             if host.process.disk is not None:
                 host.process.disk.check()
             if host.process.cold is not None and host.process.cold.under_way:
@@ -658,6 +693,7 @@ def _agent_options(plan: Plan, node_id: str, mtu_bytes: int) -> AgentOptions:
             put_ack="local" if plan.put_ack_local else "home", replicate_timeout_s=1.5
         ),
         lone_reads_by_tcp=plan.lone_reads_by_tcp,
+        bulk_link_bits_per_s=plan.bulk_link_bits_per_s,
     )
 
 
@@ -667,6 +703,7 @@ def _pool_options(plan: Plan) -> PoolOptions:
             enabled=not plan.plain,
             lease_ticks=round(plan.coalesce_lease_s * 1e6 / 64),
             heat_threshold=plan.heat_threshold,
+            rdma_address=POOL_ADDRESS if plan.zones else None,
         ),
         slots=plan.slots,
         read_padding_bytes=0,

@@ -93,7 +93,6 @@ def product(engine: str) -> Product:
     """What is tested, once a process: the program is loaded only once."""
     global _product
     if _product is None:
-        logging.disable(logging.CRITICAL)  # the product tells of every fault
         _product = Product(ENGINES[engine], product_program())
     return _product
 
@@ -225,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     next_line = started + PROGRESS_S
     total = _Total()
     interrupted = {}
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the product tells of every fault
     try:
         for outcome in outcomes(options):
             total.add(outcome)
@@ -243,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
     except KeyboardInterrupt as error:
         interrupted = {"incomplete": reports.why(error)}
+    finally:
+        logging.disable(disabled)
     report = total.report(options, (time.monotonic() - started) / 60) | interrupted
     if options.json is not None:
         reports.write_json(options.json, report)

@@ -123,7 +123,7 @@ class _Process(Process):
             machine.options,
             machine.store.load(),
             world.now,
-            first_generation=1000 * life + 1_000_000 * machine._election_id,
+            first_generation=world.stream(f"generation/{machine.name}/{life}").getrandbits(31),
         )
         self.loop = ControlLoop(
             self.pool,

@@ -85,12 +85,18 @@ class ConveyorSide:
         self._asking: dict[str, StreamDriver] = {}
         self._givers: Givers | None = None
         courier.takes_conveyors = core.options.lone_reads_by_tcp
+        core.stop_conveying = self.stop_giving
         if core.lane is not None and core.shared is not None:
             pins = memoryview(bytearray(REGION_BYTES))
             capacity_bytes = core.store.allocator.capacity_bytes
             core.shared.join(Region(pins, capacity_bytes, _offended))
             self._givers = Givers(core.lane.address, pins)
             core.serving.conveys = True
+
+    def stop_giving(self) -> None:
+        """All connections end on which blocks leave."""
+        for _, end in list(self._gives.values()):
+            end.close()
 
     def die(self, *, machine: bool) -> None:
         """The process is gone."""

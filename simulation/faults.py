@@ -19,12 +19,21 @@ from collections.abc import Callable
 from typing import Final
 
 from kvcast.hostagent.core.store import Copy
-from kvcast.hostagent.tiers.ssd.layout import cut_of, open_formatted
+from kvcast.hostagent.tiers.ssd.layout import (
+    ENTRY_BYTES,
+    PAGE_BYTES,
+    Entry,
+    cut_of,
+    open_formatted,
+    pack_entry,
+)
+from kvcast.protocol.messages.wire import BlockId, digest_of
 from kvcast.simulation.agent import SimAgent
+from kvcast.simulation.blast import blast
 from kvcast.simulation.bulk import Lie
 from kvcast.simulation.cluster import Begin, Cluster, FaultKind
 from kvcast.simulation.disk import SimDisk
-from kvcast.simulation.disk_side import SLAB_BYTES, UNIT_BYTES
+from kvcast.simulation.disk_side import SLAB_BYTES, UNIT_BYTES, owner_of
 from kvcast.simulation.hostile import Hostile, HostileKind
 from kvcast.simulation.network import LinkFault
 from kvcast.simulation.plan import LEAST, Fault, PlanFault
@@ -390,6 +399,87 @@ def _make_stale(disk: SimDisk, rng: random.Random) -> None:
     disk.restore(old[:at] + bytes(size - at))
 
 
+def _shrink_disk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Somebody cuts the file short while the agent uses it."""
+    host = cluster.hosts.get(fault.hosts[0])
+    if host is None or host.disk is None:
+        return None
+    _truncate(host.disk, cluster.world.stream(f"fault/{fault.number}"))
+    return _nothing
+
+
+def _restore_disk(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent dies, and the next finds its disk as it was a while before."""
+    host = cluster.hosts.get(fault.hosts[0])
+    if host is None or host.disk is None:
+        return None
+    picture = host.disk.picture()
+
+    def end() -> None:
+        if host.process is not None and host.disk is not None:
+            cluster.crash_host(host.number, machine=False)
+            host.disk.restore(picture)
+            cluster.start_host(host.number)
+
+    return end
+
+
+ANOTHER: Final = "another cluster"
+
+
+def _put_another_clusters(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """An agent dies, and the next finds a file of another cluster's, in which blocks of the same
+    names have other bytes: it is refused, and the agent goes on without."""
+    process = _process_of(cluster, fault)
+    if process is None or process.host.disk is None or not process.host.disk.size_bytes():
+        return None
+    host, disk = process.host, process.host.disk
+    rng = cluster.world.stream(f"fault/{fault.number}")
+    other = SimDisk(rng)
+    owner = owner_of(host.options.node_id, ANOTHER)
+    cut = cut_of(owner, disk.size_bytes(), UNIT_BYTES, SLAB_BYTES)
+    identity = open_formatted(other, cut, 7).identity
+    pool = process.core.pool
+    blocks = [b for b in cluster.plan.blocks if b.size <= SLAB_BYTES][: cut.slabs]
+    for slab, block in enumerate(blocks):
+        meaning = pool.meaning_of(block.name[0]) if pool is not None else None
+        unit = slab * (SLAB_BYTES // UNIT_BYTES)
+        data = rng.randbytes(block.size)
+        entry = Entry(
+            *(unit, BlockId(*block.name), block.size, digest_of(data), meaning or 0, slab + 1),
+            *(host.wall_s, b"", 0),
+        )
+        other.pwrite(pack_entry(entry, identity), PAGE_BYTES + unit * ENTRY_BYTES)
+        other.pwrite(data, cut.blocks_offset + unit * UNIT_BYTES)
+    cluster.crash_host(host.number, machine=False)
+    disk.restore(other.picture())
+    return lambda: cluster.start_host(host.number)
+
+
+def _set_clock(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Somebody sets a machine's wall clock, back or forth; in half of the cases its agent starts
+    anew then."""
+    host = cluster.hosts.get(fault.hosts[0])
+    if host is None:
+        return None
+    rng = cluster.world.stream(f"fault/{fault.number}")
+    host.clock_set_s += rng.choice((-1e8, -500.0, -3.0, 3.0, 500.0, 1e8))
+    if host.process is None or fault.amount < 0.5:
+        return _nothing
+    cluster.crash_host(host.number, machine=False)
+    return lambda: cluster.start_host(host.number)
+
+
+def _blast_plan(rng: random.Random, hosts: int) -> tuple[tuple[int, ...], float, float]:
+    return (rng.randint(1, hosts),), rng.random(), rng.uniform(2.6, 3.4)
+
+
+def _blast(cluster: Cluster, fault: Fault) -> Callable[[], None] | None:
+    """Two tenants ask all they can of one home."""
+    process = _process_of(cluster, fault)
+    return None if process is None else blast(cluster, process.host, fault.number)
+
+
 def _put_others(disk: SimDisk, _rng: random.Random) -> None:
     """A file of another cluster lies there: it is refused, and the agent goes on without."""
     other = SimDisk(random.Random(1))
@@ -464,6 +554,7 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "rdma_flips": FaultKind(_one_host(0.5, 3.0), _on_card(flips=0.1)),
     "rdma_late": FaultKind(_one_host(0.5, 3.0), _on_card(late=0.3)),
     "rdma_no_windows": FaultKind(_one_host(0.5, 3.0), _on_card(no_windows=1.0)),
+    "rdma_strays": FaultKind(_one_host(0.5, 3.0), _on_card(strays=0.3)),
     "rdma_windows_lost": FaultKind(_one_host(0.5, 3.0), _on_card(lost_windows=0.1)),
     "disk_damaged": FaultKind(
         _one_host(0.0, 2.0), _swap_disk(lambda disk, rng: disk.damage(rng.randrange(1, 2000)))
@@ -477,6 +568,12 @@ FAULTS: Final[dict[str, FaultKind]] = {
     "disk_slow": FaultKind(_one_host(0.5, 3.0), _on_disk(slow_s=2.0)),
     "disk_stale": FaultKind(_one_host(0.0, 2.0), _swap_disk(_make_stale)),
     "disk_truncated": FaultKind(_one_host(0.0, 2.0), _swap_disk(_truncate)),
+    "disk_gone": FaultKind(_one_host(0.5, 3.0), _on_disk(read_errors=1.0, write_errors=1.0)),
+    "disk_old": FaultKind(_one_host(0.5, 2.0), _restore_disk),
+    "disk_shrunk": FaultKind(_one_host(0.0, 0.1), _shrink_disk),
+    "disk_of_another_cluster": FaultKind(_one_host(0.0, 2.0), _put_another_clusters),
+    "clock_set": FaultKind(_one_host(0.0, 2.0), _set_clock),
+    "tenants_blast": FaultKind(_blast_plan, _blast),
     "switch_cut": FaultKind(_nobody(0.1, 3.0), _cut_switch),
     "switch_reboot": FaultKind(_nobody(0.0, 2.0), _reboot_switch),
     "switch_reprogram": FaultKind(_nobody(0.1, 0.2), _reprogram_switch),

@@ -25,11 +25,13 @@ from kvcast.protocol.messages.bulk import (
     PutHeader,
     WantedBlock,
 )
-from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, unwrap
+from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint, parse_ip, unwrap
+from kvcast.protocol.messages.roce import POOL_KEY, POOL_QUEUE_PAIR, SHARED_CHUNKING, place_of
 from kvcast.simulation.agent import SimHost
 from kvcast.simulation.cluster import Cluster
 from kvcast.simulation.model import Name, ViolationError
 from kvcast.simulation.streams import Process, StreamDriver
+from kvcast.simulation.zones import POOL_ADDRESS, Target, packet_of
 
 PAUSE_S: Final = 0.02
 
@@ -126,6 +128,7 @@ class Hostile:
             for victim in cluster.hosts:
                 if victim != self._host.number:
                     self._forge(block.name, victim)
+                    self._write(block.name, victim)
         self._soon()
 
     def strike(self, victim: int, names: list[Name]) -> None:
@@ -189,6 +192,26 @@ class Hostile:
     def _send(self, source: Endpoint, victim: int, frame: wire.Frame) -> None:
         target = self._cluster.hosts[victim].options.endpoint
         self._host.send_raw(Encapsulation(source, target).wrap(wire.encode(frame)))
+
+    def _write(self, name: Name, victim: int) -> None:
+        """Bytes of our own by RDMA: into the victim's landing zone, whose queue pair and key we
+        know, or into all that wait for the block's first segment."""
+        host = self._cluster.hosts[victim]
+        zone = host.process.zones.zone if host.process is not None and host.process.zones else None
+        if zone is None:
+            return
+        rng, mine, theirs = self._rng, self._host.options.endpoint, host.options.endpoint
+        place = place_of(*name, SHARED_CHUNKING.number(0))
+        target, mac = Target(theirs.ip, zone.queue_pair, zone.key), theirs.mac
+        source_ip = mine.ip
+        if rng.random() < 0.5:
+            target = Target(parse_ip(POOL_ADDRESS), POOL_QUEUE_PAIR, POOL_KEY)
+        elif self._kind is HostileKind.SPOOFER:
+            source_ip = parse_ip(POOL_ADDRESS)
+        self._count()
+        payload, psn = rng.randbytes(rng.randrange(1, 4097)), rng.getrandbits(24)
+        packet = packet_of(mine, source_ip, mac, target, place, rng.randrange(4), payload, psn)
+        self._host.send_raw(packet)
 
     # --- the hostile tenant -----------------------------------------------------------------
 

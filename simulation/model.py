@@ -36,6 +36,12 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import xxhash
+from kvcast.simulation.model_writes import (
+    CHUNK_BYTES,
+    Place,
+    is_roce,
+    look_write,
+)
 from kvcast.simulation.world import World
 
 Name = tuple[int, bytes]
@@ -47,8 +53,11 @@ Copy = tuple[int, bytes, int]
 _HEADER_AT: Final = 42
 _HEADER: Final = struct.Struct("!BBHHH16sQIHBBQI")
 _PAYLOAD_AT: Final = _HEADER_AT + _HEADER.size
-_READ, _DATA, _MISS, _OFFER = 1, 2, 3, 4
-_PARTIAL, _LAST, _RESIDENT = 0x2, 0x4, 0x20
+_READ, _DATA, _MISS, _OFFER, _WRITTEN = 1, 2, 3, 4, 5
+_PARTIAL, _LAST, _RESIDENT, _WRITE = 0x2, 0x4, 0x20, 0x40
+_BY_WRITE: Final = 16
+"""Above this bit of a segment's number stand 1 and the tag, where its answer is to be written by
+RDMA: such READs wait apart, in the place that the tag says."""
 _CELL: Final = 1024
 _INDEX_BITS: Final = 14
 """Of a segment's number; above them stands how often a chunk is twice a cell."""
@@ -87,11 +96,18 @@ class Seen(NamedTuple):
     segment: int
     chunk: int
     wanted: int
+    tag: int
     source_ip: int
 
     @property
     def where(self) -> Segment:
-        return self.namespace, self.key, self.segment
+        place = (self.tag << 1 | 1) << _BY_WRITE if self.flags & _WRITE else 0
+        return self.namespace, self.key, self.segment | place
+
+    @property
+    def place(self) -> Place:
+        """Of the READ of which the answer is written."""
+        return self.namespace, self.tag & 0xFFFF, self.tag >> 18 & 0x7F
 
     @property
     def chunk_bytes(self) -> int:
@@ -125,12 +141,12 @@ def look(frame: bytes) -> Seen | None:
         return None  # a damaged IPv4 header
     fields = _HEADER.unpack_from(frame, _HEADER_AT)
     version, op, flags, namespace, group, key, digest, size, segment, chunk = fields[:10]
-    wanted = fields[11]
-    if version != 1 or not _READ <= op <= _OFFER:
+    wanted, tag = fields[11:13]
+    if version != 1 or not _READ <= op <= _WRITTEN:
         return None
     source_ip = int.from_bytes(frame[26:30], "big")
     seen = Seen(
-        op, flags, namespace, group, key, digest, size, segment, chunk, wanted, source_ip
+        op, flags, namespace, group, key, digest, size, segment, chunk, wanted, tag, source_ip
     )  # fmt: skip
     return None if op == _DATA and len(frame) != _PAYLOAD_AT + seen.chunk_bytes else seen
 
@@ -173,6 +189,8 @@ class Rules(NamedTuple):
     ip_of_port: dict[int, int]
     lease_s: float
     """How long the switch lets a READ wait."""
+    pool_ip: int = 0
+    """Where homes send what the switch writes into landing zones."""
 
 
 class Model:
@@ -185,6 +203,8 @@ class Model:
         """Whether the switch program acts at present."""
         self.known_mac: Callable[[bytes], bool] = lambda _mac: False
         """Whether the control plane has told the switch where a host is."""
+        self.known_zone: Callable[[int, int], bool] = lambda _ip, _queue_pair: False
+        """Whether the control plane has told the switch of a landing zone."""
         self.dishonest: set[int] = set()
         self.delivered = 0
         self.delivered_by_tier: dict[str, int] = defaultdict(int)
@@ -208,6 +228,9 @@ class Model:
         self._used: dict[int, dict[Segment, float]] = defaultdict(dict)
         self._passed: dict[tuple[int, bytes, int, int, int], set[bytes]] = defaultdict(set)
         self._disturbed_at = -1e9
+        # answers by RDMA
+        self._zones: dict[int, set[int]] = defaultdict(set)  # host -> its queue pairs, ever
+        self._read_by_write: dict[Place, Segment] = {}
 
     # --- what is told -----------------------------------------------------------------------
 
@@ -239,6 +262,10 @@ class Model:
         for name in names:
             if not self._versions[name]:
                 raise ViolationError(1, f"host {host} was told of {_show(name)}, which nobody put")
+
+    def zone_made(self, host: int, queue_pair: int) -> None:
+        """A host's card takes what is written to its landing zone by this queue pair."""
+        self._zones[host].add(queue_pair)
 
     def dropped(self, name: Name) -> None:
         """A client has asked the pool to forget the block."""
@@ -368,7 +395,10 @@ class Model:
     # --- the hosts' cables ------------------------------------------------------------------
 
     def sent(self, host: int, frame: bytes) -> None:
-        """A host's agent puts a frame on its cable."""
+        """A host's agent, or its card, puts a frame on its cable."""
+        if is_roce(frame):
+            self._write_sent(host, frame)
+            return
         seen = look(frame)
         if seen is None or seen.op != _DATA or host in self.dishonest:
             return
@@ -395,30 +425,50 @@ class Model:
                     + ("without saying" if last else "saying wrongly")
                     + " that its answer ends",
                 )
-            self._count_sent(host, seen)
+            self._count_sent(host, seen.where, seen.chunk)
 
-    def _count_sent(self, host: int, seen: Seen) -> None:
-        window = self._windows.get(seen.where)
-        if window is None or not self.enabled() or not self.was_home(host, seen.key):
+    def _write_sent(self, host: int, frame: bytes) -> None:
+        """A host's card writes a chunk for whoever waits."""
+        seen = look_write(frame)
+        where = self._read_by_write.get(seen.place) if seen is not None else None
+        if seen is None or host in self.dishonest:
+            return
+        if where is None:
+            raise ViolationError(4, f"host {host} writes to place {seen.place}, which nobody read")
+        namespace, key, number = where
+        index = number & (1 << _INDEX_BITS) - 1
+        before = 64 * (_CELL + (index - 1) * CHUNK_BYTES) if index else 0
+        end = before + 64 * (CHUNK_BYTES if index else _CELL)
+        at = before + seen.chunk * CHUNK_BYTES
+        chunks = [v[at : min(at + CHUNK_BYTES, end)] for v in self._versions[namespace, key]]
+        if seen.payload not in chunks:
+            raise ViolationError(
+                1, f"host {host} writes wrong bytes as chunk {seen.chunk} of {_show(where)}"
+            )
+        self._count_sent(host, where, seen.chunk)
+
+    def _count_sent(self, host: int, where: Segment, chunk: int) -> None:
+        window = self._windows.get(where)
+        if window is None or not self.enabled() or not self.was_home(host, where[1]):
             return  # a home's recall may be answered by one that is none, whose answer goes nowhere
-        window.sent[host, seen.chunk] += 1
-        times = window.sent[host, seen.chunk]
-        if times > 1 and self._countable(seen) and times > 1 + self._lost(seen.where):
+        window.sent[host, chunk] += 1
+        times = window.sent[host, chunk]
+        if times > 1 and self._countable(where) and times > 1 + self._lost(where):
             raise ViolationError(
                 4,
-                f"host {host} sent chunk {seen.chunk} of {_show(seen)} {times} times in one "
-                f"window, open since {window.opened_at:.6f} s, and {self._lost(seen.where)} "
+                f"host {host} sent chunk {chunk} of {_show(where)} {times} times in one "
+                f"window, open since {window.opened_at:.6f} s, and {self._lost(where)} "
                 "frames of it were lost",
             )
 
-    def _countable(self, seen: Seen) -> bool:
+    def _countable(self, where: Segment) -> bool:
         """Whether the home's sendings can be held against it: not where its readers may have asked
         again for reasons that no single frame shows."""
         return (
             self._world.now - self._disturbed_at > LOSSES_COUNT_S
-            and len(self._versions[seen.namespace, seen.key]) == 1
+            and len(self._versions[where[0], where[1]]) == 1
             and not self.dishonest
-            and not self._met_in_its_set(seen.where)
+            and not self._met_in_its_set(where)
         )
 
     def _lost(self, where: Segment) -> int:
@@ -427,11 +477,16 @@ class Model:
 
     def lost(self, frame: bytes) -> None:
         """A frame will not arrive once, whole, in order and in time."""
-        seen = look(frame)
-        if seen is not None:
-            window = self._windows.get(seen.where)
+        if is_roce(frame):
+            write = look_write(frame)
+            where = self._read_by_write.get(write.place) if write is not None else None
+        else:
+            seen = look(frame)
+            where = seen.where if seen is not None else None
+        if where is not None:
+            window = self._windows.get(where)
             weight = max(1, len(window.ports)) if window is not None else 1
-            self._losses[seen.where].append((self._world.now, weight))
+            self._losses[where].append((self._world.now, weight))
 
     # --- the switch -------------------------------------------------------------------------
 
@@ -447,6 +502,9 @@ class Model:
 
     def crossed(self, port: int, frame: bytes, sent: list[tuple[int, bytes]]) -> None:
         """A frame came into the switch by `port`, and these went out."""
+        if is_roce(frame):
+            self._write_crossed(port, frame, sent)
+            return
         seen = look(frame)
         if seen is None:
             return
@@ -470,6 +528,39 @@ class Model:
             self._passed_on.add(copy)
             spoofed = seen.source_ip != self._rules.ip_of_port[port]
             self._perhaps_excused(copy, spoofed=spoofed)
+
+    def _write_crossed(self, port: int, frame: bytes, sent: list[tuple[int, bytes]]) -> None:
+        """A packet for a card came into the switch, and these went out."""
+        rules, seen = self._rules, look_write(frame)
+        if not sent or seen is None or not self.enabled():
+            return  # what no card takes, or nobody keeps out
+        if seen.target_ip != rules.pool_ip and not self.known_zone(seen.target_ip, seen.queue_pair):
+            return  # other RDMA
+        if seen.source_ip != rules.ip_of_port[port] or seen.target_ip != rules.pool_ip:
+            raise ViolationError(5, f"RDMA of host {port} passed to others past those who wait")
+        namespace = seen.place[0]
+        where = self._read_by_write.get(seen.place)
+        if where is not None:
+            self._note_use(where)
+            if where in self._windows:
+                self._windows[where].used_at = self._world.now
+        for to, out in sent:
+            after = look_write(out)
+            if after is None:
+                raise ViolationError(1, f"the switch sends host {to} a WRITE that no card takes")
+            if (after.payload, after.address, after.immediate) != (
+                *(seen.payload, seen.address, seen.immediate),
+            ):
+                raise ViolationError(1, f"the switch changed a chunk written to host {to}")
+            mine = after.target_ip == rules.ip_of_port[to] and after.queue_pair in self._zones[to]
+            if not mine:
+                raise ViolationError(2, f"a WRITE went to host {to}, but not to its landing zone")
+            if not self.may_use(to, namespace) and (
+                where is None or not self.was_home(to, where[1])
+            ):
+                raise ViolationError(
+                    5, f"a WRITE of namespace {namespace} went to host {to}, without a right"
+                )
 
     def _true_home(self, port: int, seen: Seen) -> bool:
         mine = seen.source_ip == self._rules.ip_of_port[port]
@@ -523,7 +614,7 @@ class Model:
         elif sent:
             self._note_use(where)
             self._check_shared(port, seen, sent)
-            if seen.op == _MISS or seen.flags & _LAST:
+            if seen.op in (_MISS, _WRITTEN) or seen.flags & _LAST:
                 self._windows.pop(where, None)
             elif where in self._windows:
                 self._windows[where].used_at = self._world.now
@@ -547,6 +638,8 @@ class Model:
         self, port: int, frame: bytes, seen: Seen, sent: list[tuple[int, bytes]]
     ) -> None:
         where = seen.where
+        if seen.flags & _WRITE:
+            self._read_by_write[seen.place] = where
         served = any((after := look(out)) is not None and after.op == _DATA for _, out in sent)
         if served:
             return
@@ -629,13 +722,21 @@ def _well_formed_read(frame: bytes) -> bool:
         and length == 20 + 8 + _HEADER.size
         and int.from_bytes(frame[14:34], "big") % 0xFFFF == 0
         and not frame[20] & 0x20
-        and not int.from_bytes(frame[44:46], "big") & ~0x9
+        and _may_wait(int.from_bytes(frame[44:46], "big") & ~0x9, frame[78] >> 6)
         and frame[80] == 0
     )
 
 
+def _may_wait(flags: int, chunk_code: int) -> bool:
+    """Whether a READ with these flags, beside those of a repeat and of the switch, is one that the
+    switch may hold back."""
+    return not flags or (flags == _WRITE and _CELL << chunk_code == CHUNK_BYTES)
+
+
 def _set_of(where: Segment) -> int:
     namespace, key, segment = where
+    if segment >> _BY_WRITE:
+        return segment >> (_BY_WRITE + 1) & 0x7FFF
     return zlib.crc32(namespace.to_bytes(2, "big") + key + segment.to_bytes(2, "big")) & 0x7FFF
 
 
@@ -656,6 +757,6 @@ def bucket_of_key(key: bytes) -> int:
 def _show(what: Seen | Iterable[object]) -> str:
     if isinstance(what, Seen):
         return f"{what.namespace}/{what.key.hex()[:8]}…{what.key.hex()[-4:]}#{what.segment}"
-    namespace, key = what
+    namespace, key, *_ = what
     assert isinstance(key, bytes)
     return f"{namespace}/{key.hex()[:8]}…{key.hex()[-4:]}"

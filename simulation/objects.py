@@ -10,14 +10,14 @@ was stored, another object, half of one, or one of another cluster's.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.cold import DONE, GONE, HEAD, MAGIC, ColdRules, ColdTier, Errand, Task
 from kvcast.protocol.messages.wire import digest_of
-from kvcast.simulation.disk_side import Owner
-from kvcast.simulation.world import Alarm, World
+from kvcast.simulation.tier_side import Owner, TierSide
+from kvcast.simulation.world import World
 
 CLUSTER: Final = "cluster"
 _RULES: Final = ColdRules(max_errands=3, max_waiting=16, max_known=64, patience_s=0.3)
@@ -93,7 +93,7 @@ class SimObjects:
                 self._forget(name)
 
 
-class ColdSide:
+class ColdSide(TierSide[Task]):
     """The cold tier of one life of an agent; `start`, and no end."""
 
     def __init__(
@@ -105,40 +105,27 @@ class ColdSide:
         rng: random.Random,
         pump: Callable[[], None],
     ) -> None:
-        self._world = world
-        self._owner = owner
-        self._core = core
+        super().__init__(world, owner, core, rng, pump)
         self._objects = objects
-        self._rng = rng
-        self._pump = pump
-        self._alarm = Alarm(world, lambda: owner.when_running(self._run))
-        self.under_way = 0
-        epoch_s = 1e9 - owner.now + world.now + rng.choice((0.0, 0.0, -500.0, 3.0, 500.0))
-        self.tier = ColdTier(_RULES, core.store, core.memory, CLUSTER, epoch_s)
+        self.clock_error_s = rng.choice((0.0, 0.0, -500.0, 3.0, 500.0))
+        self.tier = ColdTier(_RULES, core.store, core.memory, CLUSTER, self.epoch_s)
 
     def start(self) -> None:
-        self.tier.wake = lambda: self._world.after(0.0, lambda: self._owner.when_running(self._run))
+        self.tier.wake = self.wake
         self.tier.advance(self._owner.now)
         self._core.use_cold(self.tier)
 
-    def _run(self) -> None:
-        if self._owner.dead:
-            return
-        for task in self.tier.take_tasks(self._owner.now):
-            self.under_way += 1
-            delay_s = self._rng.uniform(0.001, 0.02) + self._objects.slow_s * self._rng.random()
-            self._world.after(
-                delay_s,
-                lambda task=task: self._owner.when_running(  # type: ignore[misc]
-                    lambda: self._do(task)
-                ),
-            )
-        when = self.tier.get_timer()
-        if when is not None:
-            self._alarm.set(max(self._owner.world_time(when), self._world.now) + 1e-4)
+    def _take(self, now: float) -> Iterable[Task]:
+        self.tier.epoch_s = self.epoch_s
+        return self.tier.take_tasks(now)
+
+    def _timer(self, now: float) -> float | None:
+        return self.tier.get_timer()
+
+    def _takes_s(self) -> float:
+        return self._rng.uniform(0.001, 0.02) + self._objects.slow_s * self._rng.random()
 
     def _do(self, task: Task) -> None:
-        self.under_way -= 1
         error, data = self._objects.do(task, self.tier.found)
         self._world.counts[f"cold.{task.errand.value}"] += 1
         now = self._owner.now
@@ -146,5 +133,3 @@ class ColdSide:
         damaged = self.tier.counters.damaged
         task.ended(now, error, memoryview(data) if data is not None else None)
         self._world.counts["cold.refused"] += self.tier.counters.damaged - damaged
-        self._run()
-        self._pump()

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from kvcast.controller.core.namespaces import number_of
-from kvcast.protocol.messages.control import POLICIES, NamespaceSettings
+from kvcast.protocol.messages.control import POLICIES, TIERS, NamespaceSettings
 from kvcast.simulation.model import Name, pending_set_of
+from kvcast.simulation.model_writes import slot_of
 
 CALM_S: Final = 1.2
 CHAOS_S: Final = 4.0
 FINAL_S: Final = 1.6
+BLAST_BITS_PER_S: Final = 8_000_000
+"""What agents believe of their links where tenants blast: less than streams carry."""
 """Lengths of the phases in which clients act; between the last two the pool is left to heal."""
 
 TENANTS: Final = ("tenant-1", "tenant-2", "tenant-3")
@@ -91,8 +94,29 @@ _DISK: Final = frozenset(
 """Faults of disks."""
 _COLD: Final = frozenset({"cold_errors", "cold_lies", "cold_lost", "cold_slow"})
 """Faults of the object store."""
+_MORE_DISK: Final = frozenset({"disk_gone", "disk_of_another_cluster", "disk_old", "disk_shrunk"})
+"""More faults of disks."""
+_CLOCK: Final = frozenset({"clock_set"})
+"""The wall clock of a machine is set."""
+_SHARED_WRITES: Final = frozenset(
+    {
+        "rdma_card_gone",
+        "rdma_errors",
+        "rdma_flips",
+        "rdma_late",
+        "rdma_strays",
+        "rdma_windows_lost",
+    }
+)
+"""Those of them that shared answers by RDMA have, too, and those that only these have."""
 _SCALE: Final = frozenset({"node_drained"})
 """What an operator does to a pool that is well; no fault, but it comes among faults."""
+_WEIGHTS: Final = frozenset({"tenants_blast"})
+"""Tenants that take all they can get."""
+_APART: Final = (
+    _BULK | _RDMA | _SHARED_WRITES | _SCALE | _DISK | _MORE_DISK | _COLD | _CLOCK | _WEIGHTS
+)
+"""Drawn apart, each where it can show; so plans in which it cannot stay as they are."""
 MILD: Final = frozenset({"loss", "duplication", "reordering", "corruption", *_SCALE})
 """Faults that, in their smallest amount, no patient get may fail for."""
 LEAST: Final = 0.1
@@ -157,6 +181,12 @@ class Plan:
     """Whether there is an object store below the hosts."""
     disks: frozenset[int] = frozenset()
     """Hosts with a disk below their DRAM."""
+    zones: bool = False
+    """Whether answers that are shared come by RDMA, at hosts with a card."""
+    replicates: bool = False
+    """Whether hosts say that their links carry little, so that they give out replicas."""
+    bulk_link_bits_per_s: int = 0
+    """What agents believe that the link carries by which blocks leave over TCP; 0 = not known."""
 
     def before(self, name: Name) -> tuple[bytes, int]:
         """The key of the block before this one in its prefix (b"" = it is the first), and how many
@@ -229,9 +259,10 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     rng = random.Random(f"{seed}/plan")
     planned = rng.choice((3, 3, 4, 4, 5, 6))
     count = planned if mask.hosts is None else min(planned, mask.hosts)
+    everything, blast, zones = _everything(seed), _blast(seed), _zones(seed)
     rights = {OPEN: frozenset(range(1, planned + 1))}
-    if rng.random() < 0.6:
-        for namespace in NAMESPACES[1 : rng.choice((2, 3))]:
+    if rng.random() < 0.6 or everything or blast:
+        for namespace in NAMESPACES[1 : 3 if everything else rng.choice((2, 3))]:
             some = rng.sample(range(1, planned + 1), rng.randrange(2, planned))
             rights[namespace] = frozenset(some)
     links = random.Random(f"{seed}/links")
@@ -239,14 +270,15 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     hosts = tuple(
         HostPlan(
             # Some arenas overflow; a slab is of 64 KiB, and holds copies of one size class.
-            arena_slabs=rng.choice((4, 12, 32, 64)),
+            arena_slabs=rng.choice((4, 4, 8) if everything else (4, 12, 32, 64)),
             clock_offset_s=rng.uniform(0, 1e5),
             clock_rate=rng.choice((1.0, 1.0, 1.0, 1.002, 0.998, 1.05, 0.95)),
             mtu_bytes=links.choice(mtus),
         )
         for _ in range(planned)
     )[:count]
-    draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, _blocks(seed, rights))
+    blocks = _blocks(seed, rights, everything=everything, zones=zones)
+    draft = _Draft(seed, random.Random(f"{seed}/ops"), planned, rights, blocks)
     _draft_ops(draft)
     plain = rng.random() < 0.1
     faults = _faults(seed, planned, fault_kinds, hostile=plain)
@@ -262,14 +294,50 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
     if renumbered:
         faults += _renumbering(scene, planned, len(faults))
     cards = _cards(seed, planned)
-    if cards:
-        faults += _rdma_faults(seed, planned, fault_kinds, len(faults))
+    if zones:
+        mtus_of = random.Random(f"{seed}/zones")
+        hosts = tuple(replace(host, mtu_bytes=mtus_of.choice((4200, 9000))) for host in hosts)
+        faults += _drawn_apart(
+            *(seed, "zone faults", planned, fault_kinds, _SHARED_WRITES, len(faults)),
+            counts=(0, 1, 2, 3),
+            times=(1, 2, 3),
+        )
+    elif cards:
+        faults += _drawn_apart(
+            *(seed, "rdma faults", planned, fault_kinds, _RDMA, len(faults)),
+            counts=(0, 1, 2, 3),
+            times=(1, 2, 3),
+        )
     disks = _disks(seed, planned)
     if disks:
-        faults += _disk_faults(seed, planned, fault_kinds, len(faults))
-    cold = seed % 4 == 2
+        faults += _drawn_apart(
+            *(seed, "disk faults", planned, fault_kinds, _DISK, len(faults)),
+            counts=(1, 2, 3, 4),
+            times=(1, 2),
+        )
+    cold = seed % 4 == 2  # `_everything` is among them
     if cold:
-        faults += _cold_faults(seed, planned, fault_kinds, len(faults))
+        faults += _drawn_apart(
+            *(seed, "cold faults", planned, fault_kinds, _COLD, len(faults)),
+            counts=(1, 2, 3),
+            times=(1,),
+        )
+    if disks and (seed % 7 == 0 or everything):
+        faults += _drawn_apart(
+            *(seed, "more disk faults", planned, fault_kinds, _MORE_DISK, len(faults)),
+            counts=(1, 2),
+            times=(1, 2),
+        )
+    if (disks and seed % 7 == 0) or everything:
+        faults += _drawn_apart(
+            *(seed, "clocks", planned, fault_kinds, _CLOCK, len(faults)), counts=(1,), times=(2, 3)
+        )
+    if blast:
+        if not everything and scene.random() < 0.7:
+            faults = []  # so that shares can be judged
+        faults += _drawn_apart(
+            *(seed, "blast", planned, fault_kinds, _WEIGHTS, len(faults)), counts=(1,), times=(1,)
+        )
     ticks_wrap_s = (1 << 32) * 64e-6
     return Plan(
         seed=seed,
@@ -294,53 +362,78 @@ def make_plan(seed: int, fault_kinds: dict[str, PlanFault], mask: Mask) -> Plan:
         paced=rng.random() < 0.25,
         latecomers=1 if planned > 3 and rng.random() < 0.2 else 0,
         pins=tuple(rng.sample(range(len(draft.blocks)), 2)) if rng.random() < 0.3 else (),
-        settings=_settings(seed, rights, cold=cold),
+        settings=_settings(seed, rights, cold=cold, everything=everything, blast=blast),
+        bulk_link_bits_per_s=BLAST_BITS_PER_S if blast else 0,
         cards=cards,
         disks=disks,
         cold=cold,
+        zones=zones,
+        replicates=seed % 2 == 1 or everything,
     )
 
 
 def _settings(
-    seed: int, rights: dict[int, frozenset[int]], *, cold: bool
+    seed: int,
+    rights: dict[int, frozenset[int]],
+    *,
+    cold: bool,
+    everything: bool,
+    blast: bool,
 ) -> dict[int, NamespaceSettings]:
     """A policy for each namespace; some have blocks that age, quotas, and rates; with an object
-    store, most lie there, too."""
+    store, most lie there, too. Where `everything` is in one pool, each has another policy, and most
+    have quotas that one or two blocks fill; where tenants `blast`, weights that differ much."""
     rng = random.Random(f"{seed}/settings")
     media = random.Random(f"{seed}/media")
     settings = {}
+    policies = rng.sample(POLICIES, len(POLICIES)) if everything else []
+    weights = [0.5, 4.0] if blast else []
     for namespace in rights:
-        policy = rng.choice(POLICIES)
-        ages = policy == "ttl" or rng.random() < 0.1
+        policy = policies.pop() if everything else rng.choice(POLICIES)
+        ages = policy == "ttl" or rng.random() < (0.6 if everything else 0.1)
         settings[namespace] = NamespaceSettings(
             policy=policy,
             ttl_s=rng.choice((2.0, 4.0, 8.0)) if ages else 0.0,
-            quota_bytes={"dram": rng.choice((2, 6)) << 16} if rng.random() < 0.1 else {},
+            quota_bytes=_quotas(rng, everything=everything),
             operations_per_s=rng.choice((20.0, 200.0)) if rng.random() < 0.1 else 0.0,
-            weight=rng.choice((0.5, 1.0, 1.0, 4.0)),
+            weight=weights.pop() if weights else rng.choice((0.5, 1.0, 1.0, 4.0)),
             media=["dram", "ssd", "switch", "cold"] if cold and media.random() < 0.8 else [],
         )
     return settings
 
 
-def _blocks(seed: int, rights: dict[int, frozenset[int]]) -> list[Block]:
+def _quotas(rng: random.Random, *, everything: bool) -> dict[str, int]:
+    if not everything:
+        return {"dram": rng.choice((2, 6)) << 16} if rng.random() < 0.1 else {}
+    return {tier: rng.choice((16, 32, 64)) << 10 for tier in TIERS if rng.random() < 0.6}
+
+
+def _blocks(
+    seed: int, rights: dict[int, frozenset[int]], *, everything: bool, zones: bool
+) -> list[Block]:
+    """The blocks of a run, and their copies. In landing zones most have one slot, which they use
+    one after the other, and more have several segments."""
     rng = random.Random(f"{seed}/blocks")
-    keys = [rng.randbytes(16) for _ in range(rng.randrange(6, 13))]
+    slots = random.Random(f"{seed}/slots")
+    most = rng.randrange(10, 21) if everything else rng.randrange(6, 13)
+    keys = [rng.randbytes(16) for _ in range(most)]
     if rng.random() < 0.15:
         keys[1] = _colliding(rng, keys[0])
         if rng.random() < 0.5:  # with three, one finds both entries taken
             keys[2] = _colliding(rng, keys[0])
-    blocks = []
+    blocks: list[Block] = []
     for number, key in enumerate(keys):
         namespace = OPEN if number < 4 else rng.choice(list(rights))
         if number == 4 and len(rights) > 1:
             # Two tenants' engines have the same key for blocks of their own.
             namespace, key = NAMESPACES[1], keys[0]
+        elif zones and number > 2 and slots.random() < 0.7:
+            key = _of_slot(slots, namespace, slot_of(*blocks[0].name))
         size = rng.choice(
             (rng.randrange(1, 1025), rng.randrange(1, 1025), 1024, rng.randrange(1025, 3072),
              rng.randrange(1025, 3072), rng.randrange(3072, 12_000))
         )  # fmt: skip
-        if rng.random() < 0.06:
+        if rng.random() < 0.06 or (zones and slots.random() < 0.15):
             size = rng.choice((65_536, 65_537, 64 * 1024 + 5000, rng.randrange(20_000, 140_000)))
         first = rng.randbytes(size)
         copies = [first]
@@ -362,6 +455,14 @@ def _colliding(rng: random.Random, key: bytes) -> bytes:
         other = rng.randbytes(16)
         if pending_set_of(OPEN, other, 0) == wanted:
             return other
+
+
+def _of_slot(rng: random.Random, namespace: int, slot: int) -> bytes:
+    """A key of which the first segment has this slot in landing zones."""
+    while True:
+        key = rng.randbytes(16)
+        if slot_of(namespace, key) == slot:
+            return key
 
 
 def _draft_ops(draft: _Draft) -> None:
@@ -441,7 +542,7 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     `hostile` at least one of them is a hostile host."""
     rng = random.Random(f"{seed}/faults")
     chosen = rng.sample(
-        sorted(kinds.keys() - _BULK - _RDMA - _SCALE - _DISK - _COLD),
+        sorted(kinds.keys() - _APART),
         rng.choice((0, 1, 1, 2, 2, 3, 4, 6)),
     )
     if hostile:
@@ -459,7 +560,7 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
         at = rng.uniform(0.0, CHAOS_S - 0.5)
         faults.append(Fault(len(faults), kind, at, for_s, targets, amount))
     rng = random.Random(f"{seed}/scale")
-    for kind in sorted(kinds.keys() & _SCALE) if seed % 4 == 1 else ():
+    for kind in sorted(kinds.keys() & _SCALE) if seed % 4 == 1 or _everything(seed) else ():
         for _ in range(rng.choice((1, 2, 3))):
             targets, amount, for_s = kinds[kind](rng, hosts)
             at = rng.uniform(0.0, CHAOS_S - 0.5)
@@ -467,55 +568,59 @@ def _faults(seed: int, hosts: int, kinds: dict[str, PlanFault], *, hostile: bool
     return faults
 
 
+def _everything(seed: int) -> bool:
+    """Whether a run has every tier in one pool: disks, an object store, RDMA, replicas, drained
+    nodes, small arenas and quotas, and a policy of its own for each namespace."""
+    return seed % 16 == 14
+
+
+def _blast(seed: int) -> bool:
+    """Whether a run has tenants that take all they can get."""
+    return seed % 14 == 12 or _everything(seed)
+
+
+def _zones(seed: int) -> bool:
+    """Whether a run has shared answers by RDMA."""
+    return seed % 30 == 3 or seed % 15 == 11 or seed % 32 == 14
+
+
 def _cards(seed: int, hosts: int) -> frozenset[int]:
-    """Which hosts have an RDMA card: in every sixth run most have one, and in others none, so that
-    TCP is tried as much as ever."""
-    if seed % 6 != 3:
+    """Which hosts have an RDMA card: in every fourth run or so most have one, and in others none,
+    so that TCP is tried as much as ever."""
+    if seed % 6 != 3 and not _zones(seed) and not _everything(seed):
         return frozenset()
     rng = random.Random(f"{seed}/cards")
     return frozenset(n for n in range(1, hosts + 1) if rng.random() < 0.85)
 
 
-def _rdma_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
-    """Faults of cards; drawn apart, as those of TCP are."""
-    rng = random.Random(f"{seed}/rdma faults")
-    faults: list[Fault] = []
-    for kind in rng.sample(sorted(kinds.keys() & _RDMA), rng.choice((0, 1, 2, 3))):
-        for _ in range(rng.choice((1, 2, 3))):
-            targets, amount, for_s = kinds[kind](rng, hosts)
-            at = rng.uniform(0.0, CHAOS_S - 0.5)
-            faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
-    return faults
-
-
 def _disks(seed: int, hosts: int) -> frozenset[int]:
     """Which hosts have a disk: in every third run most have one."""
-    if seed % 3 != 1:
+    if seed % 3 != 1 and not _everything(seed):
         return frozenset()
     rng = random.Random(f"{seed}/disks")
     return frozenset(n for n in range(1, hosts + 1) if rng.random() < 0.8)
 
 
-def _disk_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
-    """Faults of disks; drawn apart, as those of cards are."""
-    rng = random.Random(f"{seed}/disk faults")
+def _drawn_apart(
+    seed: int,
+    name: str,
+    hosts: int,
+    kinds: dict[str, PlanFault],
+    which: frozenset[str],
+    number: int,
+    *,
+    counts: tuple[int, ...],
+    times: tuple[int, ...],
+) -> list[Fault]:
+    """Some of these kinds of faults, each some times, from `number` on; from a source of their own,
+    so that plans in which they cannot show stay as they are."""
+    rng = random.Random(f"{seed}/{name}")
     faults: list[Fault] = []
-    for kind in rng.sample(sorted(kinds.keys() & _DISK), rng.choice((1, 2, 3, 4))):
-        for _ in range(rng.choice((1, 2))):
+    for kind in rng.sample(sorted(kinds.keys() & which), rng.choice(counts)):
+        for _ in range(rng.choice(times) if len(times) > 1 else times[0]):
             targets, amount, for_s = kinds[kind](rng, hosts)
             at = rng.uniform(0.0, CHAOS_S - 0.5)
             faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
-    return faults
-
-
-def _cold_faults(seed: int, hosts: int, kinds: dict[str, PlanFault], number: int) -> list[Fault]:
-    """Faults of the object store; drawn apart, as those of cards are."""
-    rng = random.Random(f"{seed}/cold faults")
-    faults: list[Fault] = []
-    for kind in rng.sample(sorted(kinds.keys() & _COLD), rng.choice((1, 2, 3))):
-        targets, amount, for_s = kinds[kind](rng, hosts)
-        at = rng.uniform(0.0, CHAOS_S - 0.5)
-        faults.append(Fault(number + len(faults), kind, at, for_s, targets, amount))
     return faults
 
 

@@ -55,6 +55,8 @@ class CardFaults:
     """Something takes `LATE_S` more."""
     flips: float = 0.0
     """A bit of a piece flips on its way, unseen."""
+    strays: float = 0.0
+    """A WRITE for whoever waits (`zones`) comes late, or once more later."""
 
 
 class Fabric:

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvcast.bench.fuzz import (  # noqa: F401 - they register their targets
     arena,
     courier,
+    departures,
     entry_points,
     kept,
     rdma_link,

@@ -69,6 +69,11 @@ class Load:
         """Have the namespaces and groups of these requests made, while nothing is broken."""
         await self._player.prepare(requests)
 
+    @property
+    def namespaces(self) -> list[int]:
+        """The numbers of those that were made, in this order."""
+        return self._player.namespaces
+
     def begin(self, now: float) -> None:
         """The soak's clock starts at `now` (of time.monotonic)."""
         self._began = now

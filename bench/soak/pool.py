@@ -7,7 +7,8 @@ Owns: what runs beside what, what is watched, and the report. Must not know: how
 
 A real pool of processes: one switch (kvcast's own, compiled), one controller, an agent a node, and
 one node without an agent, which is the attacker's. Over it the workload `mix` without end, as fast
-as this machine allows; every byte of every block is checked. All the time frames are lost, and
+as this machine allows; every byte of every block is checked. Every other agent has a disk below its
+DRAM, and each namespace a policy and a weight of its own. All the time frames are lost, and
 faults strike by a seeded plan: parts killed and stopped, clients that die with pins, hostile frames
 and bytes at every entry point, namespaces, groups, pins and drops by an operator.
 
@@ -31,6 +32,7 @@ import contextlib
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -57,6 +59,7 @@ from kvcast.bench.soak.verdict import (
 )
 from kvcast.bench.soak.watch import Watch, leftovers
 from kvcast.hostagent.client import KvcastError
+from kvcast.protocol.messages.control import POLICIES
 from kvcast.service import provenance
 from kvcast.topologies.pool import Pool, PoolError, PoolOptions
 from kvcast.topologies.star import MAX_HOSTS, Star
@@ -77,6 +80,8 @@ _WHOLE_WITHIN_S = 90.0
 _SETTLE_TRIES = 40
 _SETTLE_S = 0.5
 _LAST_BLOCKS = 8
+_BULK_LINK_BITS_PER_S = 1_000_000_000
+"""What agents believe of their links, so that namespaces share what leaves by TCP."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class SoakOptions:
     """Probability with which the switch loses a frame, each time it crosses a link."""
     arena_bytes: int = 32 << 20
     """DRAM tier of each agent: so small that blocks are evicted all the time."""
+    disk_bytes: int = 64 << 20
+    """Disk tier of every other agent, a file in the temporary folder; 0 = none has one."""
     bounds: Bounds = field(default_factory=Bounds)
     plan: dict[str, list[Fault]] | None = None
     """None: by the seed."""
@@ -109,6 +116,23 @@ async def run(
     """Soak a pool; the report, whose `passed` says whether every criterion holds. `tell` gets a
     line every ten seconds. Where the soak is interrupted, `so_far` has what was counted until
     then. PoolError if the pool does not start."""
+    with tempfile.TemporaryDirectory(prefix="kvcast-soak-") as disks:
+        return await _run(options, tell, so_far, Path(disks))
+
+
+def _disks(star: Star, options: SoakOptions, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Flags of the agents that have a disk: of those that are killed, and of those that are not."""
+    if not options.disk_bytes:
+        return {}
+    return {
+        host.node_id: (f"--ssd={folder / host.node_id}", f"--ssd-bytes={options.disk_bytes}")
+        for host in star.hosts[:-1:2]
+    }
+
+
+async def _run(
+    options: SoakOptions, tell: Callable[[str], None], so_far: dict[str, Any] | None, disks: Path
+) -> dict[str, Any]:
     star = Star.of(options.nodes + 1)
     attacker = star.hosts[-1]
     pool = Pool(
@@ -118,6 +142,8 @@ async def run(
             loss=options.loss,
             seed=options.seed,
             log_level="warning",
+            agent_flags=(f"--bulk-link-rate={_BULK_LINK_BITS_PER_S}",),
+            node_flags=_disks(star, options, disks),
         ),
         options.run_dir,
     )
@@ -202,6 +228,7 @@ class _Soak:
         """The load, the faults and the watch, side by side."""
         first = itertools.islice(generate("mix", self._workload()), _PREPARED_REQUESTS)
         await self._load.prepare(first)
+        await self._set_namespaces()
         now = time.monotonic()
         self._load.begin(now)
         self._faults.begin(now)
@@ -221,6 +248,14 @@ class _Soak:
             load.cancel()
             await asyncio.wait([load, watch])
         self._windows.append(self._load.cut())
+
+    async def _set_namespaces(self) -> None:
+        """Each namespace has a policy and a weight of its own."""
+        policies = [policy for policy in POLICIES if policy != "ttl"]
+        for number, namespace in enumerate(self._load.namespaces):
+            settings = {"policy": policies[number % len(policies)], "weight": 1 + number % 4}
+            body = {"namespace": namespace, "settings": settings}
+            await self._pool.http("PATCH", "/v1/namespaces", body)
 
     async def _keep_watch(self) -> None:
         sample_s = max(1.0, self._seconds / _SAMPLES)
@@ -404,6 +439,7 @@ class _Soak:
                 "seed": self._options.seed,
                 "loss": self._options.loss,
                 "arena_bytes": self._options.arena_bytes,
+                "disk_bytes": self._options.disk_bytes,
                 "block_bytes": BLOCK_BYTES,
                 "bounds": asdict(self._options.bounds),
             },

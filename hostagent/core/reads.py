@@ -639,6 +639,8 @@ class Reads:
         """The disk takes long: what it brings is taken only if nobody else brings it before."""
         if not fetch.from_disk or self._fetches.get(fetch.block) is not fetch:
             return
+        if fetch.fetch_id >= 0:
+            return  # it is asked for elsewhere since the tier before this one took long
         pool = self._outbox.pool
         if pool is not None and pool.other_homes_of(fetch.block):
             self._ask_elsewhere(now, fetch)

@@ -767,6 +767,7 @@ def _others_files_kept() -> AbstractContextManager[object]:
 
 DISK_BITS = "damages what lies on an agent's disk"
 DISK_FILES = "leaves a file of another node"
+CLOCK = "sets a node's clock back"
 COLD_OBJECTS = "changes objects of"
 DISK_READS = "asks a home for blocks on its disk"
 DELETED_ON_DISK = "has blocks on disk outlive"
@@ -778,6 +779,34 @@ DELETED_ON_DISK = "has blocks on disk outlive"
 )
 def _disk_believed() -> AbstractContextManager[object]:
     return replaced("kvcast.hostagent.core.ssd.DAMAGED", "")
+
+
+@mutation(
+    "what was stored tomorrow lives on until then",
+    {CLOCK: ["test_a_clock_that_was_set_back_makes_nothing_live_longer_than_from_now_on"]},
+)
+def _tomorrow_believed() -> AbstractContextManager[object]:
+    def claims(original: Callable[..., None]) -> Callable[..., None]:
+        def claim(self: Any, block: Any) -> None:
+            now, self._now = self._now, float("inf")
+            original(self, block)
+            self._now = now
+
+        return claim
+
+    def begins(original: Callable[..., None]) -> Callable[..., None]:
+        def begin(self: Any, copy: Any, state: Any, since: float | None = None) -> None:
+            now = self._now
+            self._now = now if since is None else max(now, since)
+            original(self, copy, state, since)
+            self._now = now
+
+        return begin
+
+    return all_of(
+        around("kvcast.hostagent.core.ssd.SsdTier._claim", claims),
+        around("kvcast.hostagent.core.store.Store._begins", begins),
+    )
 
 
 @mutation(

@@ -36,6 +36,7 @@ INPUTS = {
 def test_the_entry_points_are_those_that_there_are() -> None:
     assert sorted(TARGETS) == [
         "arena",
+        "bulk-departures",
         "bulk-link",
         "bulk-link-caller",
         "codec",

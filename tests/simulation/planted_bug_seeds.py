@@ -71,4 +71,18 @@ SEEDS: dict[str, Known] = {
     "shared answers go to every port": Known(18, 18, 18),
     "shared answers keep the address of one reader": Known(1, 1, 1),
     "what a lone reader gets by TCP is taken for what was promised": Known(22, 5, 22),
+    "what was written by RDMA is not compared with its digest": Known(93, 4, 93),
+    "a slot is given to a segment before the one that has it has ended": Known(56, 8, 56),
+    "a block may be evicted while the card still writes it to others": Known(14, 3, 14),
+    "RDMA to a landing zone is ordinary traffic to the switch": Known(41, 1, 41),
+    "a WRITE is copied to the queue pair that it came for": Known(3, 1, 3),
+    "what is damaged on a disk is given all the same": Known(13, 5, 13),
+    "a file of another cluster is believed": Known(46, 2, 46),
+    "a block is as old as the wall clock says, be it stored tomorrow": Known(14, 1, 14),
+    "a namespace may exceed its quota by the block that comes": Known(12, 3, 12),
+    "a prefix stays when its beginning goes": Known(29, 6, 29),
+    "weights of namespaces count for nothing between nodes": Known(26, 3, 26),
+    "a controller that knows nothing begins with the generations of the one before": Known(
+        18, 4, 18
+    ),
 }

@@ -24,15 +24,20 @@ from kvcast.controller.core.placement import Placement
 from kvcast.controller.core.residency import Residency
 from kvcast.hostagent.core import agent as agent_core_module
 from kvcast.hostagent.core import cold as cold_module
+from kvcast.hostagent.core import ssd as ssd_module
 from kvcast.hostagent.core.agent import AgentCore
 from kvcast.hostagent.core.handover import Handover
 from kvcast.hostagent.core.reads import GetBatch, Reads
 from kvcast.hostagent.core.recovery import Recovery
 from kvcast.hostagent.core.serving import Serving
 from kvcast.hostagent.core.shared_index import SharedIndex
+from kvcast.hostagent.core.ssd import SsdTier
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
 from kvcast.hostagent.core.writes import ACK_LOCAL, Writes
+from kvcast.hostagent.core.writing import Writing
 from kvcast.hostagent.tiers import index as index_module
+from kvcast.hostagent.tiers.policies.value import Value
+from kvcast.hostagent.tiers.ssd import layout
 from kvcast.p4 import artefact
 from kvcast.p4.definitions import Kind
 from kvcast.protocol.lane import Lane
@@ -40,6 +45,7 @@ from kvcast.protocol.links import rdma_caller, stream
 from kvcast.protocol.links.bulk_callee import BulkCallee
 from kvcast.protocol.links.bulk_caller import BulkConnection
 from kvcast.protocol.links.control_caller import ControlCaller
+from kvcast.protocol.links.departures import Departures
 from kvcast.protocol.links.rdma_callee import RdmaCallee
 from kvcast.protocol.messages.control import HandedOver
 from kvcast.protocol.messages.wire import FLAG_LAST, FLAG_RETRY, OP_DATA, BlockId
@@ -47,6 +53,7 @@ from kvcast.protocol.requester import requester
 from kvcast.protocol.requester.asking import Asker
 from kvcast.protocol.requester.assembly import Assembly
 from kvcast.protocol.requester.failover import Candidates
+from kvcast.protocol.requester.landing import Landing
 from kvcast.protocol.responder import responder
 from kvcast.simulation.cluster import Product
 from kvcast.simulation.faults import DAMAGED, TORN
@@ -160,7 +167,28 @@ def _torn(plan: Plan) -> bool:
 
 def _replicates(plan: Plan) -> bool:
     """Hosts say that their links carry little, so that they give out replicas."""
-    return plan.seed % 2 == 1
+    return plan.replicates
+
+
+def _writes(plan: Plan) -> bool:
+    """Shared answers come by RDMA."""
+    return plan.zones and not plan.plain
+
+
+def _ages_on_disk(plan: Plan) -> bool:
+    """Blocks that lie on a disk live for a time after they were stored."""
+    ages = any(said.ttl_s and said.policy != "ttl" for said in plan.settings.values())
+    return bool(plan.disks) and ages
+
+
+def _has_quotas(plan: Plan) -> bool:
+    """Some namespace has a quota of memory."""
+    return any(said.quota_bytes for said in plan.settings.values())
+
+
+def _has_prefixes(plan: Plan) -> bool:
+    """Some namespace's blocks are prefixes to its policy."""
+    return any(said.policy == "value" for said in plan.settings.values())
 
 
 def _plain(plan: Plan) -> bool:
@@ -681,6 +709,165 @@ def _replicas_answer_for_all() -> Any:
         return widened(original(self), frozenset(nodes)) if nodes else original(self)
 
     return mock.patch.object(controller_pool.Pool, "answering", property(answering))
+
+
+@bug(
+    "a controller that knows nothing begins with the generations of the one before",
+    1,
+    faults=["controller_wiped", "controller_failover"],
+)
+def _generations_begin_anew() -> Any:
+    original = Residency.__init__
+
+    def init(self: Residency, slots: int, *, first_generation: int, drain_s: float) -> None:
+        del first_generation
+        original(self, slots, first_generation=1, drain_s=drain_s)
+
+    return mock.patch.object(Residency, "__init__", init)
+
+
+# --- shared answers by RDMA -----------------------------------------------------------------------
+
+
+@bug(
+    "what was written by RDMA is not compared with its digest",
+    1,
+    faults=["rdma_flips", "rdma_strays"],
+    only=_writes,
+)
+def _written_not_verified() -> Any:
+    put, verified = Assembly.put_written, Assembly.verified
+    by_write: dict[int, Assembly] = {}
+
+    def put_written(self: Assembly, *arguments: Any, **rest: Any) -> Any:
+        by_write[id(self)] = self  # and kept, so that no other has its id
+        return put(self, *arguments, **rest)
+
+    def is_right(self: Assembly) -> bool:
+        return id(self) in by_write or verified(self)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Assembly, "put_written", put_written))
+    stack.enter_context(mock.patch.object(Assembly, "verified", is_right))
+    return stack
+
+
+@bug("a slot is given to a segment before the one that has it has ended", 0, 1, only=_writes)
+def _slot_given_twice() -> Any:
+    def can_claim(self: Landing, place: Any) -> bool:
+        return self.usable and place.name not in self._by_name
+
+    return mock.patch.object(Landing, "can_claim", can_claim)
+
+
+@bug("a block may be evicted while the card still writes it to others", 0, 1, only=_writes)
+def _written_not_pinned() -> Any:
+    original = Writing.write
+
+    def write(self: Writing, reader: int, answer: Any) -> None:
+        lookup = self._lookup
+
+        def unpinned(block: BlockId) -> Any:
+            held = lookup(block)
+            if held is not None:
+                held._store.unpin(held._copy)
+                held.release = held.data.release
+            return held
+
+        self._lookup = unpinned
+        try:
+            original(self, reader, answer)
+        finally:
+            self._lookup = lookup
+
+    class Unpinned(agent_core_module._Held):
+        """May be changed, as one with slots may not."""
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(agent_core_module, "_Held", Unpinned))
+    stack.enter_context(mock.patch.object(Writing, "write", write))
+    return stack
+
+
+@p4_bug(
+    "RDMA to a landing zone is ordinary traffic to the switch", 5, faults=ANSWERERS, only=_writes
+)
+def _zone_not_guarded(data: Json) -> None:
+    p4_edits.forget(data, "to_zone", "kind")
+
+
+@p4_bug("a WRITE is copied to the queue pair that it came for", 1, 2, only=_writes)
+def _queue_pair_not_rewritten(data: Json) -> None:
+    p4_edits.forget(data, "readdress", "queue_pair")
+
+
+# --- below DRAM, and by the settings of namespaces ------------------------------------------------
+
+
+@bug(
+    "what is damaged on a disk is given all the same",
+    1,
+    faults=["disk_damaged", "disk_flips", "disk_shrunk", "disk_stale", "disk_truncated"],
+)
+def _disk_not_verified() -> Any:
+    return mock.patch.object(ssd_module, "DAMAGED", "")
+
+
+@bug("a file of another cluster is believed", 1, faults=["disk_of_another_cluster"])
+def _owner_ignored() -> Any:
+    original = layout._identity_of
+
+    def identity_of(path: str, head: bytes, cut: layout.Cut) -> int | None:
+        said = layout._said_by(head)
+        return original(path, head, cut if said is None else replace(cut, owner=said[0].owner))
+
+    return mock.patch.object(layout, "_identity_of", identity_of)
+
+
+@bug("a block is as old as the wall clock says, be it stored tomorrow", 0, only=_ages_on_disk)
+def _age_by_wall_clock() -> Any:
+    claim, begins = SsdTier._claim, Store._begins
+
+    def claimed(self: SsdTier, block: BlockId) -> None:
+        now, self._now = self._now, 1e18
+        claim(self, block)
+        self._now = now
+
+    def begin(self: Store, copy_: Copy, state: Any, since: float | None = None) -> None:
+        now = self._now
+        self._now = now if since is None else max(now, since)
+        begins(self, copy_, state, since)
+        self._now = now
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(SsdTier, "_claim", claimed))
+    stack.enter_context(mock.patch.object(Store, "_begins", begin))
+    return stack
+
+
+@bug("a namespace may exceed its quota by the block that comes", 0, only=_has_quotas)
+def _quota_exceeded() -> Any:
+    original = Store._respect_quota
+
+    def respect(self: Store, namespace: int, state: Any, _more_bytes: int) -> None:
+        original(self, namespace, state, 0)
+
+    return mock.patch.object(Store, "_respect_quota", respect)
+
+
+@bug("a prefix stays when its beginning goes", 0, only=_has_prefixes)
+def _rest_of_prefix_stays() -> Any:
+    return mock.patch.object(Value, "descendants", return_value=[])
+
+
+@bug("weights of namespaces count for nothing between nodes", 0, faults=["tenants_blast"])
+def _weights_ignored() -> Any:
+    original = Departures.__init__
+
+    def init(self: Departures, rate_bytes_per_s: float, _weight_of: Any = None) -> None:
+        original(self, rate_bytes_per_s)
+
+    return mock.patch.object(Departures, "__init__", init)
 
 
 @p4_bug("a chunk of another copy is stored under the resident's digest", 1, faults=LIARS)

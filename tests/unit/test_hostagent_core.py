@@ -15,7 +15,7 @@ from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.pool import Pool, PoolMapError
 from kvcast.hostagent.core.reads import GetBatch, GetItem
 from kvcast.hostagent.core.sessions import AHEAD_OF_ARENA, AHEAD_OF_QUOTA, Session
-from kvcast.hostagent.core.store import Store, StoreRules
+from kvcast.hostagent.core.store import Copy, Store, StoreRules
 from kvcast.hostagent.core.writes import PutBatch, WriteOptions
 from kvcast.hostagent.tiers.arena import Allocator
 from kvcast.protocol.links.bulk import (
@@ -304,6 +304,54 @@ def test_every_get_ends_by_its_own_deadline_and_the_fetch_goes_on() -> None:
     assert short[0].reason == "deadline"
     assert long == []
     assert node.core.reads.waiting == 1
+
+
+class SlowTier:
+    """A tier below DRAM that has every block; what is read there ends when the test says so."""
+
+    patience_s = 0.3
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self.ended: Callable[[float, str, int, float], None] | None = None
+
+    def holds(self, block: BlockId) -> bool:
+        return True
+
+    def read(
+        self,
+        block: BlockId,
+        begin: Callable[[int], memoryview | None],
+        ended: Callable[[float, str, int, float], None],
+    ) -> bool:
+        self.ended = ended
+        return True
+
+    def promoted(self, copy: Copy) -> None:
+        pass
+
+
+def test_a_block_that_neither_of_two_tiers_gives_in_time_is_asked_for_elsewhere_once() -> None:
+    reader, home, _ = pool_of([2])
+    home.hold(1, b"from its home")
+    disk, cold = SlowTier("ssd"), SlowTier("cold")
+    reader.core.reads.sources += [disk, cold]
+    items = reader.get(1, deadline_s=5.0)
+    reader.now += 0.1
+    assert disk.ended is not None
+    disk.ended(reader.now, "damaged", 0, 0.0)
+    assert cold.ended is not None
+    reads = []
+    for _ in range(5):  # past the patience with the one, and with the other
+        reader.now += 0.1
+        reader.core.handle_timer(reader.now)
+        reads += [frame for _, frame in reader.frames() if frame.op == OP_READ]
+        if len(reads) == 1:
+            home.core.receive(home.now, 1, reads[0])
+    exchange(reader, home)
+    assert [reader.bytes_of(item) for item in items] == [b"from its home"]
+    cold.ended(reader.now, "too late", 0, 0.0)
+    assert reader.core.reads.waiting == 0
 
 
 def test_no_room_for_a_block_is_said_and_leaves_nothing_behind() -> None:

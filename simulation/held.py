@@ -1,0 +1,149 @@
+"""What a host may hold, by what the operator has said of namespaces: quotas, ages, whole prefixes.
+
+Owns: these rules, judged from outside by what lies in a store and on its shelf at one moment after
+the other. Must not know: how a store keeps to them, or which policy chooses what.
+
+- **Quota.** The extents of a namespace's copies in DRAM, and on the disk, are never more than its
+  quota there, not by one block.
+- **Age.** A copy of a namespace whose blocks live for a time after they were stored is gone when it
+  has been there for so long, by the host's own clock, whatever the wall clock says.
+- **Bounds.** What waits in an agent is never more than its options say.
+- **Prefix.** Where the policy is `value`, a block that came to a block before it in its prefix does
+  not stay without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kvcast.hostagent.core.agent import MAX_PARKED
+from kvcast.hostagent.core.store import Copy, Store
+from kvcast.protocol.messages.control import NamespaceSettings
+from kvcast.protocol.messages.wire import BlockId
+from kvcast.simulation.agent import SimAgent
+from kvcast.simulation.model import ViolationError
+
+LATE_S: Final = {"dram": 0.02, "ssd": 0.5}
+"""What has outlived its time is gone so soon; from a disk when something else happens there."""
+
+
+class _Shelf:
+    """What was seen in one store of an agent."""
+
+    def __init__(self) -> None:
+        self.copies: dict[BlockId, Copy] = {}
+        self.since: dict[BlockId, float] = {}
+        """When a copy was seen first, by the host's clock."""
+        self.came_after: dict[BlockId, Copy] = {}
+        """The copy that was before one in its prefix when that came."""
+
+    def note(self, now: dict[BlockId, Copy], at: float) -> None:
+        """This lies there; remember what has come."""
+        for block in self.copies.keys() - now.keys():
+            del self.since[block]
+            self.came_after.pop(block, None)
+        for block, copy in now.items():
+            if self.copies.get(block) is copy:
+                continue
+            self.since[block] = at
+            self.came_after.pop(block, None)
+            before = BlockId(block.namespace, copy.parent)
+            above = now.get(before) if copy.parent else None
+            if above is not None and self.copies.get(before) is above:
+                self.came_after[block] = above
+        self.copies = now
+
+
+class Held:
+    """What one life of an agent was seen to hold."""
+
+    def __init__(self, process: SimAgent) -> None:
+        self._process = process
+        self._shelves = {"dram": _Shelf(), "ssd": _Shelf()}
+        self._settings: dict[int, NamespaceSettings] = {}
+        self._excess: set[tuple[int, str]] = set()
+        """Quotas that have become smaller than what lay there then."""
+
+    def look(self) -> None:
+        """Look at everything; ViolationError."""
+        core = self._process.core
+        self._look_at_queues()
+        if core.pool is None or core.recovery is not None:
+            return
+        settings = {n: info.settings for n, info in core.pool.namespaces.items()}
+        changed = {n for n in settings if settings[n] != self._settings.get(n)}
+        self._settings = settings
+        self._look_at_store("dram", core.store, changed)
+        if core.ssd is not None:
+            self._look_at_store("ssd", core.ssd.shelf, changed)
+
+    def _look_at_store(self, tier: str, store: Store, changed: set[int]) -> None:
+        self._look_at_quotas(tier, store, changed)
+        shelf = self._shelves[tier]
+        copies = {block: store.known(block) for block in store.blocks()}
+        shelf.note({b: c for b, c in copies.items() if c is not None}, self._process.now)
+        for block in shelf.copies:
+            said = self._settings.get(block.namespace)
+            if said is not None and block.namespace not in changed:
+                self._look_at_age(tier, block, said)
+                if tier == "dram" and said.policy == "value":
+                    self._look_at_prefix(block)
+
+    def _look_at_queues(self) -> None:
+        core = self._process.core
+        requester, responder = core.requester.config, core.options.responder
+        waiting = [
+            ("fetches", core.requester.fetches_in_flight, requester.max_fetches),
+            ("answers", core.responder.segments_waiting, 2 * responder.max_jobs),
+            ("READs of what lies below", core._parked, MAX_PARKED),
+        ]
+        if core.ssd is not None:
+            waiting.append(("reads", len(core.ssd._reads), core.ssd.rules.max_reads_waiting))
+        if core.cold is not None:
+            most = core.cold.rules.max_waiting
+            waiting.append(("objects to store", len(core.cold._to_store), most))
+            waiting.append(("objects to fetch", len(core.cold._to_fetch), most))
+        for what, count, most in waiting:
+            if count > most:
+                raise ViolationError(
+                    0, f"host {self._process.host.number}: {count} {what} wait, {most} at most"
+                )
+
+    def _look_at_quotas(self, tier: str, store: Store, changed: set[int]) -> None:
+        used: Counter[int] = Counter()
+        for copy in store._by_offset.values():
+            used[copy.block.namespace] += copy.reserved_bytes
+        for namespace, said in self._settings.items():
+            quota = said.quota_bytes.get(tier, 0)
+            if not quota or used[namespace] <= quota:
+                self._excess.discard((namespace, tier))
+            elif namespace in changed:
+                self._excess.add((namespace, tier))
+            elif (namespace, tier) not in self._excess:
+                raise ViolationError(
+                    0,
+                    f"host {self._process.host.number} holds {used[namespace]} bytes of namespace "
+                    f"{namespace} in {tier}, and its quota is {quota}",
+                )
+
+    def _look_at_age(self, tier: str, block: BlockId, said: NamespaceSettings) -> None:
+        host = self._process.host
+        held_s = self._process.now - self._shelves[tier].since[block]
+        runs = host.world.now > host.stalled_until + LATE_S[tier]
+        if said.ttl_s and said.policy != "ttl" and runs and held_s > said.ttl_s + LATE_S[tier]:
+            raise ViolationError(
+                0,
+                f"host {host.number} has held a block of namespace {block.namespace} in {tier} for "
+                f"{held_s:.2f} s, which lives for {said.ttl_s:g} s",
+            )
+
+    def _look_at_prefix(self, block: BlockId) -> None:
+        shelf = self._shelves["dram"]
+        above = shelf.came_after.get(block)
+        if above is not None and shelf.copies.get(above.block) is not above:
+            raise ViolationError(
+                0,
+                f"host {self._process.host.number} holds a block of namespace {block.namespace} "
+                "without the one before it, which it had when that block came",
+            )
