@@ -168,7 +168,12 @@ def _what_it_costs(report: Numbers) -> list[str]:
         f"`{r['stream']}` p50 {r['p50_over_plain']:.2f}, p99 {r['p99_over_plain']:.2f}"
         for r in rows
     )
-    return ["", f"**What it costs them**, measured, in times of a plain pool's get: {told}."]
+    turns = max(r["plain_p50_between_turns"] for r in rows)
+    return [
+        "",
+        f"**What it costs them**, measured, in times of a plain pool's get: {told}. (Medians of a "
+        f"plain pool's own turns differ by up to {turns:.2f} times.)",
+    ]
 
 
 def _from_which_size(report: Numbers) -> list[str]:
@@ -819,7 +824,8 @@ def _how(report: Numbers) -> str:
             *failed,
             *([""] if failed else []),
             "What the simulation leaves out: losses, homes that hold answers back for readers "
-            "behind (`protocol/responder/catchup.py`), waiting for processors beyond what "
+            "behind (`protocol/responder/catchup.py`), hot replicas given while it runs, "
+            "waiting for processors beyond what "
             "`FlowOptions` says (their work is counted by unit costs, "
             "`simulation/flows/processors.py`), and what a node evicts. Trees of switches and "
             "stars of more than 32 hosts are simulated, not built.",

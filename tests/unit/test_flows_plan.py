@@ -252,6 +252,22 @@ def test_what_a_stream_pays_for_kvcast_stands_at_the_top() -> None:
     assert top["chat_p99_over_plain"] == top["mine_p99_over_plain"] == 0.99
 
 
+def test_the_document_says_beside_what_it_costs_how_far_a_plain_pools_turns_differ(
+    tmp_path: Path,
+) -> None:
+    times = dict.fromkeys(("p50_ms", "plain_p50_ms", "p99_ms", "plain_p99_ms"), 10.0)
+    ratios = {"p50_over_plain": 1.02, "p99_over_plain": 0.98, "plain_p50_between_turns": 1.25}
+    row = {"stream": "chat", "gets": 200, **times, **ratios}
+    way = {"workload": "chat", "time_compression": 1.0, "mean_ms": 1.0, "p50_ms": 1.0}
+    way |= {"p99_ms": 1.0, "home_egress_ratio": 1.0, "peer_egress_ratio": 0.0, "note": ""}
+    ways = [way | {"way": name, "unsettled": 0.0} for name in ("plain pool", "kvcast")]
+    report = {"adaptive": [row], "alternatives": ways, "took_s": {}, "traces": []}
+    evaluate_document.write(report, tmp_path)
+    text = (tmp_path / "evaluation.md").read_text()
+    assert "`chat` p50 1.02, p99 0.98" in text
+    assert "own turns differ by up to 1.25 times" in text
+
+
 def test_a_part_that_fails_is_named_and_the_others_answers_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
