@@ -64,7 +64,7 @@ async def put(
 
 async def tier_of(client: AsyncClient, number: int, namespace: int = 1, bucket: int = 0) -> str:
     """Where a block came from, "" if it did not; its bytes are those that were put."""
-    (block,) = await client.get(namespace, [key_of(number, bucket)], deadline_s=5.0)
+    (block,) = await client.get(namespace, [key_of(number, bucket)], deadline_s=30.0)
     if block is None:
         return ""
     with block:

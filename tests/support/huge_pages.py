@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 PAGE = 2 << 20
-_SETTING = Path(f"/sys/kernel/mm/hugepages/hugepages-{PAGE >> 10}kB/nr_hugepages")
+_POOL = Path(f"/sys/kernel/mm/hugepages/hugepages-{PAGE >> 10}kB")
+_SETTING = _POOL / "nr_hugepages"
 
 
 @contextlib.contextmanager
@@ -23,15 +25,21 @@ def huge_pages(folder: Path, pages: int) -> Iterator[Path]:
         pytest.skip("it takes root to have huge pages set aside")
     with _SETTING.open() as setting:
         fcntl.flock(setting, fcntl.LOCK_EX)  # the number is the whole machine's
-        before = int(_SETTING.read_text())
+        # Surplus ones are in use, and beyond what was set aside: they go when they are let go.
+        there = _number("nr_hugepages")
+        before = there - _number("surplus_hugepages")
         try:
-            _SETTING.write_text(str(before + pages))
-            if int(_SETTING.read_text()) < before + pages:
+            _SETTING.write_text(str(there + pages))
+            if _number("free_hugepages") < pages:
                 pytest.skip(f"the kernel has no {pages} huge pages to give")
             with _mounted(folder, pages):
                 yield folder
         finally:
             _SETTING.write_text(str(before))
+
+
+def _number(name: str) -> int:
+    return int((_POOL / name).read_text())
 
 
 @contextlib.contextmanager
@@ -44,5 +52,5 @@ def _mounted(folder: Path, pages: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # What a stopped agent of this process has mapped may outlive it for a moment.
+        gc.collect()  # what a stopped agent of this process has mapped may outlive it
         subprocess.run(["umount", "--lazy", folder], check=True)
