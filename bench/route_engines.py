@@ -16,6 +16,10 @@ between: `round_robin`; `prefix_hash`, by the hash of the prompt's beginning, of
 `--prefix-hash-tokens` the one with the best p99. Each of them has prompts of its own in each
 round, so that it finds nothing of another's, and all have the pool.
 
+`simulated_p99_s`: the same requests before simulated engines of the same costs
+(`route_simulation`), where chance and crowded processors have no part. How far apart policies are
+there is what a run here can show at best.
+
 Rates are shares of prompts' tokens that were not computed. `wrong_outputs`: at the end the first
 prompts are asked again of every engine and of the router, and what is answered otherwise than by
 the first engine is counted (in bfloat16 the order of sums may rarely change a token, too).
@@ -43,9 +47,10 @@ from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.engine import START_S, EngineError, make_model, transfer
 from kvcast.bench.engines.server import Server, Streamed, stream
 from kvcast.bench.load import machine_s
-from kvcast.bench.route import PrefixHash, RoundRobin, of_trace, scaled
-from kvcast.bench.route_simulation import SimulatedRequest
+from kvcast.bench.route import Kvcast, PrefixHash, RoundRobin, figures, of_trace, scaled
+from kvcast.bench.route_simulation import EngineModel, SimulatedRequest, Simulation
 from kvcast.routing.core.costs import CostModel
+from kvcast.routing.core.router import RouterOptions
 from kvcast.service import provenance
 from kvcast.service.commands import CommandError, run_command
 from kvcast.service.options import HelpFormatter
@@ -59,6 +64,8 @@ from kvcast.workloads.traces import read_trace
 OWN_TOKENS: Final = 5
 """Tokens behind a prompt's blocks, so that something is left to compute."""
 ANSWER_TOKENS: Final = 2
+SLOTS: Final = 8
+"""Requests that an engine runs at once."""
 CALIBRATION_TOKENS: Final = 1024
 CHECKED: Final = 8
 KV_BYTES_PER_TOKEN: Final = 1024
@@ -233,7 +240,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                         model,
                         *("--block-size", str(arguments.block_tokens), "--dtype", "bfloat16"),
                         *("--max-model-len", str(arguments.most_tokens + 64)),
-                        *("--max-num-seqs", "8"),
+                        *("--max-num-seqs", str(SLOTS)),
                         *(
                             "--num-gpu-blocks-override",
                             str(arguments.kv_tokens // arguments.block_tokens),
@@ -257,6 +264,10 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         timed, factor = scaled(requests, costs, arguments.engines, arguments.load)
         span_s = timed[-1].arrives_s - timed[0].arrives_s
         say(f"{1 / token_s:.0f} tokens a second and engine; each round takes {span_s:.0f} s or so")
+        simulated = simulated_p99_s(
+            timed, costs, arguments.engines, arguments.kv_tokens, arguments.prefix_hash_tokens
+        )
+        so_far["simulated_p99_s"] = simulated
         wrong = 0
         for round_number in range(arguments.rounds):
             router = Part(
@@ -269,7 +280,7 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
                         for node, server in zip(pool.sockets, servers, strict=True)
                         for word in ("--engine", f"{node}={server.url},events={server.events}")
                     ),
-                    *("--block-tokens", str(arguments.block_tokens), "--slots", "8"),
+                    *("--block-tokens", str(arguments.block_tokens), "--slots", str(SLOTS)),
                     *("--max-in-flight", "100000", "--attention-s-per-token2", "0"),
                     *("--prefill-tokens-per-s", f"{1 / token_s:.6g}"),
                     *("--kv-bytes-per-token", str(KV_BYTES_PER_TOKEN)),
@@ -281,23 +292,18 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
             try:
                 await router.start()
                 await router.wait_ready(START_S)
-                policies: dict[str, RoundRobin | PrefixHash | None] = {
-                    "kvcast": None,
-                    "round_robin": RoundRobin(arguments.engines),
-                } | {
-                    f"prefix_hash_{tokens}": PrefixHash(arguments.engines, tokens, math.inf)
-                    for tokens in arguments.prefix_hash_tokens
-                }
-                names = list(policies)
+                policies = _others(arguments.engines, arguments.prefix_hash_tokens)
+                names = ["kvcast", *policies]
                 names = names[round_number % len(names) :] + names[: round_number % len(names)]
                 for name in names:
-                    await bench.play(name, policies[name], timed, f"{name} {round_number}")
+                    await bench.play(name, policies.get(name), timed, f"{name} {round_number}")
                     so_far |= report_of(bench.played)
                 wrong += await bench.wrong_outputs(timed, f"kvcast {round_number}")
             finally:
                 await router.stop()
     return report_of(bench.played) | {
         "wrong_outputs": wrong,
+        "simulated_p99_s": simulated,
         "trace": os.path.basename(arguments.trace),
         "requests": len(requests),
         "engines": arguments.engines,
@@ -308,6 +314,33 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
         "took_s": round(time.monotonic() - began, 1),
         "provenance": provenance.provenance(),
     }
+
+
+def _others(engines: int, prefix_hash_tokens: Sequence[int]) -> dict[str, RoundRobin | PrefixHash]:
+    """The policies that the router is compared with, which know of no request yet."""
+    hashes = {f"prefix_hash_{n}": PrefixHash(engines, n, math.inf) for n in prefix_hash_tokens}
+    return {"round_robin": RoundRobin(engines)} | hashes
+
+
+def simulated_p99_s(
+    requests: Sequence[SimulatedRequest],
+    costs: CostModel,
+    engines: int,
+    kv_tokens: int,
+    prefix_hash_tokens: Sequence[int],
+) -> dict[str, float | None]:
+    """The 99th percentile of each policy on the same requests before simulated engines that take
+    what the real ones were told to take, and nothing else takes any time of."""
+    model = EngineModel(costs, slots=SLOTS, kv_tokens=kv_tokens)
+    options = RouterOptions(costs=costs, slots=SLOTS, pool_saves_all=True, max_in_flight=100_000)
+    found = {}
+    short = [replace(one, answer_tokens=ANSWER_TOKENS) for one in requests]
+    policies = {"kvcast": Kvcast(engines, options)} | _others(engines, prefix_hash_tokens)
+    for name, policy in policies.items():
+        simulation = Simulation(model, policy, [1.0] * engines)
+        simulation.run(short)
+        found[name] = figures(list(simulation.outcomes.values()), 0)["ttft_p99_s"]
+    return found
 
 
 def report_of(played: dict[str, Played]) -> dict[str, Any]:
@@ -329,7 +362,12 @@ def report_of(played: dict[str, Played]) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     for name, found in report["policies"].items():
         print(f"{name}: {found}")
-    for name in ("p99_over_round_robin", "p99_over_prefix_hash", "wrong_outputs"):
+    for name in (
+        "p99_over_round_robin",
+        "p99_over_prefix_hash",
+        "simulated_p99_s",
+        "wrong_outputs",
+    ):
         print(f"{name}: {report.get(name)}")
 
 

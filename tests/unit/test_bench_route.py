@@ -157,3 +157,13 @@ def test_the_routers_p99_is_compared_with_the_best_prefix_hash() -> None:
     assert report["p99_over_round_robin"] == 0.5
     assert report["p99_over_prefix_hash"] == 0.25
     assert report["hit_rate"] == 0.25
+
+
+def test_the_same_requests_before_simulated_engines_say_how_far_apart_policies_are() -> None:
+    requests = [request(n, 0.05 * n, n // 2 % 3, 10 + n) for n in range(30)]
+    found = route_engines.simulated_p99_s(requests, COSTS, 2, 10_000, [100])
+    assert list(found) == ["kvcast", "round_robin", "prefix_hash_100"]
+    assert found["kvcast"] is not None
+    assert found["prefix_hash_100"] is not None
+    assert 0 < found["kvcast"] < found["prefix_hash_100"], "three prefixes, two engines"
+    assert found == route_engines.simulated_p99_s(requests, COSTS, 2, 10_000, [100])
