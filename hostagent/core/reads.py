@@ -37,6 +37,7 @@ from kvcast.hostagent.core.pool import NO_NODE
 from kvcast.hostagent.core.reservations import ArenaReservation, Reservations
 from kvcast.hostagent.core.spread import Spread
 from kvcast.hostagent.core.store import Copy, StaleReservationError, Store
+from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.links.bulk import GetCall
 from kvcast.protocol.messages import bulk, local
 from kvcast.protocol.messages.wire import CELLS, BlockId, bucket_of
@@ -203,6 +204,8 @@ class Reads:
         self._fetches: dict[BlockId, _Fetch] = {}
         self._overheard: list[_Fetch] = []
         """Those that `overhear` has begun, and maybe some that have ended."""
+        self._not_overheard = BoundedMap[BlockId, float](options.most_overheard)
+        """Blocks that were taken unasked and did not come: until when they are left to others."""
         self._timers = TimerQueue()
         self._now = 0.0
         """At the last event."""
@@ -359,6 +362,7 @@ class Reads:
             or source not in pool.homes_of(block)
             or self._store.peek(block) is not None
             or self._store.below.holds(block)  # it would go there again, and be overheard again
+            or self._not_overheard.get(block, now) > now
         ):
             return
         if len(self._overheard) >= self._options.most_overheard:
@@ -725,6 +729,9 @@ class Reads:
         for kept in fetch.keeps:
             kept(False)
         self._tell_recallers(fetch)
+        if any(unasked is fetch for unasked in self._overheard):
+            # Its own READ was overheard, too: two members must not keep each other asking for ever.
+            self._not_overheard[fetch.block] = self._now + self._options.overheard_s
 
     # --- what a probe has shown ---------------------------------------------------------------
 

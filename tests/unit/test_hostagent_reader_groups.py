@@ -159,6 +159,22 @@ def test_what_a_members_disk_has_it_does_not_take_unasked() -> None:
         assert (node.reads.waiting, node.metrics.overheard_total) == (1, 1)
 
 
+def test_what_was_taken_unasked_in_vain_is_left_to_others_for_a_while() -> None:
+    """Who takes it asks for it in the end, and the others overhear that: of a block that is damaged
+    in the switch's memory the members would make each other ask for ever."""
+    rack = Rack()
+    node = rack.nodes[2].core
+    frame = Frame(OP_DATA, 1, key(1), group=GROUP, size=len(BYTES), digest=1)
+    for heard in (1, 2):
+        rack.hear(2, 1, frame)
+        assert (node.reads.waiting, node.metrics.overheard_total) == (1, heard)
+        rack.run(1.0)  # the home has none
+        assert node.reads.waiting == 0
+        rack.hear(2, 1, frame)
+        assert (node.reads.waiting, node.metrics.overheard_total) == (0, heard)
+        rack.run(node.options.reads.overheard_s)
+
+
 def test_what_is_taken_unasked_is_bounded_and_ends() -> None:
     rack = Rack()
     node = rack.nodes[2].core
