@@ -1411,33 +1411,30 @@ def give_up(courier: Courier, number: U64, why: U64) -> None:
 @native
 def _leave_leader(courier: Courier, number: U64) -> None:
     """A question follows no other any more."""
-    asked = courier.asked[number]
-    leader = courier.asked[asked.leader]
-    if leader.first_follower == number:
-        leader.first_follower = asked.next
-        return
-    at = 0 + leader.first_follower
-    while at != _NOWHERE:
-        other = courier.asked[at]
-        if other.next == number:
-            other.next = asked.next
-        at = 0 + other.next
+    leader = courier.asked[courier.asked[number].leader]
+    leader.first_follower = _without(courier, leader.first_follower, number)
 
 
 @native
 def _leave_other(courier: Courier, number: U64) -> None:
     """A question waits with no other any more."""
-    asked = courier.asked[number]
-    with_it = courier.asked[asked.leader]
-    if with_it.first_joiner == number:
-        with_it.first_joiner = asked.next
-        return
-    at = 0 + with_it.first_joiner
+    with_it = courier.asked[courier.asked[number].leader]
+    with_it.first_joiner = _without(courier, with_it.first_joiner, number)
+
+
+@native
+def _without(courier: Courier, first: U64, number: U64) -> U64:
+    """Take a question out of a list of them; which is the first then."""
+    after = 0 + courier.asked[number].next
+    if first == number:
+        return after
+    at = 0 + first
     while at != _NOWHERE:
         other = courier.asked[at]
         if other.next == number:
-            other.next = asked.next
+            other.next = after
         at = 0 + other.next
+    return first
 
 
 @native
