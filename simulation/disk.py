@@ -61,8 +61,7 @@ class SimDisk:
     def pwrite(self, data: bytes, offset: int) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if offset + len(data) > len(self._seen):
-            raise OSError(errno.EIO, "beyond the end")
+        self.extend(offset + len(data))  # as a file does that somebody has shortened
         self._seen[offset : offset + len(data)] = data
         self._unsafe.append((offset, bytes(data)))
 

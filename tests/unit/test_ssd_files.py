@@ -199,6 +199,29 @@ def test_orders_read_what_orders_wrote_however_it_is_aligned(
     file.close()
 
 
+@pytest.mark.parametrize("simulated", [False, True], ids=["file", "simulated"])
+def test_a_file_that_somebody_has_shortened_grows_again_where_it_is_written(
+    tmp_path: Path, *, simulated: bool
+) -> None:
+    """A write beyond the end is none that fails: no tier tries it again for ever."""
+    medium: layout.Medium
+    if simulated:
+        medium = disk = SimDisk(random.Random(1))
+        formatted = layout.open_formatted(disk, CUT, 7)
+        disk.truncate(CUT.blocks_offset)
+    else:
+        medium, formatted = made(tmp_path / "ssd")
+        os.truncate(tmp_path / "ssd", CUT.blocks_offset)
+    data = random.Random(2).randbytes(UNIT)
+    store(medium, formatted, entry(40, data), data)
+    at = CUT.blocks_offset + 40 * UNIT
+    assert medium.size_bytes() == at + UNIT
+    assert medium.pread(UNIT, at) == data
+    assert medium.pread(UNIT, at - UNIT) == bytes(UNIT)
+    if isinstance(medium, SsdFile):
+        medium.close()
+
+
 def damaged_disk() -> tuple[SimDisk, Formatted]:
     """Four whole blocks, and one of each kind that is not."""
     disk = SimDisk(random.Random(1))
