@@ -182,8 +182,8 @@ class Blast:
         if total > rate * span_s + _AT_ONCE_BYTES:
             raise ViolationError(
                 0,
-                f"host {process.host.number} sent {total} bytes by TCP in {span_s:.2f} s, which its"
-                "link does not carry",
+                f"host {process.host.number} sent {total} bytes by TCP in {span_s:.2f} s, which "
+                "its link does not carry",
             )
 
     def _judged(self) -> tuple[SimAgent, float] | None:

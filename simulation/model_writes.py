@@ -89,6 +89,5 @@ def check_of(frame: bytes) -> bytes:
 
 def slot_of(namespace: int, key: bytes) -> int:
     """The slot of a block's first segment in every landing zone."""
-    number = (2 << 14).to_bytes(2, "big")  # in chunks of 4 KiB
-    hashed: int = xxhash.xxh3_64_intdigest(namespace.to_bytes(2, "big") + key + number)
-    return hashed >> 16 & 0x7F
+    hashed: int = xxhash.xxh3_64_intdigest(namespace.to_bytes(2, "big") + key)
+    return hashed & 0x7F

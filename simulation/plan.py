@@ -22,9 +22,10 @@ from kvcast.simulation.model_writes import slot_of
 CALM_S: Final = 1.2
 CHAOS_S: Final = 4.0
 FINAL_S: Final = 1.6
+"""Lengths of the phases in which clients act; between the last two the pool is left to heal."""
+
 BLAST_BITS_PER_S: Final = 8_000_000
 """What agents believe of their links where tenants blast: less than streams carry."""
-"""Lengths of the phases in which clients act; between the last two the pool is left to heal."""
 
 TENANTS: Final = ("tenant-1", "tenant-2", "tenant-3")
 """Each has one namespace; that of the first is every host's, the others belong to some."""

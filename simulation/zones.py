@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from kvcast.hostagent.core.agent import AgentCore
+from kvcast.protocol.links.backoff import Backoff
 from kvcast.protocol.messages.ethernet import Endpoint, parse_ip
 from kvcast.protocol.messages.roce import (
     POOL_KEY,
@@ -381,7 +382,7 @@ class ZoneSide:
         self._pump = pump
         self._gap_s = world.stream("zones").choice(GAPS_S)
         self._address = ""
-        self._pause_s = RETRY_S
+        self._backoff = Backoff(RETRY_S, RETRY_MAX_S)
         self._dead = False
 
     def follow(self) -> None:
@@ -389,7 +390,7 @@ class ZoneSide:
         address = self.core.rdma_address
         if address != self._address and not self._dead:
             self._address = address
-            self._pause_s = RETRY_S
+            self._backoff.worked()
             self._end()
             if address:
                 self._make()
@@ -423,12 +424,11 @@ class ZoneSide:
         self._end()
         address = self._address
         self.world.after(
-            self._pause_s,
+            self._backoff.next_pause_s(),
             lambda: self.owner.when_running(
                 lambda: self._make() if self.zone is None and self._address == address else None
             ),
         )
-        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         self._pump()
 
     def _make(self) -> None:

@@ -7,9 +7,10 @@ source addresses. Cannot see: whether agents keep to that.
 from __future__ import annotations
 
 import pytest
-from kvcast.protocol.messages import wire
+from kvcast.protocol.messages import roce, wire
 from kvcast.protocol.messages.ethernet import Encapsulation, Endpoint
 from kvcast.simulation.model import Model, Name, Rules, ViolationError, bucket_of_key
+from kvcast.simulation.model_writes import slot_of
 from kvcast.simulation.world import World
 
 NAME: Name = (7, bytes(range(16)))
@@ -108,3 +109,10 @@ def test_where_the_switch_guards_no_other_address_passes() -> None:
     with pytest.raises(ViolationError, match="passed under another's address"):
         pool.passes(source=HOME)
     pool.is_still_a_forgery()
+
+
+def test_a_block_has_the_slot_of_landing_zones_that_the_product_gives_it() -> None:
+    for number in range(50):
+        key = wire.digest_of(bytes([number])).to_bytes(16, "big")
+        first = roce.place_of(NAME[0], key, roce.SHARED_CHUNKING.number(0))
+        assert slot_of(NAME[0], key) == first.slot

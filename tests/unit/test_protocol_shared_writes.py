@@ -392,7 +392,15 @@ class Net:
                 reader.requester.handle_timer(self.now)
             for _, frame in reader.requester.frames_to_send():
                 self.up(reader.number, frame)
-        for target, answer in self.responder.answers_to_send(self.now, 64):
+        self.answer(64)
+        for reader in self.readers.values():
+            reader.look()
+            reader.requester.check()
+            reader.events()
+
+    def answer(self, most_frames: int) -> None:
+        """The home sends what it has to send."""
+        for target, answer in self.responder.answers_to_send(self.now, most_frames):
             if isinstance(answer, Answer) and answer.frame.flags & wire.FLAG_WRITE:
                 self.writing.write(target, answer)
             elif isinstance(answer, Answer):
@@ -402,10 +410,6 @@ class Net:
                 self.down(target, answer)
         for target, frame in self.writing.take_frames():
             self.down(target, frame)
-        for reader in self.readers.values():
-            reader.look()
-            reader.requester.check()
-            reader.events()
 
     def read_all(self) -> None:
         for reader in self.readers.values():
@@ -490,16 +494,7 @@ class Unsteady(Net):
             if not orders:
                 self.sending.popleft()
                 done(True)
-        for target, answer in self.responder.answers_to_send(self.now, self.pace):
-            if isinstance(answer, Answer) and answer.frame.flags & wire.FLAG_WRITE:
-                self.writing.write(target, answer)
-            elif isinstance(answer, Answer):
-                for frame in answer.frames():
-                    self.down(target, frame)
-            else:
-                self.down(target, answer)
-        for target, frame in self.writing.take_frames():
-            self.down(target, frame)
+        self.answer(self.pace)
 
 
 def _with_flags(frame: Frame, flags: int) -> Frame:
