@@ -13,6 +13,7 @@ import ipaddress
 from typing import Final
 
 from kvcast.protocol.bounded_map import BoundedMap
+from kvcast.protocol.links.backoff import pause_after
 
 MAX_CLIENTS: Final = 4096
 FREE_FAILURES: Final = 3
@@ -74,7 +75,7 @@ class Failures:
         self._failures[client] = (count, now)
         if count <= FREE_FAILURES:
             return 0.0
-        return float(min(MOST_DELAY_S, FIRST_DELAY_S * 2 ** min(count - FREE_FAILURES - 1, 16)))
+        return pause_after(count - FREE_FAILURES, FIRST_DELAY_S, MOST_DELAY_S)
 
     def succeeded(self, client: str) -> None:
         """Forgive."""

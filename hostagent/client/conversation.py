@@ -63,10 +63,11 @@ SLOW_REQUEST_S: Final = 60.0
 """How long the agent may take to answer requests without a deadline of their own."""
 MOST_PARTS: Final = 64
 """Questions of one get whose results are taken as they come."""
-MOST_PASSES: Final = 64
-"""So many gets of a namespace at most pass the courier by, after one that it handed over,"""
 FREE_REFUSALS: Final = 4
-"""and none after the first few: it learns from those."""
+"""Gets of a namespace that the courier may hand over, one after the other, and yet be asked for the
+next: it learns from them."""
+MOST_PASSES: Final = 64
+"""Gets that pass it by, at most, after one more that it has handed over."""
 LOCAL_TIER: Final = "local"
 _MAX_NAME_CHARS: Final = 256
 
@@ -379,10 +380,9 @@ class Conversation:
         if self._local is None:
             return [None] * len(keys)
         found = self._local.take(namespace, keys)
-        outcomes: list[Outcome | None] = []
         if not any(found):
-            outcomes += [None] * len(keys)
-            return outcomes
+            return [None] * len(keys)
+        outcomes: list[Outcome | None] = []
         for key, one in zip(keys, found, strict=True):
             if one is None:
                 outcomes.append(None)

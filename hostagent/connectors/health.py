@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvcast.protocol.links.backoff import Backoff
+
 FAILURES: Final = 3
 """In a row; single failures are the weather."""
 FIRST_PAUSE_S: Final = 0.5
@@ -22,7 +24,7 @@ class Health:
 
     def __init__(self) -> None:
         self._failures = 0
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._left_alone_until = 0.0
         self._probed_until = 0.0
 
@@ -33,7 +35,7 @@ class Health:
             return True
         if now < self._left_alone_until or now < self._probed_until:
             return False
-        self._probed_until = now + self._pause_s
+        self._probed_until = now + self._backoff.pause_s
         return True
 
     @property
@@ -44,7 +46,7 @@ class Health:
     def succeeded(self) -> None:
         """The pool answered, whatever it said."""
         self._failures = 0
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff.worked()
 
     def failed(self, now: float) -> None:
         """The pool did not answer in time, or cannot be reached. News of what was asked before a
@@ -52,6 +54,5 @@ class Health:
         self._failures += 1
         if self.well or now < self._left_alone_until:
             return
-        self._left_alone_until = now + self._pause_s
+        self._left_alone_until = now + self._backoff.next_pause_s()
         self._probed_until = 0.0
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -43,7 +43,7 @@ from kvcast.protocol.conveyor import (
     Taker,
 )
 from kvcast.protocol.courier import NOBODY, RECORD, Told
-from kvcast.protocol.links.backoff import Backoff
+from kvcast.protocol.links.backoff import Backoff, pause_after
 from kvcast.protocol.messages.questions import ANSWER, FIRST_HANDLE, MAX_MANY
 from kvcast.protocol.messages.wire import (
     BUCKETS,
@@ -549,8 +549,8 @@ class Courier:
             of = self._namespaces[block.namespace]
             of.wrong += 1
             if of.wrong > OTHER_SIZES:
-                pause_s = OTHER_SIZE_S * 2 ** min(of.wrong - OTHER_SIZES, 16)
-                of.not_before = now + min(pause_s, OTHER_SIZE_MAX_S)
+                further = of.wrong - OTHER_SIZES
+                of.not_before = now + pause_after(further, OTHER_SIZE_S, OTHER_SIZE_MAX_S)
         self._use(known)
         home: int = self._homes[bucket_of(block.key)]
         large = size_bytes > SEGMENT_BYTES or known.stock > STOCK
@@ -605,7 +605,7 @@ class Courier:
             high = int.from_bytes(block.key[:8], "little")
             low = int.from_bytes(block.key[8:], "little")
             if self.code.yield_block(self.address, block.namespace, high, low, _ns(now)):
-                self._remember_unanswered(block)
+                self._unanswered[block] = None
 
     # --- landing places ---------------------------------------------------------------------------
 
@@ -803,11 +803,6 @@ class Courier:
             self.counters.given += 1
             self._store.pin(copy)
             self._holders[told.client].given(told.handle, copy)
-
-    def _remember_unanswered(self, block: BlockId) -> None:
-        if len(self._unanswered) >= MAX_UNANSWERED:
-            del self._unanswered[next(iter(self._unanswered))]
-        self._unanswered[block] = None
 
     def _failed(self, now: float, told: Told) -> None:
         if told.flags == courier.SILENCE:

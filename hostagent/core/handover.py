@@ -32,6 +32,7 @@ from typing import Final
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.pool import Pool
 from kvcast.hostagent.core.store import COMMITTED, Copy, Store
+from kvcast.protocol.links.backoff import pause_after
 from kvcast.protocol.links.bulk import EVICTED, PutCall
 from kvcast.protocol.messages import bulk
 from kvcast.protocol.messages.control import HandedOver
@@ -217,7 +218,7 @@ class Handover:
         return repairs
 
     def _add(self, task: _Task) -> None:
-        if len(self._tasks) >= MAX_WAITING:
+        if self.left >= MAX_WAITING:
             self.counters.failed += 1
             self._failed += not task.spare
             return
@@ -303,9 +304,9 @@ class Handover:
             task.tries += 1
             again = task.tries < TRIES or not task.spare
             if again and outcome not in _HOPELESS and (outcome != bulk.NO_ROOM or not task.spare):
-                pause_s = min(RETRY_MAX_S, RETRY_S * 2 ** min(task.tries - 1, 8))
+                again_at = now + pause_after(task.tries, RETRY_S, RETRY_MAX_S)
                 task.recalled = False
-                heapq.heappush(self._later, (now + pause_s, next(self._serial), task))
+                heapq.heappush(self._later, (again_at, next(self._serial), task))
                 self.advance(now)
                 return
             self.counters.failed += 1

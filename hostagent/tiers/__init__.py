@@ -1,1 +1,1 @@
-"""The memory that holds an agent's blocks, a module a kind: today the DRAM arena alone."""
+"""The memory that holds an agent's blocks: the arena, what says what lies there, and the disks."""

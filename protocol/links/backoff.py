@@ -7,6 +7,14 @@ from __future__ import annotations
 
 import random
 
+_MOST_DOUBLINGS = 64
+
+
+def pause_after(failures: int, min_s: float, max_s: float) -> float:
+    """The pause after so many failures in a row, 1 at least, for whoever remembers their number
+    alone: `min_s` after the first, twice as long after each further one, `max_s` at most."""
+    return min(max_s, min_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS))
+
 
 class Backoff:
     """A pause that doubles from `min_s` to `max_s` with every failure in a row. With `rng` each is
@@ -17,6 +25,11 @@ class Backoff:
         self._max_s = max_s
         self._rng = rng
         self._pause_s = min_s
+
+    @property
+    def pause_s(self) -> float:
+        """The pause after one more failure, without jitter; asking this counts none."""
+        return self._pause_s
 
     def next_pause_s(self) -> float:
         """The pause after one more failure."""

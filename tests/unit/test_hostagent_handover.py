@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kvcast.hostagent.core import handover as handover_module
 from kvcast.hostagent.core.bulk_requests import BulkOutbox
 from kvcast.hostagent.core.handover import (
     RETRY_S,
@@ -338,3 +339,23 @@ def test_what_was_brought_and_then_dropped_is_over() -> None:
     assert bench.offered() == []
     assert bench.core.left == 0
     assert bench.store.held_bytes == 0, "nothing of it is pinned any more"
+
+
+def test_what_would_wait_beyond_the_bound_is_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where what waits does so for another try."""
+    monkeypatch.setattr(handover_module, "MAX_WAITING", 3)
+    bench = Bench()
+    bench.use(pool([1, 2], settled=1))
+    for call in bench.calls():
+        call.ended(bench.now, UNREACHABLE)
+    bench.hold(block(7))
+    bench.core.came(block(7))
+    assert bench.core.left == 3
+    assert bench.core.counters.failed == 1
+    assert bench.core.report(bench.now) == HandedOver(1, 3, 3, 1)
+    bench.wait(RETRY_S)
+    assert bench.end_all() == 3
+    bench.core.came(block(7))
+    assert bench.core.left == 1

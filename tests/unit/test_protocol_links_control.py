@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from kvcast.hostagent.core.metrics import Metrics
 from kvcast.protocol.links import control_callee, control_caller
-from kvcast.protocol.links.backoff import Backoff
+from kvcast.protocol.links.backoff import Backoff, pause_after
 from kvcast.protocol.links.control_callee import ControlCallee
 from kvcast.protocol.links.control_caller import (
     Attempt,
@@ -348,6 +348,7 @@ def test_an_agent_that_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_pause_doubles_to_its_bound_and_begins_anew() -> None:
     backoff = Backoff(0.2, 1.0)
+    assert (backoff.pause_s, backoff.pause_s) == (0.2, 0.2)
     assert [backoff.next_pause_s() for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
     backoff.worked()
     assert backoff.next_pause_s() == 0.2
@@ -357,3 +358,8 @@ def test_a_pause_doubles_to_its_bound_and_begins_anew() -> None:
     pauses = [jittered.next_pause_s() for _ in range(200)]
     assert 0.5 <= min(pauses) < 0.6
     assert 1.4 < max(pauses) <= 1.5
+
+
+def test_a_pause_is_known_from_the_number_of_failures_however_many() -> None:
+    assert [pause_after(count, 0.2, 1.0) for count in range(1, 6)] == [0.2, 0.4, 0.8, 1.0, 1.0]
+    assert pause_after(1_000_000, 1e-9, 60.0) == 60.0
