@@ -45,11 +45,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 from kvcast.bench import rdma_picture, rdma_shared
+from kvcast.bench.sides import hear, running, tell
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.store import Store
 from kvcast.hostagent.network.rdma_link import RdmaCalls, RdmaServer
@@ -227,49 +229,25 @@ def ib_read_bw(device: str, gid_index: int, port: int, ip: str, *, events: bool)
 # --- both -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _process(index: int, ips: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "kvcast.bench.rdma", "--side", str(index)]
-    command += ["--here", ",".join(ips)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _hear(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("a side of the measurement has ended early")
-    said: dict[str, Any] = json.loads(line)
-    return said
-
-
-def _tell(process: subprocess.Popen[str], what: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{what}\n")
-    process.stdin.flush()
+def _process(index: int, ips: Sequence[str]) -> AbstractContextManager[subprocess.Popen[str]]:
+    return running("kvcast.bench.rdma", "--side", str(index), "--here", ",".join(ips))
 
 
 def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
     """Both, in turns; the numbers by name."""
     with _process(HOME, ips) as home, _process(READER, ips) as reader:
-        port = [_hear(side)["port"] for side in (home, reader)][HOME]
+        port = [hear(side)["port"] for side in (home, reader)][HOME]
         for side in (home, reader):
-            _tell(side, port)
+            tell(side, port)
         for side in (home, reader):
-            assert _hear(side)["ready"]
+            assert hear(side)["ready"]
         device, gid_index = _card_of(ips[HOME])
         reads: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         peers: dict[bool, list[float]] = {False: [], True: []}
         for number in range(ROUNDS):
             for checked, rounds in reads.items():
-                _tell(reader, json.dumps([seconds, checked]))
-                rounds.append(_hear(reader))
+                tell(reader, [seconds, checked])
+                rounds.append(hear(reader))
             for events, rates in peers.items():
                 rates.append(
                     ib_read_bw(device, gid_index, 18_600 + number, ips[HOME], events=events)

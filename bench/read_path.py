@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -28,10 +27,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvcast.bench.sides import hear, running, tell
 from kvcast.bench.traffic import BATCH, SOL_UDP, UDP_GRO, Native, Sender, Traffic
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.reads import GetBatch
@@ -279,49 +280,28 @@ def bare_datagrams_per_s(settings: Settings) -> float:
 # --- both -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _process(index: int, settings: Settings) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "kvcast.bench.read_path", "--side", str(index)]
-    command += ["--path", settings.path, "--seconds", str(settings.seconds)]
-    command += ["--blocks", str(settings.blocks), "--block-bytes", str(settings.block_bytes)]
-    command += ["--chunk-bytes", str(settings.chunk_bytes)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _hear(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("a side of the measurement has ended early")
-    said: dict[str, Any] = json.loads(line)
-    return said
-
-
-def _tell(process: subprocess.Popen[str], message: Any) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(message) + "\n")
-    process.stdin.flush()
+def _process(index: int, settings: Settings) -> AbstractContextManager[subprocess.Popen[str]]:
+    return running(
+        *("kvcast.bench.read_path", "--side", str(index)),
+        *("--path", settings.path, "--seconds", str(settings.seconds)),
+        *("--blocks", str(settings.blocks), "--block-bytes", str(settings.block_bytes)),
+        *("--chunk-bytes", str(settings.chunk_bytes)),
+    )
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Read, then send bare, for `settings.seconds` each; the numbers by name. RuntimeError if a
     process ends early."""
     with _process(HOME, settings) as home, _process(READER, settings) as reader:
-        ports = [_hear(side)["port"] for side in (home, reader)]
+        ports = [hear(side)["port"] for side in (home, reader)]
         for side in (home, reader):
-            _tell(side, ports)
+            tell(side, ports)
         for side in (home, reader):
-            assert _hear(side)["ready"]
-        _tell(reader, "go")
-        read = _hear(reader)
-        _tell(home, "over")
-        served = _hear(home)
+            assert hear(side)["ready"]
+        tell(reader, "go")
+        read = hear(reader)
+        tell(home, "over")
+        served = hear(home)
     chunks_per_s = read["bytes"] / settings.chunk_bytes / read["elapsed_s"]
     bare_per_s = bare_datagrams_per_s(settings)
     # The home also served the rounds before and behind the reader's count.

@@ -213,6 +213,18 @@ class Load:
                 self._stopped = True
                 await asyncio.gather(*tasks)
 
+    def figures(self) -> dict[str, Any]:
+        """What came of it."""
+        return {
+            "gets": self.gets,
+            "failed_reads": len(self.failed),
+            "failures": sorted(set(self.failed))[:5],
+            "longest_get_ms": self.longest_get_s * 1e3,
+            "puts": self.puts,
+            "failed_puts": len(self.put_failures),
+            "put_failures": sorted(set(self.put_failures))[:5],
+        }
+
     async def _read(self, client: AsyncClient, reader: int) -> None:
         number = reader * 7919
         while not self._stopped:
@@ -311,13 +323,7 @@ async def upgrade(rounds: int) -> dict[str, Any]:
     return {
         "upgrades": len(took_ms),
         "upgrade_ms": statistics.median(took_ms),
-        "gets": load.gets,
-        "failed_reads": len(load.failed),
-        "failures": sorted(set(load.failed))[:5],
-        "longest_get_ms": load.longest_get_s * 1e3,
-        "puts": load.puts,
-        "failed_puts": len(load.put_failures),
-        "put_failures": sorted(set(load.put_failures))[:5],
+        **load.figures(),
         "lost_blocks": lost,
     }
 
@@ -406,13 +412,7 @@ async def scale() -> dict[str, Any]:
         lost = await _missing(pool.sockets[reader], namespace, load.acknowledged)
         pool.check_alive(except_for=frozenset({leaves}))
     return {
-        "gets": load.gets,
-        "failed_reads": len(load.failed),
-        "failures": sorted(set(load.failed))[:5],
-        "longest_get_ms": load.longest_get_s * 1e3,
-        "puts": load.puts,
-        "failed_puts": len(load.put_failures),
-        "put_failures": sorted(set(load.put_failures))[:5],
+        **load.figures(),
         "joined_s": joined_s,
         "blocks_of_the_newcomer": share,
         "share_of_the_newcomer": owed,

@@ -9,16 +9,44 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvcast.cli.status import TOKEN_VARIABLE, Access, access_of
 from kvcast.service.commands import CommandError, add_log_level
+from kvcast.service.tls import Credentials, TlsError
 
+TOKEN_VARIABLE: Final = "KVCAST_TOKEN"
 _TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """By what this command may read: a token, and for https the cluster's authority, perhaps with a
+    certificate of its own."""
+
+    token: str = field(default="", repr=False)
+    context: ssl.SSLContext | None = None
+
+
+def access_of(tls: Path | None, token_file: Path | None) -> Access:
+    """What the flags and the environment give; CommandError if a file cannot be used."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    context = None
+    try:
+        if token_file is not None:
+            token = token_file.read_text(encoding="ascii").strip()
+        if tls is not None:
+            context = Credentials.of_folder(tls).client()
+            context.check_hostname = True
+    except (OSError, UnicodeDecodeError, TlsError) as error:
+        raise CommandError(str(error)) from error
+    return Access(token, context)
 
 
 class ControllerApi(Protocol):
@@ -29,8 +57,8 @@ class ControllerApi(Protocol):
     ) -> Awaitable[dict[str, Any]]: ...
 
 
-def add_api_options(parser: argparse.ArgumentParser) -> None:
-    """Where the controller is, and who asks."""
+def add_api_options(parser: argparse.ArgumentParser, token: str = "an operator's token") -> None:
+    """Where the controller is, and who asks: by which `token`, at least."""
     parser.add_argument(
         "--http",
         default="http://127.0.0.1:9601",
@@ -38,13 +66,17 @@ def add_api_options(parser: argparse.ArgumentParser) -> None:
         help="the controller's HTTP address (kvcast controller --http-addr)",
     )
     parser.add_argument(
-        "--tls", type=Path, metavar="DIR", help="folder with an operator's certificate"
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="folder with an operator's certificate and the cluster's authority, for an https:// "
+        "address (kvcast certs init)",
     )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with an operator's token (kvcast tokens add); else ${TOKEN_VARIABLE}",
+        help=f"file with {token} (kvcast tokens add); else ${TOKEN_VARIABLE}",
     )
     add_log_level(parser)
 
@@ -55,6 +87,8 @@ def check_api_options(parser: argparse.ArgumentParser, options: argparse.Namespa
         options.http = f"http://{options.http}"
     if not options.http.startswith(("http://", "https://")):
         parser.error("--http must be an http:// or https:// address")
+    if options.tls is not None and not options.http.startswith("https://"):
+        parser.error("--tls goes with an https:// address")
 
 
 def controller_api(options: argparse.Namespace) -> ControllerApi:
@@ -62,19 +96,21 @@ def controller_api(options: argparse.Namespace) -> ControllerApi:
     access = access_of(options.tls, options.token_file)
 
     async def ask(method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(_ask, options.http, access, method, path, body)
+        return await asyncio.to_thread(ask_controller, options.http, access, method, path, body)
 
     return ask
 
 
-def _ask(
+def ask_controller(
     url: str, access: Access, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The controller's answer; CommandError if it is none, or says why not."""
+    """The controller's answer to a question at that address; CommandError if it is none, or says
+    why not."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}{path}", data=data, method=method)
     request.add_header("Content-Type", "application/json")
     if access.token:
+        # Not sent on to where an answer redirects.
         request.add_unredirected_header("Authorization", f"Bearer {access.token}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=access.context) as answer:
@@ -91,8 +127,9 @@ def _ask(
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
+    hint = f"; give --token-file, ${TOKEN_VARIABLE} or --tls" if error.code == 401 else ""
     try:
         said = json.load(error)
-        return str(said["error"])
+        return f"{said['error']} ({error.code}{hint})"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"the controller answers {error.code} {error.reason}"
+        return f"the controller answers {error.code} {error.reason}{hint}"

@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcast.cli.controller_api import (
+    Access,
+    access_of,
+    add_api_options,
+    ask_controller,
+    check_api_options,
+)
 from kvcast.cli.tables import table_of
 from kvcast.hostagent.core.metrics import added, quantile
 from kvcast.protocol.messages.local import TIERS
 from kvcast.service.commands import (
     EXIT_OK,
     CommandError,
-    add_log_level,
     command_parser,
     run_command,
 )
-from kvcast.service.tls import Credentials, TlsError
 from kvcast.service.values import number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-TOKEN_VARIABLE = "KVCAST_TOKEN"
-_TIMEOUT_S = 5.0
 _RESIDENTS_SHOWN = 12
 
 _EXAMPLES = """\
@@ -54,25 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "decisions and what lives in its memory.",
         _EXAMPLES,
     )
-    parser.add_argument(
-        "--http",
-        default="http://127.0.0.1:9601",
-        metavar="URL",
-        help="the controller's HTTP address (kvcast controller --http-addr)",
-    )
-    parser.add_argument(
-        "--tls",
-        type=Path,
-        metavar="DIR",
-        help="folder with an operator's certificate and the cluster's authority, for an https:// "
-        "address (kvcast certs init)",
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file with a token of the HTTP API (kvcast tokens add); else ${TOKEN_VARIABLE}",
-    )
+    add_api_options(parser, "a token of the HTTP API")
     parser.add_argument("--once", action="store_true", help="show it once, not over and over")
     parser.add_argument(
         "--interval",
@@ -82,7 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="between two views, 0.1 to 3600 s (default: %(default)g s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the status there (- = stdout)")
-    add_log_level(parser)
     return parser
 
 
@@ -90,12 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Show a pool; 1 if the controller does not answer."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    if "://" not in options.http:
-        options.http = f"http://{options.http}"
-    if not options.http.startswith(("http://", "https://")):
-        parser.error("--http must be an http:// or https:// address")
-    if options.tls is not None and not options.http.startswith("https://"):
-        parser.error("--tls goes with an https:// address")
+    check_api_options(parser, options)
     return run_command(lambda: _status(options), log_level=options.log_level)
 
 
@@ -142,50 +114,10 @@ async def _live(
             live.update(render(status, before), refresh=True)
 
 
-@dataclass(frozen=True)
-class Access:
-    """By what this command may read: a token, and for https the cluster's authority, perhaps with a
-    certificate of its own."""
-
-    token: str = field(default="", repr=False)
-    context: ssl.SSLContext | None = None
-
-
-def access_of(tls: Path | None, token_file: Path | None) -> Access:
-    """What the flags and the environment give; CommandError if a file cannot be used."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    context = None
-    try:
-        if token_file is not None:
-            token = token_file.read_text(encoding="ascii").strip()
-        if tls is not None:
-            context = Credentials.of_folder(tls).client()
-            context.check_hostname = True
-    except (OSError, UnicodeDecodeError, TlsError) as error:
-        raise CommandError(str(error)) from error
-    return Access(token, context)
-
-
 def fetch_status(url: str, access: Access | None = None) -> dict[str, Any]:
     """/v1/status of the controller at that address; CommandError if it does not answer so."""
-    access = access or Access()
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/status")
-    if access.token:
-        # Not sent on to where an answer redirects.
-        request.add_unredirected_header("Authorization", f"Bearer {access.token}")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=access.context) as answer:
-            status = json.load(answer)
-    except urllib.error.HTTPError as error:
-        hint = f"; give --token-file, ${TOKEN_VARIABLE} or --tls" if error.code == 401 else ""
-        raise CommandError(
-            f"{url}: the controller answers {error.code} {error.reason}{hint}"
-        ) from error
-    except urllib.error.URLError as error:
-        raise CommandError(f"{url}: no controller answers: {error.reason}") from error
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{url}: {error}") from error
-    if not isinstance(status, dict) or "nodes" not in status:
+    status = ask_controller(url, access or Access(), "GET", "/v1/status")
+    if "nodes" not in status:
         raise CommandError(f"{url}: this is no kvcast controller")
     return status
 

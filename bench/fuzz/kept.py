@@ -18,9 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from kvcast.bench.fuzz.engine import Harness
-from kvcast.bench.fuzz.targets import entry_point
-from kvcast.bench.hostile_bytes import mutate
+from kvcast.bench.fuzz.targets import ChangesHarness, entry_point
 from kvcast.hostagent.core import recovery
 from kvcast.hostagent.core.agent import AgentCore, AgentOptions
 from kvcast.hostagent.core.recovery import Recovery
@@ -65,8 +63,10 @@ def _content(number: int) -> bytes:
 @entry_point(
     "kept", "an arena, an index and a ledger that a former agent left", kept_files, recovery
 )
-class KeptHarness(Harness):
+class KeptHarness(ChangesHarness):
     """Takes over what was kept, and damaged since."""
+
+    change_bytes = _CHANGE_BYTES
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvcast-fuzz-"))
@@ -116,15 +116,6 @@ class KeptHarness(Harness):
         copy = core.store.reserve(_block(number), len(data))
         kept.arena.memory[copy.offset : copy.offset + len(data)] = data
         core.store.commit(copy, digest_of(data), home=False)
-
-    def corpus(self) -> list[bytes]:
-        rng = random.Random(1)
-        return [bytes(0), *(rng.randbytes(_CHANGE_BYTES * count) for count in (1, 2, 4, 16))]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        if rng.random() < 0.5:
-            return data + rng.randbytes(_CHANGE_BYTES)
-        return mutate(data, rng)
 
     def close(self) -> None:
         shutil.rmtree(self._folder)

@@ -18,9 +18,7 @@ import struct
 from typing import Final
 
 import xxhash
-from kvcast.bench.fuzz.engine import Harness
-from kvcast.bench.fuzz.targets import entry_point
-from kvcast.bench.hostile_bytes import mutate
+from kvcast.bench.fuzz.targets import ChangesHarness, entry_point
 from kvcast.hostagent.core import ssd
 from kvcast.hostagent.core.ssd import SsdRules, SsdTier
 from kvcast.hostagent.core.store import Copy, Store, StoreError
@@ -109,8 +107,10 @@ class _Agent:
 
 
 @entry_point("ssd", "a file of the SSD tier that anybody left", ssd, layout, fsck)
-class SsdHarness(Harness):
+class SsdHarness(ChangesHarness):
     """Takes over a file that was damaged, or forged."""
+
+    change_bytes = _CHANGE_BYTES
 
     def __init__(self) -> None:
         disk = SimDisk(random.Random(1))
@@ -123,15 +123,6 @@ class SsdHarness(Harness):
         self._entries = [entry for piece in layout.scan(disk, formatted) for entry in piece.entries]
         table = self._clean[: _CUT.blocks_offset]
         self._written = [at for at in range(0, len(table), 8) if any(table[at : at + 8])]
-
-    def corpus(self) -> list[bytes]:
-        rng = random.Random(1)
-        return [bytes(0), *(rng.randbytes(_CHANGE_BYTES * count) for count in (1, 2, 4, 16))]
-
-    def spoil(self, data: bytes, rng: random.Random) -> bytes:
-        if rng.random() < 0.5:
-            return data + rng.randbytes(_CHANGE_BYTES)
-        return mutate(data, rng)
 
     def run(self, data: bytes) -> None:
         disk = SimDisk(random.Random(1))

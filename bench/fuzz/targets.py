@@ -89,6 +89,21 @@ class FunctionHarness(Harness):
             self._function(data)
 
 
+class ChangesHarness(Harness):
+    """An input is a row of changes to what an entry point reads, each of `change_bytes`."""
+
+    change_bytes: int
+
+    def corpus(self) -> list[bytes]:
+        rng = random.Random(1)
+        return [bytes(0), *(rng.randbytes(self.change_bytes * count) for count in (1, 2, 4, 16))]
+
+    def spoil(self, data: bytes, rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            return data + rng.randbytes(self.change_bytes)
+        return mutate(data, rng)
+
+
 class StreamHarness(Harness):
     """An entry point of a stream of framed messages; `good` gives one of each."""
 

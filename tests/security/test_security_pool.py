@@ -14,7 +14,7 @@ import grpc
 import pytest
 from controller_harness import Lab
 from finsy.proto import p4r, p4r_grpc
-from kvcast.cli import status
+from kvcast.cli import controller_api, status
 from kvcast.controller.http.tokens import VIEWER, Token, digest_of_token, new_token, write
 from kvcast.hostagent.client import AsyncClient, InvalidRequestError
 from kvcast.service.commands import CommandError
@@ -67,7 +67,7 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
             for n in range(2)
         ]
         url = f"https://{controller.facts['http_addr']}"
-        access = status.access_of(folder / "operator", None)
+        access = controller_api.access_of(folder / "operator", None)
 
         def programmed() -> bool:
             nodes = status.fetch_status(url, access)["nodes"]
@@ -108,10 +108,10 @@ async def test_a_pool_works_over_tls_and_tells_nobody_who_may_not_know(
 
         # HTTP: a token reads, nobody else does; the name in the certificate is checked.
         assert status.fetch_status(url, access)["epoch"] > 0
-        no_certificate = status.access_of(folder / "node-1", None)
+        no_certificate = controller_api.access_of(folder / "node-1", None)
         with pytest.raises(CommandError, match="401"):
             await asyncio.to_thread(status.fetch_status, url, no_certificate)
-        with_token = status.Access(secret, no_certificate.context)
+        with_token = controller_api.Access(secret, no_certificate.context)
         assert (await asyncio.to_thread(status.fetch_status, url, with_token))["epoch"] > 0
 
         # A node's metrics are for whoever has a certificate of the cluster.

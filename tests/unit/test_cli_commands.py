@@ -144,6 +144,9 @@ def test_a_failure_is_one_line_and_status_1(words: list[str], complaint: str) ->
         ["bench"],
         ["bench", "incast", "--block-size", "huge"],
         ["status", "--interval", "0"],
+        ["status", "--tls", "certs/operator"],
+        ["namespace", "list", "--tls", "certs/operator"],
+        ["agent", "drain", "node-1", "--tls", "certs/operator", "--http", "10.0.0.1:9601"],
     ],
 )
 def test_wrong_usage_is_status_2(words: list[str]) -> None:
