@@ -437,7 +437,8 @@ def _put_another_clusters(cluster: Cluster, fault: Fault) -> Callable[[], None] 
     rng = cluster.world.stream(f"fault/{fault.number}")
     other = SimDisk(rng)
     owner = owner_of(host.options.node_id, ANOTHER)
-    cut = cut_of(owner, disk.size_bytes(), UNIT_BYTES, SLAB_BYTES)
+    size_bytes = max(disk.size_bytes(), 2 * SLAB_BYTES)  # this one may have been cut short
+    cut = cut_of(owner, size_bytes, UNIT_BYTES, SLAB_BYTES)
     identity = open_formatted(other, cut, 7).identity
     pool = process.core.pool
     blocks = [b for b in cluster.plan.blocks if b.size <= SLAB_BYTES][: cut.slabs]

@@ -9,7 +9,7 @@ the other. Must not know: how a store keeps to them, or which policy chooses wha
   has been there for so long, by the host's own clock, whatever the wall clock says.
 - **Bounds.** What waits in an agent is never more than its options say.
 - **Prefix.** Where the policy is `value`, a block that came to a block before it in its prefix does
-  not stay without it.
+  not stay without it; nor where both were there when the policy became `value`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,24 @@ class _Shelf:
                 continue
             self.since[block] = at
             self.came_after.pop(block, None)
-            before = BlockId(block.namespace, copy.parent)
-            above = now.get(before) if copy.parent else None
-            if above is not None and self.copies.get(before) is above:
+            above = _before(block, copy, now)
+            if above is not None and self.copies.get(above.block) is above:
                 self.came_after[block] = above
         self.copies = now
+
+    def begin_anew(self, namespaces: set[int]) -> None:
+        """Another policy may rule these: what counts is which blocks it found together."""
+        for block, copy in self.copies.items():
+            if block.namespace in namespaces:
+                self.came_after.pop(block, None)
+                above = _before(block, copy, self.copies)
+                if above is not None:
+                    self.came_after[block] = above
+
+
+def _before(block: BlockId, copy: Copy, copies: dict[BlockId, Copy]) -> Copy | None:
+    """The copy before this one in its prefix, of those that lie there."""
+    return copies.get(BlockId(block.namespace, copy.parent)) if copy.parent else None
 
 
 class Held:
@@ -83,6 +96,7 @@ class Held:
         shelf = self._shelves[tier]
         copies = {block: store.known(block) for block in store.blocks()}
         shelf.note({b: c for b, c in copies.items() if c is not None}, self._process.now)
+        shelf.begin_anew(changed)
         for block in shelf.copies:
             said = self._settings.get(block.namespace)
             if said is not None and block.namespace not in changed:
