@@ -769,6 +769,7 @@ class Courier:
         metrics.fetch_time.add(told.elapsed_ns / 1e9)
         if not was_read:
             return landed
+        self._unanswered.pop(landed.block, None)
         self._requester.was_read(
             now,
             told.home,

@@ -206,6 +206,36 @@ def test_what_the_requester_asks_again_says_that_it_is_a_repeat(stand: Stand) ->
     stand.end()
 
 
+def test_what_waited_for_a_probe_says_that_it_is_a_repeat_too(stand: Stand) -> None:
+    stand.ask(0, 3)
+    stand.pass_time(PATIENCE_S + 0.001)
+    requester = stand.core.requester
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2), key_of(3)], stand.now + 0.5)
+    sent = [frame for _, frame in requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), 0)]
+    for chunk in range(LAST + 1):  # others wait for it, too: the other block is to be read as well
+        stand.receive(frame_of(2, chunk, flags=FLAG_SHARED | FLAG_LAST * (chunk == LAST)))
+    assert (requester.counters.reads, requester.counters.reads_retry) == (3, 1)
+    stand.bring(3)
+    stand.end()
+
+
+def test_a_read_after_one_that_was_answered_is_no_repeat(stand: Stand) -> None:
+    """Nor where one before that was not: no switch holds that back any more."""
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S + 0.001)
+    stand.pass_time(stand.core.requester.config.suspect_s)
+    stand.ask(0, 2)
+    stand.bring(2)
+    assert stand.given == 1
+    stand.store.drop(block_of(2))
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), 0)]
+    stand.bring(2)
+    stand.end()
+
+
 @pytest.mark.parametrize(("waited_s", "flags"), [(0.45, 0), (0.55, FLAG_RETRY)])
 def test_a_read_that_was_out_for_long_when_the_agent_took_over_is_repeated(
     stand: Stand, waited_s: float, flags: int
