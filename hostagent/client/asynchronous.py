@@ -84,6 +84,11 @@ class AsyncClient:
         """The size of the agent's arena."""
         return self._conversation.arena_bytes
 
+    def near(self, namespace: int, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, counted from the first without a gap, this node's memory holds; 0
+        also where that is not known without asking the agent. In any thread."""
+        return self._conversation.near(namespace, keys)
+
     @classmethod
     async def connect(
         cls,

@@ -713,6 +713,13 @@ class Conversation:
                 break
         return total
 
+    def near(self, namespace: int, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, counted from the first without a gap, this node's memory holds; 0
+        also where that is not known without asking the agent."""
+        if self._local is None or self.is_cut():
+            return 0
+        return self._local.prefix(namespace, b"".join(keys))
+
     def drop(self, namespace: int, keys: Sequence[bytes]) -> Call[int]:
         """Forget blocks here and at their homes; returns how many are now forgotten by every
         one of their homes. Copies that other nodes or the switch have cached stay until they are

@@ -24,6 +24,7 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
     "loads_by_layers": ("", "of these, loads during which the engine computed"),
     "layer_wait_seconds": ("", "how long steps have waited for layers that were being loaded"),
     "failed_loads": ("reason", "loads of which not all came; the rest was computed"),
+    "weighed": ("verdict", "requests by how loading their blocks compared with computing them"),
     "load_blocks": ("tier", "engine blocks that came from the pool, by the slowest tier of each"),
     "load_bytes": ("", "bytes that came from the pool"),
     "miss_blocks": ("reason", "engine blocks that were not loaded"),
@@ -34,6 +35,13 @@ NAMES: Final[dict[str, tuple[str, str]]] = {
     "saves_delayed": ("", "steps in which saves waited because too much was being saved"),
 }
 """Every count: its label's name ("" for none), and what it counts."""
+
+GAUGES: Final[dict[str, str]] = {
+    "load_block_seconds": "what a block takes of late that comes from the pool",
+    "compute_block_seconds": "what it takes of late to compute a block",
+    "load_came_share": "share of the blocks that came, of those that were asked for of late",
+}
+"""What is no count but a present value, by name."""
 
 
 class Counters:

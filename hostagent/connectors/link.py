@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -30,6 +32,7 @@ from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
 from kvcast.hostagent.connectors.naming import NamespaceName, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
+from kvcast.hostagent.connectors.weighing import Meter, Window
 from kvcast.protocol.messages.local import MAX_KEYS, TIERS
 
 SAVES_AT_ONCE: Final = 4
@@ -39,6 +42,9 @@ PREFETCH_KEYS: Final = 16_384
 """Keys of one chain that are fetched ahead, at most."""
 EXISTS_S: Final = 0.25
 """How long the question may take which parts of a block are there that is being saved."""
+_NOT_NEAR: Final = TIERS.index("ssd")
+"""What comes out of tiers before this one was in this node's memory."""
+TURN_S: Final = 0.5
 _HOME: Final[Ack] = "home"
 
 _log = logging.getLogger("kvcast.connector")
@@ -79,6 +85,8 @@ class LinkOptions:
     window_bytes: int = 64 << 20
     verify: bool = True
     ack: Ack = "home"
+    weigh: bool = True
+    """Whether a load may be cut short: then little is asked for at once on a slow link."""
 
 
 class OpenSave:
@@ -119,6 +127,36 @@ class OpenSave:
             await self._event.wait()
 
 
+class Turns:
+    """In which order loads ask for their parts: first come, first served, as many as `window` says
+    at once. Who has waited for `TURN_S` asks all the same: what is under way may never come."""
+
+    def __init__(self) -> None:
+        self.window = Window()
+        self._under_way = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def begin(self, parts: int, most: int) -> None:
+        """Wait until so many parts may be asked for, with at most `most` at once."""
+        if self._waiting or (self._under_way and self._under_way + parts > most):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await asyncio.wait([turn], timeout=TURN_S)
+            finally:
+                turn.cancel()
+        self._under_way += parts
+
+    def end(self, parts: int, _: object = None) -> None:
+        """They have come, or are not waited for any more."""
+        self._under_way -= parts
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                break
+
+
 class Link(AgentLink):
     """One worker's or scheduler's way to the pool."""
 
@@ -127,6 +165,7 @@ class Link(AgentLink):
         self._options = options
         self._counters = counters
         self._saves: asyncio.Semaphore | None = None
+        self._turns = Turns()
         self._namespace_name: NamespaceName | None = None
         self._nodes: tuple[str, ...] = ()
         self._group = 0
@@ -176,7 +215,8 @@ class Link(AgentLink):
             finally:
                 answered(held)
             if held is not None and self._prefetches:
-                hashes = lookup.hashes[lookup.prefetch_from : held]
+                until = held if lookup.prefetch_until is None else lookup.prefetch_until
+                hashes = lookup.hashes[lookup.prefetch_from : min(held, until)]
                 keys = [key for one in hashes for key in keys_of(one, groups)]
                 with contextlib.suppress(KvcastError, UnreachableError):
                     if lookup.awaited:
@@ -184,6 +224,15 @@ class Link(AgentLink):
                     await self._prefetch(keys[:PREFETCH_KEYS], lookup.readers)
 
         self._do(ask)
+
+    def near(self, hashes: Sequence[bytes], groups: int, probe: int) -> int:
+        """How many blocks of a chain this node's memory holds, from the first; 0 where that is not
+        known just now. `probe` as in `look_up`. In any thread."""
+        client, name = self._client, self._namespace_name
+        number = self._numbers.get(name) if name is not None else None
+        if client is None or number is None or not hashes:
+            return 0
+        return client.near(number, [keys_of(one, groups)[probe] for one in hashes])
 
     async def _parts_of(self, hashes: Sequence[bytes], groups: int, probe: int) -> list[bytes]:
         """Keys of blocks that are being saved layer by layer, as far as they are there. Those of
@@ -232,7 +281,7 @@ class Link(AgentLink):
             try:
                 async with asyncio.timeout_at(opened.deadline):
                     with self._remembered():
-                        await self._bring(opened, memory)
+                        await self._bring(opened, memory, table.meter)
                 reason = ""
             except TimeoutError:
                 reason = "deadline"
@@ -249,10 +298,11 @@ class Link(AgentLink):
             table.end(opened, "unavailable")
         return opened
 
-    async def _bring(self, opened: OpenLoad, memory: EngineMemory) -> None:
-        client, namespace = await self._ready()
+    async def _bring(self, opened: OpenLoad, memory: EngineMemory, meter: Meter) -> None:
+        client, _ = await self._ready()
         groups = opened.groups
         keys: dict[int, bytes] = {}
+        under_way: set[asyncio.Task[None]] = set()
         for index, one in enumerate(opened.load.hashes):
             for group, key in enumerate(keys_of(one, groups)):
                 part = index * groups + group
@@ -264,28 +314,63 @@ class Link(AgentLink):
         if opened.load.by_layers:
             parts.sort(key=lambda part: part % groups)
         tiers = [0] * len(opened.load.hashes)
-        window = self._window(client, memory)
-        for begin in range(0, len(parts), window):
-            some = {part: keys[part] for part in parts[begin : begin + window] if part < opened.gap}
-            if not some:
-                continue
-            asked, expected = await self._askers(client, namespace, some, self._nodes)
-            bringing = [
-                asyncio.create_task(self._bring_some(opened, memory, theirs, tiers, expect=expect))
-                for theirs, expect in ((asked, False), (expected, True))
-                if theirs
-            ]
-            try:
-                await asyncio.gather(*bringing)
-            finally:
-                for task in bringing:
-                    task.cancel()
-            if opened.ended or opened.complete:
-                break
+        room = self._window(client, memory)
+        turns = self._turns if self._options.weigh else Turns()
+        at = 0
+        try:
+            while at < len(parts) and not (opened.ended or opened.complete):
+                # A group's ranks ask for each other, so they ask for as much.
+                most = room
+                if self._options.weigh and not self._nodes:
+                    most = min(room, self._turns.window.parts)
+                some = {part: keys[part] for part in parts[at : at + max(1, most // 2)]}
+                at += len(some)
+                await turns.begin(len(some), most)
+                bring = self._bring_turn(opened, memory, meter, some, tiers)
+                begun = asyncio.create_task(bring)
+                begun.add_done_callback(functools.partial(turns.end, len(some)))
+                under_way.add(begun)
+                for task in [one for one in under_way if one.done()]:
+                    under_way.remove(task)
+                    task.result()
+            await asyncio.gather(*under_way)
+        finally:
+            for task in under_way:
+                task.cancel()
         whole = opened.gap // groups
         for index in range(min(whole, len(tiers))):
             self._counters.add("load_blocks", tier=TIERS[tiers[index]])
         self._counters.add("load_bytes", whole * sum(memory.part_bytes))
+
+    async def _bring_turn(
+        self,
+        opened: OpenLoad,
+        memory: EngineMemory,
+        meter: Meter,
+        some: dict[int, bytes],
+        tiers: list[int],
+    ) -> None:
+        """Bring these parts, as far as they are still wanted."""
+        bringing: list[asyncio.Task[None]] = []
+        began = time.monotonic()
+        try:
+            wanted = {part: key for part, key in some.items() if part < opened.gap}
+            if not wanted or opened.ended:
+                return
+            client, namespace = await self._ready()
+            asked, expected = await self._askers(client, namespace, wanted, self._nodes)
+            bringing = [
+                asyncio.create_task(
+                    self._bring_some(opened, memory, meter, theirs, tiers, expect=expect)
+                )
+                for theirs, expect in ((asked, False), (expected, True))
+                if theirs
+            ]
+            await asyncio.gather(*bringing)
+            self._turns.window.came(len(wanted), time.monotonic() - began)
+        finally:
+            for task in bringing:
+                task.cancel()
 
     async def _askers(
         self, client: AsyncClient, namespace: int, some: dict[int, bytes], nodes: Sequence[str]
@@ -314,6 +399,7 @@ class Link(AgentLink):
         self,
         opened: OpenLoad,
         memory: EngineMemory,
+        meter: Meter,
         some: dict[int, bytes],
         tiers: list[int],
         *,
@@ -333,7 +419,9 @@ class Link(AgentLink):
                         await self._drop(client, namespace, keys[place])
                 else:
                     index = part // opened.groups
-                    tiers[index] = max(tiers[index], TIERS.index(outcome.block.tier))
+                    tier = TIERS.index(outcome.block.tier)
+                    tiers[index] = max(tiers[index], tier)
+                    meter.came(time.monotonic(), 1 / opened.groups, near=tier < _NOT_NEAR)
                     if not self._take(opened, memory, part, outcome.block):
                         await self._drop(client, namespace, keys[place])
                 if opened.ended or opened.complete:

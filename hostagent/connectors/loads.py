@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcast.hostagent.connectors.planner import Load
+from kvcast.hostagent.connectors.weighing import Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class OpenLoad:
         self._ended = False
         self._reported = False
         self._awaited: set[int] = set()
+        self._whole = 0
 
     @property
     def gap(self) -> int:
@@ -68,6 +70,14 @@ class OpenLoad:
         """Whether everything before the gap has come."""
         whole = self._gap // self.groups
         return not any(self._left[:whole])
+
+    @property
+    def whole(self) -> int:
+        """How many blocks, from the first, have come as a whole."""
+        with self._lock:
+            while self._whole < len(self._left) and not self._left[self._whole]:
+                self._whole += 1
+            return self._whole
 
     def write(self, part: int, copy: Callable[[], None]) -> bool:
         """Do `copy`, which writes this part into the engine's memory, unless the load was reported
@@ -134,6 +144,7 @@ class LoadTable:
         self._open: dict[int, OpenLoad] = {}
         self._reports: list[Ended] = []
         self._changed = threading.Condition()
+        self.meter = Meter()
 
     @property
     def waiting(self) -> bool:
@@ -145,6 +156,7 @@ class LoadTable:
         opened = OpenLoad(load, groups, now)
         with self._changed:
             self._open[load.number] = opened
+        self.meter.opened(now)
         return opened
 
     def end(self, opened: OpenLoad, reason: str) -> None:
@@ -158,10 +170,28 @@ class LoadTable:
         """Report a load, unless it was reported before."""
         report = opened.end(reason)
         if report is not None:
+            self.meter.closed()
             with self._changed:
                 self._open.pop(opened.load.number, None)
                 self._reports.append(report)
                 self._changed.notify_all()
+
+    def cut(self, number: int, blocks: int) -> None:
+        """Of a load that is under way only so many blocks are wanted, from its first: the others
+        are computed sooner."""
+        opened = self._open.get(number)
+        if opened is not None and not opened.load.by_layers:
+            opened.missed(blocks * opened.groups, "slower")
+            if opened.complete:
+                self.end(opened, "")
+
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """Of the requests with loads under way: each load's number, and how many of its blocks have
+        come, from the first."""
+        return {
+            opened.load.request: (number, opened.whole)
+            for number, opened in list(self._open.items())
+        }
 
     def take(self, now: float) -> list[Ended]:
         """Reports since the last call; those whose time is over are among them."""

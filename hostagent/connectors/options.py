@@ -59,6 +59,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     is there. Requests that come meanwhile wait until that step is over."""
     save_by_layers: bool = True
     """Whether blocks are saved layer by layer while a step computes, and not when it is over."""
+    weigh: bool = True
+    """Whether only so much of a prefix is loaded as comes sooner than it is computed, by what both
+    have taken of late; else all of it is."""
     window_bytes: Annotated[int, Meta(ge=1024)] = 64 << 20
     """Blocks that one load has in the arena at once, in bytes (at most an eighth of the arena)."""
     least_tokens: Annotated[int, Meta(ge=0)] = 0

@@ -27,6 +27,7 @@ from typing import Final
 
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.health import Health
+from kvcast.hostagent.connectors.weighing import Loading, Pace, Verdict, Weighing
 from kvcast.protocol.bounded_map import BoundedMap
 
 MOST_MISSING: Final = 16_384
@@ -62,7 +63,7 @@ class PlannerOptions:
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """To be asked: how much of this chain the pool holds. `prefetch_from`: from there on, the
-    engine lacks the blocks."""
+    engine lacks the blocks, and before `prefetch_until` they are worth fetching ahead."""
 
     request: str
     number: int
@@ -73,6 +74,8 @@ class Lookup:
     """The nodes that want the chain at the same time, if more than this one do."""
     awaited: bool = False
     """Whether another engine is computing it: then parts of blocks are worth fetching, too."""
+    prefetch_until: int | None = None
+    """None: all that the pool holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,21 @@ class _Request:
     """Whether `held` was answered at all."""
     here: int = 0
     """How many of its blocks the engine held itself when it last asked."""
+    near: int = 0
+    """How many of its blocks, beyond those, this node's memory held."""
+    ahead: int = 0
+    """How many of its blocks are fetched ahead, beyond those."""
+    verdict: Verdict | None = None
+    """What weighing a load has said, if that was asked."""
+    offered: int = 0
+    """How many blocks could be loaded when it was asked."""
     loading: tuple[int, int, int] = (0, 0, 0)
     """A load's number, its first block, and how many."""
+    since: float = 0.0
+    """When that load began."""
+    left: int = 0
+    """How many of its blocks have not come."""
+    is_cut: bool = False
     reports: int = 0
     came: int = 0
     """Of the load, what the worker with the least has."""
@@ -167,14 +183,19 @@ class Outbox:
     lookups: deque[Lookup] = field(default_factory=deque)
     loads: deque[Load] = field(default_factory=deque)
     saves: deque[Save] = field(default_factory=deque)
+    cuts: deque[tuple[int, int]] = field(default_factory=deque)
+    """Loads of which only so many blocks, from their first, are still to be loaded."""
     let_go: deque[tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=deque)
     """Saves that have ended, and the blocks that may be used again."""
 
 
 class Planner:
-    """All requests of one scheduler. One thread at a time."""
+    """All requests of one scheduler. One thread at a time. `weighing`: what says how much of a
+    chain is loaded; None: all of it."""
 
-    def __init__(self, options: PlannerOptions, counters: Counters) -> None:
+    def __init__(
+        self, options: PlannerOptions, counters: Counters, weighing: Weighing | None = None
+    ) -> None:
         self._options = options
         self._counters = counters
         self._requests: dict[str, _Request] = {}
@@ -188,6 +209,7 @@ class Planner:
         """Saves of what was computed while there was a doubt."""
         self._numbers = 0
         self._lookups_out: dict[int, str] = {}
+        self._weighing = weighing
         self.health = Health()
         self.out = Outbox()
 
@@ -208,6 +230,16 @@ class Planner:
         """Blocks that are kept from reuse."""
         return self._saving_blocks
 
+    def has_from_pool(self, name: str) -> int | None:
+        """How many of a request's blocks, from the first, need not be computed since a load brings
+        them; None as long as that is open."""
+        request = self._requests.get(name)
+        if request is None or request.stage in (Stage.ASKED, Stage.KNOWN):
+            return None
+        if request.stage is not Stage.LOADING:
+            return 0
+        return sum(request.loading[1:])
+
     # --- a request's way ------------------------------------------------------------------------
 
     def arrived(
@@ -217,17 +249,21 @@ class Planner:
         hashes: Sequence[bytes],
         here: int = 0,
         *,
+        near: int = 0,
+        busy_tokens: int = 0,
         awaits: bool = False,
         readers: Sequence[str] = (),
     ) -> None:
         """The engine has a new request. `hashes`: its full blocks'; `here`: how many of them the
-        engine holds itself, from the first. `awaits`: another engine is computing the prompt;
-        `readers`: the nodes whose engines wait for that, this one's among them."""
-        request = self._requests[name] = _Request()
+        engine holds itself, from the first; `near`: how many of the next this node's memory holds.
+        `busy_tokens`: what the engine has to compute for others. `awaits`: another engine is
+        computing the prompt; `readers`: the nodes whose engines wait for that, this one's among
+        them."""
+        request = self._requests[name] = _Request(near=near)
         if self._options.await_s:
             request.awaits, request.readers = awaits, tuple(readers)
         if self._options.load and hashes:
-            self._ask(now, name, request, hashes, here)
+            self._ask(now, name, request, hashes, here, busy_tokens)
 
     def answered(self, now: float, name: str, number: int, held: int | None) -> None:
         """The pool holds the first `held` blocks of a chain; None: it did not say."""
@@ -247,6 +283,7 @@ class Planner:
         request.stage = Stage.KNOWN
         request.answered_at = now
         request.held = held
+        request.ahead = min(request.ahead, held)
         request.known = True
 
     def matched(
@@ -257,9 +294,13 @@ class Planner:
         here: int,
         most: int,
         rest_tokens: int = 1,
+        *,
+        near: int = 0,
+        busy_tokens: int = 0,
     ) -> int | None:
         """How many blocks beyond the first `here` the pool will bring, of the first `most` at
-        most; None: not known yet, ask again. `rest_tokens`: tokens behind those."""
+        most; None: not known yet, ask again. `rest_tokens`: tokens behind those; `near` and
+        `busy_tokens` as in `arrived`."""
         options = self._options
         request = self._requests.setdefault(name, _Request())
         if self._doubt is not None:
@@ -268,7 +309,7 @@ class Planner:
             return 0
         if request.stage in (Stage.NEW, Stage.DONE) and not request.failed:
             request.wanted_since = None
-            self._ask(now, name, request, hashes, here)
+            self._ask(now, name, request, hashes, here, busy_tokens)
         if request.wanted_since is None:
             request.wanted_since = now
         if request.awaits:
@@ -284,7 +325,7 @@ class Planner:
         elif request.stage is Stage.KNOWN:
             stale = request.held < most and now - request.answered_at > options.fresh_s
             if stale and late < options.lookup_s:
-                self._ask(now, name, request, hashes, here)
+                self._ask(now, name, request, hashes, here, busy_tokens)
                 return 0 if request.failed else None
         if request.stage is not Stage.KNOWN:
             return 0
@@ -296,7 +337,38 @@ class Planner:
             self._counters.add("miss_blocks", max(0, most - here), reason="not_held")
             request.stage = Stage.DONE
             return 0
-        return count
+        return self._weighed(now, name, request, count, near, busy_tokens)
+
+    def _weighed(
+        self, now: float, name: str, request: _Request, count: int, near: int, busy_tokens: int
+    ) -> int:
+        """How many of these blocks to load, which the pool holds."""
+        if self._weighing is None:
+            return count
+        began = now if request.wanted_since is None else request.wanted_since
+        near = min(near, count)
+        verdict = Verdict(0, "near")
+        if near < count:
+            left_s = began + self._options.deadline_s - now
+            wait = self._wait(name)
+            verdict = self._weighing.take(now, count - near, wait, busy_tokens, left_s)
+        taken = near + verdict.blocks
+        if self._options.whole and taken < count:
+            taken = 0
+        request.verdict, request.offered = verdict, count
+        if not taken:
+            self._counters.add("weighed", verdict=verdict.why)
+            self._counters.add("miss_blocks", count, reason="slower")
+            request.stage = Stage.DONE
+        return taken
+
+    def _wait(self, but: str) -> int:
+        """Blocks that other requests load, or have fetched ahead."""
+        return sum(
+            one.left if one.stage is Stage.LOADING else one.ahead
+            for name, one in self._requests.items()
+            if name != but and one.stage is not Stage.DONE
+        )
 
     def allocated(
         self,
@@ -321,7 +393,11 @@ class Planner:
         self._numbers += 1
         request.loading = (self._numbers, here, count)
         request.reports, request.came, request.reason = 0, count, ""
+        request.since, request.left, request.is_cut = now, count, False
         self._counters.add("loads")
+        if request.verdict is not None:
+            self._counters.add("weighed", verdict=request.verdict.why)
+            self._counters.add("miss_blocks", max(0, request.offered - count), reason="slower")
         self.out.loads.append(
             Load(
                 name,
@@ -336,6 +412,50 @@ class Planner:
         if by_layers:
             self._counters.add("loads_by_layers")
             self._doubt = _Doubt(self._numbers, count)
+
+    def paced(self, pace: Pace) -> None:
+        """The workers have seen this of their loads."""
+        if self._weighing is not None:
+            self._weighing.heard(pace)
+
+    def progressed(self, name: str, number: int, came: int) -> None:
+        """So many of a load's blocks, from its first, are there at every worker."""
+        request = self._requests.get(name)
+        if request is not None and request.loading[0] == number:
+            _, _, count = request.loading
+            if not request.is_cut:
+                request.left = max(0, count - came)
+
+    def review(self, now: float, busy_tokens: int) -> None:
+        """Whether loads under way are worth going on with; `busy_tokens` as in `arrived`, of all
+        requests."""
+        if self._weighing is None or self._doubt is not None:
+            return
+        under_way = {
+            request.loading[0]: request
+            for request in self._requests.values()
+            if request.stage is Stage.LOADING and not request.is_cut
+        }
+        loading = [
+            Loading(
+                number,
+                request.loading[2],
+                request.left,
+                request.since,
+                request.verdict is not None and request.verdict.why == "probe",
+            )
+            for number, request in sorted(under_way.items())
+        ]
+        if not loading:
+            return
+        for number, kept in self._weighing.cut(now, loading, busy_tokens).items():
+            request = under_way[number]
+            _, first, count = request.loading
+            until = 0 if self._options.whole else count - request.left + kept
+            request.is_cut, request.left = True, kept
+            request.loading = (number, first, until)
+            self._counters.add("weighed", verdict="cut")
+            self.out.cuts.append((number, until))
 
     def loaded(
         self, now: float, name: str, number: int, came: int, hashes: Sequence[bytes], reason: str
@@ -354,7 +474,10 @@ class Planner:
             return
         came, reason = request.came, request.reason
         request.stage = Stage.DONE
+        if self._weighing is not None and not request.is_cut:
+            self._weighing.ended(count, came)
         if came >= count:
+            request.failed = request.is_cut  # so the rest is not asked for again
             self.health.succeeded()
             return
         # What is recomputed is saved again; what is bad in the pool is then replaced.
@@ -484,7 +607,13 @@ class Planner:
     # --- parts ----------------------------------------------------------------------------------
 
     def _ask(
-        self, now: float, name: str, request: _Request, hashes: Sequence[bytes], here: int
+        self,
+        now: float,
+        name: str,
+        request: _Request,
+        hashes: Sequence[bytes],
+        here: int,
+        busy_tokens: int = 0,
     ) -> None:
         if len(self._lookups_out) >= MOST_LOOKUPS:
             self._give_up(request, "busy")
@@ -499,6 +628,12 @@ class Planner:
         request.asked_at = now
         self._lookups_out[self._numbers] = name
         self._counters.add("lookups")
+        until = None
+        if self._weighing is not None and not request.awaits:
+            begin = min(len(hashes), here + request.near)
+            wait = self._wait(name)
+            request.ahead = self._weighing.ahead(len(hashes) - begin, wait, busy_tokens)
+            until = begin + request.ahead
         self.out.lookups.append(
             Lookup(
                 name,
@@ -508,6 +643,7 @@ class Planner:
                 self._options.lookup_s,
                 request.readers,
                 request.awaits,
+                until,
             )
         )
 

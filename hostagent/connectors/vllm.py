@@ -35,7 +35,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import vllm
-from kvcast.hostagent.connectors.counters import LOAD_BUCKETS_S, NAMES, Counters, merged, split
+from kvcast.hostagent.connectors.counters import (
+    GAUGES,
+    LOAD_BUCKETS_S,
+    NAMES,
+    Counters,
+    merged,
+    split,
+)
 from kvcast.hostagent.connectors.idling import LEAST_S, Idling
 from kvcast.hostagent.connectors.link import Link, LinkOptions, OpenSave
 from kvcast.hostagent.connectors.loads import LoadTable, OpenLoad
@@ -49,6 +56,7 @@ from kvcast.hostagent.connectors.naming import (
 from kvcast.hostagent.connectors.options import ConnectorOptions, handover_of, parse_options
 from kvcast.hostagent.connectors.planner import Load, Planner, PlannerOptions, Save
 from kvcast.hostagent.connectors.torch_memory import TorchMemory
+from kvcast.hostagent.connectors.weighing import Pace, Steps, Weighing
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -72,11 +80,13 @@ _log = logging.getLogger("kvcast.connector")
 
 @dataclass
 class KvcastMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to all workers, with each step. `readers`: for each part of the model that
+    """From the scheduler to all workers, with each step. `cuts`: loads of which only so many
+    blocks are still wanted. `readers`: for each part of the model that
     several ranks hold alike, the nodes of those ranks. `idle_s`: how long
     this step, in which nothing is computed, may wait for news of a load; 0 if something is."""
 
     loads: list[Load] = field(default_factory=list)
+    cuts: list[tuple[int, int]] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     readers: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     idle_s: float = 0.0
@@ -85,17 +95,26 @@ class KvcastMetadata(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class KvcastWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers to the scheduler: loads that have ended (request, number, blocks that came,
-    why not more), and how many workers are done with which save."""
+    why not more), and how many workers are done with which save. `progress`: of requests with loads
+    under way, the load's number and how many blocks all workers have. `pace`: what they have seen
+    of their loads."""
 
     loads: list[tuple[str, int, int, str]] = field(default_factory=list)
     saves: dict[int, int] = field(default_factory=dict)
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pace: Pace | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvcastWorkerMetadata:
         assert isinstance(other, KvcastWorkerMetadata)
         saves = dict(self.saves)
         for number, reports in other.saves.items():
             saves[number] = saves.get(number, 0) + reports
-        return KvcastWorkerMetadata(self.loads + other.loads, saves)
+        progress = dict(self.progress)
+        for name, load in other.progress.items():
+            progress[name] = min(progress.get(name, load), load)
+        paces = [one.pace for one in (self, other) if one.pace is not None]
+        pace = sum(paces, Pace()) if paces else None
+        return KvcastWorkerMetadata(self.loads + other.loads, saves, progress, pace)
 
 
 @dataclass
@@ -121,6 +140,7 @@ class KvcastStats(KVConnectorStats):  # type: ignore[misc]
             data={
                 "counts": merged(self.counts, other.data.get("counts", {})),
                 "load_times_s": [*self.times_s, *other.data.get("load_times_s", [])],
+                "gauges": self.gauges | other.data.get("gauges", {}),
             }
         )
 
@@ -134,10 +154,16 @@ class KvcastStats(KVConnectorStats):  # type: ignore[misc]
         times: list[float] = self.data.get("load_times_s", [])
         return times
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        gauges: dict[str, float] = self.data.get("gauges", {})
+        return gauges
+
     def reduce(self) -> dict[str, int | float]:
         shown: dict[str, int | float] = {
             f"kvcast {key.replace('|', ' ')}": amount for key, amount in sorted(self.counts.items())
         }
+        shown |= {f"kvcast {name}": round(value, 6) for name, value in self.gauges.items()}
         if self.times_s:
             shown["kvcast longest load (s)"] = round(max(self.times_s), 4)
         return shown
@@ -165,6 +191,12 @@ class KvcastPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, (label, text) in NAMES.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:kvcast_{name}", documentation=f"kvcast: {text}.", labelnames=labelnames
+            )
+            for name, text in GAUGES.items()
+        }
         self._times = self._histogram_cls(
             name="vllm:kvcast_load_seconds",
             documentation="kvcast: how long loads took, in seconds.",
@@ -178,6 +210,8 @@ class KvcastPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name, label = split(key)
             labels = [*values, label] if NAMES[name][0] else values
             self._counts[name].labels(*labels).inc(amount)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            self._gauges[name].labels(*values).set(value)
         for seconds in transfer_stats_data.get("load_times_s", []):
             self._times.labels(*values).observe(seconds)
 
@@ -340,7 +374,9 @@ class KvcastConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         counts, times = self._counters.take(), self._counters.take_times()
         if not counts and not times:
             return None
-        return KvcastStats(data={"counts": counts, "load_times_s": times})
+        weighing = self._scheduler.weighing if self._scheduler is not None else None
+        gauges = weighing.shown if weighing is not None else {}
+        return KvcastStats(data={"counts": counts, "load_times_s": times, "gauges": gauges})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvcastStats | None:
@@ -377,6 +413,10 @@ class _SchedulerHalf:
         self._vllm_config = vllm_config
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._options = options
+        whole = _only_whole(vllm_config)
+        self.weighing = Weighing(self._block_tokens, whole=whole) if options.weigh else None
+        self._loaded = True
+        self._steps = Steps(getattr(vllm_config, "max_concurrent_batches", 1))
         self.planner = Planner(
             PlannerOptions(
                 deadline_s=options.deadline_s,
@@ -390,9 +430,10 @@ class _SchedulerHalf:
                 workers=vllm_config.parallel_config.world_size,
                 load=config.is_kv_consumer,
                 save=config.is_kv_producer,
-                whole=_only_whole(vllm_config),
+                whole=whole,
             ),
             counters,
+            self.weighing,
         )
         self.link = Link(_link_options(options, "scheduler"), counters)
         self.manager: Any = None
@@ -455,10 +496,58 @@ class _SchedulerHalf:
             hashes = []
         self._idling.woken()
         awaits, readers = handover_of(request.kv_transfer_params)
+        here = self._cached(hashes)
+        self._step_ended()
         self.planner.arrived(
-            time.monotonic(), name, hashes, self._cached(hashes), awaits=awaits, readers=readers
+            time.monotonic(),
+            name,
+            hashes,
+            here,
+            near=self._near(hashes[here:]),
+            busy_tokens=self._busy_tokens(name),
+            awaits=awaits,
+            readers=readers,
         )
         self._send_lookups()
+
+    def _near(self, hashes: list[bytes]) -> int:
+        """As `Link.near`, where it makes a difference."""
+        if self.weighing is None or not self.weighing.measured:
+            return 0
+        return self.link.near(hashes, self._parts, self._probe)
+
+    def _busy_tokens(self, but: str = "") -> int:
+        """Tokens of prompts that the engine has taken up and not computed, but that request's."""
+        if self.weighing is None or not self.weighing.measured:
+            return 0
+        total = 0
+        for name, request in self._requests.items():
+            comes = None if name == but else self.planner.has_from_pool(name)
+            if comes is not None:
+                done = max(request.num_computed_tokens, comes * self._block_tokens)
+                total += max(0, request.num_prompt_tokens - done)
+        return total
+
+    def _tell_of_turns(self) -> None:
+        """Say so in the log where from now on prefixes are computed, or loaded again."""
+        weighing = self.weighing
+        if weighing is not None and weighing.loads is not self._loaded:
+            self._loaded = weighing.loads
+            _log.info(
+                "kvcast: prefixes are %s for now: %s",
+                "loaded" if weighing.loads else "computed, but for some that are tried",
+                ", ".join(f"{name} {value:.4g}" for name, value in weighing.shown.items()),
+            )
+
+    def _step_ended(self) -> None:
+        """The engine asks or tells something: so no step is under way, if there is one at a
+        time."""
+        if self._steps.single:
+            self._learn(self._steps.ended(time.monotonic()))
+
+    def _learn(self, told: tuple[int, float] | None) -> None:
+        if told is not None and self.weighing is not None:
+            self.weighing.computed(*told)
 
     def _most(self, request: Any) -> int:
         """Of how many blocks the pool may bring: one token at least is computed."""
@@ -481,6 +570,7 @@ class _SchedulerHalf:
         if not self._parts or request.skip_reading_prefix_cache:
             return 0
         self._requests.setdefault(request.request_id, request)
+        self._step_ended()
         self._hear_answers()
         here = computed_tokens // self._block_tokens
         most = self._most(request)
@@ -492,7 +582,10 @@ class _SchedulerHalf:
             here,
             most,
             request.num_tokens - most * self._block_tokens,
+            near=self._near(hashes[here:]),
+            busy_tokens=self._busy_tokens(request.request_id),
         )
+        self._tell_of_turns()
         self._send_lookups()
         return None if count is None else count * self._block_tokens
 
@@ -528,14 +621,28 @@ class _SchedulerHalf:
                 self._here.setdefault(name, request.num_computed_tokens // self._block_tokens)
                 self._save(now, request, request.num_computed_tokens + scheduled, None)
         self._let_go()
+        self._time(output)
+        self.planner.review(now, self._busy_tokens())
         out = self.planner.out
-        if out.loads:
+        if out.loads or out.cuts:
             self._idling.woken()
         idle_s = self._idling.pause_s(now, idle=idle)
-        metadata = KvcastMetadata(list(out.loads), list(out.saves), self._readers, idle_s)
+        metadata = KvcastMetadata(
+            list(out.loads), list(out.cuts), list(out.saves), self._readers, idle_s
+        )
         out.loads.clear()
+        out.cuts.clear()
         out.saves.clear()
         return metadata
+
+    def _time(self, output: Any) -> None:
+        """A step begins: what does computing take? One that waits for layers does not tell."""
+        scheduled = output.num_scheduled_tokens.values()
+        of_prompts = sum(count for count in scheduled if count > 1)
+        if any(load.by_layers for load in self.planner.out.loads):
+            of_prompts = 0
+        now = time.monotonic()
+        self._learn(self._steps.began(now, of_prompts, output.total_num_scheduled_tokens))
 
     def _save(
         self, now: float, request: Any, tokens: int, block_ids: tuple[list[int], ...] | None
@@ -569,6 +676,11 @@ class _SchedulerHalf:
 
     def hear(self, news: KvcastWorkerMetadata) -> None:
         now = time.monotonic()
+        self._step_ended()
+        if news.pace is not None:
+            self.planner.paced(news.pace)
+        for name, (number, came) in news.progress.items():
+            self.planner.progressed(name, number, came)
         for name, number, came, reason in news.loads:
             request = self._requests.get(name)
             hashes = request.block_hashes if request is not None else []
@@ -593,10 +705,13 @@ class _SchedulerHalf:
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> None:
         name = request.request_id
         now = time.monotonic()
+        self._step_ended()
         if self._requests.pop(name, None) is not None and name in self._here:
             self._save(now, request, request.num_computed_tokens, block_ids)
         self._here.pop(name, None)
         self.planner.finished(name)
+        if not self._requests:
+            self._steps.rests()
 
     def take_events(self) -> list[Any]:
         events, self._events = self._events, []
@@ -735,6 +850,9 @@ class _WorkerHalf:
             if load.by_layers:
                 self._by_layers.append(opened)
         metadata.loads = []
+        for number, blocks in metadata.cuts:
+            self._table.cut(number, blocks)
+        metadata.cuts = []
 
     def wait_for_layer(self, name: str) -> None:
         """Before a layer is computed: wait for what this step loads of it."""
@@ -821,7 +939,10 @@ class _WorkerHalf:
         return bad
 
     def take_news(self) -> KvcastWorkerMetadata | None:
-        if not self._news.loads and not self._news.saves:
+        if self._options.weigh:
+            self._news.progress = self._table.progress()
+            self._news.pace = self._table.meter.take(time.monotonic())
+        if self._news == KvcastWorkerMetadata():
             return None
         news, self._news = self._news, KvcastWorkerMetadata()
         return news
@@ -1015,6 +1136,7 @@ def _link_options(options: ConnectorOptions, role: str) -> LinkOptions:
         options.window_bytes,
         options.verify,
         options.ack,
+        options.weigh,
     )
 
 

@@ -30,8 +30,9 @@ from own_address import own_address, own_port
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-engines" / "bin" / "python"
-PATIENCE = {"deadline_s": 60.0, "lookup_s": 20.0}
-"""Where blocks are to come: on a crowded machine the connector's defaults are soon over."""
+PATIENCE = {"deadline_s": 60.0, "lookup_s": 20.0, "weigh": False}
+"""Where blocks are to come: on a crowded machine the connector's defaults are soon over, and so
+small a model is computed sooner than its blocks come."""
 HASTE = {"deadline_s": 4.0, "lookup_s": 2.0}
 """Where the pool fails."""
 LAYER_BYTES = 32 * 1024

@@ -299,6 +299,36 @@ async def test_a_part_that_does_not_come_while_its_step_computes_leaves_nothing_
             assert not any("failed" in one for one in await third.stats())
 
 
+async def test_prefixes_that_come_later_than_they_are_computed_are_computed(
+    llama: Path, families: dict[str, list[Prompt]], computed: Computed, tmp_path: Path
+) -> None:
+    """A block of 128 KiB takes the link 0.5 s, and the engine some milliseconds."""
+    prompts, expected = families["storm"], computed.new["storm"]
+    slow = {"replicas": 0, "homes": ("node-1",), "link_rate_bits_per_s": 2e6}
+    async with pool_of(tmp_path, nodes=2, **slow) as pool:
+        extra = transfer(pool.sockets["node-1"])
+        async with running(
+            tmp_path / "first.log", model=str(llama), kv_transfer_config=extra
+        ) as first:
+            assert right(await one_by_one(first, prompts), expected)
+            await saved(first, prompts)
+        extra = transfer(pool.sockets["node-2"], weigh=True, deadline_s=600.0)
+        async with running(
+            tmp_path / "second.log", model=str(llama), kv_transfer_config=extra
+        ) as second:
+            await second.generate([prompts_of("new", 1)[0]], 1)  # what computing takes
+            for half in (slice(6), slice(6, 12)):
+                answers = await second.generate(prompts[half])
+                assert right(answers, expected[half])
+                assert all_ended(answers)
+            stats = await second.stats()
+        assert any(stats.get(f"weighed|verdict={one}") for one in ("cut", "slower", "part")), stats
+        came = sum(n for name, n in stats.items() if name.startswith("load_blocks"))
+        assert came < 12 * (640 // 32) / 2, stats
+        assert stats["load_block_seconds"] > stats["compute_block_seconds"]
+        assert not any("failed" in name for name in stats), stats
+
+
 async def test_a_latent_cache_is_read_by_other_nodes_too(folder: Path, tmp_path: Path) -> None:
     """vLLM's MLA on CPUs goes on behind a prefix by one token only; so the oracle's first token
     ends the prompt of those that read."""

@@ -6,6 +6,7 @@ Oracle: the bytes of the other engine's memory. Cannot see: engines; `tests/engi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import random
 import threading
@@ -18,7 +19,7 @@ import pytest
 from hostagent_harness import MIB
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
-from kvcast.hostagent.connectors.link import Link, LinkOptions
+from kvcast.hostagent.connectors.link import Link, LinkOptions, Turns
 from kvcast.hostagent.connectors.loads import Ended, LoadTable
 from kvcast.hostagent.connectors.naming import NamespaceName, hashing_facts, keys_of
 from kvcast.hostagent.connectors.planner import Load, Lookup, Save
@@ -363,6 +364,68 @@ async def test_an_agent_that_hangs_costs_no_more_than_the_deadline(
         await asyncio.to_thread(hung)
         pool.resume("node-1")
         assert await asyncio.to_thread(node.held, hashes("a", 4), 10.0) == 4
+
+
+async def test_a_load_of_which_nothing_is_wanted_any_more_ends_at_once(
+    tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    async with running_pool(tmp_path, 2) as (pool, _):
+        node = nodes(pool.sockets["node-1"])
+        chain = hashes("a", 4)
+        await asyncio.to_thread(node.save, chain, Memory(1), IDS)
+        assert node.link.near(chain, len(PARTS), PROBE) == 4
+        assert node.link.near(hashes("b", 4), len(PARTS), PROBE) == 0
+        pool.pause("node-1")
+
+        def cut_short() -> None:
+            opened = node.link.load(
+                Load("r", 1, 0, hashes("b", 4), IDS, 600.0), node.table, Memory(None)
+            )
+            assert node.table.progress() == {"r": (1, 0)}
+            assert node.table.take(time.monotonic()) == []
+            node.table.cut(1, 0)
+            [ended] = node.table.take(time.monotonic())
+            assert (ended.came, ended.reason) == (0, "slower")
+            assert opened.ended
+
+        await asyncio.to_thread(cut_short)
+        pool.resume("node-1")
+        # Others' turns come all the same.
+        ended = await asyncio.to_thread(node.load, chain, Memory(None), IDS)
+        assert (ended.came, ended.reason) == (4, "")
+
+
+async def test_loads_on_a_slow_link_take_turns_and_on_a_dead_one_nobody_waits_for_ever() -> None:
+    turns = Turns()
+    order: list[int] = []
+
+    async def load(number: int, *, comes: bool) -> None:
+        await turns.begin(4, 8)
+        order.append(number)
+        if comes:
+            turns.end(4)
+
+    await load(1, comes=False)
+    await load(2, comes=False)
+    waiting = [asyncio.create_task(load(number, comes=False)) for number in (3, 4)]
+    await asyncio.sleep(0)
+    assert order == [1, 2]
+    turns.end(4)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await waiting[0]
+    assert order == [1, 2, 3]
+    await waiting[1]  # after its patience
+    assert order == [1, 2, 3, 4]
+    cancelled = asyncio.create_task(load(5, comes=False))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await cancelled
+    for _ in range(4):
+        turns.end(4)
+    await load(6, comes=True)
+    assert order[-1] == 6
 
 
 async def test_nothing_is_written_after_the_report(

@@ -15,6 +15,7 @@ from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.loads import LoadTable
 from kvcast.hostagent.connectors.naming import group_sizes, keys_of
 from kvcast.hostagent.connectors.planner import Planner, PlannerOptions
+from kvcast.hostagent.connectors.weighing import Pace, Weighing
 
 DEADLINE_S, LOOKUP_S, SAVE_S = 2.0, 0.25, 3.0
 MOST_SAVING = 12
@@ -37,6 +38,7 @@ class Engine:
                 workers=workers,
             ),
             Counters(),
+            Weighing(16) if self.random.random() < 0.6 else None,
         )
         self.workers = [LoadTable() for _ in range(workers)]
         self.memory: dict[int, bytes] = {}
@@ -102,6 +104,7 @@ class Engine:
         assert plan.left_s <= DEADLINE_S + 1e-9
         began = self.now
         least = len(plan.hashes)
+        cuts: list[tuple[int, int]] = []
         for table in self.workers:
             opened = table.begin(plan, 2, began)
             late = self.random.random() < 0.2
@@ -115,6 +118,10 @@ class Engine:
             for part in parts:
                 if late and self.random.random() < 0.3:
                     self.now = max(self.now, opened.deadline)
+                if self.random.random() < 0.1:
+                    cuts += self.weigh(name, plan.number, opened.whole)
+                for cut in cuts:
+                    table.cut(*cut)
                 if plan.hashes[part // 2] in self.pool and self.random.random() < 0.95:
                     opened.write(part, lambda part=part: copy(part))  # type: ignore[misc]
                 else:
@@ -139,6 +146,22 @@ class Engine:
         if least < len(plan.hashes):
             self.failures[name] = self.failures.get(name, 0) + 1
         return plan.first + least
+
+    def weigh(self, name: str, number: int, whole: int) -> list[tuple[int, int]]:
+        """Some news of how fast blocks come and are computed, and what is cut short for it."""
+        planner = self.planner
+        seconds = self.random.choice((0.0, 0.001, 0.1, 2.0))
+        planner.paced(Pace(self.random.random() * 4, seconds, 1, 0.01, seconds))
+        if planner._weighing is not None:
+            planner._weighing.computed(self.random.randint(0, 200), self.random.random())
+        planner.progressed(name, number, whole)
+        planner.review(self.now, self.random.choice((0, 0, 500)))
+        cuts = list(planner.out.cuts)
+        planner.out.cuts.clear()
+        for cut in cuts:
+            assert cut[0] == number, "only what is under way is cut"
+            assert cut[1] >= 0
+        return cuts
 
     def computed(
         self, name: str, hashes: list[bytes], done: int, ids: list[int], here: int
