@@ -32,6 +32,9 @@ other load makes it more. `reader_cpu_over_udp_with_idle` is the same with what 
 processor for the agent takes of the processors below the emulation, idle or not, however busy these
 are. `shared_rounds` has all of it, and rounds without shared answers beside them: by the agents'
 own RDMA link, and by TCP without kvcast. `--picture FILE` draws them.
+
+The report is written after each round, with what is known by then; `missing` names the figures that
+are not. A run ends after `--limit` seconds at the latest, wherever it is then, and says so.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -75,6 +78,12 @@ BLOCKS: Final = 8
 """Asked for at once."""
 ROUNDS: Final = 5
 PATIENCE_S: Final = 60.0
+LIMIT_S: Final = 600.0
+LONE_S: Final = 150.0
+"""Of that, what is kept for lone reads beside `ib_read_bw`."""
+LONE: Final = ("read_over_ib_read_bw", "checked_read_over_ib_read_bw", "wrong_bytes")
+PROMISED: Final = (*rdma_shared.PROMISED, *LONE)
+"""The figures of a whole report."""
 _EMULATED: Final = ("10.78.0.1", "10.78.0.2")
 
 
@@ -233,8 +242,29 @@ def _process(index: int, ips: Sequence[str]) -> AbstractContextManager[subproces
     return running("kvcast.bench.rdma", "--side", str(index), "--here", ",".join(ips))
 
 
-def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Both, in turns; the numbers by name."""
+class Report:
+    """The figures so far, in a file from the first one on."""
+
+    def __init__(self, promised: Sequence[str], path: Path | None) -> None:
+        self.figures: dict[str, Any] = {}
+        self._promised = promised
+        self._path = path
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """Some more, or some anew."""
+        self.figures |= figures
+        self.figures["missing"] = [name for name in self._promised if name not in self.figures]
+        if self._path is not None:
+            new = self._path.with_name(f"{self._path.name}.new")
+            new.write_text(json.dumps(self.figures, indent=1) + "\n")
+            new.rename(self._path)  # whoever reads it meanwhile reads a whole one
+
+
+def measure(
+    ips: Sequence[str], seconds: float, end: float, add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Both, in turns, until the time `end` (`time.monotonic`) at the latest; the numbers by name,
+    after each round."""
     with _process(HOME, ips) as home, _process(READER, ips) as reader:
         port = [hear(side)["port"] for side in (home, reader)][HOME]
         for side in (home, reader):
@@ -244,7 +274,11 @@ def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
         device, gid_index = _card_of(ips[HOME])
         reads: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         peers: dict[bool, list[float]] = {False: [], True: []}
+        took_s = 0.0
         for number in range(ROUNDS):
+            began = time.monotonic()
+            if began + took_s > end:
+                return
             for checked, rounds in reads.items():
                 tell(reader, [seconds, checked])
                 rounds.append(hear(reader))
@@ -252,6 +286,13 @@ def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
                 rates.append(
                     ib_read_bw(device, gid_index, 18_600 + number, ips[HOME], events=events)
                 )
+            add(_figures(reads, peers))
+            took_s = time.monotonic() - began
+
+
+def _figures(
+    reads: dict[bool, list[dict[str, Any]]], peers: dict[bool, list[float]]
+) -> dict[str, Any]:
     ours = {
         checked: max(read["bytes_per_s"] for read in rounds) for checked, rounds in reads.items()
     }
@@ -270,6 +311,7 @@ def measure(ips: Sequence[str], seconds: float) -> dict[str, Any]:
         "digest_bytes_per_s": _digest_bytes_per_s(),
         "block_bytes": BLOCK_BYTES,
         "blocks_at_once": BLOCKS,
+        "lone_rounds": len(reads[False]),
     }
 
 
@@ -293,51 +335,77 @@ def _card_of(ip: str) -> tuple[str, int]:
     raise RuntimeError(f"no RDMA card has {ip}")
 
 
-def _in_machine(bed: rdma_shared.Bed, seconds: float) -> dict[str, Any]:
-    """The same in an emulated machine, where nothing else runs."""
+def _in_machine(bed: rdma_shared.Bed, seconds: float, limit_s: float) -> dict[str, Any]:
+    """The same in an emulated machine, where nothing else runs; what it has written by then."""
     network = bed.network
     machine = network.machines[bed.nodes[-1]]
     for ip in _EMULATED:
         machine.run(["ip", "address", "replace", f"{ip}/24", "dev", "eth0"], 20.0)
-    report = network.folder / "report.json"
+    path = network.folder / "report.json"
     command = [sys.executable, "-m", "kvcast.bench.rdma", "--here", ",".join(_EMULATED)]
-    command += ["--seconds", str(seconds), "--json", str(report)]
-    done = machine.run(command, 400.0, network.environment)
-    if done.status:
-        raise RuntimeError(done.output)
-    result: dict[str, Any] = json.loads(report.read_text())
+    command += ["--seconds", str(seconds), "--limit", str(0.8 * limit_s), "--json", str(path)]
+    problem = ""
+    try:
+        done = machine.run(command, limit_s, network.environment)
+        problem = done.output if done.status else ""
+    except NetworkError as error:
+        problem = str(error)
+    if problem:
+        print(f"lone reads: {problem}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return result | {"card": f"Soft-RoCE ({DEVICE}) in an emulated machine"}
+
+
+def _measure_in_machines(report: Report, seconds: float, end: float) -> None:
+    """Everything, in one boot."""
+
+    def alone(bed: rdma_shared.Bed) -> None:
+        result = _in_machine(bed, seconds, end - time.monotonic())
+        wrong_bytes = result.get("wrong_bytes")
+        if wrong_bytes is not None:
+            result["wrong_bytes"] = wrong_bytes + report.figures["shared_wrong_bytes"]
+        report.add(result)
+
+    asyncio.run(rdma_shared.measure(end - LONE_S, report.add, alone))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvcast.bench.rdma")
     parser.add_argument("--json", metavar="FILE", help="write the report there")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of our rounds")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything")
     parser.add_argument("--picture", metavar="FILE", help="draw the shared rounds there, as a PNG")
     parser.add_argument("--here", metavar="HOMEIP,READERIP", help="this machine's card")
     parser.add_argument("--side", type=int, choices=(HOME, READER), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    path = Path(options.json) if options.json else None
+    end = time.monotonic() + options.limit
+    status = 0
+    if options.here is None:
+        report = Report(PROMISED, path)
+    else:
+        report = Report(LONE, path)
+        ips = options.here.split(",")
+        if options.side is not None:
+            asyncio.run(_side(options.side, ips))
+            return 0
     try:
         if options.here is None:
-            report = asyncio.run(rdma_shared.measure(lambda bed: _in_machine(bed, options.seconds)))
-            report["wrong_bytes"] += report.pop("shared_wrong_bytes")
+            report.add({"provenance": provenance.provenance()})
+            _measure_in_machines(report, options.seconds, end)
         else:
-            ips = options.here.split(",")
-            if options.side is not None:
-                asyncio.run(_side(options.side, ips))
-                return 0
-            report = measure(ips, options.seconds)
+            measure(ips, options.seconds, end, report.add)
     except (NetworkError, PoolError, RuntimeError) as error:
         print(error, file=sys.stderr)
-        return 1
-    report |= {"provenance": provenance.provenance()} if options.here is None else {}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.json:
-        Path(options.json).write_text(text + "\n")
-    if options.picture and options.here is None:
-        rdma_picture.draw(report, Path(options.picture))
-    return 0
+        status = 1
+    report.add({})
+    print(json.dumps(report.figures, indent=1))
+    if options.picture and "shared_rounds" in report.figures:
+        rdma_picture.draw(report.figures, Path(options.picture))
+    if report.figures["missing"]:
+        print(f"missing: {', '.join(report.figures['missing'])}", file=sys.stderr)
+        status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ _WAYS = (
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw it as a PNG."""
+    """Draw it as a PNG, as far as there are rounds."""
     rounds = report["shared_rounds"]
-    counts = [n for n in range(1, 33) if f"{n} by RDMA" in rounds]
 
     def fill(figure: Any) -> None:
         egress, processors = figure.subplots(1, 2)
         for name, label, colour in _WAYS:
+            counts = [n for n in range(1, 33) if f"{n} by {name}" in rounds]
             mine = [rounds[f"{n} by {name}"] for n in counts]
             for axes, values in (
                 (egress, [each["home_egress_ratio"] for each in mine]),
@@ -38,7 +38,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         processors.set_title("Processor time of a reader, ms a MiB (emulated)")
         for axes in (egress, processors):
             axes.set_xlabel("readers of the same blocks")
-            axes.set_xticks(counts)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.set_ylim(bottom=0)
         egress.legend(frameon=False, loc="upper left")
 

@@ -45,6 +45,7 @@ _FIRST: Final = itertools.count(1000, 100_000)
 NO_GROUP: Final = 999
 """A reader group that nobody made."""
 _COMMAND_S: Final = 150.0
+_LAST_S: Final = 60.0
 _AGENT: Final = 1
 """The processor of each machine that its agent has to itself."""
 
@@ -306,24 +307,28 @@ class Bed:
         }
 
 
-async def measure(alone: Callable[[Bed], dict[str, Any]]) -> dict[str, Any]:
-    """All rounds, in one boot of four machines; the numbers by name. In the end `alone` is asked
-    for more of them, when only the last machine is up and its agent has ended."""
+async def measure(
+    end: float, add: Callable[[dict[str, Any]], None], alone: Callable[[Bed], None]
+) -> None:
+    """All rounds, in one boot of four machines, as far as they end before the time `end`
+    (`time.monotonic`); `add` is given the numbers by name after each. Then `alone` is called, when
+    only the last machine is up and its agent has ended."""
     star = Star.of(4)
     nodes = [host.node_id for host in star.hosts]
     rounds: dict[str, dict[str, float]] = {}
-    async with Pool(star, options()) as pool:
-        bed = Bed(pool, nodes)
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {what}", file=sys.stderr, flush=True)
+
+    async def note(name: str, coming: Awaitable[dict[str, float]]) -> None:
+        rounds[name] = await coming
+        say(f"{name}: {json.dumps(rounds[name])}")
+        add(figures(rounds))
+
+    async def play(bed: Bed) -> None:
         await bed.wait_for_zones()
         await bed.pin()
-
-        async def note(name: str, figures: Awaitable[dict[str, float]]) -> None:
-            rounds[name] = await figures
-            print(f"{name}: {json.dumps(rounds[name])}", file=sys.stderr, flush=True)
-
-        for way in ("TCP", "RDMA"):
-            for readers in (1, 2, 3):
-                await note(f"{readers} by plain {way}", bed.plain(way, readers))
         await bed.round(3)  # so that all is where it is needed
         for readers in (1, 2, 3):
             await note(f"{readers} by RDMA", bed.round(readers))
@@ -332,33 +337,72 @@ async def measure(alone: Callable[[Bed], dict[str, Any]]) -> dict[str, Any]:
             for way in ("RDMA", "DATA"):
                 long = bed.round(1, by_data=way == "DATA", blocks=LONG_BLOCKS)
                 await note(f"long {number} by {way}", long)
+        for way in ("TCP", "RDMA"):
+            for readers in (1, 2, 3):
+                await note(f"{readers} by plain {way}", bed.plain(way, readers))
         await bed.lose(0.01)
         await note("3 with loss", bed.round(3))
-        await bed.keep_last()
-        more = await asyncio.to_thread(alone, bed)
-    shared = [rounds[f"{readers} by RDMA"] for readers in (2, 3)]
+
+    async with Pool(star, options()) as pool:
+        say("the machines are up")
+        bed = Bed(pool, nodes)
+        try:
+            async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                await play(bed)
+        except TimeoutError:
+            say("there was no time for more of these")
+        try:
+            async with asyncio.timeout(_LAST_S):
+                await bed.keep_last()
+        except TimeoutError:
+            say("the machines do not come to rest: no lone reads")
+            return
+        say("one machine is left")
+        await asyncio.to_thread(alone, bed)
+        say("lone reads have ended")
+
+
+PROMISED: Final = (
+    *("shared_home_egress_ratio", "shared_blocks_by_rdma", "shared_blocks", "shared_icrc_dropped"),
+    *("shared_loss_egress_ratio", "reader_cpu_over_udp"),
+)
+"""What a whole run gives."""
+
+
+def figures(rounds: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The numbers by name, as far as the rounds that they are made of have ended."""
+    found: dict[str, Any] = {
+        "shared_wrong_bytes": sum(each["wrong_bytes"] for each in rounds.values()),
+        "shared_missed": sum(each["missed"] for each in rounds.values()),
+        "shared_rounds": rounds,
+    }
+    if "3 by RDMA" in rounds:
+        shared = [rounds[f"{readers} by RDMA"] for readers in (2, 3)]
+        found |= {
+            "shared_home_egress_ratio": max(each["home_egress_ratio"] for each in shared),
+            "shared_blocks_by_rdma": sum(each["blocks_by_rdma"] for each in shared),
+            "shared_blocks": sum(each["blocks"] for each in shared),
+            "shared_icrc_dropped": sum(each["icrc_dropped"] for each in shared),
+        }
+    if "3 with loss" in rounds:
+        found["shared_loss_egress_ratio"] = rounds["3 with loss"]["home_egress_ratio"]
+    long = {
+        way: [each for name, each in rounds.items() if name.startswith("long") and way in name]
+        for way in ("RDMA", "DATA")
+    }
 
     def over(name: str) -> float:
         """RDMA's over DATA's in the long rounds; of each the least, since whatever else the
         machine does only makes it more."""
-        least = {
-            way: min(rounds[f"long {number} by {way}"][name] for number in range(LONG_ROUNDS))
-            for way in ("RDMA", "DATA")
-        }
+        least = {way: min(each[name] for each in long[way]) for way in long}
         return least["RDMA"] / least["DATA"]
 
-    return {
-        "shared_home_egress_ratio": max(each["home_egress_ratio"] for each in shared),
-        "shared_blocks_by_rdma": sum(each["blocks_by_rdma"] for each in shared),
-        "shared_blocks": sum(each["blocks"] for each in shared),
-        "shared_icrc_dropped": sum(each["icrc_dropped"] for each in shared),
-        "shared_loss_egress_ratio": rounds["3 with loss"]["home_egress_ratio"],
-        "reader_cpu_over_udp": over("agent_busy_s_per_byte"),
-        "reader_cpu_over_udp_with_idle": over("agent_s_per_byte"),
-        "reader_processor_over_udp": over("processor_s_per_byte"),
-        "reader_machine_cpu_over_udp": over("machine_s_per_byte"),
-        "shared_wrong_bytes": sum(each["wrong_bytes"] for each in rounds.values()),
-        "shared_missed": sum(each["missed"] for each in rounds.values()),
-        "shared_rounds": rounds,
-        **more,
-    }
+    if all(long.values()):
+        found |= {
+            "reader_cpu_over_udp": over("agent_busy_s_per_byte"),
+            "reader_cpu_over_udp_with_idle": over("agent_s_per_byte"),
+            "reader_processor_over_udp": over("processor_s_per_byte"),
+            "reader_machine_cpu_over_udp": over("machine_s_per_byte"),
+            "reader_long_rounds": min(map(len, long.values())),
+        }
+    return found

@@ -173,6 +173,7 @@ class Zone:
             self._await_more,
             side.core.landing_counters,
             AWAITED,
+            lambda: self._break("WRITEs do not arrive"),
         )
 
     # --- sending ----------------------------------------------------------------------------------

@@ -267,14 +267,15 @@ def take(q: Queue) -> I64:
 
 
 @native
-def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> bool:
+def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U64) -> U64:
     """As `kvcast.protocol.placement.call_landing` says."""
     if take(q) < 0:
-        return False
+        return 0
     number = (tag >> SLOT_SHIFT) & (ZONE_SLOTS - 1)
-    slot = Zone.at(q.zone).slots[number]
+    zone = Zone.at(q.zone)
+    slot = zone.slots[number]
     if slot.claimed == 0 or slot.first != first or (missing & ~slot.untaken) != 0:
-        return False
+        return 0
     source = q.memory + number * SLOT_BYTES
     start = 0
     while missing != 0:
@@ -290,7 +291,7 @@ def put_in_place(q: Queue, first: U64, tag: U64, missing: U64, to: U64, size: U6
             length = size - start
         copy(to + start, source + start, length)
         start = end
-    return True
+    return 0 + zone.claimed_count
 
 
 @native
@@ -402,7 +403,8 @@ class LandingZone:
         self.closed = False
         self.broken = ""
         self.landing = Landing(
-            memoryview(self._memory), self.look, self._await_more, counters, AWAITED
+            *(memoryview(self._memory), self.look, self._await_more, counters, AWAITED),
+            doubt=lambda: self._break("answers end, and nothing of them lands"),
         )
         self._loop = asyncio.get_running_loop()
         self._library = _library()

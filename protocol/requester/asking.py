@@ -158,6 +158,14 @@ class Asker:
         """Ask a home for the smallest chunks from now on, for a while."""
         self.home(home).small_until = now + self.config.small_chunks_s
 
+    def use_landing(self, landing: Landing | None) -> None:
+        """Answers come into these slots from now on. What could not be written into others says
+        nothing about them."""
+        self.landing = landing
+        if landing is not None:
+            for home in self.homes.values():
+                home.no_writes_until = -inf
+
     def without_writes(self, now: float, home: int) -> None:
         """Ask a home for no answers by RDMA, for a while."""
         self.home(home).no_writes_until = now + self.config.small_chunks_s
@@ -635,6 +643,10 @@ class Asker:
             # before; twice, and nothing else has come meanwhile, because this card takes no WRITEs.
             if segment.tries and self.landed_at.get(segment.home, -inf) < segment.sent_at:
                 self.without_writes(now, segment.home)
+                landing = self.landing
+                nothing = max(self.landed_at.values(), default=-inf) < segment.sent_at
+                if landing is not None and landing.usable and nothing:
+                    landing.doubt()
             segment.written = False
         segment.happen(now, SegmentEvent.SILENCE)
         self._setback(now, fetch, segment)

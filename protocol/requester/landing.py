@@ -194,7 +194,9 @@ class Landing:
     """See the module's description. `memory`: the zone, `roce.ZONE_BYTES`; `look`: asks the card
     what has come since, and has `take_told` asked; `await_more`: has it done when the last chunk of
     an answer comes next, or at once if one has; `most`: segments that may be awaited at once, all
-    of whose chunks the card can take without being looked at."""
+    of whose chunks the card can take without being looked at; `doubt`: told that answers have ended
+    and nothing of them has landed, nor of anybody's meanwhile, so that the card may have lost the
+    zone's registration: it says nothing of WRITEs that it refuses."""
 
     def __init__(
         self,
@@ -203,11 +205,13 @@ class Landing:
         await_more: Callable[[], object] = lambda: None,
         counters: LandingCounters | None = None,
         most: int = ZONE_SLOTS,
+        doubt: Callable[[], object] = lambda: None,
     ) -> None:
         if memory.nbytes != ZONE_BYTES:
             raise ValueError(f"a zone of {memory.nbytes} bytes, not {ZONE_BYTES}")
         self.look = look
         self.await_more = await_more
+        self.doubt = doubt
         self.usable = True
         """Whether WRITEs can come; without, nothing is claimed."""
         self.in_place = 0, 0

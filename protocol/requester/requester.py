@@ -518,7 +518,7 @@ class Requester:
         for fetch in self._fetches.values():
             for segment in fetch.segments:
                 self._asker.let_slot_go(segment)
-        self._asker.landing = landing
+        self._asker.use_landing(landing)
         self.placement.use_landing(*((0, 0) if landing is None else landing.in_place))
 
     def use_writers(self, homes: frozenset[int]) -> None:

@@ -246,11 +246,23 @@ class Reader:
         self.completions: list[int] = []
         self.memory = memoryview(bytearray(roce.ZONE_BYTES))
         self.deaf = False
+        self.doubts = 0
         self.pool = pool
         if landing:
-            self.landing = Landing(self.memory, self.look)
-            self.requester.use_landing(self.landing)
+            self.use_card()
         self.fetched: dict[BlockId, Any] = {}
+
+    def use_card(self) -> None:
+        """With memory that it has not had before."""
+        self.memory = memoryview(bytearray(roce.ZONE_BYTES))
+        self.landing = Landing(self.memory, self.look, doubt=self.doubt)
+        self.requester.use_landing(self.landing)
+
+    def doubt(self) -> None:
+        """As an agent does it: the zone is not used any more, and soon another is made."""
+        assert self.landing is not None
+        self.doubts += 1
+        self.landing.lost()
 
     def look(self) -> None:
         if self.landing is not None and self.completions:
@@ -622,6 +634,7 @@ def test_a_read_that_joins_behind_the_last_chunk_costs_a_copy_and_no_more() -> N
             reader.fetch(block)
     pool.run(lambda: all(len(r.fetched) == 3 for r in pool.readers.values()))
     assert late.blocks_by_write == 3
+    assert pool.readers[2].doubts == 0
     assert pool.data_chunks == 0
     assert pool.egress_chunks == 2 * 15 + 2 * 512
 
@@ -645,12 +658,51 @@ def test_an_answer_s_end_that_is_lost_is_found_when_all_of_it_is_there() -> None
 
 
 def test_a_card_that_has_lost_its_registration_costs_a_time_out_and_no_block() -> None:
-    """It refuses all that is written to it, without a word."""
-    pool = Net(2, [1_000_000 + n for n in range(4)])
-    pool.readers[1].deaf = True
-    pool.read_all()
-    assert pool.readers[1].requester.counters.data_by_write == 0
-    assert pool.readers[2].requester.counters.blocks_by_write == 4
+    """It refuses all that is written to it, without a word. Its reader finds that out, has the zone
+    made anew, and goes on by RDMA at once."""
+    pool = Net(2, [1_000_000 + n for n in range(8)])
+    deaf, other = pool.readers.values()
+    deaf.deaf = True
+    blocks = list(pool.blocks)
+
+    def read(some: list[BlockId]) -> None:
+        for reader in pool.readers.values():
+            for block in some:
+                reader.fetch(block)
+        pool.run(lambda: all(set(some) <= set(r.fetched) for r in pool.readers.values()))
+
+    read(blocks[:4])
+    assert deaf.requester.counters.data_by_write == 0
+    assert deaf.doubts == 1
+    deaf.requester.use_landing(None)
+    deaf.deaf = False
+    deaf.use_card()
+    read(blocks[4:])
+    assert deaf.requester.counters.blocks_by_write == 4
+    assert other.requester.counters.blocks_by_write == 8
+    assert (deaf.doubts, other.doubts) == (1, 0)
+    for reader in pool.readers.values():
+        for block, room in reader.fetched.items():
+            assert room.view == pool.blocks[block]
+
+
+def test_a_home_whose_writes_are_lost_is_no_reason_to_doubt_the_card() -> None:
+    """While others' land."""
+    pool = Net(1, [60_000, 2 << 20])
+    (reader,) = pool.readers.values()
+    reader.fetch(list(pool.blocks)[1])
+    pool.run(lambda: len(reader.fetched) == 1)
+    asker = reader.requester._asker
+    reader.deaf = True
+    reader.fetch(next(iter(pool.blocks)))
+
+    def over() -> bool:
+        asker.landed_at[HOME + 7] = pool.now  # from another home
+        return len(reader.fetched) == 2
+
+    pool.run(over)
+    assert asker.home(HOME).no_writes_until > pool.now
+    assert reader.doubts == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -670,9 +722,7 @@ def test_a_pair_that_breaks_and_is_made_anew_costs_no_block(seed: int) -> None:
             broken.landing = None
             broken.completions.clear()
         elif number % 20 == 11:
-            broken.memory = memoryview(bytearray(roce.ZONE_BYTES))
-            broken.landing = Landing(broken.memory, broken.look)
-            broken.requester.use_landing(broken.landing)
+            broken.use_card()
     pool.run(lambda: all(len(r.fetched) == 16 for r in pool.readers.values()))
     for reader in pool.readers.values():
         for block, room in reader.fetched.items():

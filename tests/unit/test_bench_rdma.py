@@ -1,0 +1,52 @@
+"""What `kvcast.bench.rdma` writes down of a run that was cut off. Rounds here are made up: what is
+measured needs emulated machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kvcast.bench import rdma, rdma_picture, rdma_shared
+
+
+def made_up(egress: float, cpu: float) -> dict[str, float]:
+    names = ("wrong_bytes", "missed", "blocks", "blocks_by_rdma", "icrc_dropped")
+    times = ("agent", "agent_busy", "machine", "processor")
+    return (
+        dict.fromkeys(names, 0.0)
+        | {f"{name}_s_per_byte": cpu for name in times}
+        | {"home_egress_ratio": egress}
+    )
+
+
+def test_a_report_is_there_after_each_part_and_says_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = rdma.Report(["one", "two"], path)
+    report.add({"one": 1})
+    assert json.loads(path.read_text()) == {"one": 1, "missing": ["two"]}
+    report.add({"one": 3, "two": 2})
+    assert json.loads(path.read_text()) == {"one": 3, "two": 2, "missing": []}
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_figures_need_the_rounds_that_they_are_made_of_and_no_others() -> None:
+    rounds = {"2 by RDMA": made_up(1.0, 1.0)}
+    assert not set(rdma_shared.figures(rounds)) & set(rdma_shared.PROMISED)
+    rounds["3 by RDMA"] = made_up(1.25, 1.0)
+    assert rdma_shared.figures(rounds)["shared_home_egress_ratio"] == 1.25
+    rounds["long 0 by RDMA"] = made_up(1.0, 3.0)
+    assert "reader_cpu_over_udp" not in rdma_shared.figures(rounds)
+    rounds["long 0 by DATA"] = made_up(1.0, 8.0)
+    rounds["long 1 by RDMA"] = made_up(1.0, 2.0)
+    assert rdma_shared.figures(rounds)["reader_cpu_over_udp"] == 0.25
+    rounds["3 with loss"] = made_up(1.5, 1.0)
+    assert set(rdma_shared.PROMISED) <= set(rdma_shared.figures(rounds))
+
+
+def test_the_picture_shows_the_rounds_that_there_are(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rdma.png"
+    rounds = {name: made_up(1.0, 1e-8) for name in ("1 by RDMA", "2 by RDMA", "1 by plain TCP")}
+    rdma_picture.draw({"shared_rounds": rounds}, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
