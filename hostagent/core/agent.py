@@ -70,9 +70,11 @@ from kvcast.protocol.messages.control import (
     Residents,
 )
 from kvcast.protocol.messages.wire import (
+    FLAG_LAST,
     FLAG_WRITE,
     OFFER_TCP,
     OP_DATA,
+    OP_MISS,
     OP_READ,
     READ_PADDING_BYTES,
     BlockId,
@@ -278,8 +280,11 @@ class AgentCore:
                 self.metrics.frames_forbidden_total += 1
             return
         self.metrics.frames_answers_total += 1
+        block = BlockId(frame.namespace, frame.key)
+        if self.reads.courier is not None and (frame.flags & FLAG_LAST or frame.op == OP_MISS):
+            self.reads.courier.was_answered(block)
         if frame.group and frame.op == OP_DATA:
-            self.reads.overhear(now, source, BlockId(frame.namespace, frame.key), frame.group)
+            self.reads.overhear(now, source, block, frame.group)
         self.requester.receive(now, source, frame)
 
     def open_lane(self, now: float, budget: int) -> Lane | None:

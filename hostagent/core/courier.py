@@ -598,6 +598,12 @@ class Courier:
         may hold another back, unless it says that it is a repeat. Told once."""
         return self._unanswered.pop(block, self) is None
 
+    def was_answered(self, block: BlockId) -> None:
+        """The end of an answer to a READ of a block has come, be it late: no switch holds the next
+        one back."""
+        if self._unanswered:
+            self._unanswered.pop(block, None)
+
     def yield_to(self, now: float, block: BlockId) -> None:
         """A block is going to be fetched otherwise: whoever asked the courier for it is to ask the
         agent."""
@@ -769,7 +775,7 @@ class Courier:
         metrics.fetch_time.add(told.elapsed_ns / 1e9)
         if not was_read:
             return landed
-        self._unanswered.pop(landed.block, None)
+        self.was_answered(landed.block)
         self._requester.was_read(
             now,
             told.home,

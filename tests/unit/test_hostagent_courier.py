@@ -236,6 +236,29 @@ def test_a_read_after_one_that_was_answered_is_no_repeat(stand: Stand) -> None:
     stand.end()
 
 
+@pytest.mark.parametrize(
+    ("late", "flags"),
+    [("all", 0), ("a miss", 0), ("the first chunk", FLAG_RETRY), ("nothing", FLAG_RETRY)],
+)
+def test_a_read_after_one_whose_answer_was_late_is_no_repeat(
+    stand: Stand, late: str, flags: int
+) -> None:
+    """A repeat is never held back, so its home would send the block once more for nothing."""
+    stand.ask(0, 2)
+    stand.pass_time(PATIENCE_S + 0.001)
+    if late == "all":
+        stand.bring(2)
+    elif late == "a miss":
+        stand.miss(2)
+    elif late == "the first chunk":
+        stand.receive(frame_of(2, 0))
+    stand.core.reads.prefetch(stand.now, NAMESPACE, [key_of(2)], stand.now + 0.5)
+    sent = [frame for _, frame in stand.core.requester.frames_to_send()]
+    assert [(frame.key, frame.flags) for frame in sent] == [(key_of(2), flags)]
+    stand.bring(2)
+    stand.end()
+
+
 @pytest.mark.parametrize(("waited_s", "flags"), [(0.45, 0), (0.55, FLAG_RETRY)])
 def test_a_read_that_was_out_for_long_when_the_agent_took_over_is_repeated(
     stand: Stand, waited_s: float, flags: int
