@@ -8,7 +8,8 @@ node loads a folder of random files; then one other node fetches it, and then N 
 another folder of the same size, through the switch program and through a plain switch. rsync moves
 such files from one daemon, through the same ports of the same switch, to one node and to N at once.
 Every file is compared with what it should be. The rate must be so low that the links, and not this
-machine, are the limit: `processors_busy` says whether they were.
+machine, are the limit: `processors_busy` says whether they were. With `--within S` the N hosts
+begin one after the other within S seconds.
 
     python -m kvcast.bench.folders --json FILE
 
@@ -74,6 +75,8 @@ class Options:
     link_rate: float
     """Bits a second of every link, each way."""
     rounds: int
+    within_s: float
+    """The hosts that fetch at once begin within so long."""
 
 
 def make_folder(folder: Path, size_bytes: int) -> None:
@@ -130,7 +133,14 @@ class Bench:
             copies = [self._place / f"{name}-{number}" for number in range(hosts)]
             await asyncio.gather(
                 *(
-                    self._fetch_one(sockets[1 + number], namespace, name, copy, know)
+                    self._fetch_one(
+                        sockets[1 + number],
+                        namespace,
+                        name,
+                        copy,
+                        know,
+                        self._options.within_s * number / hosts,
+                    )
                     for number, copy in enumerate(copies)
                 )
             )
@@ -140,8 +150,15 @@ class Bench:
         return took_s, egress
 
     async def _fetch_one(
-        self, socket: str, namespace: int, name: str, copy: Path, know: list[str]
+        self,
+        socket: str,
+        namespace: int,
+        name: str,
+        copy: Path,
+        know: list[str],
+        wait_s: float,
     ) -> None:
+        await asyncio.sleep(wait_s)
         async with await AsyncClient.connect(socket) as client:
             manifest, _ = await find(client, namespace, name, "1")
             group = await client.group(namespace, know) if know else 0
@@ -286,10 +303,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--link-rate", type=float, default=50e6, help="bits/s of a link (%(default)g)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument(
+        "--within", type=float, default=0.0, metavar="S", help="seconds to begin in (%(default)g)"
+    )
     given = parser.parse_args(arguments)
     if not 1 <= given.hosts < MAX_HOSTS or given.size < 4 * BLOCK_BYTES or given.rounds < 1:
         parser.error(f"1 to {MAX_HOSTS - 1} hosts, at least 4MiB, and at least one round")
-    options = Options(given.hosts, given.size, given.link_rate, given.rounds)
+    options = Options(given.hosts, given.size, given.link_rate, given.rounds, given.within)
     try:
         with in_the_making(given.json) as report:
             report |= {"provenance": provenance.provenance(), **vars(options)}

@@ -389,15 +389,21 @@ class Client:
         self._model.dropped(name)
         self._ask(local.Drop(number, name[0], [name[1]]), number, _ignore)
 
-    def find_group(self, namespace: int, hosts: list[str], then: Callable[[int], None]) -> None:
-        """Make a reader group of these hosts."""
+    def find_group(
+        self,
+        namespace: int,
+        hosts: list[str],
+        then: Callable[[int], None],
+        at: int | None = None,
+    ) -> None:
+        """Make a reader group of these hosts, or, `at` that place, of whoever reads just now."""
         number = self._number()
 
         def found(reply: local.AgentReply) -> None:
             if isinstance(reply, local.FoundGroup):
                 then(reply.info.group)
 
-        self._ask(local.FindGroup(number, namespace, hosts), number, found)
+        self._ask(local.FindGroup(number, namespace, hosts, at), number, found)
 
     def close(self) -> None:
         """Disconnect, and leave whatever is held to the agent."""

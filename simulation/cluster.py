@@ -571,7 +571,14 @@ class Cluster:
         host.when_running(client.agent, act)
 
     def _group_get(self, op: Op) -> None:
-        """One of a reader group asks; the others are told to expect the blocks."""
+        """One of a reader group asks; the others are told to expect the blocks. Or they find each
+        other, and all ask."""
+        namespace = self.plan.blocks[op.blocks[0]].name[0]
+        if op.blocks[0] % 2:
+            for host in op.hosts:
+                if host in self._clients:
+                    self._get_in_company(op, host, namespace)
+            return
         first = op.hosts[0]
         client = self._clients.get(first)
         if client is None:
@@ -581,10 +588,18 @@ class Cluster:
             for host in op.hosts:
                 self._do_at(op, host, group, expect=host != first)
 
-        namespace = self.plan.blocks[op.blocks[0]].name[0]
         names = [f"node-{n}" for n in sorted(op.hosts)]
         self.hosts[first].when_running(
             client.agent, lambda: client.find_group(namespace, names, found)
+        )
+
+    def _get_in_company(self, op: Op, host: int, namespace: int) -> None:
+        client = self._clients[host]
+        self.hosts[host].when_running(
+            client.agent,
+            lambda: client.find_group(
+                namespace, [], lambda group: self._do_at(op, host, group), at=op.blocks[0]
+            ),
         )
 
     def _shed(self, number: int, name: Name, _got: bool) -> None:

@@ -136,6 +136,7 @@ def agent_messages() -> list[control.AgentMessage]:
         control.HandedOver(3, 2, 9, 1),
         control.NamespaceRequest(3, "t", "m", "1", "l"),
         control.GroupRequest(4, 1, ["node-1"]),
+        control.GroupRequest(5, 1, [], 3),
         control.Leave(),
     ]
 
@@ -176,7 +177,7 @@ def controller_messages() -> list[control.ControllerMessage]:
         msgspec.structs.replace(pool_map(), settled=1),
         control.Keep(2, 1, KEY, 5000, 77),
         control.NamespaceReply(1, control.NamespaceInfo(2, "t", "m", "2", "l")),
-        control.GroupReply(1, control.GroupInfo(1, 2, ["node-1"])),
+        control.GroupReply(1, control.GroupInfo(1, 2, ["node-1"], 3)),
         *(
             pool_map([msgspec.structs.replace(NAMESPACE, settings=_settings(policy))])
             for policy in control.POLICIES
@@ -209,7 +210,8 @@ def client_messages() -> list[local.ClientMessage]:
         local.GetStats(11),
         local.FindNamespace(12, "t", "m", "1", "l"),
         local.FindGroup(13, 1, ["node-1"]),
-        local.DescribePool(14, 1, keys),
+        local.FindGroup(14, 1, [], 7),
+        local.DescribePool(15, 1, keys),
     ]
 
 

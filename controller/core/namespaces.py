@@ -18,7 +18,7 @@ tenants are configured (`tenants`), there are several from the beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
@@ -69,12 +69,14 @@ class TenantRules:
 
 @dataclass(frozen=True)
 class Group:
-    """A reader group; `ordinal` is its place among all groups of all namespaces."""
+    """A reader group; `ordinal` is its place among all groups of all namespaces; `company`: its
+    nodes come and go (`companies.py`)."""
 
     namespace: int
     group: int
     nodes: tuple[str, ...]
     ordinal: int
+    company: bool = False
 
     @property
     def info(self) -> GroupInfo:
@@ -192,10 +194,31 @@ class Namespaces:
         users = self.by_number[namespace].nodes
         if users and (strangers := [n for n in nodes if n not in users]):
             raise NamespaceError(f"namespace {namespace} is not for {', '.join(strangers)[:200]}")
-        mine = [g for g in self.groups.values() if g.namespace == namespace]
-        for group in mine:
-            if group.nodes == nodes:
+        for group in self.groups.values():
+            if (group.namespace, group.nodes, group.company) == (namespace, nodes, False):
                 return group, False
+        return self._new_group(namespace, nodes), True
+
+    def company(self, namespace: int, nodes: tuple[str, ...]) -> tuple[Group | None, bool]:
+        """The group of a namespace's company, which is of these nodes from now on, and whether
+        that is news. Fewer than two need none; nor is there one where all groups are taken."""
+        number = next(
+            (g.group for g in self.groups.values() if g.company and g.namespace == namespace), 0
+        )
+        former = self.groups.get((namespace, number))
+        if len(nodes) < 2:
+            self.groups.pop((namespace, number), None)
+            return None, former is not None
+        if former is None:
+            try:
+                return self._new_group(namespace, nodes, company=True), True
+            except NamespaceError:
+                return None, False
+        self.groups[namespace, number] = now = replace(former, nodes=nodes)
+        return now, now != former
+
+    def _new_group(self, namespace: int, nodes: tuple[str, ...], *, company: bool = False) -> Group:
+        mine = [g for g in self.groups.values() if g.namespace == namespace]
         if len(mine) >= MAX_GROUPS_PER_NAMESPACE:
             raise NamespaceError(
                 f"namespace {namespace} has all of its {MAX_GROUPS_PER_NAMESPACE} groups"
@@ -208,6 +231,7 @@ class Namespaces:
             group=max((g.group for g in mine), default=0) + 1,
             nodes=nodes,
             ordinal=next(i for i in range(MAX_GROUPS) if i not in used),
+            company=company,
         )
         self.groups[namespace, group.group] = group
-        return group, True
+        return group

@@ -27,6 +27,7 @@ import msgspec
 from kvcast.controller.core import program
 from kvcast.controller.core.adaptive import Adaptive, AdaptiveOptions
 from kvcast.controller.core.admission import ValueOptions
+from kvcast.controller.core.companies import Companies
 from kvcast.controller.core.membership import (
     MAX_LIVE_NODES,
     Membership,
@@ -180,7 +181,7 @@ class Plan:
     replies: tuple[Send, ...]
     nodes: frozenset[str]
     namespaces: frozenset[int]
-    groups: frozenset[tuple[int, int]]
+    groups: frozenset[Group]
     draining: frozenset[int]
     residents: tuple[BlockId, ...]
     replicas: Listed
@@ -221,6 +222,7 @@ class Pool:
             dict.fromkeys(saved.deleted),
             new_secret,
         )
+        self.companies = Companies(self.namespaces)
         residency = Residency(
             options.slots, first_generation=first_generation, drain_s=options.drain_s
         )
@@ -260,7 +262,7 @@ class Pool:
         """Connection to the node that registered on it."""
         self.programmed_nodes: frozenset[str] = frozenset()
         self._published_namespaces: frozenset[int] = frozenset()
-        self._published_groups: frozenset[tuple[int, int]] = frozenset()
+        self._published_groups: frozenset[Group] = frozenset()
         self._published_residents: tuple[BlockId, ...] = ()
         self._published_replicas: Listed = {}
         self._answering: Placement = self._placement
@@ -299,7 +301,7 @@ class Pool:
             case NamespaceRequest():
                 return self._namespace(connection, message, now)
             case GroupRequest():
-                return self._group(connection, message)
+                return self._group(connection, message, node, now)
             case Leave():
                 self._map_changed |= self.membership.leave(node, now)
                 return [Close(connection, "left")]
@@ -465,6 +467,7 @@ class Pool:
     def delete_namespace(self, namespace: int, now: float) -> None:
         """Have nothing of a namespace anywhere; NamespaceError."""
         self.namespaces.delete(namespace)
+        self.companies.forget(namespace)
         self._map_changed = True
         self.tiers.forget((namespace,), now, "the namespace was deleted")
         self.hot.forget((namespace,), now, "the namespace was deleted")
@@ -483,15 +486,34 @@ class Pool:
         info = self.namespaces.by_number.get(namespace)
         return info is not None and info.settings.allows("switch")
 
-    def _group(self, connection: int, message: GroupRequest) -> list[Action]:
+    def _group(
+        self, connection: int, message: GroupRequest, node: Node, now: float
+    ) -> list[Action]:
         known = frozenset(self.membership.nodes)
+        at = 0
         try:
-            group, made = self.namespaces.group(message.namespace, message.nodes, known)
+            if message.at is None:
+                group, made = self.namespaces.group(message.namespace, message.nodes, known)
+            else:
+                company, at, made = self._company(message, message.at, node, now)
+                group = company or Group(message.namespace, 0, (node.node_id,), 0)
         except NamespaceError as error:
             return [Send(connection, Refused(reason=str(error)[:256], request=message.request))]
         self._map_changed |= made
-        reply = Send(connection, GroupReply(request=message.request, info=group.info))
-        return self._reply(reply, (group.namespace, group.group) in self._published_groups)
+        info = msgspec.structs.replace(group.info, at=at)
+        reply = Send(connection, GroupReply(request=message.request, info=info))
+        return self._reply(reply, not group.group or group in self._published_groups)
+
+    def _company(
+        self, message: GroupRequest, at: int, node: Node, now: float
+    ) -> tuple[Group | None, int, bool]:
+        if message.nodes:
+            raise NamespaceError("a company is of whoever comes, and of no nodes that are named")
+        if not self._may_use(message.namespace, node.node_id):
+            raise NamespaceError(f"namespace {message.namespace} is not for {node.node_id}")
+        if not self.options.settings.enabled:  # nobody would send an answer to all of them
+            return None, at, False
+        return self.companies.join(now, message.namespace, node.node_id, at)
 
     def _reply(self, reply: Send, at_once: bool) -> list[Action]:
         """Answer now if the switch holds what the answer names, else with the next plan."""
@@ -540,6 +562,7 @@ class Pool:
         """All that is due by `now`. Call it after every event and at `next_deadline`."""
         self._now = now
         self._map_changed |= self.membership.advance(now)
+        self._map_changed |= self.companies.advance(now)
         self._settle(now)
         for node_id in self.agent_counters.keys() - self.membership.nodes.keys():
             del self.agent_counters[node_id]
@@ -602,6 +625,7 @@ class Pool:
         """When `advance` has something to do without an event."""
         times = (
             self.membership.next_deadline(),
+            self.companies.next_deadline(),
             self.tiers.next_deadline(),
             self.hot.next_deadline(),
         )
@@ -675,7 +699,7 @@ class Pool:
             views.addresses,
             self.answering,
             frozenset((n, tuple(info.nodes)) for n, info in self.namespaces.by_number.items()),
-            frozenset(self.namespaces.groups),
+            frozenset(self.namespaces.groups.values()),
             tuple((resident.block, resident.generation) for resident in residents),
             self.multicast_groups.places,
         )
@@ -697,7 +721,7 @@ class Pool:
             replies=tuple(self._replies),
             nodes=views.placed | views.coming | views.readers,
             namespaces=frozenset(self.namespaces.by_number),
-            groups=frozenset(self.namespaces.groups),
+            groups=frozenset(self.namespaces.groups.values()),
             draining=self.tiers.residency.waiting_for_deletion(),
             residents=tuple(sorted(resident.block for resident in residents)),
             replicas=self.hot.listed,
@@ -780,7 +804,9 @@ class Pool:
             namespaces=tuple(
                 self.namespaces.by_number[n] for n in sorted(self.namespaces.by_number)
             ),
-            groups=tuple(self.namespaces.groups[key] for key in sorted(self.namespaces.groups)),
+            groups=tuple(
+                group for _, group in sorted(self.namespaces.groups.items()) if not group.company
+            ),
             residents=tuple(self.tiers.residency.saved()),
             pins=tuple(sorted(self.tiers.pins)),
             secrets=tuple(sorted(self.namespaces.secrets.items())),

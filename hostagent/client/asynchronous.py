@@ -370,6 +370,7 @@ class AsyncClient:
     stats = _asynchronous(Conversation.stats)
     namespace = _asynchronous(Conversation.namespace)
     group = _asynchronous(Conversation.group)
+    company = _asynchronous(Conversation.company)
     describe = _asynchronous(Conversation.describe)
 
     async def close(self) -> None:

@@ -342,6 +342,7 @@ class Client:
     stats = _blocking(Conversation.stats)
     namespace = _blocking(Conversation.namespace)
     group = _blocking(Conversation.group)
+    company = _blocking(Conversation.company)
     describe = _blocking(Conversation.describe)
 
     def close(self) -> None:

@@ -777,6 +777,16 @@ class Conversation:
         request = local.FindGroup(next(self._numbers), namespace, list(nodes))
         return (yield from self._ask(request, local.FoundGroup, SLOW_REQUEST_S)).info.group
 
+    def company(self, namespace: int, at: int) -> Call[tuple[int, int]]:
+        """Say that all blocks of the namespace are read here in an order that other nodes follow,
+        too, and that those before the ordinal `at` have been asked for (`AT_END`: all are here).
+        Returns the number of the reader group of all nodes that say so now, 0 while there are no
+        others, and how far the first of the others is. To be said again every second at least,
+        since nodes come and go."""
+        request = local.FindGroup(next(self._numbers), namespace, [], at)
+        info = (yield from self._ask(request, local.FoundGroup, SLOW_REQUEST_S)).info
+        return info.group, info.at
+
     def describe(
         self, namespace: int = 0, keys: Sequence[bytes] = ()
     ) -> Call[local.PoolDescription]:

@@ -748,7 +748,7 @@ class Session:
                 self._fail(request.request, status, reason)
 
         def make(number: int) -> GroupRequest:
-            return GroupRequest(number, request.namespace, request.nodes)
+            return GroupRequest(number, request.namespace, request.nodes, request.at)
 
         self._core.ask_controller(make, found)
 

@@ -5,10 +5,13 @@ every block is checked against its key before it is written, and that a file has
 it is whole. Must not know: how the pool brings a block.
 
 All hosts ask for the blocks in the same order, so that those who begin together go on together, and
-share what they read. Hosts that know of each other are a reader group: whoever asks first, asks for
-all of them, and a host that is held up finds the blocks in its agent's arena. One that has waited
-in vain for what the others had before goes on alone. Unfinished files are kept in a folder of their
-own, and what is right in them, or in a file of the same name, is not fetched again.
+share what they read. Hosts that fetch the same now are a reader group: whoever asks first, asks for
+all of them, and a host that is held up finds the blocks in its agent's arena. They are named to
+each other, or find each other by the controller (`AsyncClient.company`). Who finds others that are
+on their way takes what comes of theirs, and asks for what it has missed in the end, with all others
+that have missed it. One that has waited in vain for what the others had before goes on alone.
+Unfinished files are kept in a folder of their own, and what is right in them, or in a file of the
+same name, is not fetched again.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from kvcast.hostagent.models.manifest import (
     manifest_key,
     pieces,
 )
+from kvcast.protocol.messages.control import AT_END
 
 Progress = Callable[[int, bool], None]
 """Told of every piece that is right: its size in bytes, and whether it was there already."""
@@ -43,6 +47,18 @@ AT_ONCE: Final = 8
 AT_ONCE_BYTES: Final = 64 << 20
 GET_DEADLINE_S: Final = 10.0
 RETRY_WAIT_S: Final = 0.5
+MEETING_S: Final = 0.3
+"""Who begins waits so long for others that begin now."""
+COMPANY_PERIOD_S: Final = 0.25
+"""How often it is asked who else fetches the same."""
+COMPANY_WAIT_S: Final = 2.0
+"""How long an answer to that is waited for."""
+FOLLOW_WAIT_S: Final = 5.0
+"""For so long who comes late waits for the others to get on; they may have been alone before, and
+then what they have asked for comes to them alone."""
+_LOOK_PERIOD_S: Final = 0.1
+_LOOK_AT: Final = 1024
+"""How often who comes late looks for what has come here, and at how many blocks."""
 
 
 class FetchError(KvcastError):
@@ -94,6 +110,13 @@ class Fetcher:
         self._gather_ms = gather_ms
         self._group = group
         """The reader group of the hosts that fetch the same now; 0 = none."""
+        self._finds_company = not group
+        self._at = 0
+        """Blocks before this ordinal were asked for."""
+        self._others_at = 0
+        """How far the first of the others is; 0 = there are none that have begun."""
+        self._ordinals: dict[bytes, int] = {}
+        """By key: its place in the order in which all hosts ask."""
         self._left: Counter[int] = Counter()
         """By file: pieces that are not there yet."""
         self._places: defaultdict[bytes, list[Piece]] = defaultdict(list)
@@ -108,13 +131,78 @@ class Fetcher:
         try:
             await asyncio.to_thread(self._look_around, progress)
             self._check_room()
-            waiting = deque(self._places)
-            self._came_at = time.monotonic()
-            workers = max(1, min(AT_ONCE, AT_ONCE_BYTES // self._manifest.block_bytes))
-            await together(self._work(waiting, progress) for _ in range(workers))
+            if self._places:
+                await self._fetch_missing(progress)
             await asyncio.to_thread(self._tidy_up)
         except OSError as error:
             raise FetchError(f"{error.filename or self._to}: {error.strerror or error}") from error
+
+    async def _fetch_missing(self, progress: Progress) -> None:
+        waiting = deque(self._places)
+        if self._finds_company:
+            await self._look_for_company()
+            await asyncio.sleep(MEETING_S)
+            await self._look_for_company()
+        self._came_at = time.monotonic()
+        company = asyncio.create_task(self._keep_company())
+        try:
+            if self._others_at:
+                await self._follow(waiting, progress)
+                waiting = deque(self._places)
+            workers = max(1, min(AT_ONCE, AT_ONCE_BYTES // self._manifest.block_bytes))
+            await together(self._work(waiting, progress) for _ in range(workers))
+        finally:
+            company.cancel()
+            await asyncio.gather(company, return_exceptions=True)
+            if self._finds_company:
+                self._at = AT_END
+                await self._look_for_company()
+
+    # --- who else fetches it ----------------------------------------------------------------
+
+    async def _keep_company(self) -> None:
+        while self._finds_company:
+            await asyncio.sleep(COMPANY_PERIOD_S)
+            await self._look_for_company()
+
+    async def _look_for_company(self) -> None:
+        """Who fetches the same now. A pool that cannot say so has nobody."""
+        group = at = 0
+        try:
+            async with asyncio.timeout(COMPANY_WAIT_S):
+                group, at = await self._client.company(self._namespace, self._at)
+        except (KvcastError, TimeoutError):
+            pass
+        if self._finds_company:  # not given up meanwhile
+            self._group, self._others_at = group, at if group else 0
+
+    async def _follow(self, waiting: deque[bytes], progress: Progress) -> None:
+        """Take what the others ask for, as long as that comes, and ask for nothing."""
+        begun_at, until = self._others_at, time.monotonic() + FOLLOW_WAIT_S
+        first, *rest = waiting
+        rest.sort(key=lambda key: self._ordinals[key] < begun_at)  # what comes next, first
+        while self._others_at == begun_at and time.monotonic() < until:
+            await self._take_what_is_here(rest, progress)
+        came = True
+        while came and first in self._places:
+            since = time.monotonic()
+            asked = asyncio.create_task(self._get(first, progress, expect=True))
+            try:
+                while not asked.done():
+                    await self._take_what_is_here(rest, progress)
+                asked.result()
+            finally:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+            came = self._came_at >= since
+
+    async def _take_what_is_here(self, keys: list[bytes], progress: Progress) -> None:
+        await asyncio.sleep(_LOOK_PERIOD_S)
+        keys[:] = [key for key in keys if key in self._places]
+        described = await self._client.describe(self._namespace, keys[:_LOOK_AT])
+        for block in described.held:
+            if block.key in self._places:
+                await self._get(block.key, progress)
 
     # --- what is there ----------------------------------------------------------------------
 
@@ -122,7 +210,8 @@ class Fetcher:
         """Find out what is missing, file by file."""
         (self._to / PARTIAL).mkdir(parents=True, exist_ok=True)
         by_file: defaultdict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces(self._manifest):
+        for ordinal, piece in enumerate(pieces(self._manifest)):
+            self._ordinals.setdefault(piece.key, ordinal)
             by_file[piece.file].append(piece)
         for number, file in enumerate(self._manifest.files):
             self._look_at(number, file, by_file[number], progress)
@@ -169,29 +258,40 @@ class Fetcher:
     async def _work(self, waiting: deque[bytes], progress: Progress) -> None:
         while waiting:
             key = waiting.popleft()
-            (outcome,) = await self._client.get_outcomes(
-                self._namespace,
-                [key],
-                GET_DEADLINE_S,
-                gather_ms=self._gather_ms,
-                group=self._group,
-            )
-            block = outcome.block
-            if block is not None:
-                with block:
-                    right = await asyncio.to_thread(self._write, key, block)
-                    size_bytes = len(block)
-                if right:
-                    self._came_at = time.monotonic()
-                    self.tiers[block.tier] += 1
-                    self._came(key, size_bytes, progress)
-                    continue
-                self._refused += 1
+            self._at = self._ordinals[key] + 1
+            why = await self._get(key, progress)
+            if not why:
+                continue
             waiting.append(key)
-            self._group = 0
+            self._group, self._finds_company = 0, False
             if time.monotonic() - self._came_at > self._patience_s:
-                raise NotInPoolError(self._what_is_missing(outcome.reason or outcome.status))
+                raise NotInPoolError(self._what_is_missing(why))
             await asyncio.sleep(RETRY_WAIT_S)
+
+    async def _get(self, key: bytes, progress: Progress, *, expect: bool = False) -> str:
+        """Get a block, and write it; why it did not come, "" if it did. `expect`: it is asked for
+        only when nothing comes any more of what the others ask for."""
+        (outcome,) = await self._client.get_outcomes(
+            self._namespace,
+            [key],
+            GET_DEADLINE_S,
+            gather_ms=self._gather_ms,
+            group=self._group,
+            expect=expect,
+        )
+        block = outcome.block
+        if block is None:
+            return outcome.reason or outcome.status
+        with block:
+            right = await asyncio.to_thread(self._write, key, block)
+            size_bytes = len(block)
+        if not right:
+            self._refused += 1
+            return outcome.reason or outcome.status
+        self._came_at = time.monotonic()
+        self.tiers[block.tier] += 1
+        self._came(key, size_bytes, progress)
+        return ""
 
     def _write(self, key: bytes, block: Block) -> bool:
         """Write a block to all its places; False, and nothing, if it is not what its key says."""

@@ -137,12 +137,18 @@ def hash_of_names(purpose: bytes, names: Sequence[str], before: bytes = b"") -> 
     return int.from_bytes(digest.digest(), "big")
 
 
+AT_END = 0xFFFFFFFF
+"""How far a node is that has read all."""
+
+
 class GroupInfo(Struct, frozen=True):
-    """A reader group: its members get every DATA that any member's grouped READ causes."""
+    """A reader group: its members get every DATA that any member's grouped READ causes. `at`, in
+    the answer to a node that joins a company: how far the first of the others is."""
 
     namespace: U16
     group: U16
     nodes: list[NodeId]
+    at: U32 = 0
 
 
 # --- agent to controller ------------------------------------------------------------------
@@ -252,11 +258,17 @@ class NamespaceRequest(Struct, frozen=True, tag="namespace_request"):
 
 
 class GroupRequest(Struct, frozen=True, tag="group_request"):
-    """Find or make the reader group of these nodes in this namespace; at most 31 nodes."""
+    """Find or make the reader group of these nodes in this namespace; at most 31 nodes.
+
+    With `at`, and no nodes: this node reads all blocks of the namespace, and is so far in the order
+    in which all do. The group is that of all nodes that say so, and have said so lately (group 0 =
+    there are no others). It is to be asked for again every second at least, and with `AT_END` in
+    the end."""
 
     request: U64
     namespace: U16
     nodes: list[NodeId]
+    at: U32 | None = None
 
 
 class Leave(Struct, frozen=True, tag="leave"):

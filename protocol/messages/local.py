@@ -233,11 +233,13 @@ class FindNamespace(Struct, frozen=True, tag="find_namespace"):
 
 
 class FindGroup(Struct, frozen=True, tag="find_group"):
-    """Find or make a reader group of nodes; the agent asks the controller."""
+    """Find or make a reader group of nodes; the agent asks the controller. `at`: as in the
+    controller's `GroupRequest`."""
 
     request: U64
     namespace: U16
     nodes: Annotated[list[NodeId], Meta(max_length=32)]
+    at: U32 | None = None
 
 
 class DescribePool(Struct, frozen=True, tag="describe_pool"):

@@ -14,7 +14,16 @@ from typing import Any
 
 import msgspec
 from kvcast.hostagent.client import AsyncClient
-from kvcast.hostagent.models.manifest import FORMAT, PARTIAL, FolderFile, key_of, manifest_key
+from kvcast.hostagent.models.fetching import find
+from kvcast.hostagent.models.manifest import (
+    FORMAT,
+    PARTIAL,
+    FolderFile,
+    key_of,
+    manifest_key,
+    pieces,
+)
+from kvcast.protocol.messages.control import AT_END
 from pool_harness import running_pool
 from test_pool_commands import kvcast
 
@@ -139,6 +148,37 @@ async def test_hosts_that_know_of_each_other_fetch_as_a_group(tmp_path: Path) ->
             assert code != 0
             assert why in error
             assert not (tmp_path / "none").exists()
+
+
+async def test_a_host_that_comes_late_takes_what_the_others_ask_for(tmp_path: Path) -> None:
+    _write(tmp_path / "m")
+    whole = _read(tmp_path / "m")
+    async with running_pool(tmp_path / "pool", 3, replicas=0) as (pool, links):
+        one, two = pool.sockets["node-1"], pool.sockets["node-2"]
+        load = ("load", "--socket", one, "--model", tmp_path / "m", *BLOCKS)
+        assert (await kvcast(*load))[0] == 0
+        async with await AsyncClient.connect(str(two)) as early:
+            namespace = await early.namespace("models", "m", "1", "folder")
+            manifest, _ = await find(early, namespace, "m", "1")
+            assert await early.company(namespace, 1) == (0, 1)
+            copy = tmp_path / "copy"
+            late = asyncio.create_task(_fetch(pool.sockets["node-3"], copy))
+            group = at = 0
+            while not group:
+                await asyncio.sleep(0.1)
+                group, _ = await early.company(namespace, 1)
+            for at, piece in enumerate(pieces(manifest), start=2):
+                (block,) = await early.get(namespace, [piece.key], 10.0, group=group)
+                assert block is not None
+                block.release()
+                await early.company(namespace, at)
+            assert (await early.company(namespace, AT_END))[0] == 0
+            assert (await late)["fetched_bytes"] == sum(SIZES.values())
+            assert _read(copy) == whole
+        last = await links[2].client()
+        assert (await last.stats())["overheard_total"] > 0
+        # Nobody is left, and whoever comes now begins at once.
+        assert await last.company(namespace, 0) == (0, 0)
 
 
 async def test_what_is_missing_or_a_lie_is_told_and_never_written(tmp_path: Path) -> None:

@@ -1811,6 +1811,15 @@ def _group_of_foreign_nodes() -> AbstractContextManager[object]:
     return around("kvcast.controller.core.namespaces.Namespaces.group", forgets)
 
 
+@mutation(
+    "a node that may not use a namespace finds its readers",
+    {GROUPS: ["test_a_company_is_bounded_and_of_those_who_may_read"]},
+    errors=["IndexError"],
+)
+def _company_of_strangers() -> AbstractContextManager[object]:
+    return mock.patch("kvcast.controller.core.pool.Pool._may_use", return_value=True)
+
+
 # === network ======================================================================================
 
 READS_WIRE = "reads or changes what agents"

@@ -26,11 +26,13 @@ from kvcast.controller.core.reconcile import SwitchState, apply, diff
 from kvcast.controller.core.tiers import AdmitMode, HeatSample, PinError
 from kvcast.controller.switch.control_loop import ControlLoop
 from kvcast.protocol.messages.control import (
+    AT_END,
     CONTROL_PROTOCOL_VERSION,
     AgentMessage,
     Credit,
     Describe,
     Described,
+    GroupInfo,
     GroupReply,
     GroupRequest,
     HandedOver,
@@ -354,6 +356,112 @@ def test_a_group_takes_only_nodes_that_may_use_its_namespace() -> None:
     driver.say(1, GroupRequest(2, namespace, ["node-1", "node-2"]))
     driver.round()
     assert driver.take(1, GroupReply)[0].request == 2
+
+
+def company(driver: Driver, connection: int, namespace: int, at: int = 0) -> GroupInfo | None:
+    """A node says that it reads the namespace, and is so far; what it is told, if it is."""
+    driver.say(connection, GroupRequest(7, namespace, [], at))
+    replies = driver.take(connection, GroupReply)
+    return replies[0].info if replies else None
+
+
+def test_nodes_that_read_the_same_now_find_each_other_under_one_number() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    alone = company(driver, 1, namespace, 3)
+    assert alone == GroupInfo(namespace, 0, ["node-1"], 3)
+    assert company(driver, 2, namespace) is None, "the switch does not know of them yet"
+    driver.round(1.0)
+    (second,) = driver.take(2, GroupReply)
+    assert second.info == GroupInfo(namespace, 1, ["node-1", "node-2"], 3), "where the first is"
+    assert driver.switch is not None
+    entry = ("reader_group", (namespace, 1))
+    assert driver.switch.entries[entry].params[0] == 0b011
+    first = company(driver, 1, namespace, 9)
+    assert first == GroupInfo(namespace, 1, ["node-1", "node-2"], 0), "at once: it is known"
+    company(driver, 3, namespace)
+    driver.round(0.5)
+    assert driver.take(3, GroupReply)[0].info == GroupInfo(
+        namespace, 1, ["node-1", "node-2", "node-3"], 9
+    )
+    assert driver.switch.entries[entry].params[0] == 0b111
+    assert driver.take(2, PoolMap)[-1].groups[0].nodes == ["node-1", "node-2", "node-3"]
+    # Who is through is gone at once, and who says nothing any more after a while.
+    assert company(driver, 2, namespace, AT_END) == GroupInfo(namespace, 0, ["node-2"], AT_END)
+    driver.round()
+    assert driver.switch.entries[entry].params[0] == 0b101
+    company(driver, 2, namespace)
+    driver.round()
+    assert driver.take(2, GroupReply)[0].info.nodes == ["node-1", "node-2", "node-3"]
+    assert driver.switch.entries[entry].params[0] == 0b111
+    driver.renew_all()
+    for _ in range(3):
+        driver.round(1.0)
+        driver.renew_all()
+        company(driver, 1, namespace, 20)
+        company(driver, 3, namespace, 20)
+    driver.round()
+    assert driver.switch.entries[entry].params[0] == 0b101
+    for _ in range(4):
+        driver.round(1.0)
+        driver.renew_all()
+    assert entry not in driver.switch.entries
+    assert not driver.take(2, PoolMap)[-1].groups
+    assert company(driver, 2, namespace, 4) == GroupInfo(namespace, 0, ["node-2"], 4)
+
+
+def test_a_company_is_bounded_and_of_those_who_may_read() -> None:
+    driver = Driver(dataclasses.replace(OPTIONS, lease_s=1e6))
+    driver.join(*range(1, 33))
+    namespace = driver.namespace()
+    for connection in range(1, 33):
+        company(driver, connection, namespace, connection)
+    driver.round()
+    found = [driver.take(connection, GroupReply) for connection in range(2, 32)]
+    assert {reply.info.group for (reply,) in found} == {1}
+    assert company(driver, 32, namespace, 5) == GroupInfo(namespace, 0, ["node-32"], 5), "alone"
+    assert company(driver, 31, namespace) is not None
+    driver.say(1, GroupRequest(3, namespace, ["node-1"], 0))
+    assert "no nodes" in driver.take(1, Refused)[0].reason
+    names = driver.pool.namespaces.by_number
+    names[namespace] = msgspec.structs.replace(names[namespace], nodes=["node-1"])
+    for strange in (namespace, 999):
+        driver.say(2, GroupRequest(4, strange, [], 0))
+        assert "is not for node-2" in driver.take(2, Refused)[0].reason
+    driver.pool.delete_namespace(namespace, driver.now)
+    driver.round(10.0)
+    assert not driver.pool.namespaces.groups
+
+
+def test_a_company_without_a_free_group_or_a_switch_reads_alone() -> None:
+    driver = Driver()
+    driver.join(1, 2, 3)
+    namespace = driver.namespace()
+    known = frozenset(driver.pool.membership.nodes)
+    # Named groups are found by their nodes; a company's is not taken for one.
+    company(driver, 1, namespace)
+    company(driver, 2, namespace)
+    named, made = driver.pool.namespaces.group(namespace, ["node-1", "node-2"], known)
+    assert made
+    assert not named.company
+    assert [group.nodes for group in driver.pool.saved().groups] == [named.nodes], "and it alone"
+    driver.round(5.0)
+    assert driver.take(2, GroupReply)
+    full = {
+        (namespace, number): dataclasses.replace(named, group=number, ordinal=number)
+        for number in range(1, 65)
+    }
+    driver.pool.namespaces.groups = full
+    assert company(driver, 1, namespace) == GroupInfo(namespace, 0, ["node-1"])
+    assert company(driver, 2, namespace) == GroupInfo(namespace, 0, ["node-2"])
+    plain = Driver(
+        dataclasses.replace(OPTIONS, settings=dataclasses.replace(OPTIONS.settings, enabled=False))
+    )
+    plain.join(1, 2)
+    number = plain.namespace()
+    assert company(plain, 1, number) == GroupInfo(number, 0, ["node-1"])
+    assert company(plain, 2, number, 6) == GroupInfo(number, 0, ["node-2"], 6)
 
 
 def test_a_restarted_controller_changes_neither_epoch_nor_switch() -> None:

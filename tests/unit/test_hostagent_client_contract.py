@@ -44,8 +44,8 @@ from kvcast.protocol.messages.wire import digest_of
 
 ARENA_BYTES = 1 << 20
 KEYS = [number.to_bytes(16, "big") for number in range(2 * local.MAX_KEYS + 1)]
-CALLS = ("commit", "describe", "drop", "exists", "get", "get_outcomes", "group", "namespace", "pin",
-         "prefetch", "put", "reserve", "stats", "unpin")  # fmt: skip
+CALLS = ("commit", "company", "describe", "drop", "exists", "get", "get_outcomes", "group",
+         "namespace", "pin", "prefetch", "put", "reserve", "stats", "unpin")  # fmt: skip
 
 Answer = Callable[[Any], Any]
 
@@ -143,7 +143,7 @@ class CountingAgent:
         if isinstance(message, local.FindNamespace):
             return local.FoundNamespace(number, NamespaceInfo(7, "t", "m", "v", "l"))
         if isinstance(message, local.FindGroup):
-            return local.FoundGroup(number, GroupInfo(7, 9, ["node-1", "node-2"]))
+            return local.FoundGroup(number, GroupInfo(7, 9, ["node-1", "node-2"], 4))
         if isinstance(message, local.DescribePool):
             return local.PoolDescription(number, "node-1", 0, 1, True, [], [], [], [])
         if isinstance(message, local.Exists):
@@ -282,6 +282,11 @@ def test_every_call_asks_and_returns_what_it_says(client: Any, agent: CountingAg
     assert client.stats() == {"gets_total": 3.0}
     assert client.namespace("t", "m", "v", "l") == 7
     assert client.group(7, ["node-1", "node-2"]) == 9
+    assert client.company(7, 5) == (9, 4)
+    assert [(asked.nodes, asked.at) for asked in agent.asked(local.FindGroup)] == [
+        (["node-1", "node-2"], None),
+        ([], 5),
+    ]
     assert client.describe(7, keys).node_id == "node-1"
     numbers = [m.request for m in agent.heard if not isinstance(m, local.Release)]
     assert sorted(set(numbers)) == numbers
