@@ -34,7 +34,8 @@ class Spread:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.revision = 0
-        """How often any of this has changed."""
+        """How often what `is_busy` or `blocks` say has changed."""
+        self._busy: frozenset[int] = frozenset()
         self._percents: dict[int, int] = {}
         self._replicas: dict[BlockId, tuple[int, ...]] = {}
         """By block: the other nodes that answer for it beside its homes."""
@@ -45,7 +46,7 @@ class Spread:
 
     def is_busy(self, node: int) -> bool:
         """Whether a home is loaded so far that others had better be asked, too."""
-        return self._percents.get(node, 0) >= BUSY_PERCENT
+        return node in self._busy
 
     def blocks(self) -> Iterable[BlockId]:
         """Blocks that further nodes answer for."""
@@ -65,20 +66,20 @@ class Spread:
 
     def loads_are(self, message: Loads) -> None:
         """How much nodes have to do."""
-        self._percents = dict(message.percents)
-        self.revision += 1
+        self._loads(dict(message.percents))
 
     def replicas_are(self, message: Replicas, index: int) -> list[BlockId]:
         """Who answers for what; the blocks that this node, `index`, was given and that are taken
         back."""
         before, self._mine = self._mine, set()
-        self.revision += 1
+        blocks_before = self._replicas.keys()
         self._replicas = {}
         for replica in message.blocks:
             block = BlockId(replica.namespace, replica.key)
             if index in replica.nodes:
                 self._mine.add(block)
             self._replicas[block] = tuple(node for node in replica.nodes if node != index)
+        self.revision += self._replicas.keys() != blocks_before
         taken = sorted(block for block in self._given & before if block not in self._mine)
         self._given.difference_update(taken)
         return taken
@@ -92,8 +93,8 @@ class Spread:
     def reset(self) -> None:
         """Another controller may speak now, which knows of no replicas: what was given is a cached
         copy like others."""
-        self.revision += 1
-        self._percents = {}
+        self.revision += bool(self._replicas)
+        self._loads({})
         self._replicas = {}
         self._mine.clear()
         self._given.clear()
@@ -101,17 +102,23 @@ class Spread:
     def keep_nodes(self, nodes: Mapping[int, object], changed: set[int]) -> None:
         """A new map: indices that are not among `nodes`, or that have `changed` hands, stand for
         nobody that was meant."""
-        self.revision += 1
         if any(n not in nodes or n in changed for n in self._percents):
-            self._percents = {
-                n: p for n, p in self._percents.items() if n in nodes and n not in changed
-            }
+            self._loads(
+                {n: p for n, p in self._percents.items() if n in nodes and n not in changed}
+            )
         if self._replicas:
+            blocks_before = self._replicas.keys()
             self._replicas = {
                 block: kept
                 for block, holders in self._replicas.items()
                 if (kept := tuple(n for n in holders if n in nodes and n not in changed))
             }
+            self.revision += self._replicas.keys() != blocks_before
+
+    def _loads(self, percents: dict[int, int]) -> None:
+        busy = frozenset(node for node, percent in percents.items() if percent >= BUSY_PERCENT)
+        self.revision += busy != self._busy
+        self._percents, self._busy = percents, busy
 
     # --- what a read asks -----------------------------------------------------------------------
 
@@ -125,7 +132,7 @@ class Spread:
         if not self._replicas and not self._percents:
             return homes
         replicas = self._replicas.get(block, ())
-        if not homes or (not replicas and self._percents.get(homes[0], 0) < BUSY_PERCENT):
+        if not homes or (not replicas and not self.is_busy(homes[0])):
             return homes
         holders = [*homes, *(node for node in replicas if node not in homes)]
         if company or len(holders) < 2:

@@ -30,6 +30,7 @@ from kvcast.hostagent.core.courier import (
     SIZES,
     STOCK,
 )
+from kvcast.hostagent.core.spread import BUSY_PERCENT
 from kvcast.hostagent.core.store import StoreRules
 from kvcast.protocol.conveyor import REPLY
 from kvcast.protocol.courier import (
@@ -39,7 +40,7 @@ from kvcast.protocol.courier import (
     MAX_ASKED_A_CLIENT,
     REASONS,
 )
-from kvcast.protocol.messages.control import BlockRef, Residents
+from kvcast.protocol.messages.control import BlockRef, Loads, Residents
 from kvcast.protocol.messages.questions import GET, MAX_MANY, QUESTION, RELEASE
 from kvcast.protocol.messages.wire import (
     FLAG_LAST,
@@ -539,6 +540,24 @@ def test_blocks_that_a_switch_holds_are_the_requesters_to_ask_for(stand: Stand) 
     stand.core.control_message(0.0, Residents([BlockRef(NAMESPACE, key_of(2))]))
     stand.ask(0, 2)
     assert reasons(stand) == {"no_home": 1}
+    stand.end()
+
+
+def test_loads_end_a_question_only_where_its_home_becomes_busy(stand: Stand) -> None:
+    stand.core.control_message(stand.now, Loads([(HOME, 10)]))
+    stand.pass_time(0.001)
+    stand.ask(0, 2)
+    stand.core.control_message(stand.now, Loads([(HOME, BUSY_PERCENT - 1)]))
+    stand.pass_time(0.001)
+    assert not reasons(stand)
+    stand.bring(2)
+    assert len(stand.held[0]) == 1
+    stand.ask(0, 3)
+    stand.core.control_message(stand.now, Loads([(HOME, BUSY_PERCENT)]))
+    stand.pass_time(0.001)
+    assert reasons(stand) == {"yielded": 1}
+    stand.ask(0, 4)
+    assert reasons(stand) == {"yielded": 1, "no_home": 1}
     stand.end()
 
 

@@ -94,3 +94,26 @@ def test_what_is_given_is_bounded() -> None:
     for number in range(MAX_REPLICATED + 10):
         of.given_one(BlockId(2, number.to_bytes(16, "big")))
     assert of.given == MAX_REPLICATED
+
+
+def test_only_what_changes_whom_a_lone_read_may_ask_is_a_revision() -> None:
+    of = spread({1: 40, 2: 60})
+    before = of.revision
+    of.loads_are(Loads([(2, 90), (3, 49)]))
+    of.replicas_are(Replicas([Replica(HOT.namespace, HOT.key, [5])]), ME)
+    of.keep_nodes({1: None, 2: None, 5: None}, set())
+    assert of.revision == before, "the same homes are busy, and the same blocks replicated"
+    changes = [
+        lambda: of.loads_are(Loads([(2, 90), (3, 50)])),
+        lambda: of.loads_are(Loads([(2, 90)])),
+        lambda: of.keep_nodes({1: None, 5: None}, set()),
+        lambda: of.keep_nodes({1: None, 5: None}, {5}),
+        lambda: of.replicas_are(Replicas([Replica(COLD.namespace, COLD.key, [5])]), ME),
+        of.reset,
+    ]
+    for number, change in enumerate(changes):
+        before = of.revision
+        change()
+        assert of.revision != before, f"change {number}"
+    assert not of.is_busy(2)
+    assert not list(of.blocks())
