@@ -6,18 +6,17 @@ is released.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, NamedTuple, TypeAlias
 
 from kvcast.hostagent.client.errors import AgentGoneError, ReleasedError
+from kvcast.hostagent.mapping import SharedMapping
 from kvcast.protocol.messages.wire import digest_of
 
 GRANULE_BYTES: Final = 64 * 1024
 """Rooms from here on have their pages mapped before they are written."""
-_MADV_POPULATE_WRITE: Final = 23  # linux/mman.h
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -135,15 +134,14 @@ class Arena:
     """The agent's arena, mapped into this process."""
 
     def __init__(self, fd: int, size_bytes: int, *, read_only: bool = False) -> None:
-        protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
         try:
             if os.fstat(fd).st_size < size_bytes:
                 raise AgentGoneError("the arena is smaller than the agent says")
-            self._map = mmap.mmap(fd, size_bytes, prot=protection)
+            self._map = SharedMapping(fd, size_bytes, writable=not read_only)
         finally:
             os.close(fd)
         self.size_bytes = size_bytes
-        self._memory = memoryview(self._map)
+        self._memory = self._map.memory
         self._mapped = bytearray(size_bytes // GRANULE_BYTES)
         """By whole granule, whether its pages are in this process's page table, as far as we know.
         """
@@ -152,15 +150,19 @@ class Arena:
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
         """A read-only view; AgentGoneError if it is not inside the arena."""
-        self._check(offset, size_bytes)
-        return self._readable[offset : offset + size_bytes]
+        view = self._readable[offset : offset + size_bytes]
+        if len(view) != size_bytes:
+            raise _outside()
+        return view
 
     def room(self, offset: int, size_bytes: int) -> memoryview:
         """A view to write; AgentGoneError as for `read`."""
-        self._check(offset, size_bytes)
+        view = self._memory[offset : offset + size_bytes]
+        if len(view) != size_bytes:
+            raise _outside()
         if self._maps_ahead and size_bytes >= GRANULE_BYTES:
             self._map_pages(offset, size_bytes)
-        return self._memory[offset : offset + size_bytes]
+        return view
 
     def _map_pages(self, offset: int, size_bytes: int) -> None:
         """Have the pages of a room that is about to be written mapped at once: one after the other,
@@ -168,23 +170,18 @@ class Arena:
         whole = slice(-(-offset // GRANULE_BYTES), (offset + size_bytes) // GRANULE_BYTES)
         if self._mapped.find(0, whole.start, whole.stop) < 0:
             return
-        start = offset - offset % mmap.PAGESIZE
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, start, offset + size_bytes - start)
+            self._map.populate(offset, size_bytes)
         except OSError:  # Linux before 5.14, or no memory: then they come one by one
             self._maps_ahead = False
         else:
             self._mapped[whole] = b"\1" * (whole.stop - whole.start)
 
-    def _check(self, offset: int, size_bytes: int) -> None:
-        if offset + size_bytes > len(self._memory):
-            raise AgentGoneError("the agent named bytes outside the arena")
-
     def close(self) -> None:
         """Unmap it, or leave that to the last view that is still used."""
         self._readable.release()
-        self._memory.release()
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # the caller still has views; the mapping goes with them
+        self._map.close()  # the caller may still have views
+
+
+def _outside() -> AgentGoneError:
+    return AgentGoneError("the agent named bytes outside the arena")

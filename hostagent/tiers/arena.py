@@ -18,13 +18,13 @@ may fail with enough bytes free but scattered, and the store then evicts until i
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcast.hostagent.mapping import SharedMapping
 from kvcast.hostagent.tiers.huge_pages import why_no_room
 
 SLAB_BYTES = 1 << 20
@@ -383,7 +383,7 @@ class ArenaFile:
             break
         else:
             raise ArenaError(f"no arena of {size_bytes} bytes: {'; '.join(errors)}")
-        self.memory = memoryview(self._map)
+        self.memory = self._map.memory
 
     def open_for_client(self, *, read_only: bool = False) -> int:
         """A file descriptor of the file to hand to a client; the caller closes it.
@@ -402,11 +402,7 @@ class ArenaFile:
             os.unlink(self.path)
         os.close(self._fd)
         self._fd = -1
-        self.memory.release()
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a view of a block is still alive; the mapping goes with it
+        self._map.close()
 
 
 def _default_paths() -> list[str]:
@@ -414,16 +410,14 @@ def _default_paths() -> list[str]:
     return [str(Path(folder) / name) for folder in ("/dev/shm", tempfile.gettempdir())]
 
 
-def _create(path: str, size_bytes: int, reserve: bool) -> tuple[int, mmap.mmap]:
+def _create(path: str, size_bytes: int, reserve: bool) -> tuple[int, SharedMapping]:
     """Make, lock and map the file at `path`, replacing one whose maker is dead."""
     fd = _make_locked(path)
     try:
         os.ftruncate(fd, size_bytes)
         if reserve:
             os.posix_fallocate(fd, 0, size_bytes)
-        return fd, mmap.mmap(
-            fd, size_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserve else 0)
-        )
+        return fd, SharedMapping(fd, size_bytes, populate=reserve)
     except BaseException:
         if is_at(path, fd):
             os.unlink(path)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import xxhash
+from kvcast.hostagent.mapping import SharedMapping
 from kvcast.hostagent.tiers.arena import ArenaError, ArenaInUseError, is_at, try_lock
 from kvcast.hostagent.tiers.huge_pages import why_no_room
 from kvcast.hostagent.tiers.index import buckets_for
@@ -64,9 +65,8 @@ class KeptFile:
         self.size_bytes = size_bytes
         self.locked_by_clients = False
         """Whether whoever maps it holds a lock of it: the arena; the index is its agent's."""
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        self._map = mmap.mmap(fd, size_bytes, flags)
-        self.memory = memoryview(self._map)
+        self._map = SharedMapping(fd, size_bytes, populate=populate)
+        self.memory = self._map.memory
 
     def open_for_client(self, *, read_only: bool = False) -> int:
         """As `ArenaFile.open_for_client`."""
@@ -83,11 +83,7 @@ class KeptFile:
             return
         os.close(self.fd)
         self.fd = -1
-        self.memory.release()
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a view of a block is still alive; the mapping goes with it
+        self._map.close()
 
 
 @dataclass

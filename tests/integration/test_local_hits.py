@@ -271,7 +271,7 @@ async def test_a_read_only_client_reads_and_cannot_put_or_write(tmp_path: Path) 
         assert block is not None
         assert bytes(block.data) == noise(7, 15_000)
         with pytest.raises(TypeError):
-            reader._conversation._memory._map[0:1] = b"x"
+            reader._conversation._memory._map.memory[0:1] = b"x"
         with pytest.raises(ForbiddenError, match="reads only"):
             await reader.put(1, {key_of(60): b"x"})
         await reader.close()

@@ -11,7 +11,7 @@ import resource
 from collections.abc import Callable
 
 import pytest
-from kvcast.hostagent.client import blocks
+from kvcast.hostagent import mapping
 from kvcast.hostagent.client.blocks import GRANULE_BYTES, Arena
 
 
@@ -49,7 +49,7 @@ def test_where_the_kernel_cannot_map_ahead_rooms_are_written_all_the_same() -> N
     os.ftruncate(fd, size_bytes)
     arena = Arena(fd, size_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_MADV_POPULATE_WRITE", 9999)
+        patch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)
         room = arena.room(GRANULE_BYTES, 2 * GRANULE_BYTES)
     room[:] = b"x" * len(room)
     assert bytes(arena.read(GRANULE_BYTES, 2)) == b"xx"
