@@ -92,6 +92,8 @@ class Part:
 
 _HANDED_OVER: Final = local.GotBlock("handed_over", "")
 """What the courier has left to the agent."""
+_Result: TypeAlias = Block | Outcome
+"""What came of a key: the block, or an outcome without one."""
 Arrived: TypeAlias = tuple[int, Outcome]
 """Where a key stands in a get, and what came of it."""
 Ack: TypeAlias = Literal["", "home", "replicas", "local"]
@@ -285,10 +287,14 @@ class Conversation:
         blocks = []
         refused = True
         number: int = ANSWER.unpack_from(answer)[3]
-        for status, tier, _, _, *found in ANSWER.iter_unpack(answer):
+        # Spelled out: a name for each is much quicker than a list of the last ones.
+        for status, tier, _, _, handle, offset, size_bytes, digest in ANSWER.iter_unpack(answer):
             if status == GIVEN and tier < len(TIERS):
                 refused = False
-                blocks.append(local.GotBlock(local.OK, "", TIERS[tier], *found))
+                found = local.GotBlock(
+                    *(local.OK, "", TIERS[tier]), handle, offset, size_bytes, digest
+                )
+                blocks.append(found)
             elif status == ASK_AGENT:
                 blocks.append(_HANDED_OVER)
             else:
@@ -361,12 +367,9 @@ class Conversation:
     def _count(self, request: local.Numbered, patience_s: float) -> Call[int]:
         return (yield from self._ask(request, local.Ack, patience_s)).count
 
-    def _outcome(self, key: bytes, got: local.GotBlock) -> Outcome:
+    def _result(self, key: bytes, got: local.GotBlock) -> _Result:
         if got.status != local.OK:
             return Outcome(None, got.status, got.reason)
-        return Outcome(self._block(key, got), got.status, got.reason)
-
-    def _block(self, key: bytes, got: local.GotBlock) -> Block:
         data = self._memory.read(got.offset, got.size_bytes)
         self._held.add(got.handle)
         return Block(key, data, got.digest, got.tier, self._release, got.handle)
@@ -375,24 +378,23 @@ class Conversation:
         self._held.discard(handle)
         self._post(local.Release([handle]))
 
-    def _local_outcomes(self, namespace: int, keys: list[bytes]) -> list[Outcome | None]:
+    def _local_results(self, namespace: int, keys: list[bytes]) -> list[_Result | None]:
         """What is here, pinned without a message; None for the rest."""
         if self._local is None:
             return [None] * len(keys)
         found = self._local.take(namespace, keys)
         if not any(found):
             return [None] * len(keys)
-        outcomes: list[Outcome | None] = []
+        results: list[_Result | None] = []
         for key, one in zip(keys, found, strict=True):
             if one is None:
-                outcomes.append(None)
+                results.append(None)
                 continue
             pin, offset, size_bytes, reserved_bytes, digest = one
             release = self._local.release
             data = self._memory.read(offset, size_bytes)
-            block = Block(key, data, digest, LOCAL_TIER, release, pin, reserved_bytes)
-            outcomes.append(Outcome(block, local.OK, ""))
-        return outcomes
+            results.append(Block(key, data, digest, LOCAL_TIER, release, pin, reserved_bytes))
+        return results
 
     # --- what both clients offer ----------------------------------------------------------------
 
@@ -418,10 +420,8 @@ class Conversation:
         BusyError, NoRoomError or QuotaError never: such a block counts as a miss, and
         `get_outcomes` says why. A call that fails leaves nothing pinned.
         """
-        outcomes = yield from self.get_outcomes(
-            namespace, keys, deadline_s, gather_ms=gather_ms, group=group, expect=expect
-        )
-        return [outcome.block for outcome in outcomes]
+        results = yield from self._get(namespace, keys, deadline_s, gather_ms, group, expect)
+        return [result if type(result) is Block else None for result in results]
 
     def get_outcomes(
         self,
@@ -434,11 +434,23 @@ class Conversation:
         expect: bool = False,
     ) -> Call[list[Outcome]]:
         """As `get`, with the reason for every block that is missing."""
+        results = yield from self._get(namespace, keys, deadline_s, gather_ms, group, expect)
+        return list(map(_as_outcome, results))
+
+    def _get(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        gather_ms: int,
+        group: int,
+        expect: bool,
+    ) -> Call[list[_Result]]:
         checked = _check_keys(keys)
-        outcomes = self._local_outcomes(namespace, checked)
-        if None not in outcomes:
-            return cast(list[Outcome], outcomes)
-        missing = [position for position, outcome in enumerate(outcomes) if outcome is None]
+        results = self._local_results(namespace, checked)
+        if None not in results:
+            return cast(list[_Result], results)
+        missing = [position for position, result in enumerate(results) if result is None]
         try:
             for places in _parts(missing, MAX_KEYS):
                 batch = [checked[place] for place in places]
@@ -451,38 +463,38 @@ class Conversation:
                 began = time.monotonic()
                 got = self._checked((yield ask), local.Got)
                 blocks = _one_each(batch, got.blocks)
-                came = map(self._outcome, batch, blocks)
-                for place, outcome in zip(places, came, strict=True):
-                    outcomes[place] = outcome
+                came = map(self._result, batch, blocks)
+                for place, result in zip(places, came, strict=True):
+                    results[place] = result
                 if courier and _HANDED_OVER in blocks:
                     left_s = deadline_s - (time.monotonic() - began)
-                    yield from self._get_rest(namespace, checked, outcomes, max(left_s, 0.0))
+                    yield from self._get_rest(namespace, checked, results, max(left_s, 0.0))
         except BaseException:
-            for given in outcomes:
-                if given is not None and given.block is not None:
-                    given.block.release()
+            for given in results:
+                if isinstance(given, Block):
+                    given.release()
             raise
-        return cast(list[Outcome], outcomes)
+        return cast(list[_Result], results)
 
     def _get_rest(
         self,
         namespace: int,
         keys: list[bytes],
-        outcomes: list[Outcome | None],
+        results: list[_Result | None],
         deadline_s: float,
     ) -> Call[None]:
         """Ask the agent for what the courier has handed over."""
         places = [
             at
-            for at, outcome in enumerate(outcomes)
-            if outcome is not None and outcome.status == _HANDED_OVER.status
+            for at, result in enumerate(results)
+            if isinstance(result, Outcome) and result.status == _HANDED_OVER.status
         ]
         batch = [keys[at] for at in places]
         request = local.Get(next(self._numbers), namespace, batch, deadline_s)
         got = self._checked((yield Ask(request, deadline_s + GRACE_S)), local.Got)
-        came = map(self._outcome, batch, _one_each(batch, got.blocks))
-        for place, outcome in zip(places, came, strict=True):
-            outcomes[place] = outcome
+        came = map(self._result, batch, _one_each(batch, got.blocks))
+        for place, result in zip(places, came, strict=True):
+            results[place] = result
 
     def get_parts(
         self,
@@ -496,9 +508,9 @@ class Conversation:
         """A get whose results are taken as they come: what is here, and questions about the rest,
         by number, that are to be asked at once; their answers are for `part_outcomes`."""
         checked = _check_keys(keys)
-        outcomes = self._local_outcomes(namespace, checked)
-        here = [(at, outcome) for at, outcome in enumerate(outcomes) if outcome is not None]
-        missing = [at for at, outcome in enumerate(outcomes) if outcome is None]
+        results = self._local_results(namespace, checked)
+        here = [(at, _as_outcome(one)) for at, one in enumerate(results) if one is not None]
+        missing = [at for at, one in enumerate(results) if one is None]
         parts = {}
         # As few keys in a question as there may be, so that none waits for another.
         for places in _parts(missing, min(MAX_KEYS, -(-len(missing) // MOST_PARTS) or 1)):
@@ -512,8 +524,8 @@ class Conversation:
     def part_outcomes(self, part: Part, reply: local.AgentReply) -> list[Arrived]:
         """What came of a part."""
         got = self._checked(reply, local.Got)
-        outcomes = map(self._outcome, part.keys, _one_each(part.keys, got.blocks))
-        return list(zip(part.places, outcomes, strict=True))
+        results = map(self._result, part.keys, _one_each(part.keys, got.blocks))
+        return list(zip(part.places, map(_as_outcome, results), strict=True))
 
     def prefetch(
         self,
@@ -810,6 +822,10 @@ def _leave_all_to_parent() -> None:
 
 _conversations: list[weakref.WeakSet[Conversation]] = []
 """All of this process that have begun; empty until one has."""
+
+
+def _as_outcome(result: _Result) -> Outcome:
+    return Outcome(result, local.OK, "") if isinstance(result, Block) else result
 
 
 def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
