@@ -30,10 +30,15 @@ kvcast's median of four ÷ that of one.
 By default the writer's node keeps everything, so whatever is read comes from its link: the case of
 one hot prefix. `--spread`: kvcast's blocks have their homes on all nodes; peers stay as they are.
 
+Peers load whatever they find, and so does kvcast there (`weigh` is off): what is compared is how
+fast a prefix comes.
+
 `storm_over_recompute`: one engine is asked for eight prefixes at once, of half of which a block's
 bytes have changed where they lie, so that these loads fail; ÷ the same with prompts that nobody has
-computed. At most 1 says that a pool that fails costs no more than having none. It has a network of
-its own, with links (`--storm-link-rate`) over which a prefix comes sooner than it is computed.
+computed. At most 1 says that a pool that fails costs no more than having none. Here the connector
+weighs, as it does by default, and has loaded one prefix before. The figure is the worst of some
+rates of links (`--storm-link-rates`), in a network of its own each: one over which a prefix comes
+sooner than it is computed, and one over which it comes later.
 
 `mla_group_egress_ratio`: four ranks on four nodes that hold the same bytes read a prefix as a
 reader group, together or up to half a second apart: bytes that left homes ÷ distinct bytes, the
@@ -42,6 +47,9 @@ the connector's links do what four workers' do, since tensor parallel ranks on s
 run on one machine's processors.
 
 Namespaces need root. A peer that is not installed is named in `skipped`, with what is missing.
+After `--minutes` no more is begun (what is under way may take two more), and what was not begun is
+named in `not_reached`. What has been measured is written after each case, and `--parts`, `--peers`,
+`--prefixes` and `--engines` measure in parts: `--merge FILE FILE …` makes one report of theirs.
 """
 
 from __future__ import annotations
@@ -53,13 +61,12 @@ import json
 import math
 import os
 import random
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvcast.bench.engines.command import add_options, measured
 from kvcast.bench.engines.damage import corrupt
@@ -67,14 +74,15 @@ from kvcast.bench.engines.engine import Engine, EngineError, Prompt, make_model
 from kvcast.bench.engines.ways import MODEL, STORE_BYTES, WAYS, OneNetwork, Way
 from kvcast.bench.load import machine_s
 from kvcast.bench.replay import EGRESS_COUNTERS
+from kvcast.bench.ttft_report import RECOMPUTE, Case, Found, case_name, merged, whole, worst
 from kvcast.hostagent.client import Client
 from kvcast.hostagent.connectors.counters import Counters
 from kvcast.hostagent.connectors.link import Link, LinkOptions
 from kvcast.hostagent.connectors.loads import LoadTable
 from kvcast.hostagent.connectors.naming import NamespaceName
 from kvcast.hostagent.connectors.planner import Load, Save
-from kvcast.service import provenance
-from kvcast.service.commands import CommandError, run_command
+from kvcast.service import provenance, reports
+from kvcast.service.commands import EXIT_FAILED, EXIT_OK, CommandError, run_command
 from kvcast.service.options import HelpFormatter
 from kvcast.service.reports import say
 from kvcast.service.statistics import ratio
@@ -86,17 +94,15 @@ from kvcast.topologies.star import Star
 PREFIXES: Final = (1024, 4096, 16_384)
 ENGINES: Final = (1, 2, 4)
 ROUNDS: Final = 2
-LINKS_LIMIT: Final = 0.75
-"""From this share of the busiest link's rate on, links were a case's limit."""
-PROCESSORS_LIMIT: Final = 0.9
 OWN_TOKENS: Final = 17
 BLOCK_TOKENS: Final = 128
 LINK_RATE: Final = 1e7
 """At which 1,024 tokens take a link 0.9 s, several times as long as what four engines do beside for
 them takes two processors."""
-STORM_LINK_RATE: Final = 5e7
-"""At which a prefix comes in a third of the time that computing it takes: else no pool is worth
-having, whether its loads fail or not."""
+STORM_LINK_RATES: Final = (5e7, 1e7)
+"""At the first a prefix comes in a third of the time that computing it takes, at the second it
+takes longer: there no pool is worth having, whether its loads fail or not."""
+MINUTES: Final = 27.0
 QUEUE_FRAMES: Final = 512
 """What waits at a port of the switch at most: 0.25 s of the links' rate."""
 RANKS: Final = 4
@@ -116,8 +122,9 @@ STORM_PROMPTS: Final = 8
 STORM_TOKENS: Final = 1024
 STORED_S: Final = 120.0
 """How long what was computed may take to be stored."""
-RECOMPUTE: Final = "recompute"
 PARTS: Final = ("engines", "storm", "groups")
+Tell: TypeAlias = Callable[[Found], Any]
+"""Writes down what was found by now."""
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 _ALL_THREADS: Final = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
 """The writer's, which computes while all others rest."""
@@ -137,49 +144,13 @@ def rounds_of(prefix_tokens: int, rounds: int) -> int:
     return max(1, round(rounds * math.sqrt(4096 / prefix_tokens)))
 
 
-class Case:
-    """Some engines asked at once for a prefix, by one way; all rounds together."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.cached_shares: list[float] = []
-        self.processors_busy: list[float] = []
-        self.link_busy: list[float] = []
-        self.link_bytes: list[int] = []
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "median_s": round(self.median_s, 4),
-            "seconds": [round(one, 4) for one in self.seconds],
-            "cached_share": round(min(self.cached_shares), 4),
-            "processors_busy": round(statistics.median(self.processors_busy), 3),
-            "link_busy": round(statistics.median(self.link_busy), 3),
-            "busiest_link_bytes": round(statistics.median(self.link_bytes)),
-            "limit": self.limit,
-        }
-
-    @property
-    def limit(self) -> str:
-        """What took most of the time."""
-        if statistics.median(self.link_busy) >= LINKS_LIMIT:
-            return "links"
-        if statistics.median(self.processors_busy) >= PROCESSORS_LIMIT:
-            return "processors"
-        return "waiting"
-
-
 class Ttft:
-    """What was measured, by way, prefix and number of engines."""
+    """Asks engines, and keeps what was found."""
 
     def __init__(self, network: OneNetwork, link_rate_bits_per_s: float) -> None:
         self._network = network
         self._rate_bytes_per_s = link_rate_bits_per_s / 8
-        self.cases: dict[tuple[str, int, int], Case] = {}
-        self.wrong_outputs: dict[str, int] = {}
+        self.found = Found()
 
     async def ask(
         self, name: str, prefix_tokens: int, prompts: Sequence[Prompt], readers: Sequence[Engine]
@@ -195,7 +166,7 @@ class Ttft:
         most = max(
             now - before for now, before in zip(self._network.link_bytes(), passed, strict=True)
         )
-        case = self.cases.setdefault((name, prefix_tokens, len(readers)), Case())
+        case = self.found.cases.setdefault((name, prefix_tokens, len(readers)), Case())
         answers = [answer for [answer] in told]
         case.seconds += [answer["seconds"] for answer in answers]
         case.cached_shares += [answer["cached"] / prefix_tokens for answer in answers]
@@ -218,11 +189,11 @@ class Ttft:
         prompts = [prompt_of(label, prefix_tokens, own, own_tokens) for own in range(len(readers))]
         await self._written(way, writer, prompt_of(label, prefix_tokens, -1, own_tokens))
         answers = await self.ask(way.NAME, prefix_tokens, prompts, readers)
-        wrong = self.wrong_outputs.setdefault(way.NAME, 0)
+        wrong = self.found.wrong_outputs.setdefault(way.NAME, 0)
         for prompt, answer in zip(prompts, answers, strict=True):
             [expected] = await writer.generate([prompt], 1)
             wrong += answer["tokens"] != expected["tokens"]
-        self.wrong_outputs[way.NAME] = wrong
+        self.found.wrong_outputs[way.NAME] = wrong
 
     async def storm(
         self, way: Way, pool: Pool, writer: Engine, reader: Engine
@@ -233,8 +204,10 @@ class Ttft:
             return [prompt_of((label, n), STORM_TOKENS, 0) for n in range(STORM_PROMPTS)]
 
         stored, new = prompts_of("storm"), prompts_of("storm, new")
-        for prompt in stored:
+        first = prompt_of("storm, first", STORM_TOKENS, 0)
+        for prompt in (first, *stored):
             await self._written(way, writer, prompt)
+        await reader.generate([first], 1)
         for prompt in stored[::2]:
             if not await corrupt(pool, MODEL, (await writer.hashes(prompt))[0]):
                 raise CommandError("a block that was stored is nowhere")
@@ -242,12 +215,14 @@ class Ttft:
         told = await reader.generate(stored, 1)
         expected = await writer.generate(stored, 1)
         wrong = sum(a["tokens"] != b["tokens"] for a, b in zip(told, expected, strict=True))
-        failed = {n: v for n, v in (await reader.stats()).items() if n.startswith("failed_loads")}
+        stats = await reader.stats()
+        failed = {n: v for n, v in stats.items() if n.startswith("failed_loads")}
         return {
             "storm_over_recompute": ratio(told[0]["seconds"], computed[0]["seconds"]),
             "storm_s": round(told[0]["seconds"], 4),
             "storm_recompute_s": round(computed[0]["seconds"], 4),
             "storm_failed_loads": sum(failed.values()),
+            "storm_weighed": {n: v for n, v in stats.items() if n.startswith("weighed")},
             "storm_wrong_outputs": wrong,
         }
 
@@ -261,81 +236,6 @@ class Ttft:
                 raise CommandError(f"{way.NAME} did not store what the writer has computed")
             await writer.generate([[3]], 1)  # some news of saves come with steps
             await asyncio.sleep(0.1)
-
-    def report(self) -> dict[str, Any]:
-        """The numbers as plain data, in seconds."""
-        medians = {case: found.median_s for case, found in self.cases.items()}
-        own = {key: case for key, case in self.cases.items() if key[0] == WAYS[0].NAME}
-        ways = list(dict.fromkeys(name for name, _, _ in medians if name != RECOMPUTE))
-        prefixes = sorted({prefix for _, prefix, _ in medians})
-        counts = sorted({count for _, _, count in medians})
-
-        def over_best(prefix: int, count: int) -> float | None:
-            peers = [medians.get((name, prefix, count)) for name in ways if name != WAYS[0].NAME]
-            there = [one for one in peers if one is not None]
-            ours = medians.get((WAYS[0].NAME, prefix, count))
-            return None if ours is None or not there else ratio(ours, min(there))
-
-        def growth(name: str, prefix: int) -> float | None:
-            one, four = medians.get((name, prefix, 1)), medians.get((name, prefix, 4))
-            return None if one is None or four is None else ratio(four, one)
-
-        over = {(prefix, n): over_best(prefix, n) for prefix in prefixes for n in counts}
-        grown = {(name, prefix): growth(name, prefix) for name in ways for prefix in prefixes}
-        return {
-            "ttft_over_best_peer_n1": _worst(over.get((prefix, 1)) for prefix in prefixes),
-            "ttft_over_best_peer_n4": _worst(over.get((prefix, 4)) for prefix in prefixes),
-            "growth_1_to_4": _worst(grown.get((WAYS[0].NAME, prefix)) for prefix in prefixes),
-            "wrong_outputs": self.wrong_outputs.get(WAYS[0].NAME, 0),
-            "not_all_cached": {
-                name: sum(
-                    share < 1
-                    for key, case in self.cases.items()
-                    if key[0] == name
-                    for share in case.cached_shares
-                )
-                for name in ways
-            },
-            "peers_wrong_outputs": {
-                name: wrong for name, wrong in self.wrong_outputs.items() if name != WAYS[0].NAME
-            },
-            "cases_limited_by_links": ratio(
-                sum(case.limit == "links" for case in own.values()), len(own)
-            ),
-            "processors_busy": _median(self.cases, "processors_busy"),
-            "link_busy": _median(self.cases, "link_busy"),
-            "ttft_over_best_peer": {
-                f"{prefix} tokens, {n} engines": found
-                for (prefix, n), found in over.items()
-                if found is not None
-            },
-            "growth": {
-                f"{name}, {prefix} tokens": found
-                for (name, prefix), found in grown.items()
-                if found is not None
-            },
-            "ttft_over_recompute": {
-                f"{prefix} tokens, {n} engines": ratio(ours, medians[RECOMPUTE, prefix, n])
-                for (name, prefix, n), ours in medians.items()
-                if name == WAYS[0].NAME and (RECOMPUTE, prefix, n) in medians
-            },
-            "cases": [
-                {"way": name, "prefix_tokens": prefix, "engines": n, **found.report()}
-                for (name, prefix, n), found in self.cases.items()
-            ],
-        }
-
-
-def _worst(found: Any) -> float | None:
-    return max((one for one in found if one is not None), default=None)
-
-
-def _median(cases: dict[tuple[str, int, int], Case], what: str) -> float | None:
-    """Over all cases of kvcast."""
-    found = [
-        v for key, case in cases.items() if key[0] == WAYS[0].NAME for v in getattr(case, what)
-    ]
-    return round(statistics.median(found), 3) if found else None
 
 
 # --- the ranks of an MLA engine -------------------------------------------------------------------
@@ -376,7 +276,7 @@ async def measure_groups(link_rate_bits_per_s: float) -> dict[str, Any]:
     ratios = [case["egress_ratio"] for case in cases]
     say(f"four ranks of one engine: egress ratios {ratios}")
     return {
-        "mla_group_egress_ratio": _worst(ratios),
+        "mla_group_egress_ratio": worst(ratios),
         "mla_groups": cases,
         "mla_wrong_blocks": wrong,
     }
@@ -446,8 +346,12 @@ class _Bench:
         readers: int,
         prefix_tokens: int,
         link_rate_bits_per_s: float,
+        until: float = math.inf,
     ) -> None:
-        """`readers`: engines beside the writer; `prefix_tokens`: of the longest prefix."""
+        """`readers`: engines beside the writer; `prefix_tokens`: of the longest prefix; `until`:
+        after that no case is begun."""
+        self._until = until
+        self.not_reached: list[str] = []
         self._arguments = arguments
         self._python = python
         self._folder = folder
@@ -508,60 +412,80 @@ class _Bench:
                 await engine.generate([prompt_of(("warm", number), 512, 0)], 2)
             yield engines
 
-    async def measure(self, way: Way, model: Path, so_far: dict[str, Any]) -> None:
+    async def measure(self, way: Way, model: Path, tell: Tell) -> None:
         """All cases of one way, and of recomputing after the first."""
         arguments, ttft = self._arguments, self.ttft
+        cases = [(prefix, count) for prefix in arguments.prefixes for count in arguments.engines]
+        recompute = cases if isinstance(way, WAYS[0]) and arguments.recompute else []
+        if self._is_over():
+            self._leave_out(way.NAME, cases)
+            self._leave_out(RECOMPUTE, recompute)
+            return
         async with self.engines(way, model) as [writer, *readers]:
-            for prefix in arguments.prefixes:
-                for count in arguments.engines:
-                    for number in range(rounds_of(prefix, arguments.rounds)):
-                        await ttft.measure(
-                            way, writer, readers[:count], prefix, number, arguments.own_tokens
-                        )
-                        so_far |= ttft.report()
-                    self._told(way.NAME, prefix, count)
-            if not isinstance(way, WAYS[0]):
-                return
-            if not arguments.recompute:
-                return
-            for prefix in arguments.prefixes:
-                for count in arguments.engines:
-                    prompts = [
-                        prompt_of(("new", prefix, count), prefix, n, arguments.own_tokens)
-                        for n in range(count)
-                    ]
+            for prefix, count in cases:
+                for number in range(rounds_of(prefix, arguments.rounds)):
+                    if self._is_over():
+                        break
+                    await ttft.measure(
+                        way, writer, readers[:count], prefix, number, arguments.own_tokens
+                    )
+                self._told(way.NAME, prefix, count, tell)
+            for prefix, count in recompute:
+                prompts = [
+                    prompt_of(("new", prefix, count), prefix, n, arguments.own_tokens)
+                    for n in range(count)
+                ]
+                if not self._is_over():
                     await ttft.ask(RECOMPUTE, prefix, prompts, readers[:count])
-                    self._told(RECOMPUTE, prefix, count)
+                self._told(RECOMPUTE, prefix, count, tell)
 
-    def _told(self, name: str, prefix: int, count: int) -> None:
-        found = self.ttft.cases[name, prefix, count].report()
+    def _is_over(self) -> bool:
+        """Whether there is no time to begin anything more."""
+        return time.monotonic() > self._until
+
+    def _leave_out(self, name: str, cases: Sequence[tuple[int, int]]) -> None:
+        self.not_reached += [case_name(name, prefix, count) for prefix, count in cases]
+
+    def _told(self, name: str, prefix: int, count: int, tell: Tell) -> None:
+        case = self.ttft.found.cases.get((name, prefix, count))
+        if case is None:
+            self._leave_out(name, [(prefix, count)])
+            return
+        found = case.report()
         shown = {what: found[what] for what in ("median_s", "processors_busy", "link_busy")}
-        say(f"{name}, {prefix} tokens, {count} engines: {shown}")
+        say(f"{case_name(name, prefix, count)}: {shown}")
+        tell(self.ttft.found)
 
 
 async def measure_storm(
     arguments: argparse.Namespace, python: Path, folder: Path, model: Path
 ) -> dict[str, Any]:
-    """Half of the loads fail of an engine beside the one that has computed the prompts."""
-    if "storm" not in arguments.parts:
-        return {}
-    folder = folder / "storm"
-    folder.mkdir(exist_ok=True)
-    bench = _Bench(
-        arguments,
-        python,
-        folder,
-        readers=1,
-        prefix_tokens=STORM_TOKENS,
-        link_rate_bits_per_s=arguments.storm_link_rate,
-    )
-    async with bench.pool as pool:
-        way = WAYS[0](pool, python, folder)
-        way.connector = dict(arguments.connector)
-        async with bench.engines(way, model) as [writer, reader]:
-            found = await bench.ttft.storm(way, pool, writer, reader)
-    say(f"half of all loads fail: {found}")
-    return found | {"storm_link_rate_bits_per_s": arguments.storm_link_rate}
+    """Half of the loads fail of an engine beside the one that has computed the prompts, with each
+    rate of links."""
+    rates = []
+    for rate in arguments.storm_link_rates:
+        logs = folder / f"storm-{rate:g}"
+        logs.mkdir(exist_ok=True)
+        bench = _Bench(
+            arguments,
+            python,
+            logs,
+            readers=1,
+            prefix_tokens=STORM_TOKENS,
+            link_rate_bits_per_s=rate,
+        )
+        async with bench.pool as pool:
+            way = WAYS[0](pool, python, logs)
+            way.connector = dict(arguments.connector)
+            async with bench.engines(way, model) as [writer, reader]:
+                found = await bench.ttft.storm(way, pool, writer, reader)
+        say(f"half of all loads fail, links of {rate:g} bits a second: {found}")
+        rates.append({"link_rate_bits_per_s": rate} | found)
+    return {
+        "storm_over_recompute": worst(one["storm_over_recompute"] for one in rates),
+        "storm_wrong_outputs": sum(one["storm_wrong_outputs"] for one in rates),
+        "storm_rates": rates,
+    }
 
 
 async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str, Any]:
@@ -574,14 +498,41 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
     wanted = [way for way in WAYS if way is WAYS[0] or way.NAME in arguments.peers]
     skipped = {way.NAME: why for way in wanted if (why := way.missing(python)) is not None}
     skipped |= {way.NAME: "not asked for" for way in WAYS if way not in wanted}
+    parts: dict[str, Any] = {}
+    facts: dict[str, Any] = {
+        "parts": arguments.parts,
+        "connector": arguments.connector,
+        "own_tokens": arguments.own_tokens,
+        "skipped": skipped,
+        "not_reached": [],
+        "link_rate_bits_per_s": arguments.link_rate,
+        "queue_frames": QUEUE_FRAMES,
+        "homes": "all nodes" if arguments.spread else "the writer's node",
+        "lone_reads": arguments.lone_reads,
+        "rounds": arguments.rounds,
+        "provenance": provenance.provenance(),
+    }
+
+    def tell(found: Found) -> dict[str, Any]:
+        """Write down what there is by now."""
+        facts["took_s"] = round(time.monotonic() - began, 1)
+        so_far.update(whole(found, parts, facts))
+        if arguments.json and arguments.json != "-":
+            reports.write_json(arguments.json, so_far | {"incomplete": "under way"})
+        return so_far
+
     with tempfile.TemporaryDirectory(prefix="kvcast-ttft-") as folder_name:
         folder = Path(arguments.logs or folder_name)
         folder.mkdir(parents=True, exist_ok=True)
         model = make_model(python, "bench", folder)
-        groups = await measure_groups(arguments.link_rate) if "groups" in arguments.parts else {}
-        so_far |= groups
-        storm = await measure_storm(arguments, python, folder, model)
-        so_far |= storm
+        if "groups" in arguments.parts:
+            parts |= await measure_groups(arguments.link_rate)
+            tell(Found())
+        if "storm" in arguments.parts:
+            parts |= await measure_storm(arguments, python, folder, model)
+            tell(Found())
+        if "engines" not in arguments.parts:
+            return tell(Found())
         bench = _Bench(
             arguments,
             python,
@@ -589,36 +540,22 @@ async def run(arguments: argparse.Namespace, so_far: dict[str, Any]) -> dict[str
             readers=max(arguments.engines),
             prefix_tokens=max(arguments.prefixes),
             link_rate_bits_per_s=arguments.link_rate,
+            until=began + 60 * arguments.minutes,
         )
+        facts["not_reached"] = bench.not_reached
         async with bench.pool as pool:
-            for kind in wanted if "engines" in arguments.parts else ():
+            for kind in wanted:
                 if kind.NAME in skipped:
                     continue
                 way = kind(pool, python, folder)
-                way.connector = dict(arguments.connector) if kind is WAYS[0] else {}
+                way.connector = {"weigh": False} | arguments.connector if kind is WAYS[0] else {}
                 try:
-                    await bench.measure(way, model, so_far)
+                    await bench.measure(way, model, tell)
                 except (EngineError, PartError) as error:
                     if kind is WAYS[0]:
                         raise
                     skipped[kind.NAME] = f"has failed: {str(error)[-300:]}"
-    report = bench.ttft.report() | groups | storm
-    report["wrong_outputs"] += groups.get("mla_wrong_blocks", 0)
-    report["wrong_outputs"] += storm.get("storm_wrong_outputs", 0)
-    report |= {
-        "parts": arguments.parts,
-        "connector": arguments.connector,
-        "own_tokens": arguments.own_tokens,
-        "skipped": skipped,
-        "link_rate_bits_per_s": arguments.link_rate,
-        "queue_frames": QUEUE_FRAMES,
-        "homes": "all nodes" if arguments.spread else "the writer's node",
-        "lone_reads": arguments.lone_reads,
-        "rounds": arguments.rounds,
-        "took_s": round(time.monotonic() - began, 1),
-        "provenance": provenance.provenance(),
-    }
-    return report
+        return tell(bench.ttft.found)
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -641,6 +578,8 @@ def _show(report: dict[str, Any]) -> None:
             print(f"{name}: {report[name]}")
     for name, why in report["skipped"].items():
         print(f"{name} was not measured: {why}")
+    if report["not_reached"]:
+        print(f"not reached in time: {'; '.join(report['not_reached'])}")
 
 
 def _options(text: str) -> dict[str, Any]:
@@ -688,10 +627,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--link-rate", type=float, default=LINK_RATE, help="of every node's link, bits a second"
     )
     parser.add_argument(
-        "--storm-link-rate",
+        "--storm-link-rates",
         type=float,
-        default=STORM_LINK_RATE,
+        nargs="+",
+        default=list(STORM_LINK_RATES),
+        metavar="RATE",
         help="the same, where loads fail",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="after so many, begin nothing more"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="measure nothing: make one report of these"
     )
     parser.add_argument("--spread", action="store_true", help="homes on all nodes")
     parser.add_argument("--lone-reads", choices=("tcp", "reads"), default="tcp", help="of agents")
@@ -699,13 +646,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _merge(arguments: argparse.Namespace) -> int:
+    found = []
+    for name in arguments.merge:
+        try:
+            found.append(json.loads(Path(name).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{name}: {error}") from error
+    try:
+        report = merged(found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"these are no reports of this benchmark: {error!r}") from error
+    reports.report_to(arguments.json, report, _show)
+    return EXIT_FAILED if report["wrong_outputs"] else EXIT_OK
+
+
 async def _command(arguments: argparse.Namespace) -> int:
+    if arguments.merge:
+        return _merge(arguments)
     if min(*arguments.prefixes, *arguments.engines, arguments.rounds, arguments.own_tokens) < 1:
         raise CommandError("prefixes, engines, rounds and own tokens are at least 1")
     if any(prefix % max(way.GRAIN_TOKENS for way in WAYS) for prefix in arguments.prefixes):
         raise CommandError("prefixes are multiples of 256 tokens")
-    if min(arguments.link_rate, arguments.storm_link_rate) <= 0:
-        raise CommandError("links have a rate")
+    if min(arguments.link_rate, *arguments.storm_link_rates, arguments.minutes) <= 0:
+        raise CommandError("links have a rate, and there is some time")
     return await measured(arguments, run, _show, lambda report: bool(report["wrong_outputs"]))
 
 

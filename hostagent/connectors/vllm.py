@@ -72,6 +72,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, UniformTypeKVCacheSpecs
 
+TELL_S = 30.0
+"""How often the log says at most whether prefixes are loaded or computed."""
 NULL_BLOCK = 0
 """vLLM's id for a block that is not there (out of a sliding window)."""
 
@@ -415,7 +417,7 @@ class _SchedulerHalf:
         self._options = options
         whole = _only_whole(vllm_config)
         self.weighing = Weighing(self._block_tokens, whole=whole) if options.weigh else None
-        self._loaded = True
+        self._loaded, self._tell_at = True, 0.0
         self._steps = Steps(getattr(vllm_config, "max_concurrent_batches", 1))
         self.planner = Planner(
             PlannerOptions(
@@ -530,9 +532,11 @@ class _SchedulerHalf:
 
     def _tell_of_turns(self) -> None:
         """Say so in the log where from now on prefixes are computed, or loaded again."""
-        weighing = self.weighing
-        if weighing is not None and weighing.loads is not self._loaded:
-            self._loaded = weighing.loads
+        weighing, now = self.weighing, time.monotonic()
+        if weighing is None or now < self._tell_at:
+            return
+        if weighing.loads is not self._loaded:
+            self._loaded, self._tell_at = weighing.loads, now + TELL_S
             _log.info(
                 "kvcast: prefixes are %s for now: %s",
                 "loaded" if weighing.loads else "computed, but for some that are tried",
