@@ -384,7 +384,7 @@ class ReadFlags:
         high=255,
     )
     gather_max_ms: int = count(
-        "how long they may at most while answers go to others too, 0 to 255 ms",
+        "how long they may at most while readers keep step with others, 0 to 255 ms",
         default=RequesterConfig.auto_gather_max_ms,
         unit="ms",
         high=255,

@@ -138,6 +138,8 @@ class Asker:
         self._next_ticket = 0
         self._next_tag = rng.getrandbits(32)
         self._shared_until = -inf
+        self._in_step_until = -inf
+        """Until then this agent's readers are taken to go along with others."""
         self._company_until = -inf
         """Until then answers are expected to be shared, since homes gather for them."""
         self._answered_at = -inf
@@ -249,12 +251,13 @@ class Asker:
     def _window(self, now: float, home: Home) -> int:
         """How many segments may be in flight from `home`.
 
-        While answers are shared it is the same number for every reader, whatever each of them
-        has lost or waited for: one stream serves all, so more readers mean no more load, and a
-        reader whose window were smaller would ask for what the others have had already. So it is
-        while a fetch that gathers has just begun: what is asked for then, homes gather for longest.
+        While readers keep step it is the same number for every one, whatever each of them has
+        lost or waited for: one stream serves all, so more readers mean no more load, and a reader
+        whose window were smaller would ask for what the others have had already. So it is while a
+        fetch that gathers has just begun: what is asked for then, homes gather for longest. Who
+        only happens to share keeps the window that keeps queues short.
         """
-        if now < self._shared_until or now < self._company_until:
+        if now < self._in_step_until or now < self._company_until:
             return self.config.window_shared
         return int(home.window.size)
 
@@ -512,7 +515,9 @@ class Asker:
     def note_sharing(self, now: float, fetch: Fetch) -> None:
         """A frame of this fetch went to other readers, too."""
         fetch.saw_shared = True
-        self._shared_until = now + self.config.sharing_memory_s
+        self._shared_until = until = now + self.config.sharing_memory_s
+        if fetch.gathers and (fetch.gather_ms or fetch.group or len(fetch.segments) > 1):
+            self._in_step_until = until
 
     def _note_answer(self, now: float, shared: bool) -> None:
         """The answer to a READ has begun to come."""
@@ -527,8 +532,18 @@ class Asker:
         self._company_until = max(self._company_until, now + gather_ms / 1000)
 
     def shares(self, now: float) -> bool:
-        """Whether most answers of late went to others too, so that it pays to wait for them."""
+        """Whether most answers of late went to others too."""
         return now < self._shared_until and self._shared_part >= _SHARED_MOSTLY
+
+    def _keeps_step(self, now: float, fetch: Fetch) -> bool:
+        """Whether others ask for the same as the fetch goes on, so that it pays to wait for them.
+
+        That answers of one segment were shared says so only of those who looked for company:
+        prompts that begin alike and come at the same time share what they have in common as they
+        are, each at its own pace, and would wait for nobody."""
+        if not fetch.gathers:
+            return False
+        return fetch.saw_shared or (now < self._in_step_until and self.shares(now))
 
     # --- READs --------------------------------------------------------------------------------
 
@@ -556,7 +571,7 @@ class Asker:
         else:
             first_wave = _is_first_wave(now, fetch)
             gather_ms = fetch.gather_ms if first_wave else 0
-            if fetch.gathers and (fetch.saw_shared or self.shares(now)):
+            if self._keeps_step(now, fetch):
                 srtt_s = self.homes[segment.home].rtt.srtt_s
                 if srtt_s is None:  # all answers yet were gathered ones
                     srtt_s = fetch.gather_ms / 1000

@@ -92,7 +92,7 @@ class RequesterConfig:
     gather_ms: int = 0
     """`gather` of READs (docs/architecture.md), unless the fetch says otherwise."""
     auto_gather_max_ms: int = 20
-    """Longest `gather` of READs of full segments while most answers are being shared. It is a
+    """Longest `gather` of READs of full segments while readers keep step. It is a
     quarter of the smoothed round-trip time, at least a millisecond, and nothing where that time is
     below half of one (before there is one, of what the fetch allows):
     readers that share answers are about as far apart as answers come late, microseconds on a fast
