@@ -82,9 +82,9 @@ from kvcast.protocol.messages.wire import (
 )
 
 ARRIVALS: Final = 64
+"""Arrivals that are kept until Python takes them; at the bound it is asked to."""
 _AT_ONCE: Final = 4
 """Python hears of segments that came by RDMA when they are this part of those that it awaits."""
-"""Arrivals that are kept until Python takes them; at the bound it is asked to."""
 _at: Final = Header.offset_of
 _VERSION_AT: Final = _at(KVCAST, "version")
 _OP_AT: Final = _at(KVCAST, "op")

@@ -75,8 +75,8 @@ MOST_STOCK: Final = 160
 LARGE_STOCK: Final = 8
 """The same of blocks of more than one segment."""
 SIZES: Final = 4
-"""Sizes of one namespace that have some; one more takes the place of the one that was used last
-the longest ago."""
+"""Sizes of one namespace that have some; a further one takes the place of the one that was not used
+for longest."""
 MAX_SIZES: Final = courier.LANDINGS // STOCK
 """The same of all namespaces."""
 PATIENCE_S: Final = 0.05
@@ -84,8 +84,8 @@ PATIENCE_S: Final = 0.05
 REORDER_S: Final = 0.001
 """How long it waits for what is missing after the end of an answer."""
 MAX_UNANSWERED: Final = 256
-"""Blocks whose READs were not answered that are remembered; of others the first READ is none that
-says that it is a repeat."""
+"""READs without an answer that are remembered; where one is forgotten, the requester's READ of its
+block does not say that it is a repeat."""
 NO_ROOM_S: Final = 0.1
 """How long no landing places are asked for where there was no room for one."""
 OTHER_SIZES: Final = 8
