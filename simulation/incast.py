@@ -33,12 +33,13 @@ from kvcast.controller.flags import SwitchFlags
 from kvcast.p4 import profiles
 from kvcast.protocol.messages import ethernet
 from kvcast.protocol.messages.control import NamespaceInfo
-from kvcast.protocol.messages.wire import BUCKETS, BlockId, Frame, decode, digest_of, encode
+from kvcast.protocol.messages.wire import BUCKETS, BlockId, decode, digest_of
 from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfig
 from kvcast.protocol.responder import Responder, ResponderConfig
 from kvcast.service import provenance
 from kvcast.service.statistics import ratio, summary
-from kvcast.simulation.network import Link, LinkOptions
+from kvcast.simulation.card_host import CardHost
+from kvcast.simulation.network import LinkOptions
 from kvcast.simulation.switch import SimSwitch, product_program
 from kvcast.simulation.world import Alarm, World
 from kvcast.switchsim.llvm.switch import CompiledSwitch
@@ -61,8 +62,6 @@ LEASE_S: Final = SwitchFlags.coalesce_lease_s
 NAMESPACE: Final = 1
 DEADLINE_S: Final = 60.0
 _LINK_S: Final = LINK_DELAY_NS / 1e9
-_CARD_FRAMES: Final = 8
-"""What a card takes of the home's answers at once."""
 SOCKET_FRAMES: Final = 4096
 """What a host's socket keeps while the host waits for a processor; one more is dropped."""
 STALLED_PART: Final = 0.2
@@ -208,38 +207,31 @@ def _tables_of(star: Star, homes: Sequence[Sequence[str]], *, enabled: bool) -> 
     )
 
 
-class _Host:
-    """A node: its cores and its card."""
+class _Host(CardHost):
+    """A node: the home, or a reader."""
 
     def __init__(self, run: _Incast, index: int, port: int) -> None:
         self._run = run
-        self._world = run.world
-        self.index = index
         self.begins_at = 0.0
-        self._wraps = {
-            other: ethernet.Encapsulation(run.endpoints[index], run.endpoints[other])
-            for other in range(len(run.endpoints))
-            if other != index
-        }
-        self._card = Link(
-            run.world,
-            f"{index} to switch",
-            functools.partial(run.switch.receive, port),
-            lambda _link, _frame, kind: self._overrun(kind),
-            LinkOptions(_LINK_S, run.options.link_rate_bits_per_s, QUEUE_FRAMES),
-        )
-        self._alarm = Alarm(run.world, self._turn)
         self._stalls = run.world.stream(f"stall/{index}")
         self._arrived: list[bytes] = []
         self._waits = False
         """For a processor."""
-        run.switch.hosts[port] = self._receive
-        self.requester = Requester(
-            RequesterConfig(),
-            allocate=lambda _block, size: Room(memoryview(bytearray(size))),
-            rng=run.world.stream(str(index)),
+        super().__init__(
+            run.world,
+            index,
+            run.endpoints,
+            functools.partial(run.switch.receive, port),
+            LinkOptions(_LINK_S, run.options.link_rate_bits_per_s, QUEUE_FRAMES),
+            Requester(
+                RequesterConfig(),
+                allocate=lambda _block, size: Room(memoryview(bytearray(size))),
+                rng=run.world.stream(str(index)),
+            ),
+            Responder(ResponderConfig(), lookup=self._lookup),
+            functools.partial(run.ended, self),
         )
-        self.responder = Responder(ResponderConfig(), lookup=self._lookup)
+        run.switch.hosts[port] = self._receive
 
     def _lookup(self, block: BlockId) -> Held | None:
         return self._run.blocks.get(block) if self.index == 0 else None
@@ -256,17 +248,17 @@ class _Host:
                 expect_size=self._run.options.block_bytes,
                 gather_ms=self._run.options.gather_ms,
             )
-        self._work()
+        self.work()
 
     def _receive(self, data: bytes) -> None:
         if len(self._arrived) < SOCKET_FRAMES:
             self._arrived.append(data)
-            self._turn()
+            self.turn()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Something is to be done: do it, as soon as there is a processor."""
         if not self._run.options.stall_ms or self.index == 0:
-            self._work()
+            self.work()
         elif not self._waits:
             self._waits = True
             self._world.at(self._world.now + self._stall_s(), self._have_processor)
@@ -279,7 +271,7 @@ class _Host:
 
     def _have_processor(self) -> None:
         self._waits = False
-        self._work()
+        self.work()
 
     def _take_arrived(self) -> None:
         arrived, self._arrived = self._arrived, []
@@ -290,30 +282,10 @@ class _Host:
             core = self.responder if self.index == 0 else self.requester
             core.receive(self._world.now, source, frame)
 
-    def _work(self) -> None:
-        """Let the cores decide, and give the card what it can send now."""
-        now = self._world.now
-        self._take_arrived()
-        if (due := self.requester.get_timer()) is not None and due <= now:
-            self.requester.handle_timer(now)
-        self._send(self.requester.frames_to_send())
-        if self._card.free_at <= now:
-            self._send(self.responder.frames_to_send(now, _CARD_FRAMES))
-        while (event := self.requester.next_event()) is not None:
-            if isinstance(event, Fetched | Missed):
-                self._run.ended(self, event)
+    def work(self) -> None:
         # While a host waits for a processor, what is due waits too.
-        self._alarm.set(self.requester.get_timer())
-        if (ready := self.responder.get_timer(now)) is not None:
-            self._alarm.set(max(ready, self._card.free_at))
-
-    def _send(self, frames: list[tuple[int, Frame]]) -> None:
-        for node, frame in frames:
-            self._card.send(self._wraps[node].wrap(encode(frame)))
-
-    def _overrun(self, kind: str) -> None:
-        if kind == "queue_overflow":
-            raise PoolError("a host sends more than its card can take: a bug")
+        self._take_arrived()
+        super().work()
 
 
 class _Incast:

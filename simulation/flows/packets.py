@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from kvcast.protocol.messages import ethernet
-from kvcast.protocol.messages.wire import BUCKETS, OP_READ, BlockId, Frame, decode, encode
+from kvcast.protocol.messages.wire import BUCKETS, OP_READ, BlockId, decode
 from kvcast.protocol.requester import Fetched, Missed, Requester, RequesterConfig
 from kvcast.protocol.responder import Responder, ResponderConfig
+from kvcast.simulation.card_host import CardHost
 from kvcast.simulation.flows.demand import Demand
 from kvcast.simulation.flows.networks import Ints
 from kvcast.simulation.incast import (
@@ -32,14 +33,13 @@ from kvcast.simulation.incast import (
     SimulationOptions,
     Switch,
 )
-from kvcast.simulation.network import Link, LinkOptions
-from kvcast.simulation.world import Alarm, World
-from kvcast.topologies.pool import DATA_FRAME_BYTES, PoolError
+from kvcast.simulation.network import LinkOptions
+from kvcast.simulation.world import World
+from kvcast.topologies.pool import DATA_FRAME_BYTES
 from kvcast.topologies.star import Star
 from kvcast.workloads import content
 
 _DEADLINE_S = 600.0
-_CARD_FRAMES = 8
 
 
 @dataclass
@@ -56,35 +56,26 @@ class PacketOutcome:
     fetches: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Node:
-    """A host: its cores and its card."""
+class _Node(CardHost):
+    """A host of a replay."""
 
     def __init__(self, run: _Replay, index: int, port: int) -> None:
-        self._run, self.index = run, index
-        self._world = run.world
-        self._wraps = {
-            other: ethernet.Encapsulation(run.endpoints[index], run.endpoints[other])
-            for other in range(len(run.endpoints))
-            if other != index
-        }
-        self._card = Link(
+        self._run = run
+        super().__init__(
             run.world,
-            f"{index} to switch",
+            index,
+            run.endpoints,
             functools.partial(run.switch.receive, port),
-            lambda _link, _frame, kind: self._overrun(kind),
             LinkOptions(run.link_s, run.options.link_rate_bits_per_s, QUEUE_FRAMES),
+            Requester(
+                run.requester,
+                allocate=lambda _block, size: Room(memoryview(bytearray(size))),
+                rng=run.world.stream(str(index)),
+            ),
+            Responder(run.responder, lookup=run.held[index].get),
+            functools.partial(run.ended, index),
         )
-        self._alarm = Alarm(run.world, self._work)
         run.switch.hosts[port] = self._receive
-        self.requester = Requester(
-            run.requester,
-            allocate=lambda _block, size: Room(memoryview(bytearray(size))),
-            rng=run.world.stream(str(index)),
-        )
-        self.responder = Responder(run.responder, lookup=self._lookup)
-
-    def _lookup(self, block: BlockId) -> Held | None:
-        return self._run.held[self.index].get(block)
 
     def fetch(self, block: BlockId, home: int, size: int, gather_ms: int) -> None:
         now = self._world.now
@@ -104,32 +95,6 @@ class _Node:
         core = self.responder if frame.op == OP_READ else self.requester
         core.receive(self._world.now, source, frame)
         self.work()
-
-    def work(self) -> None:
-        self._work()
-
-    def _work(self) -> None:
-        """Let the cores decide, and give the card what it can send now."""
-        now = self._world.now
-        if (due := self.requester.get_timer()) is not None and due <= now:
-            self.requester.handle_timer(now)
-        self._send(self.requester.frames_to_send())
-        if self._card.free_at <= now:
-            self._send(self.responder.frames_to_send(now, _CARD_FRAMES))
-        while (event := self.requester.next_event()) is not None:
-            if isinstance(event, Fetched | Missed):
-                self._run.ended(self.index, event)
-        self._alarm.set(self.requester.get_timer())
-        if (ready := self.responder.get_timer(now)) is not None:
-            self._alarm.set(max(ready, self._card.free_at))
-
-    def _send(self, frames: list[tuple[int, Frame]]) -> None:
-        for node, frame in frames:
-            self._card.send(self._wraps[node].wrap(encode(frame)))
-
-    def _overrun(self, kind: str) -> None:
-        if kind == "queue_overflow":
-            raise PoolError("a host sends more than its card can take: a bug")
 
 
 class _Replay:
