@@ -276,8 +276,8 @@ class BulkCallee(LinkStream[CallerMessage], Generic[S]):
             self._send(BulkDone(refusal) if refusal else BulkTaken(self._taken))
 
     def _allowed_bytes(self, now: float) -> int:
-        allowed = self._departures.may_send(now, self._namespace, self)
-        self._waits_until = None if allowed else self._departures.ready_at(now)
+        allowed = self._departures.may_send(now, self._namespace, self, self.wake)
+        self._waits_until = None if allowed else self._departures.ready_at(now, self)
         return allowed
 
     def get_timer(self) -> float | None:

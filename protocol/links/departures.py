@@ -12,8 +12,9 @@ carried it. Blocks that go by READs are not held back here, and what they take o
 given to others, but for a quarter of it, which is left in any case. One namespace alone is not held
 back at all; nor is anything where the link's rate is not known.
 
-Who waits asks again when its timer says so. One that does not, since its connection takes nothing,
-is not waited for.
+Whoever is next of those who wait is woken, and told by a timer when the link will have carried so
+much; all others ask again now and then, and who does not, since its connection takes nothing, is
+not waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcast.protocol.bounded_map import BoundedMap
 from kvcast.protocol.fair_queue import Shares
@@ -35,7 +36,8 @@ TURN_S: Final = 0.002
 """A connection's turn is what the link carries in so long, or `LEAST_TURN_BYTES`; two turns may go
 out at once after a pause. Timers are not much more exact."""
 LEAST_WAIT_S: Final = 0.001
-"""Who waits asks again no sooner."""
+MOST_WAIT_S: Final = 0.05
+"""Who waits asks again no sooner, and no later."""
 CREDIT_S: Final = 0.5
 """A namespace that has taken less than its share goes first for as much as the link carries in so
 long."""
@@ -49,6 +51,12 @@ _READS_PERIOD_S: Final = 0.05
 """What READs take of the link is measured over so long."""
 MAX_NAMESPACES: Final = 1024
 """That are remembered as being there."""
+
+
+class _Waiting(NamedTuple):
+    namespace: int
+    asked_at: float
+    wake: Callable[[], None]
 
 
 class Departures:
@@ -69,16 +77,22 @@ class Departures:
         self._shares = Shares(CREDIT_S * self._pace, weight_of)
         self._there: BoundedMap[int, float] = BoundedMap(MAX_NAMESPACES)
         """By namespace, when it was sent or wanted something last; the longest ago is first."""
-        self._waiting: dict[Hashable, tuple[int, float]] = {}
-        """Who waits: for which namespace, and when it asked last; within one, in turn."""
+        self._waiting: dict[Hashable, _Waiting] = {}
+        """Who waits; within a namespace, in turn."""
+        self._told: Hashable = None
+        """Who asked last when its turn was next, and knows when that will be."""
+        self._passing = False
+        self._sends = 0
         self._read_bytes = 0.0  # in this period
         self._period_ends = -inf
         self.waits_total = 0
         """Times that somebody was told to wait."""
 
-    def may_send(self, now: float, namespace: int, who: Hashable) -> int:
+    def may_send(
+        self, now: float, namespace: int, who: Hashable, wake: Callable[[], None] = lambda: None
+    ) -> int:
         """How many bytes of blocks of a namespace may go out now on the connection `who`. Where
-        none may, it waits, and is to ask again at `ready_at`."""
+        none may, it waits, and is to ask again at `ready_at`, or when it is woken."""
         if self._pace <= 0:
             return sys.maxsize
         self._there[namespace] = now
@@ -87,25 +101,31 @@ class Departures:
             return sys.maxsize
         self._adapt(now)
         asked_before = self._waiting.get(who)
-        if asked_before is None or asked_before[0] != namespace:
+        if asked_before is None or asked_before.namespace != namespace:
             self._waiting.pop(who, None)
-        self._waiting[who] = (namespace, now)
-        for other, (_, asked_at) in list(self._waiting.items()):
-            if asked_at < now - ABSENT_S:
+        self._waiting[who] = _Waiting(namespace, now, wake)
+        for other, waiting in list(self._waiting.items()):
+            if waiting.asked_at < now - ABSENT_S:
                 del self._waiting[other]
         saved_bytes = int(self._shares.saved(namespace))
         if saved_bytes > self.turn_bytes and self._ready_bytes > -CREDIT_S * self._pace:
             del self._waiting[who]
             return saved_bytes
-        if self._ready_bytes >= self.turn_bytes and self._is_next(namespace, who):
+        is_next = self._next() == who
+        if self._ready_bytes >= self.turn_bytes and is_next:
             del self._waiting[who]
             return self.turn_bytes
+        if is_next:
+            self._told = who
         self.waits_total += 1
         return 0
 
-    def ready_at(self, now: float) -> float:
-        """When to ask again."""
-        return now + max(LEAST_WAIT_S, (self.turn_bytes - self._ready_bytes) / self._rate)
+    def ready_at(self, now: float, who: Hashable) -> float:
+        """When who waits is to ask again, unless it is woken."""
+        if who != self._told:
+            return now + MOST_WAIT_S
+        wait_s = (self.turn_bytes - self._ready_bytes) / self._rate
+        return now + min(max(LEAST_WAIT_S, wait_s), MOST_WAIT_S)
 
     def sent(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes have gone out."""
@@ -118,6 +138,8 @@ class Departures:
                 if self._ready_bytes < -TIGHT_TURNS * self.turn_bytes:
                     self._tight_at = now
             self._shares.took(namespace, size_bytes)
+            self._sends += 1
+            self._pass_on()
 
     def sent_by_reads(self, now: float, namespace: int, size_bytes: int) -> None:
         """So many bytes have gone out another way."""
@@ -132,7 +154,8 @@ class Departures:
 
     def leave(self, who: Hashable) -> None:
         """This connection waits no more."""
-        self._waiting.pop(who, None)
+        if self._waiting.pop(who, None) is not None:
+            self._pass_on()
 
     def _others_are_there(self, now: float, namespace: int) -> bool:
         there = self._there
@@ -140,11 +163,28 @@ class Departures:
             del there[first]
         return len(there) > 1
 
-    def _is_next(self, namespace: int, who: Hashable) -> bool:
-        namespaces = {waits_for for waits_for, _ in self._waiting.values()}
-        if self._shares.next_of(namespaces) != namespace:
-            return False
-        return who == next(w for w, (mine, _) in self._waiting.items() if mine == namespace)
+    def _next(self) -> Hashable:
+        """Whose turn it is, of all that wait."""
+        namespaces = {waiting.namespace for waiting in self._waiting.values()}
+        namespace = self._shares.next_of(namespaces)
+        return next(who for who, one in self._waiting.items() if one.namespace == namespace)
+
+    def _pass_on(self) -> None:
+        """Wake whose turn is next, be it there or not: who is woken asks. Who may send then comes
+        by here again."""
+        if self._passing:
+            return
+        self._passing = True
+        try:
+            while self._waiting:
+                who, sends = self._next(), self._sends
+                if self._ready_bytes < self.turn_bytes and who == self._told:
+                    break
+                self._waiting[who].wake()
+                if self._sends == sends:
+                    break
+        finally:
+            self._passing = False
 
     def _count(self, now: float) -> None:
         """What the link has carried since it was counted last may go out anew."""

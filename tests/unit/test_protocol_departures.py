@@ -10,6 +10,7 @@ import heapq
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import pytest
@@ -27,6 +28,8 @@ class Link:
         self.departures = Departures(rate, lambda namespace: (weights or {}).get(namespace, 1.0))
         self.sent: Counter[int] = Counter()
         self.now = 0.0
+        self.asked = 0
+        """Times that a connection has asked."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
 
@@ -43,13 +46,20 @@ class Link:
         """One connection sends so much, and then does something else."""
         left = size_bytes
         who = object()
+        timer = 0
+
+        def due(number: int) -> None:
+            if number == timer:
+                go_on()
 
         def go_on() -> None:
-            nonlocal left
+            nonlocal left, timer
+            timer += 1
             while left:
-                allowed = self.departures.may_send(self.now, namespace, who)
+                self.asked += 1
+                allowed = self.departures.may_send(self.now, namespace, who, go_on)
                 if not allowed:
-                    self.at(self.departures.ready_at(self.now), go_on)
+                    self.at(self.departures.ready_at(self.now, who), partial(due, timer))
                     return
                 part = min(allowed, left, 50_000)
                 left -= part
@@ -79,6 +89,31 @@ def test_connections_do_not_count_but_weights_do() -> None:
     first, second = (link.sent[namespace] - before[namespace] for namespace in (1, 2))
     assert first + second == pytest.approx(PACE * RATE * 10, rel=0.05)
     assert second / first == pytest.approx(3.0, rel=0.05)
+
+
+def test_those_who_wait_do_not_ask_all_the_while() -> None:
+    link = Link(10 * RATE)
+    for namespace in (1, 2):
+        link.greedy(namespace, 10)
+    link.run(2.0)
+    before = link.asked
+    link.run(4.0)
+    turns = 2.0 * PACE * 10 * RATE / link.departures.turn_bytes
+    now_and_then = 2.0 * 20 / departures.MOST_WAIT_S
+    assert turns < link.asked - before < 6 * turns + now_and_then
+
+
+@pytest.mark.parametrize("connections", [1, 12])
+def test_a_turn_that_is_not_used_up_is_the_next_ones_at_once(connections: int) -> None:
+    link = Link(1000 * RATE)  # a turn is 1.8 MB, of which each takes 20 kB at a time
+    for namespace in range(4):
+        link.greedy(namespace, connections)
+    link.run(1.0)
+    before = link.sent.total()
+    link.run(2.0)
+    share = (link.sent.total() - before) / (PACE * 1000 * RATE)
+    most = 4 * connections * 20_000 / 0.02 / (PACE * 1000 * RATE)
+    assert share == pytest.approx(min(1.0, most), rel=0.1)
 
 
 def test_who_takes_less_than_its_share_waits_for_nobody() -> None:
